@@ -1,0 +1,1 @@
+"""The machines: cluster files, capacity and pre-flight checks."""

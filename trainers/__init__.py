@@ -1,0 +1,1 @@
+"""One training run: the shared per-worker loop and everything that it needs."""

@@ -1,0 +1,121 @@
+"""The device of a worker: choice, backend flags, threads, memory figures and the environment report.
+
+Reads /proc/self/status and resets the peak through /proc/self/clear_refs (Linux, proc(5)).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trainers.errors import ConfigError
+
+
+def resolve_device(name: str, index: int = 0) -> torch.device:
+    """`auto` is cuda, then mps, then cpu; a forced device that is not there is a ConfigError."""
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        if index >= torch.cuda.device_count():
+            raise ConfigError("scaling.num_workers", index + 1,
+                              f"must be at most the {torch.cuda.device_count()} GPUs of this machine",
+                              "lower it, or set `device: cpu`")
+        return torch.device("cuda", index)
+    if name in ("auto", "mps") and torch.backends.mps.is_available():
+        return torch.device("mps")
+    if name in ("auto", "cpu"):
+        return torch.device("cpu")
+    raise ConfigError("device", name, f"is not there (torch {torch.__version__} sees no {name} device)",
+                      "set `device: auto`, or mend the driver")
+
+
+def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
+    """Process-wide settings that a run depends on, each set whatever it was before."""
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_default_dtype(torch.float32)
+    torch.backends.cudnn.benchmark = not deterministic
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, numpy and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 (tasks may draw from the global generator)
+    torch.manual_seed(seed)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new peak for `peak_memory_bytes`."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "cpu" and sys.platform == "linux":
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return  # a kernel without CONFIG_PROC_PAGE_MONITOR: the peak is the process's whole life
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak since `reset_peak_memory`: allocated by torch on a GPU, resident memory of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """All memory of the device; of the host for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What a figure depends on: versions, hardware, git commit. Saved with every run."""
+    report = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}
+    for package in ("paceline", "torch", "ray", "pyarrow", "numpy"):
+        try:
+            report[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    report["device"] = str(device)
+    if device.type == "cuda":
+        report["gpu"] = torch.cuda.get_device_name(device)
+        report["cuda"] = torch.version.cuda or "none"
+    commit = _git_commit()
+    if commit:
+        report["git_commit"] = commit
+    return report
+
+
+def _git_commit() -> str | None:
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)  # noqa: S607
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,160 @@
+"""The taxonomy: every way that a run can end, and what Paceline does about each.
+
+A status is what `result.json`, `results.parquet` and the terminal show. Its policy says how many restarts
+a run gets by default when it ends that way, and what to tell the user.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Status = Literal[
+    "done",
+    "stopped",
+    "out_of_memory",
+    "out_of_host_memory",
+    "diverged",
+    "hung",
+    "preempted",
+    "node_lost",
+    "error",
+]
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What follows when a run ends in one way.
+
+    `restarts` is the default budget (-1: no limit); `advice` is the fix that the user reads.
+    """
+
+    restarts: int
+    advice: str
+
+
+POLICIES: dict[Status, Policy] = {
+    "done": Policy(0, ""),
+    "stopped": Policy(0, "run the same command again to go on from the newest checkpoint"),
+    "out_of_memory": Policy(0, "set a smaller `microbatch_size`; the result of training stays the same"),
+    "out_of_host_memory": Policy(1, "lower `data.num_workers`, or set `data.resident: false`"),
+    "diverged": Policy(0, "lower `optimizer.lr`, set `clip_grad_norm`, or use precision bf16 instead of fp16"),
+    "hung": Policy(3, "see the stacks of all ranks that were saved with the run"),
+    "preempted": Policy(-1, "the run goes on where the cluster has room again"),
+    "node_lost": Policy(-1, "the run goes on where the cluster has room again"),
+    "error": Policy(0, "the traceback names the line in the task"),
+}
+
+
+class PacelineError(Exception):
+    """Base of all errors that Paceline raises on purpose; `status` is how the run ends."""
+
+    status: Status = "error"
+    exit_code = 1
+
+
+class ConfigError(PacelineError, ValueError):
+    """A value that the user gave cannot be used: names field, value, rule and fix in one sentence.
+
+    `rule` is a predicate ("must be at least 1"); `value` is MISSING where there is none to show.
+    """
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: Any, rule: str, fix: str, source: str | None = None) -> None:
+        super().__init__(field, value, rule, fix, source)
+        self.field, self.value, self.rule, self.fix, self.source = field, value, rule, fix, source
+
+    def __str__(self) -> str:
+        where = f"{self.source}: " if self.source else ""
+        shown = "" if self.value is MISSING else f"is {show(self.value)}, but "
+        end = "" if self.fix.endswith("?") else "."
+        return f"{where}`{self.field}` {shown}{self.rule}; {self.fix}{end}"
+
+    def at(self, source: str) -> ConfigError:
+        """The same error, said to come from `source`."""
+        return ConfigError(self.field, self.value, self.rule, self.fix, source)
+
+
+class ConfigErrors(ConfigError):
+    """More than one of them at once, a line each."""
+
+    def __init__(self, errors: list[ConfigError]) -> None:
+        first = errors[0]
+        super().__init__(first.field, first.value, first.rule, first.fix, first.source)
+        self.errors = errors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ConfigErrors, (self.errors,))
+
+    def __str__(self) -> str:
+        return "\n".join(str(error) for error in self.errors)
+
+
+class StorageError(PacelineError):
+    """Storage that cannot be read or written."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint that is incomplete, damaged or not ours."""
+
+
+class DivergedError(PacelineError):
+    """The loss became NaN or infinite."""
+
+    status: Status = "diverged"
+
+
+class RunFailedError(PacelineError):
+    """A run that ended for good; carries the status and the worker's own words."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(status, message)
+        self.status = status
+        self.message = message
+
+    def __str__(self) -> str:
+        advice = POLICIES[self.status].advice
+        return f"the run ended as `{self.status}`: {self.message}" + (f" ({advice})" if advice else "")
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+    def __reduce__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
+def show(value: Any) -> str:
+    """A value as a user would have written it, cut to 80 characters."""
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    if isinstance(value, bool) or value is None:
+        text = {True: "true", False: "false", None: "null"}[value]
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).
+_HOST_ALLOCATION = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory")
+
+
+def classify(error: BaseException) -> Status:
+    """The status that an exception ends a run with; needs neither torch nor Ray to be imported."""
+    if isinstance(error, PacelineError):
+        return error.status
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if "OutOfMemoryError" in names and type(error).__module__.startswith("torch"):
+        return "out_of_memory"
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
+        return "out_of_host_memory"
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_ALLOCATION):
+        return "out_of_host_memory"
+    if getattr(error, "preempted", False):
+        return "preempted"
+    if names & {"ActorDiedError", "NodeDiedError", "ActorUnavailableError", "WorkerCrashedError"}:
+        return "node_lost"
+    return "error"

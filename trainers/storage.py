@@ -1,0 +1,216 @@
+"""Storage: a directory of named files on any filesystem that pyarrow.fs knows (local, S3, GCS, ...).
+
+Environment read: PACELINE_STORAGE, where runs are kept when `storage_path` does not say;
+RAY_JOB_CONFIG_JSON_ENV_VAR, which Ray sets inside a job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, TypeVar, cast
+from urllib.parse import unquote, urlsplit
+
+from trainers.errors import ConfigError, StorageError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_TRIES = 4
+_FIRST_WAIT_S = 0.5
+_FINAL = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
+
+
+def storage_uri(storage_path: str | None) -> str:
+    """The absolute path or URI of `storage_path`, or of its default.
+
+    Raises ConfigError for a relative path inside a Ray job: it would lie in the job's package directory,
+    on one node only, and be deleted with it.
+    """
+    path = storage_path or os.environ.get("PACELINE_STORAGE") or "results"
+    if "://" in path:
+        return path
+    expanded = Path(path).expanduser()
+    if not expanded.is_absolute() and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+        raise ConfigError(
+            "storage_path", path, "is relative, inside a Ray job, where it would be lost with the job's package",
+            "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster",
+        )
+    return str(Path(os.path.abspath(expanded)))  # noqa: PTH100 (no symlink is resolved)
+
+
+class Storage:
+    """Files below one directory. Writes are whole or absent: aside and renamed, or one object put."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/") or "/"
+
+    def __reduce__(self) -> tuple[type[Storage], tuple[str]]:
+        return (Storage, (self.uri,))
+
+    @property
+    def _resolved(self) -> tuple[object, str]:
+        from pyarrow import fs
+
+        if "_fs" not in self.__dict__:
+            try:
+                if "://" in self.uri and not self.uri.startswith("file://"):
+                    self._fs: tuple[object, str] = fs.FileSystem.from_uri(self.uri)
+                else:
+                    path = unquote(urlsplit(self.uri).path) if self.uri.startswith("file://") else self.uri
+                    self._fs = (fs.LocalFileSystem(), path)
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    "storage_path", self.uri, f"cannot be opened ({_first_line(error)})",
+                    "use a directory or a URI such as s3://bucket/path",
+                ) from error
+        return self._fs
+
+    @property
+    def filesystem(self) -> object:
+        """The pyarrow.fs.FileSystem."""
+        return self._resolved[0]
+
+    @property
+    def path(self) -> str:
+        """The directory's path inside `filesystem`."""
+        return self._resolved[1].rstrip("/")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is a directory of this machine (or one mounted on it)."""
+        from pyarrow import fs
+
+        return isinstance(self.filesystem, fs.LocalFileSystem)
+
+    def child(self, *names: str) -> Storage:
+        """The directory below this one."""
+        return Storage("/".join([self.uri.rstrip("/"), *names]))
+
+    def locate(self, name: str) -> str:
+        """Where a user finds the file `name`."""
+        return f"{self.uri.rstrip('/')}/{name}"
+
+    @contextlib.contextmanager
+    def writer(self, name: str) -> Iterator[BinaryIO]:
+        """A binary stream; the file appears under `name` only when the block ends without an error."""
+        target = f"{self.path}/{name}"
+        aside = f"{target}.{uuid.uuid4().hex[:8]}.tmp" if self.is_local else target
+        with _explained(f"write {self.locate(name)}"):
+            if self.is_local:
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    with Path(aside).open("wb") as stream:
+                        yield stream
+                        stream.flush()
+                        os.fsync(stream.fileno())
+                    Path(aside).replace(target)
+                except BaseException:
+                    Path(aside).unlink(missing_ok=True)
+                    raise
+            else:
+                with self.filesystem.open_output_stream(target) as stream:  # type: ignore[attr-defined]
+                    yield cast("BinaryIO", stream)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write one file whole, with retries where another try may help."""
+
+        def once() -> None:
+            with self.writer(name) as stream:
+                stream.write(data)
+
+        _retry(once)
+
+    @contextlib.contextmanager
+    def reader(self, name: str) -> Iterator[BinaryIO]:
+        """A seekable binary stream of an existing file."""
+        with (
+            _explained(f"read {self.locate(name)}"),
+            self.filesystem.open_input_file(f"{self.path}/{name}") as stream,  # type: ignore[attr-defined]
+        ):
+            yield cast("BinaryIO", stream)
+
+    def read(self, name: str) -> bytes:
+        """The whole file; StorageError when it is not there."""
+
+        def once() -> bytes:
+            with self.reader(name) as stream:
+                return stream.read()
+
+        return _retry(once)
+
+    def exists(self, name: str = "") -> bool:
+        """Whether the file or directory is there."""
+        from pyarrow import fs
+
+        with _explained(f"look for {self.locate(name)}"):
+            info = self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/"))  # type: ignore[attr-defined]
+            return bool(info.type != fs.FileType.NotFound)
+
+    def names(self, directory: str = "") -> list[str]:
+        """Names directly below a directory, sorted; none when it is not there. Files still aside are left out."""
+        from pyarrow import fs
+
+        base = f"{self.path}/{directory}".rstrip("/")
+        with _explained(f"list {self.locate(directory)}"):
+            found = self.filesystem.get_file_info(  # type: ignore[attr-defined]
+                fs.FileSelector(base, allow_not_found=True)
+            )
+        return sorted(info.base_name for info in found if not info.base_name.endswith(".tmp"))
+
+    def delete(self, name: str) -> None:
+        """Delete a file or a directory with all below it; nothing happens when it is not there."""
+        from pyarrow import fs
+
+        target = f"{self.path}/{name}".rstrip("/")
+        with _explained(f"delete {self.locate(name)}"):
+            info = self.filesystem.get_file_info(target)  # type: ignore[attr-defined]
+            if info.type == fs.FileType.Directory:
+                self.filesystem.delete_dir(target)  # type: ignore[attr-defined]
+            elif info.type == fs.FileType.File:
+                self.filesystem.delete_file(target)  # type: ignore[attr-defined]
+
+    def prove_writable(self) -> None:
+        """Write, read and delete a marker; StorageError or ConfigError says what is wrong before training starts."""
+        name = f".writable-{uuid.uuid4().hex[:8]}"
+        try:
+            self.write(name, b"paceline")
+            self.read(name)
+            self.delete(name)
+        except StorageError as error:
+            raise ConfigError(
+                "storage_path", self.uri, f"cannot be written ({error})", "give a place that this user may write to"
+            ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def _explained(action: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"could not {action}: {_first_line(error)}") from error
+
+
+def _retry(action: Callable[[], T]) -> T:
+    """Run `action` up to four times, 0.5, 1 and 2 s apart; a full disk or a missing file is final at once."""
+    for attempt in range(_TRIES):
+        try:
+            return action()
+        except StorageError as error:
+            cause = error.__cause__
+            if attempt == _TRIES - 1 or (isinstance(cause, OSError) and cause.errno in _FINAL):
+                raise
+            wait_s = _FIRST_WAIT_S * 2**attempt
+            logger.warning("%s; trying again in %.1f s", error, wait_s)
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")
