@@ -6,7 +6,10 @@ a run gets by default when it ends that way, and what to tell the user.
 
 from __future__ import annotations
 
+import time
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 Status = Literal[
@@ -107,14 +110,34 @@ class DivergedError(PacelineError):
 
 
 class RunFailedError(PacelineError):
-    """A run that ended for good; carries the status and the worker's own words."""
+    """A run that ended; carries the status, the worker's own words, and when (Unix time) it failed."""
 
-    def __init__(self, status: Status, message: str) -> None:
-        super().__init__(status, message)
-        self.status = status
-        self.message = message
+    def __init__(self, status: Status, message: str, when: float = 0.0, config: bool = False) -> None:
+        super().__init__(status, message, when, config)
+        self.status, self.message, self.when, self.config = status, message, when, config
+        self.exit_code = ConfigError.exit_code if config else PacelineError.exit_code
+
+    @staticmethod
+    def of(error: BaseException, rank: int) -> RunFailedError:
+        """A worker's exception as plain data: crosses processes whatever the exception holds."""
+        if isinstance(error, RunFailedError):
+            return error
+        if isinstance(error, ConfigError):
+            return RunFailedError("error", str(error), time.time(), config=True)
+        frames = traceback.extract_tb(error.__traceback__)
+        at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        words = (str(error).splitlines() or [""])[0]
+        return RunFailedError(classify(error), f"rank {rank}: {type(error).__name__}: {words}{at}", time.time())
+
+    @staticmethod
+    def first(errors: list[RunFailedError]) -> RunFailedError:
+        """The cause among the failures of several ranks: a lost worker, else the earliest; others follow from it."""
+        lost = [error for error in errors if error.status in ("node_lost", "preempted")]
+        return min(lost or errors, key=lambda error: error.when)
 
     def __str__(self) -> str:
+        if self.config:
+            return self.message
         advice = POLICIES[self.status].advice
         return f"the run ended as `{self.status}`: {self.message}" + (f" ({advice})" if advice else "")
 

@@ -161,12 +161,13 @@ def _owner(model: type[Settings], tree: Tree, dotted: str) -> tuple[type[Setting
     current: type[Settings] | None = model
     node: Any = tree
     for part in dotted.split(".")[:-1]:
-        current = _child_model(current, part)
+        current = child_model(current, part)
         node = node.get(part) if isinstance(node, dict) else None
     return current, node if isinstance(node, dict) else None
 
 
-def _child_model(model: type[Settings] | None, name: str) -> type[Settings] | None:
+def child_model(model: type[Settings] | None, name: str) -> type[Settings] | None:
+    """The model of a field that holds one."""
     field = model.model_fields.get(name) if model else None
     return next((t for t in _flatten(field.annotation) if _is_settings(t)), None) if field else None
 
@@ -284,7 +285,7 @@ def _locate(model: type[Settings], loc: tuple[int | str, ...]) -> tuple[str, typ
             continue
         owner, field = current, current.model_fields.get(part)
         parts.append(part)
-        current = _child_model(owner, part)
+        current = child_model(owner, part)
     return ".".join(parts), owner, field
 
 

@@ -1,0 +1,130 @@
+"""Pure arithmetic: nodes and their resources -> how many worker groups fit, for how many dollars an hour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_TOLERANCE = 1e-6  # Ray counts resources in 1/10000; a float sum such as 3 * 0.1 is a little off.
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """One kind of node that a cluster file may start."""
+
+    name: str
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """What one such node gives to Ray: {"CPU": 8, "GPU": 1}."""
+    min_workers: int = 0
+    """Worker nodes of this type that are always up."""
+    max_workers: int = 0
+    """The most worker nodes of this type."""
+    is_head: bool = False
+    """Whether the head node is one of these (besides its worker nodes)."""
+    instance_type: str | None = None
+    """The cloud's name for the machine; None on premises."""
+    spot: bool = False
+    """Whether the machine is spot (preemptible): cheaper, and taken back at short notice."""
+    priority: int = 0
+    """Ray starts types of a higher priority first when several fit equally well."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Dollars an hour of a set of nodes; a lower bound when prices are missing."""
+
+    usd_per_hour: float
+    missing: tuple[str, ...] = ()
+    """Node types whose price is not known, counted as 0 in the sum."""
+
+
+def worker_slots(nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, gpus_per_worker: float) -> int:
+    """How many workers fit side by side, each whole on one node.
+
+    Workers are identical, so filling every node by itself is the best packing there is. A worker that asks
+    for nothing would fit without end; that is refused with ValueError.
+    """
+    return sum(_slots(node, cpus_per_worker, gpus_per_worker) for node in nodes)
+
+
+def worker_groups(
+    nodes: Sequence[Mapping[str, float]], num_workers: int, cpus_per_worker: float, gpus_per_worker: float
+) -> int:
+    """How many groups of `num_workers` workers fit side by side; a group may span nodes."""
+    if num_workers < 1:
+        raise ValueError(f"num_workers is {num_workers}, but must be at least 1")
+    return worker_slots(nodes, cpus_per_worker, gpus_per_worker) // num_workers
+
+
+def smallest(node_types: Sequence[NodeType]) -> dict[str, int]:
+    """Worker nodes of each type that are always up."""
+    return {node_type.name: node_type.min_workers for node_type in node_types}
+
+
+def grow(
+    node_types: Sequence[NodeType],
+    max_workers: int,
+    cpus_per_worker: float,
+    gpus_per_worker: float,
+    workers: int | None = None,
+) -> dict[str, int]:
+    """Worker nodes of each type when the cluster has grown; exact, because every node adds its own slots.
+
+    Nodes are added to those that are always up, the type with the most slots a node first (then the one with
+    the higher priority), within each type's limit and the cluster's. With `workers` it stops as soon as that
+    many fit: no fewer nodes would do. Without, the result holds the most workers that can ever fit.
+    """
+    counts = smallest(node_types)
+    nodes = nodes_of(node_types, counts)
+    slots = worker_slots(nodes, cpus_per_worker, gpus_per_worker)
+    budget = max_workers - sum(counts.values())
+    gains = {t.name: _slots(t.resources, cpus_per_worker, gpus_per_worker) for t in node_types}
+    for node_type in sorted(node_types, key=lambda t: (-gains[t.name], -t.priority)):
+        gain = gains[node_type.name]
+        room = max(0, min(budget, node_type.max_workers - node_type.min_workers))
+        if gain == 0:
+            break
+        if workers is not None:
+            room = min(room, max(0, math.ceil((workers - slots) / gain)))
+        counts[node_type.name] += room
+        budget -= room
+        slots += room * gain
+    return counts
+
+
+def nodes_of(node_types: Sequence[NodeType], counts: Mapping[str, int]) -> list[Mapping[str, float]]:
+    """The resources of every node: the head, and `counts` worker nodes of each type."""
+    return [t.resources for t in node_types for _ in range(counts.get(t.name, 0) + t.is_head)]
+
+
+def total(nodes: Sequence[Mapping[str, float]], resource: str) -> float:
+    """The sum of one resource over all nodes."""
+    return math.fsum(node.get(resource, 0) for node in nodes)
+
+
+def cost(node_types: Sequence[NodeType], counts: Mapping[str, int], prices: Mapping[str, float]) -> Cost:
+    """Dollars an hour of the head and `counts` worker nodes, with `prices` by instance type.
+
+    Spot nodes are counted at the same price: on-demand is the most that they cost.
+    """
+    usd_per_hour, missing = [], []
+    for node_type in node_types:
+        num_nodes = counts.get(node_type.name, 0) + node_type.is_head
+        price = prices.get(node_type.instance_type) if node_type.instance_type else None
+        if price is not None:
+            usd_per_hour.append(num_nodes * price)
+        elif num_nodes:
+            missing.append(node_type.name)
+    return Cost(math.fsum(usd_per_hour), tuple(missing))
+
+
+def _slots(node: Mapping[str, float], cpus_per_worker: float, gpus_per_worker: float) -> int:
+    amounts = {"CPU": cpus_per_worker, "GPU": gpus_per_worker}
+    if min(amounts.values()) < 0 or max(amounts.values()) == 0:
+        raise ValueError(
+            f"cpus_per_worker is {cpus_per_worker} and gpus_per_worker is {gpus_per_worker}, "
+            "but both must be at least 0 and one of them above 0"
+        )
+    asked = {resource: amount for resource, amount in amounts.items() if amount > 0}
+    return min(math.floor(node.get(name, 0) / amount + _TOLERANCE) for name, amount in asked.items())

@@ -1,0 +1,281 @@
+"""Reads a `ray up` YAML through Ray's own schema and defaults, offline; every refusal is one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.capacity import NodeType
+from cluster.prices import load_prices
+from trainers.errors import MISSING, ConfigError, ConfigErrors
+
+COMMAND_FIELDS = (
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+)
+_PROVIDERS = ("aws", "azure", "gcp", "local", "vsphere", "aliyun")
+_SETUP_FIELDS = ("head_setup_commands", "worker_setup_commands")
+_HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """A cluster file that Ray would accept, with Ray's defaults filled in."""
+
+    source: str
+    """The path it was read from, for messages."""
+    name: str
+    provider: str
+    """aws, gcp, azure, local, ..."""
+    region: str | None
+    head_node_type: str
+    max_workers: int
+    """The most worker nodes that may be up at once, over all types."""
+    node_types: tuple[NodeType, ...]
+    written: Mapping[str, Any]
+    """What the file says."""
+    config: Mapping[str, Any]
+    """What Ray makes of it."""
+    commands: Mapping[str, tuple[str, ...]]
+    """The shell commands of each field of COMMAND_FIELDS, Ray's defaults where the file has none."""
+
+    @property
+    def head(self) -> NodeType:
+        """The type of the head node."""
+        return next(node_type for node_type in self.node_types if node_type.is_head)
+
+    @property
+    def sum_max_workers(self) -> int:
+        """The sum of all types' limits; `max_workers` may be lower or higher."""
+        return sum(node_type.max_workers for node_type in self.node_types)
+
+
+def load_cluster(path: str | Path) -> ClusterFile:
+    """Read and check a cluster file; needs neither network nor a cloud account.
+
+    Raises ConfigError (or ConfigErrors) for everything that makes the file unusable.
+    """
+    source = str(path)
+    written = _read(Path(path), source)
+    _check_shape(written, source)
+    _check_local(written, source)
+    config = _prepare(written, source)
+    _check_counts(written, config, source)
+    _accept(config, source)
+    provider = config["provider"]
+    return ClusterFile(
+        source=source,
+        name=config["cluster_name"],
+        provider=provider["type"],
+        region=provider.get("region"),
+        head_node_type=config["head_node_type"],
+        max_workers=config["max_workers"],
+        node_types=_node_types(config),
+        written=written,
+        config=config,
+        commands=_commands(written, config),
+    )
+
+
+def _read(path: Path, source: str) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise ConfigError("the file", MISSING, rule, "give the path of a `ray up` YAML", source) from error
+    try:
+        written = yaml.safe_load(text)  # YAML 1.1, unlike the rest of Paceline: Ray reads it so
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
+        rule = f"is not YAML ({getattr(error, 'problem', None) or error})"
+        raise ConfigError(place, MISSING, rule, "mend the syntax there", source) from error
+    if not isinstance(written, dict):
+        raise ConfigError("the file", written, "must be a mapping of fields to values", _HOW_TO_WRITE, source)
+    return written
+
+
+def _check_shape(written: dict[str, Any], source: str) -> None:
+    """What the file itself says, by Ray's schema: before the defaults, which crash on a wrong type."""
+    from ray.autoscaler._private.util import validate_config
+
+    shape = {"cluster_name": "default", "cluster_synced_files": [], "max_workers": 2**31, **written}
+    for legacy in ("min_workers", "head_node", "worker_nodes"):  # Ray takes these out before it validates
+        if not shape.get(legacy) or legacy == "min_workers":
+            shape.pop(legacy, None)
+    try:
+        validate_config(shape)
+    except ValueError:
+        return  # about head_node_type and sums, which `_check_counts` says in more words
+    except Exception as error:
+        raise _schema_error(error, source) from error
+
+
+def _schema_error(error: Any, source: str) -> ConfigError:
+    """A jsonschema.ValidationError as a sentence (read by attribute: its package has no types)."""
+    field = ".".join(str(part) for part in error.absolute_path)
+    if error.validator == "additionalProperties":
+        known = sorted(error.schema["properties"])
+        unknown = next(key for key in error.instance if key not in known)
+        near = difflib.get_close_matches(str(unknown), known, n=1, cutoff=0.6)
+        fix = f"did you mean `{near[0]}`?" if near else f"the fields here are {', '.join(known)}"
+        return ConfigError(_join(field, unknown), error.instance[unknown], "is no such field", fix, source)
+    if error.validator == "required":
+        missing = next(key for key in error.validator_value if key not in error.instance)
+        return ConfigError(_join(field, missing), MISSING, "is required", f"add `{missing}`", source)
+    rules = {
+        "type": f"must be of the type {error.validator_value}",
+        "minimum": f"must be at least {error.validator_value}",
+        "enum": f"must be one of {error.validator_value}",
+    }
+    rule = rules.get(error.validator, f"breaks Ray's schema ({error.message})")
+    return ConfigError(field or "the file", error.instance, rule, _HOW_TO_WRITE, source)
+
+
+def _check_local(written: Mapping[str, Any], source: str) -> None:
+    """What Ray would print and exit for, with provider `local`."""
+    provider = written["provider"]
+    if provider["type"] != "local":
+        return
+    if "available_node_types" in written:
+        rule = "means nothing to provider local"
+        raise ConfigError("available_node_types", MISSING, rule, "remove it; Ray asks the hosts", source)
+    required = ["provider.head_ip", "provider.worker_ips"]
+    if "coordinator_address" in provider:
+        required = ["max_workers"]
+    for field in required:
+        key = field.rsplit(".", 1)[-1]
+        if key not in provider and key not in written:
+            raise ConfigError(field, MISSING, "is required by provider local", f"add `{key}`", source)
+
+
+def _prepare(written: dict[str, Any], source: str) -> dict[str, Any]:
+    from ray.autoscaler._private.util import prepare_config
+
+    if written["provider"]["type"] == "kuberay":
+        rule = "is not for `ray up`"
+        raise ConfigError("provider.type", "kuberay", rule, "check a RayCluster with kubectl", source)
+    try:
+        with _quiet():
+            return prepare_config(copy.deepcopy(written))  # type: ignore[no-any-return,unused-ignore]
+    except NotImplementedError as error:
+        kind, rule = written["provider"]["type"], f"must be one of {', '.join(_PROVIDERS)}"
+        raise ConfigError("provider.type", kind, rule, "correct it", source) from error
+    except Exception as error:
+        raise _refused(error, source) from error
+
+
+def _check_counts(written: Mapping[str, Any], config: Mapping[str, Any], source: str) -> None:
+    """The head node type and the numbers of workers, all problems at once."""
+    errors: list[ConfigError] = []
+
+    def refuse(field: str, value: Any, rule: str, fix: str) -> None:
+        errors.append(ConfigError(field, value, rule, fix, source))
+
+    types: Mapping[str, Any] = config["available_node_types"]
+    head, limit = config["head_node_type"], config["max_workers"]
+    if "available_node_types" in written and "head_node_type" not in written:
+        example = next(iter(types), "NAME")
+        refuse("head_node_type", MISSING, "is required with available_node_types", f"add `{example}`")
+    elif head not in types:
+        near = difflib.get_close_matches(str(head), list(types), n=1, cutoff=0.6)
+        fix = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(types)}"
+        refuse("head_node_type", head, "must be one of available_node_types", fix)
+
+    for name, node_type in types.items():
+        field = f"available_node_types.{name}"
+        low, high = node_type["min_workers"], node_type["max_workers"]
+        if low < 0:
+            refuse(f"{field}.min_workers", low, "must be at least 0", "write 0")
+        elif high < low:
+            rule = f"must be at most its max_workers, {high}"
+            refuse(f"{field}.min_workers", low, rule, "lower it, or raise max_workers of the type")
+        if high > limit:
+            rule = f"must be at most the cluster's max_workers, {limit}"
+            refuse(f"{field}.max_workers", high, rule, f"write {limit}, or raise max_workers at the top")
+    always = sum(node_type["min_workers"] for node_type in types.values())
+    if always > limit:
+        rule = f"must be at least the sum of all min_workers, {always}"
+        refuse("max_workers", limit, rule, f"write {always} or more")
+    if errors:
+        raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
+
+
+def _accept(config: dict[str, Any], source: str) -> None:
+    """Ray's last word on the whole."""
+    from ray.autoscaler._private.util import validate_config
+
+    try:
+        validate_config(config)
+    except Exception as error:
+        raise _refused(error, source) from error
+
+
+def _refused(error: Exception, source: str) -> ConfigError:
+    reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return ConfigError("the file", MISSING, f"is refused by Ray ({reason})", _HOW_TO_WRITE, source)
+
+
+def _node_types(config: Mapping[str, Any]) -> tuple[NodeType, ...]:
+    known = load_prices()
+    result = []
+    for name, node_type in config["available_node_types"].items():
+        machine: Mapping[str, Any] = node_type["node_config"]
+        instance_type = machine.get("InstanceType") or machine.get("machineType")
+        price = known.get(instance_type) if instance_type else None
+        # AWS is asked for what a file leaves out; offline the price list knows it of some types.
+        asks = price is not None and config["provider"]["type"] == "aws"
+        detected = {"CPU": price.vcpus, "GPU": price.gpus} if price and asks else {}
+        market = machine.get("InstanceMarketOptions") or {}
+        scheduling = machine.get("scheduling") or {}
+        parts = scheduling if isinstance(scheduling, list) else [scheduling]
+        result.append(
+            NodeType(
+                name=name,
+                resources={**detected, **node_type["resources"]},
+                min_workers=node_type["min_workers"],
+                max_workers=node_type["max_workers"],
+                is_head=name == config["head_node_type"],
+                instance_type=instance_type,
+                spot=market.get("MarketType") == "spot" or any(part.get("preemptible") for part in parts),
+                priority=node_type.get("priority", 0),
+            )
+        )
+    return tuple(result)
+
+
+def _commands(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Commands by the field they stand in; Ray puts setup_commands before the defaults of two other fields."""
+    shared = len(config["setup_commands"])
+    defaults = {field: config[field][shared * (field in _SETUP_FIELDS) :] for field in COMMAND_FIELDS}
+    return {field: tuple(written.get(field, defaults[field])) for field in COMMAND_FIELDS}
+
+
+def _join(field: str, key: object) -> str:
+    return f"{field}.{key}" if field else str(key)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Ray's remarks on its defaults off the terminal: what matters of them is a finding."""
+    logger = logging.getLogger("ray.autoscaler")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,55 @@
+"""The price list `prices.csv`: what instance types cost and hold, and how old each figure is."""
+
+from __future__ import annotations
+
+import csv
+import datetime as dt
+from dataclasses import dataclass
+from pathlib import Path
+
+STALE_AFTER_DAYS = 180
+PRICES = Path(__file__).with_name("prices.csv")
+
+
+@dataclass(frozen=True)
+class Price:
+    """One instance type's on-demand list price (Linux, shared tenancy) and what the machine holds."""
+
+    instance_type: str
+    provider: str
+    region: str
+    gpus: int
+    gpu_model: str
+    vcpus: int
+    usd_per_hour: float
+    date: dt.date
+    """The day on which the source gave this figure."""
+    source: str
+
+    def age_days(self, today: dt.date) -> int:
+        """Days since the figure was looked up."""
+        return (today - self.date).days
+
+    def is_stale(self, today: dt.date) -> bool:
+        """Whether the figure is older than half a year: look it up again."""
+        return self.age_days(today) > STALE_AFTER_DAYS
+
+
+def load_prices(path: Path = PRICES) -> dict[str, Price]:
+    """The price list by instance type."""
+    with path.open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    return {
+        row["instance_type"]: Price(
+            instance_type=row["instance_type"],
+            provider=row["provider"],
+            region=row["region"],
+            gpus=int(row["gpus"]),
+            gpu_model=row["gpu_model"],
+            vcpus=int(row["vcpus"]),
+            usd_per_hour=float(row["usd_per_hour"]),
+            date=dt.date.fromisoformat(row["date"]),
+            source=row["source"],
+        )
+        for row in rows
+    }

@@ -1,0 +1,60 @@
+"""Handwritten digits: 1,797 real 8 x 8 images (UCI ML repository, shipped with scikit-learn) and a small CNN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from trainers.task import Task
+
+_SPLIT_SEED = 0
+_VALIDATION_SHARE = 0.2
+
+
+class Digits(Task):
+    """Classify B grey images [B, 8, 8] (uint8, 0 to 16) into ten digits."""
+
+    def __init__(self, channels: int = 32) -> None:
+        self.channels = channels
+
+    def model(self) -> nn.Module:
+        """Two convolutions and one linear layer: logits [B, 10] of images [B, 1, 8, 8]."""
+        width = self.channels
+        return nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width, 2 * width, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(2 * width * 4 * 4, 10),
+        )
+
+    def dataset(self, split: str) -> TensorDataset:
+        """1,438 training or 359 validation images with labels; the same split every time."""
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = torch.from_numpy(digits.images).to(torch.uint8)
+        labels = torch.from_numpy(digits.target)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        held_out = int(len(images) * _VALIDATION_SHARE)
+        chosen = order[:held_out] if split == "val" else order[held_out:]
+        return TensorDataset(images[chosen], labels[chosen])
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        """Images as floats [B, 1, 8, 8] between -1 and 1."""
+        images, labels = batch
+        return images.unsqueeze(1).float().div_(8).sub_(1), labels
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Cross entropy."""
+        return F.cross_entropy(outputs, batch[1])
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        """Accuracy, one value a sample."""
+        return {"accuracy": outputs.argmax(1) == batch[1]}

@@ -1,0 +1,109 @@
+"""Train one model.
+
+Run as:
+    python -m trainers CONFIG.yaml [--fresh] [--dotted.key value ...]
+    torchrun --nproc-per-node 2 -m trainers CONFIG.yaml
+CONFIG may be a file or a URI (s3://bucket/sweep/best.yaml). Exit code 0: done or stopped; 1: the run failed;
+2: a value in the configuration cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from trainers.config import TrainConfig
+from trainers.errors import PacelineError, RunFailedError
+from trainers.reference import reference
+from trainers.run import check_task, prepare_storage, read_spec, torchrun_world_size
+from trainers.settings import parse_overrides
+
+if TYPE_CHECKING:
+    from trainers.metrics import RunResult
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(__doc__, reference(TrainConfig), sep="\n")
+        return 0 if args else 2
+    try:
+        return _train(args[0], args[1:])
+    except PacelineError as error:
+        complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return 130
+
+
+def complain(sentences: str) -> None:
+    """Errors on standard error, a line each; once for all of torchrun's workers."""
+    if os.environ.get("RANK", "0") == "0":
+        for line in sentences.splitlines():
+            print(f"error: {line}", file=sys.stderr)
+
+
+def _train(location: str, rest: list[str]) -> int:
+    fresh = "--fresh" in rest
+    overrides = parse_overrides([arg for arg in rest if arg != "--fresh"])
+    torchrun = torchrun_world_size()
+    spec = read_spec(location, overrides, torchrun)
+    launcher = "torchrun" if torchrun is not None else spec.config.launcher
+
+    from trainers.launch import run_local, run_spawn, run_torchrun, setup_logging
+
+    rank = int(os.environ["RANK"]) if torchrun is not None else 0
+    setup_logging(rank)
+    if launcher == "ray":
+        from trainers.torch_trainer import check_cluster, run_on_ray
+
+        check_task(spec, check_cluster(spec))
+    else:
+        check_task(spec)
+    finished = prepare_storage(spec, fresh) if rank == 0 else None
+    if finished is not None and torchrun is None:
+        print(f"{spec.uri} is complete already (--fresh starts it anew)")
+        print(summary(finished))
+        return 0
+    run = {"local": run_local, "spawn": run_spawn, "torchrun": run_torchrun}.get(launcher) or run_on_ray
+    try:
+        result = run(spec)
+    except PacelineError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise RunFailedError.of(error, rank) from error
+    if rank == 0:
+        print(summary(result))
+    return 0
+
+
+def summary(result: RunResult) -> str:
+    """The result as the user reads it."""
+    plural = "s" if result.world_size > 1 else ""
+    lines = [
+        f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs, {result.train_time_s:.1f} s of training "
+        f"({result.wall_time_s:.1f} s with evaluation and checkpoints)",
+        "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items())),
+        f"  global batch {result.global_batch_size} = microbatch {result.microbatch_size} x accumulation "
+        f"{result.accumulation} x {result.world_size} worker{plural}",
+    ]
+    speed = result.throughput
+    if speed is not None:
+        lines.append(
+            f"  {speed.samples_per_s:,.0f} samples/s; a step {speed.step_time_s * 1e3:.2f} ms "
+            f"(95 % interval +-{speed.step_time_ci95_s * 1e3:.2f}, n={speed.steps}); "
+            f"{speed.data_wait_share:.0%} of it waiting for data"
+        )
+    lines.append(f"  peak memory {result.peak_memory_bytes / 2**20:,.0f} MiB")
+    if result.checkpoint:
+        lines.append(f"  checkpoint {result.checkpoint}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

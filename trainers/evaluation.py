@@ -1,0 +1,55 @@
+"""Exact distributed evaluation: the same figures for any number of workers, to the last sample.
+
+Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own row of a table, which is added over
+ranks (to zeros, so exactly) and then summed without rounding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from trainers.loader import Feed
+from trainers.parallel import Group
+from trainers.precision import PrecisionSpec
+from trainers.task import Task
+
+
+def evaluate(
+    model: nn.Module, task: Task, feed: Feed, microbatch_size: int, spec: PrecisionSpec, group: Group
+) -> dict[str, float]:
+    """`val_loss` and the task's metrics as `val_<name>`, over every sample once. Every rank must call it.
+
+    `model` is the bare module: nothing here is a collective until the end.
+    """
+    length = len(feed.dataset)  # type: ignore[arg-type]
+    batches = list(torch.arange(length).split(microbatch_size))
+    mine = range(group.rank, len(batches), group.world_size)
+    rows: list[torch.Tensor] = []
+    names: list[str] = []
+    exact = torch.float32 if group.device.type == "mps" else torch.float64
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in feed.batches([batches[index] for index in mine], training=False):
+                with spec.autocast_context(group.device):
+                    outputs = task.forward(model, spec.convert_batch(batch))
+                    loss = task.loss(outputs, batch)
+                values = task.metrics(outputs, batch)
+                names = list(values)
+                weight = task.weight(batch).to(loss.device, exact)
+                sums = [value.to(exact).sum() for value in values.values()]
+                rows.append(torch.stack([loss.to(exact) * weight, weight, *sums]))
+    finally:
+        model.train(was_training)
+    names = next((known for known in group.gather(names) if known), names)
+    table = torch.zeros(len(batches), 2 + len(names), dtype=torch.float64)
+    if rows:
+        table[list(mine)] = torch.stack(rows).cpu().double()
+    columns = group.sum(table).T.tolist()
+    loss_sum, weight_sum, *sums_of = [math.fsum(column) for column in columns]
+    figures = {f"val_{name}": total / length for name, total in zip(names, sums_of, strict=True)}
+    return {"val_loss": loss_sum / weight_sum if weight_sum else math.nan, **figures}

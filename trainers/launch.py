@@ -1,0 +1,150 @@
+"""Launchers without Ray: this process, spawned processes of this machine, or torchrun's.
+
+Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from trainers.errors import RunFailedError
+from trainers.metrics import RunResult
+from trainers.run import RunSpec
+from trainers.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 1800
+
+
+class LocalContext:
+    """RunContext of the launchers in this file. SIGTERM and the first Ctrl-C ask the loop to stop."""
+
+    def __init__(
+        self, storage: Storage | None, launcher: str, rank: int = 0, world_size: int = 1, local_rank: int = 0,
+        local_world_size: int = 1,
+    ) -> None:
+        self.storage, self.launcher, self.rank, self.world_size = storage, launcher, rank, world_size
+        self.local_rank, self.local_world_size, self.device_index = local_rank, local_world_size, local_rank
+        self._stop = threading.Event()
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
+        """Nobody to tell: the loop has logged it."""
+
+    def should_stop(self) -> bool:
+        """Whether a signal came."""
+        return self._stop.is_set()
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGINT as the wish to stop; a second Ctrl-C interrupts at once."""
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            if self._stop.is_set() and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._stop.set()
+            if self.rank == 0:
+                logger.info("asked to stop (%s): writing a checkpoint first", signal.Signals(number).name)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, handler)
+
+
+def setup_logging(rank: int) -> None:
+    """Progress of our packages on standard output: rank 0 as it is, other ranks from warnings on, with their rank."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    for name in ("trainers", "cluster", "tune"):
+        package = logging.getLogger(name)
+        package.handlers[:] = [handler]
+        package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        package.propagate = False
+
+
+def run_local(spec: RunSpec) -> RunResult:
+    """One worker, in this process."""
+    context = LocalContext(spec.storage, "local")
+    context.listen()
+    return spec.execute(context)
+
+
+def run_torchrun(spec: RunSpec) -> RunResult:
+    """This process is one of torchrun's workers; each of them calls this."""
+    env = os.environ
+    context = LocalContext(spec.storage, "torchrun", int(env["RANK"]), int(env["WORLD_SIZE"]),
+                           int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"]))
+    return _run_in_group(spec, context, "env://")
+
+
+def run_spawn(spec: RunSpec) -> RunResult:
+    """`scaling.num_workers` processes on this machine; the result is rank 0's.
+
+    Raises RunFailedError with the words of the rank that failed first.
+    """
+    workers = spec.config.scaling.max_workers
+    with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory:
+        processes = mp.start_processes(_spawned, (spec, workers, directory), nprocs=workers, join=False,
+                                       start_method="spawn")
+        assert processes is not None
+        # Ctrl-C reaches the workers too (one terminal, one process group): they stop, and this process waits.
+        interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            while not processes.join(timeout=1):
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise _failure(Path(directory), error) from None
+        finally:
+            signal.signal(signal.SIGINT, interrupts)
+            for process in processes.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+    return RunResult.from_json(spec.storage.read("result.json"))
+
+
+def _spawned(rank: int, spec: RunSpec, world_size: int, directory: str) -> None:
+    setup_logging(rank)
+    context = LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
+    try:
+        _run_in_group(spec, context, f"file://{directory}/rendezvous")
+    except BaseException as error:
+        failure = RunFailedError.of(error, rank)
+        Path(directory, f"failed-{rank}").write_text(json.dumps(failure.args))
+        raise
+
+
+def _failure(directory: Path, error: Exception) -> RunFailedError:
+    """The error of the rank that failed first; the others failed because it was gone."""
+    failures = [RunFailedError(*json.loads(path.read_text())) for path in directory.glob("failed-*")]
+    if not failures:
+        return RunFailedError("node_lost", str(error).strip().splitlines()[-1])
+    first = RunFailedError.first(failures)
+    if not first.config:
+        logger.error("%s", str(error).strip())
+    return first
+
+
+def _run_in_group(spec: RunSpec, context: LocalContext, init_method: str) -> RunResult:
+    context.listen()
+    use_cuda = spec.config.device in ("auto", "cuda") and torch.cuda.is_available()
+    if use_cuda:
+        torch.cuda.set_device(context.local_rank % torch.cuda.device_count())
+    dist.init_process_group("nccl" if use_cuda else "gloo", init_method=init_method, rank=context.rank,
+                            world_size=context.world_size, timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        return spec.execute(context)
+    finally:
+        dist.destroy_process_group()
