@@ -114,7 +114,7 @@ def _check_shape(written: dict[str, Any], source: str) -> None:
 
     shape = {"cluster_name": "default", "cluster_synced_files": [], "max_workers": 2**31, **written}
     for legacy in ("min_workers", "head_node", "worker_nodes"):  # Ray takes these out before it validates
-        if not shape.get(legacy) or legacy == "min_workers":
+        if legacy == "min_workers" or not shape.get(legacy):
             shape.pop(legacy, None)
     try:
         validate_config(shape)
@@ -188,26 +188,27 @@ def _check_counts(written: Mapping[str, Any], config: Mapping[str, Any], source:
     types: Mapping[str, Any] = config["available_node_types"]
     head, limit = config["head_node_type"], config["max_workers"]
     if "available_node_types" in written and "head_node_type" not in written:
-        example = next(iter(types), "NAME")
-        refuse("head_node_type", MISSING, "is required with available_node_types", f"add `{example}`")
+        fix = f"add `head_node_type: {next(iter(types), 'NAME')}`"
+        refuse("head_node_type", MISSING, "is required with available_node_types", fix)
     elif head not in types:
         near = difflib.get_close_matches(str(head), list(types), n=1, cutoff=0.6)
         fix = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(types)}"
         refuse("head_node_type", head, "must be one of available_node_types", fix)
 
+    is_local = config["provider"]["type"] == "local"  # one type, which Ray makes of the top-level fields
     for name, node_type in types.items():
-        field = f"available_node_types.{name}"
+        prefix = "" if is_local else f"available_node_types.{name}."
         low, high = node_type["min_workers"], node_type["max_workers"]
         if low < 0:
-            refuse(f"{field}.min_workers", low, "must be at least 0", "write 0")
+            refuse(f"{prefix}min_workers", low, "must be at least 0", "write 0")
         elif high < low:
             rule = f"must be at most its max_workers, {high}"
-            refuse(f"{field}.min_workers", low, rule, "lower it, or raise max_workers of the type")
+            refuse(f"{prefix}min_workers", low, rule, f"write {high} or less, or raise its max_workers")
         if high > limit:
             rule = f"must be at most the cluster's max_workers, {limit}"
-            refuse(f"{field}.max_workers", high, rule, f"write {limit}, or raise max_workers at the top")
+            refuse(f"{prefix}max_workers", high, rule, f"write {limit}, or raise max_workers at the top")
     always = sum(node_type["min_workers"] for node_type in types.values())
-    if always > limit:
+    if always > limit and not is_local:
         rule = f"must be at least the sum of all min_workers, {always}"
         refuse("max_workers", limit, rule, f"write {always} or more")
     if errors:
@@ -237,8 +238,7 @@ def _node_types(config: Mapping[str, Any]) -> tuple[NodeType, ...]:
         instance_type = machine.get("InstanceType") or machine.get("machineType")
         price = known.get(instance_type) if instance_type else None
         # AWS is asked for what a file leaves out; offline the price list knows it of some types.
-        asks = price is not None and config["provider"]["type"] == "aws"
-        detected = {"CPU": price.vcpus, "GPU": price.gpus} if price and asks else {}
+        detected = {"CPU": price.vcpus, "GPU": price.gpus} if price and price.provider == "aws" else {}
         market = machine.get("InstanceMarketOptions") or {}
         scheduling = machine.get("scheduling") or {}
         parts = scheduling if isinstance(scheduling, list) else [scheduling]
@@ -258,7 +258,7 @@ def _node_types(config: Mapping[str, Any]) -> tuple[NodeType, ...]:
 
 
 def _commands(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Commands by the field they stand in; Ray puts setup_commands before the defaults of two other fields."""
+    """Commands by the field they stand in; Ray puts setup_commands before those of head and workers."""
     shared = len(config["setup_commands"])
     defaults = {field: config[field][shared * (field in _SETUP_FIELDS) :] for field in COMMAND_FIELDS}
     return {field: tuple(written.get(field, defaults[field])) for field in COMMAND_FIELDS}

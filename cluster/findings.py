@@ -5,6 +5,7 @@ Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provide
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -25,7 +26,7 @@ _START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
-_DEFAULT_TOKEN = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
+_TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
 _PIP_INSTALL = re.compile(r"\bpip3?\s+install\b([^;&|\n]*)")
 _REQUIREMENT = re.compile(r"(ray|torch)(?:\[[^\]]*\])?\s*(?:==\s*([\w.+]+)|(.*))", re.DOTALL)
 _RAY_IMAGE = re.compile(r"rayproject/ray(?:-ml|-llm)?(?::(\d+\.\d+\.\d+)?.*)?$")
@@ -62,50 +63,44 @@ def findings(cluster: ClusterFile, environ: Mapping[str, str] = os.environ) -> l
 
 
 def expected_versions(constraints: Path = _CONSTRAINTS) -> dict[str, str]:
-    """The versions of ray and torch that nodes should have: those of constraints.txt, else those installed here."""
+    """The versions of ray and torch for every node: as in constraints.txt, else as installed here."""
     lines = constraints.read_text(encoding="utf-8").splitlines() if constraints.is_file() else []
-    pinned = {m[1]: m[2] for line in lines if (m := _REQUIREMENT.fullmatch(line.split("#")[0].strip())) and m[2]}
-    found = dict(pinned)
+    matches = [_REQUIREMENT.fullmatch(line.split("#")[0].strip()) for line in lines]
+    found = {match[1]: match[2] for match in matches if match and match[2]}
     for package in ("ray", "torch"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.setdefault(package, importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def _limits(cluster: ClusterFile) -> Iterator[Finding]:
-    asked, addresses = cluster.written.get("max_workers"), cluster.config["provider"].get("worker_ips")
-    if cluster.provider == "local" and asked is not None and addresses is not None and asked != len(addresses):
-        yield Finding(
-            "warning", "max_workers", asked, f"does not match the {len(addresses)} addresses in provider.worker_ips",
-            "remove it, and Ray uses them all",
-        )
+    asked = cluster.written.get("max_workers")
+    addresses = cluster.config["provider"].get("worker_ips")
+    if cluster.provider == "local" and addresses is not None:
+        if asked is not None and asked != len(addresses):
+            rule = f"does not match the {len(addresses)} addresses in provider.worker_ips"
+            yield Finding("warning", "max_workers", asked, rule, "remove it, and Ray uses them all")
     elif cluster.max_workers > cluster.sum_max_workers:
-        yield Finding(
-            "warning", "max_workers", cluster.max_workers,
-            f"can never be reached, because the types allow {cluster.sum_max_workers} together",
-            f"write {cluster.sum_max_workers}, or raise max_workers of a type",
-        )
+        rule = f"can never be reached, because the types allow {cluster.sum_max_workers} together"
+        fix = f"write {cluster.sum_max_workers}, or raise max_workers of a type"
+        yield Finding("warning", "max_workers", cluster.max_workers, rule, fix)
 
 
 def _provider(cluster: ClusterFile, environ: Mapping[str, str]) -> Iterator[Finding]:
     if cluster.provider == "local" and environ.get("RAY_UP_enable_autoscaler_v2") != "0":
-        yield Finding(
-            "warning", "provider.type", "local", "does not work with Ray's autoscaler v2, which is the default",
-            "run `export RAY_UP_enable_autoscaler_v2=0` before `ray up` and `ray down`",
-        )
+        rule = "does not work with Ray's autoscaler v2, which is the default"
+        fix = "run `export RAY_UP_enable_autoscaler_v2=0` before `ray up` and `ray down`"
+        yield Finding("warning", "provider.type", "local", rule, fix)
     group = cluster.config["provider"].get("security_group") or {}
-    for rule in group.get("IpPermissions", []):
-        sources = [entry.get("CidrIp") or entry.get("CidrIpv6") for key in ("IpRanges", "Ipv6Ranges")
-                   for entry in rule.get(key, [])]
-        ports = (rule.get("FromPort"), rule.get("ToPort"))
-        if any(source in _WORLD for source in sources) and ports != (_SSH_PORT, _SSH_PORT):
-            yield Finding(
-                "error", "provider.security_group.IpPermissions", f"ports {ports[0]} to {ports[1]} for everybody",
-                "must not open a port to the world: the Jobs API runs any code that reaches it",
-                "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)",
-            )
+    for permission in group.get("IpPermissions", []):
+        ranges = [*permission.get("IpRanges", []), *permission.get("Ipv6Ranges", [])]
+        is_open = any(entry.get("CidrIp", entry.get("CidrIpv6")) in _WORLD for entry in ranges)
+        ports = (permission.get("FromPort"), permission.get("ToPort"))
+        if is_open and ports != (_SSH_PORT, _SSH_PORT):
+            value = f"ports {ports[0]} to {ports[1]} for everybody"
+            rule = "must not open a port to the world: the Jobs API runs any code that reaches it"
+            fix = "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)"
+            yield Finding("error", "provider.security_group.IpPermissions", value, rule, fix)
 
 
 def _machines(cluster: ClusterFile) -> Iterator[Finding]:
@@ -118,31 +113,26 @@ def _machines(cluster: ClusterFile) -> Iterator[Finding]:
             said = node_type.resources.get(resource, 0)
             field = f"available_node_types.{node_type.name}.resources.{resource}"
             if said > actual:
-                yield Finding(
-                    "error", field, said, f"must be at most {actual}, which is what a {machine.instance_type} has",
-                    f"write {actual}, or take a larger machine",
-                )
+                rule = f"must be at most {actual}, which is what a {machine.instance_type} has"
+                yield Finding("error", field, said, rule, f"write {actual}, or take a larger machine")
             elif resource == "GPU" and said < actual and not node_type.is_head:
-                yield Finding(
-                    "warning", field, said, f"leaves GPUs idle that are paid for: a {machine.instance_type} has {actual}",
-                    f"write {actual}",
-                )
+                rule = f"leaves GPUs idle that are paid for: a {machine.instance_type} has {actual}"
+                yield Finding("warning", field, said, rule, f"write {actual}")
 
 
 def _versions(cluster: ClusterFile) -> Iterator[Finding]:
     expected = expected_versions()
     for field, package, version in _installs(cluster):
         right = expected.get(package)
+        fix = f"write {package}=={right}" if right else "write the version that you tested with"
         if version is None:
-            fix = f"write {package}=={right}" if right else "write the version that you tested with"
-            yield Finding("warning", field, package, "must be pinned, or nodes that start later differ", fix)
+            rule = "must be pinned, or nodes that start later differ"
+            yield Finding("warning", field, package, rule, fix)
         elif right is not None and version.split("+")[0] != right.split("+")[0]:
+            rule = f"differs from {right}, which Paceline has here"
             # Ray's client and cluster must be the same version; torch merely should be.
             level: Level = "error" if package == "ray" else "warning"
-            yield Finding(
-                level, field, f"{package}=={version}", f"differs from the {right} that Paceline is tested with here",
-                f"write {package}=={right}",
-            )
+            yield Finding(level, field, f"{package}=={version}", rule, fix)
 
 
 def _installs(cluster: ClusterFile) -> Iterator[tuple[str, str, str | None]]:
@@ -179,33 +169,28 @@ def _dashboard(cluster: ClusterFile) -> Iterator[Finding]:
     field = "head_start_ray_commands"
     for host in re.findall(r"--dashboard-host[=\s]+(\S+)", "\n".join(cluster.commands[field])):
         if host.strip("'\"") not in _LOOPBACK:
-            yield Finding(
-                "warning", field, f"--dashboard-host={host}", "must be the head's loopback, because the dashboard "
-                "runs the code of whoever may use it", "write --dashboard-host=127.0.0.1 and use `ray dashboard FILE`",
-            )
+            rule = "must be the head's loopback: the dashboard runs the code of whoever may use it"
+            fix = "write --dashboard-host=127.0.0.1 and use `ray dashboard FILE`"
+            yield Finding("warning", field, f"--dashboard-host={host}", rule, fix)
 
 
 def _token(cluster: ClusterFile) -> Iterator[Finding]:
     modes = {field: _exported(cluster, field, "RAY_AUTH_MODE") for field in _START_FIELDS}
-    for field in _START_FIELDS:
-        if modes[field] != "token":
-            yield Finding(
-                "error", field, f"RAY_AUTH_MODE={modes[field]}" if modes[field] else MISSING,
-                "must turn token authentication on, or whoever reaches a port runs code",
-                "put `export RAY_AUTH_MODE=token;` before `ray start`",
-            )
-    if any(re.search(r"\bRAY_AUTH_TOKEN=", command) for field in COMMAND_FIELDS for command in cluster.commands[field]):
-        yield Finding(
-            "error", "RAY_AUTH_TOKEN", MISSING, "must not stand in the file, which is no place for a secret",
-            f"send the token by `file_mounts: {{{_DEFAULT_TOKEN}: {_DEFAULT_TOKEN}}}`",
-        )
+    for field, mode in modes.items():
+        if mode != "token":
+            value = f"RAY_AUTH_MODE={mode}" if mode else MISSING
+            rule = "must turn token authentication on, or whoever reaches a port runs code"
+            yield Finding("error", field, value, rule, "put `export RAY_AUTH_MODE=token;` before `ray start`")
+    commands = [command for field in COMMAND_FIELDS for command in cluster.commands[field]]
+    if any(re.search(r"\bRAY_AUTH_TOKEN=", command) for command in commands):
+        fix = f"send the token by `file_mounts: {{{_TOKEN_FILE}: {_TOKEN_FILE}}}`"
+        yield Finding("error", "RAY_AUTH_TOKEN", MISSING, "must not stand in the file: it is a secret", fix)
     elif "token" in modes.values():
-        place = _exported(cluster, _START_FIELDS[0], "RAY_AUTH_TOKEN_PATH") or _DEFAULT_TOKEN
+        place = _exported(cluster, "head_start_ray_commands", "RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
         if not any(_same_file(mount, place) for mount in cluster.config["file_mounts"]):
-            yield Finding(
-                "error", "file_mounts", MISSING, f"must bring the token to {place}, or no node can join",
-                f"add `{place}: {_DEFAULT_TOKEN}` (made by `ray get-auth-token --generate`)",
-            )
+            rule = f"must bring the token to {place}, or no node can join"
+            fix = f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)"
+            yield Finding("error", "file_mounts", MISSING, rule, fix)
 
 
 def _same_file(mount: str, place: str) -> bool:
@@ -217,25 +202,23 @@ def _storage(cluster: ClusterFile) -> Iterator[Finding]:
     values = {field: _exported(cluster, field, "PACELINE_STORAGE") for field in _START_FIELDS}
     for field, value in values.items():
         if not value:
-            yield Finding(
-                "warning", field, MISSING, "must export PACELINE_STORAGE, or checkpoints stay on one node and die with it",
-                "put `export PACELINE_STORAGE=s3://BUCKET/PREFIX;` before `ray start`",
-            )
+            rule = "must export PACELINE_STORAGE, or checkpoints stay on one node and die with it"
+            fix = "put `export PACELINE_STORAGE=s3://BUCKET/PREFIX;` before `ray start`"
+            yield Finding("warning", field, MISSING, rule, fix)
     head, worker = values.values()
     if head and worker and head != worker:
-        yield Finding(
-            "error", _START_FIELDS[1], f"PACELINE_STORAGE={worker}", f"differs from the head's, {head}",
-            "write the same place in both",
-        )
+        value, rule = f"PACELINE_STORAGE={worker}", f"differs from the head's, {head}"
+        yield Finding("error", "worker_start_ray_commands", value, rule, "write the same place in both")
 
 
 def _exported(cluster: ClusterFile, field: str, name: str) -> str | None:
-    """The value that `name` has where `ray start` runs: set in that command, or in the shell's profile by set-up.
+    """The value that `name` has where `ray start` runs: set in that command, or in a profile by set-up.
 
     Each command has a shell of its own, so an export in another start command does not count.
     """
     setup = "head_setup_commands" if field.startswith("head") else "worker_setup_commands"
-    profile = [c for f in ("setup_commands", setup) for c in cluster.commands[f] if "bashrc" in c or "profile" in c]
+    both = [*cluster.commands["setup_commands"], *cluster.commands[setup]]
+    profile = [command for command in both if "bashrc" in command or "profile" in command]
     starts = [command.split("ray start")[0] for command in cluster.commands[field] if "ray start" in command]
     found = None
     for command in [*profile, *starts]:

@@ -66,6 +66,10 @@ class Journal:
         text = json.dumps(dataclasses.asdict(record), allow_nan=True)
         self._storage.write(f"{record.id}.json", text.encode())
 
+    def find(self, trial: str) -> TrialRecord | None:
+        """The record of a trial, when it has ended."""
+        return self._read(f"{trial}.json") if self._storage.exists(f"{trial}.json") else None
+
     def records(self) -> list[TrialRecord]:
         """All records, in the order in which the trials started."""
         names = [name for name in self._storage.names() if name.endswith(".json")]

@@ -83,7 +83,8 @@ def figures(
 
     with style.context(["default", _STYLE]):
         plot = _Plot(config, records, labels, words, best)
-        return [figure for figure in (plot.throughput(), plot.memory(), plot.curves(), plot.targets()) if figure]
+        drawn = [plot.throughput(), plot.memory(), plot.curves(), plot.targets()]
+    return [figure for figure in drawn if figure]
 
 
 class _Canvas:
@@ -108,7 +109,8 @@ class _Canvas:
         """Names of the series above the axes, in as many columns as there is room for."""
         handles, names = self.axes.get_legend_handles_labels()
         if names:
-            columns = max(1, min(len(names), 48 // (max(map(len, names)) + 5)))
+            in_one_row = sum(map(len, names)) + 6 * len(names) <= 56
+            columns = len(names) if in_one_row else max(1, 56 // (max(map(len, names)) + 6))
             self.sheet.legend(handles, names, loc="outside upper left", ncols=columns)
 
     def figure(self, title: str, caption: str) -> Figure:
@@ -152,53 +154,57 @@ class _Plot:
 
     def throughput(self) -> Figure | None:
         """Samples/s against the batch size."""
-        measured = [record for record in self.records if _finite(record.samples_per_s)]
-        if not measured:
+        marks = [
+            (record, rate, f"{rate:,.0f} samples/s")
+            for record in self.records
+            if (rate := record.samples_per_s) is not None and math.isfinite(rate) and record.status in FINISHED
+        ]
+        if not marks:
             return None
         canvas = _Canvas("throughput")
-        self._against_x(canvas, [(r, r.samples_per_s or 0.0, f"{r.samples_per_s:,.0f} samples/s") for r in measured])
+        self._against_x(canvas, marks)
         canvas.axes.set_ylim(bottom=0)
         self._x_axis(canvas)
         canvas.axes.set_ylabel("samples/s")
         canvas.legend()
-        return canvas.figure("Throughput", f"After warm-up, evaluation left out{self._each()}.")
+        best = " The largest mark is the best trial." if self.best else ""
+        return canvas.figure("Throughput", f"After warm-up, evaluation left out{self._each()}.{best}")
 
     def memory(self) -> Figure | None:
         """Peak memory against the batch size; trials that ran out of it in a strip on top."""
-        measured = [record for record in self.records if record.peak_memory_bytes and record.status in FINISHED]
         failed = [record for record in self.records if record.status == "out_of_memory"]
-        if not measured and not failed:
+        peaks = [(r, r.peak_memory_bytes) for r in self.records if r.peak_memory_bytes and r.status in FINISHED]
+        if not peaks and not failed:
             return None
         canvas = _Canvas("memory")
-        peak = max((record.peak_memory_bytes or 0 for record in measured), default=0)
-        unit, size = ("GiB", 2**30) if peak >= 2**30 else ("MiB", 2**20)
-        amounts = [(r, (r.peak_memory_bytes or 0) / size) for r in measured]
-        self._against_x(canvas, [(r, amount, f"{amount:,.3g} {unit}") for r, amount in amounts])
+        most = max((peak for _, peak in peaks), default=0)
+        unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
+        self._against_x(canvas, [(record, peak / size, f"{peak / size:,.3g} {unit}") for record, peak in peaks])
         rows = sorted({self._series_of(record) for record in failed})
-        strip = 0.09 * len(rows)
         for record in failed:
-            series = self._series_of(record)
+            height = 0.96 - 0.09 * rows.index(self._series_of(record))
             canvas.axes.plot(
-                [self._position(record)], [0.96 - 0.09 * rows.index(series)], color=_SERIES[series % len(_SERIES)],
-                marker="X", markersize=8, linestyle="none", clip_on=False, gid=canvas.tip(self._tip(record, "out of memory")),
-                transform=canvas.axes.get_xaxis_transform(),
+                [self._position(record)], [height], color=self._color(record), marker="X", markersize=8, clip_on=False,
+                transform=canvas.axes.get_xaxis_transform(), gid=canvas.tip(self._tip(record, "out of memory")),
             )
-        canvas.axes.set_ylim(0, peak / size * 1.08 / (1 - strip - 0.04) or 1)
+        if failed:
+            canvas.axes.plot([], [], color=_FG, marker="X", markersize=8, linestyle="none", label="out of memory")
+        canvas.axes.set_ylim(0, most / size * 1.08 / (0.96 - 0.09 * len(rows)) or 1)
+        canvas.axes.yaxis.set_visible(bool(peaks))
         self._x_axis(canvas)
         canvas.axes.set_ylabel(f"peak memory, {unit}")
         canvas.legend()
-        crosses = " A cross on top is a trial that ran out of memory." if failed else ""
+        crosses = " Trials that ran out of memory are on top." if failed else ""
         return canvas.figure("Peak memory", f"Largest over the workers{self._each()}.{crosses}")
 
     def curves(self) -> Figure | None:
         """The evaluated metric against training time, a line a trial."""
         objective = self.config.objective
-        named = [*(objective.target or {}), objective.metric]
-        seen = [name for record in self.records for row in record.curve for name in row]
-        metric = next((name for name in [*named, *(n for n in seen if n.startswith("val_"))] if name in seen), None)
-        lines = [(record, _points(record, metric)) for record in self.records] if metric else []
-        lines = [(record, points) for record, points in lines if points]
-        if metric is None or not lines:
+        seen = list(dict.fromkeys(name for record in self.records for row in record.curve for name in row))
+        wanted = [*(objective.target or {}), objective.metric, *(name for name in seen if name.startswith("val_"))]
+        metric = next((name for name in wanted if name in seen), "")
+        lines = [(record, points) for record in self.records if (points := _points(record, metric))]
+        if not lines:
             return None
         canvas = _Canvas("curves")
         unit, size = _time_unit(max(x for _, points in lines for x, _ in points))
@@ -206,50 +212,52 @@ class _Plot:
             best = self._is_best(record)
             times, values = [x / size for x, _ in points], [y for _, y in points]
             canvas.axes.plot(
-                times, values, color=self._color(record), linewidth=2.8 if best else 1.1, alpha=1 if best else 0.75,
-                marker="." if len(points) == 1 else None, zorder=3 if best else 2,
+                times, values, color=self._color(record), linewidth=2.8 if best else 1.1,
+                alpha=1 if best else 0.75, marker="." if len(points) == 1 else None, zorder=3 if best else 2,
                 gid=canvas.tip(self._tip(record, f"ends at {values[-1]:.4g}")),
             )
             if record.status not in FINISHED:
                 canvas.axes.plot(times[-1:], values[-1:], color=_BAD, marker="X", markersize=7, zorder=4,
                                  gid=canvas.tip(self._tip(record, record.status)))
-        values = [y for _, points in lines for _, y in points]
-        if min(values) > 0 and max(values) > 20 * min(values) and not metric.endswith("accuracy"):
-            canvas.axes.set_yscale("log")
-        if objective.target and metric in objective.target:
-            canvas.axes.axhline(objective.target[metric], color=_FG, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+        target = (objective.target or {}).get(metric)
+        canvas.axes.set_ylim(_closer([points for _, points in lines], target))
+        if target is not None:
+            canvas.axes.axhline(target, color=_FG, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         canvas.axes.set_xlim(left=0)
         canvas.axes.set_xlabel(f"training time, {unit}")
         canvas.axes.set_ylabel(metric)
         self._series_legend(canvas, {self._series_of(record) for record, _ in lines})
-        notes = [f"The thick line is the best trial ({self.words[self.best.id]})."] if self.best else []
-        if objective.target and metric in objective.target:
-            notes.append("The dashed line is the target.")
-        if any(record.status not in FINISHED for record, _ in lines):
-            notes.append("A cross is where a trial failed.")
-        return canvas.figure("Learning curves", " ".join([f"{metric} at each evaluation, a line a trial.", *notes]))
+        notes = [
+            f"{metric} at each evaluation, a line a trial.",
+            f"The thick line is the best ({self.words[self.best.id]})." if self.best else "",
+            "The dashed line is the target." if target is not None else "",
+            "The worst fifth of the evaluations is off the axis.",
+            "A cross is where a trial failed." if any(r.status not in FINISHED for r, _ in lines) else "",
+        ]
+        return canvas.figure("Learning curves", " ".join(note for note in notes if note))
 
     def targets(self) -> Figure | None:
         """Training time until the target, a bar a trial, the best first."""
-        reached = [record for record in self.records if _finite(record.time_to_target_s) and record.status in FINISHED]
-        target = self.config.objective.target
-        if not reached or not target:
+        times = {
+            record.id: time_s
+            for record in self.records
+            if (time_s := record.time_to_target_s) is not None and record.status in FINISHED
+        }
+        if not times or not self.config.objective.target:
             return None
-        reached.sort(key=lambda record: record.time_to_target_s or 0.0)
-        rows = [*reached, *(record for record in self.records if record not in reached)][:_MAX_BARS]
+        rows = sorted(self.records, key=lambda record: times.get(record.id, math.inf))[:_MAX_BARS]
         canvas = _Canvas("targets", 0.7 + 0.21 * max(len(rows), 4))
-        unit, size = _time_unit(max(record.time_to_target_s or 0.0 for record in reached))
+        unit, size = _time_unit(max(times[record.id] for record in rows if record.id in times))
         for row, record in enumerate(rows):
-            if record in reached:
-                length = (record.time_to_target_s or 0.0) / size
+            length, color = times.get(record.id, 0.0) / size, _MUTED
+            text: str = "not reached" if record.status in FINISHED else record.status
+            if record.id in times:
                 text, color = f"{length:.3g} {unit}", _FG
                 bar, = canvas.axes.barh(row, length, height=0.68, color=self._color(record))
                 bar.set_gid(canvas.tip(self._tip(record, text)))
-            else:
-                length, color = 0.0, _MUTED
-                text = "not reached" if record.status in FINISHED else record.status
+            weight = "bold" if self._is_best(record) else "normal"
             canvas.axes.annotate(text, (length, row), (4, 0), textcoords="offset points", va="center", color=color,
-                                 fontsize=8, fontweight="bold" if self._is_best(record) else "normal")
+                                 fontsize=8, fontweight=weight)
         canvas.axes.set_yticks(range(len(rows)), [_cut(self.words[record.id]) for record in rows])
         canvas.axes.set_ylim(len(rows) - 0.4, -0.6)
         canvas.axes.margins(x=0.16)
@@ -257,14 +265,15 @@ class _Plot:
         canvas.axes.grid(visible=True, axis="x")
         canvas.axes.set_axisbelow(True)
         canvas.axes.set_xlabel(f"training time, {unit}")
-        self._series_legend(canvas, {self._series_of(record) for record in reached})
-        (name, value), = target.items()
-        left_out = len(self.records) - len(rows)
-        cut = f" The first {len(rows)} of {len(self.records)} trials." if left_out else ""
+        self._series_legend(canvas, {self._series_of(record) for record in rows if record.id in times})
+        (name, value), = self.config.objective.target.items()
+        cut = f" The first {len(rows)} of {len(self.records)} trials." if len(rows) < len(self.records) else ""
         return canvas.figure("Time to target", f"Training time until {name} first reached {value:g}.{cut}")
 
     def _against_x(self, canvas: _Canvas, marks: list[tuple[TrialRecord, float, str]]) -> None:
-        """A mark a trial; a line a series, through the median where a series has many trials at one x."""
+        """A mark a trial; on a grid a line a series, through the median where there are many trials at one x."""
+        line = "-" if self.config.search == "grid" else "none"
+        canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         for number, value in enumerate(self.series):
             own = [mark for mark in marks if self._series_of(mark[0]) == number]
             if not own:
@@ -274,7 +283,7 @@ class _Plot:
             for record, y, _ in own:
                 at.setdefault(self._position(record), []).append(y)
             xs = sorted(at)
-            canvas.axes.plot(xs, [median(at[x]) for x in xs], color=color, linewidth=1.6, marker=marker,
+            canvas.axes.plot(xs, [median(at[x]) for x in xs], color=color, linestyle=line, linewidth=1.6, marker=marker,
                              markevery=[], label=self._series_name(value))
             for record, y, text in own:
                 canvas.axes.plot([self._position(record)], [y], color=color, marker=marker,
@@ -285,16 +294,20 @@ class _Plot:
         """Ticks at the values that were tried; logarithmic to base 2 for batch sizes."""
         values = self._values(self.x)
         positions = [self._at(value) for value in values]
-        log = self.is_numeric and positions[0] > 0 and (self.x in _BATCH_KEYS or positions[-1] >= 8 * positions[0])
+        spread = self.x in _BATCH_KEYS or positions[-1] >= 8 * positions[0]
+        log = self.is_numeric and positions[0] > 0 and spread
         if log:
             canvas.axes.set_xscale("log", base=2)
         scale = math.log2 if log else float
-        width = scale(positions[-1]) - scale(positions[0])
-        ticks: list[int] = []
-        for index, position in enumerate(positions):
-            if not ticks or scale(position) - scale(positions[ticks[-1]]) >= width / 9:
-                ticks.append(index)
-        canvas.axes.set_xticks([positions[index] for index in ticks], [_cut(shown(values[index])) for index in ticks])
+        first, width = scale(positions[0]), scale(positions[-1]) - scale(positions[0])
+        margin = 0.06 * width or 0.5
+        limits = (first - margin, first + width + margin)
+        canvas.axes.set_xlim(*(2**limit for limit in limits) if log else limits)
+        ticks: list[tuple[float, str]] = []
+        for position, value in zip(positions, values, strict=True):
+            if not ticks or scale(position) - scale(ticks[-1][0]) >= width / 9:
+                ticks.append((position, _cut(shown(value))))
+        canvas.axes.set_xticks([position for position, _ in ticks], [text for _, text in ticks])
         canvas.axes.minorticks_off()
         canvas.axes.set_xlabel(self.labels[self.x])
 
@@ -328,11 +341,11 @@ class _Plot:
         """The values of a key that were tried: in the order of the space's list, else rising."""
         listed = self.config.space.get(key)
         tried = [record.config.get(key) for record in self.records]
-        order = [] if listed is None or isinstance(listed, Range) else listed
         distinct = [value for index, value in enumerate(tried) if value not in tried[:index]]
         if all(_is_number(value) for value in distinct):
             return sorted(distinct)
-        return sorted(distinct, key=lambda value: (order.index(value) if value in order else len(order), str(value)))
+        listed = [] if listed is None or isinstance(listed, Range) else [value for value in listed if value in tried]
+        return listed + sorted((value for value in distinct if value not in listed), key=str)
 
     def _is_best(self, record: TrialRecord) -> bool:
         return self.best is not None and record.id == self.best.id
@@ -342,10 +355,10 @@ class _Plot:
 
 
 def shown(value: Any) -> str:
-    """A value of the configuration as YAML would have it."""
+    """A value of the configuration, as YAML has it; numbers to four digits."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _cut(text: str) -> str:
@@ -356,13 +369,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
+def _points(record: TrialRecord, metric: str) -> list[tuple[float, float]]:
+    rows = [(row.get("train_time_s", math.nan), row.get(metric, math.nan)) for row in record.curve]
+    return [(x, y) for x, y in rows if math.isfinite(x) and math.isfinite(y)]
 
 
-def _points(record: TrialRecord, metric: str | None) -> list[tuple[float, float]]:
-    rows = [(row.get("train_time_s"), row.get(metric or "")) for row in record.curve]
-    return [(x, y) for x, y in rows if x is not None and y is not None and math.isfinite(x) and math.isfinite(y)]
+def _closer(lines: list[list[tuple[float, float]]], target: float | None) -> tuple[float, float]:
+    """Limits of a metric's axis without the fifth of the values that is worst, where all runs are alike."""
+    values = sorted(y for points in lines for _, y in points)
+    fifth = len(values) // 5
+    rises = sum(points[-1][1] - points[0][1] for points in lines) > 0
+    kept = [*(values[fifth:] if rises else values[: len(values) - fifth]), *([] if target is None else [target])]
+    margin = 0.05 * (max(kept) - min(kept)) or 0.05 * abs(kept[0]) or 1.0
+    return min(kept) - margin, max(kept) + margin
 
 
 def _time_unit(longest_s: float) -> tuple[str, float]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainers.config import TrainConfig
 from trainers.errors import POLICIES, STATUSES
@@ -63,13 +63,16 @@ def objective_value(objective: Objective, record: TrialRecord) -> float | None:
 
 def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> rich.table.Table:
     """The end table of the terminal: a row a trial in the order of the space, the best one marked."""
+    from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
     columns = _columns(config, records)
-    result = Table(title=f"{config.name}: {len(records)} trials", caption="* best" if answer.best else None)
+    result = Table(box=SIMPLE, show_edge=False, padding=0, title=f"{config.name}: {len(records)} trials", caption=f"* best by {config.objective.metric}")
     for header, is_figure, _ in columns:
-        result.add_column(header, justify="right" if is_figure else "left")
+        narrow = header.replace("_", "_\n").replace(" ", "\n") if len(header) > 8 else header
+        justify: Literal["left", "right"] = "right" if is_figure else "left"
+        result.add_column(narrow, justify=justify, overflow="fold", min_width=6)
     for record in _in_order(config, records):
         is_best = answer.best is not None and record.id == answer.best.id
         cells = [cell(record) for _, _, cell in columns]
@@ -164,11 +167,12 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
     """Why no trial has a value of the objective."""
     finished = [record for record in records if record.status in FINISHED]
     if not finished:
+        if not records:
+            return "There is no best trial: none has run."
         counts = Counter(record.status for record in records).most_common()
         ended = ", ".join(f"{count} {status}" for status, count in counts)
-        advice = "; ".join(f"for {status}, {POLICIES[status].advice}" for status, _ in counts)
-        return f"There is no best trial: none finished ({ended}). {advice[:1].upper()}{advice[1:]}." if counts else \
-            "There is no best trial: none has run."
+        status, _ = counts[0]
+        return f"There is no best trial: none finished ({ended}). For {status}: {POLICIES[status].advice}."
     metric = config.objective.metric
     if metric != "time_to_target":
         reported = ", ".join(_metrics(finished)) or "none"
@@ -244,7 +248,7 @@ def _metrics(records: list[TrialRecord]) -> list[str]:
 
 
 def _columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
-    """The table's columns; the one that the trials are ranked by is marked."""
+    """The table's columns; the objective is one of them."""
     columns: list[Column] = [
         (label, False, lambda record, key=key: shown(record.config.get(key)))  # type: ignore[misc]
         for key, label in _labels(config, records).items()
@@ -256,10 +260,10 @@ def _columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
         def cell(record: TrialRecord) -> str:
             return "-" if (figure := value(record)) is None else form(figure)
 
-        columns.append((f"{header} (objective)" if name == metric else header, True, cell))
+        columns.append((header, True, cell))
 
     add("samples_per_s", "samples/s", lambda record: record.samples_per_s, lambda value: _number(value, 4))
-    add("step_time_s", "step time", lambda record: record.step_time_s, lambda value: f"{_number(value * 1e3, 3)} ms")
+    add("step_time_s", "step time, ms", lambda record: record.step_time_s, lambda value: _number(value * 1e3, 3))
     add("peak_memory_bytes", "peak memory", lambda record: record.peak_memory_bytes, _memory)
     for name in _metrics(records):
         if name.startswith("val_") or name == metric:

@@ -1,0 +1,223 @@
+"""Capacity, prices and the plan: hand-made cases in both directions."""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.__main__ import main
+from cluster.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_groups, worker_slots
+from cluster.prices import STALE_AFTER_DAYS, load_prices
+
+AWS = Path(__file__).parents[2] / "cluster" / "aws.yaml"
+GPU_NODE = {"CPU": 8, "GPU": 1}
+FOUR_GPUS = {"CPU": 48, "GPU": 4}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cpus", "gpus", "slots"),
+    [
+        ([], 1, 0, 0),
+        ([{"CPU": 8}], 1, 0, 8),
+        ([{"CPU": 8}], 3, 0, 2),
+        ([{"CPU": 2}, {"CPU": 2}], 3, 0, 0),  # 4 CPUs in all, but no node holds a whole worker
+        ([{"CPU": 8}], 1, 1, 0),  # no GPU
+        ([GPU_NODE], 1, 1, 1),
+        ([GPU_NODE], 9, 1, 0),
+        ([FOUR_GPUS], 8, 1, 4),
+        ([FOUR_GPUS], 13, 1, 3),  # CPUs are what is short
+        ([FOUR_GPUS, GPU_NODE], 8, 1, 5),
+        ([FOUR_GPUS], 0, 0.5, 8),
+        ([{"CPU": 1}], 0.1, 0, 10),
+        ([{"CPU": 0.3}], 0.1, 0, 3),  # 0.3 / 0.1 is 2.9999999999999996
+        ([{"CPU": 0, "GPU": 0}], 1, 0, 0),
+        ([{"CPU": 7.9999}], 8, 0, 0),
+    ],
+)
+def test_worker_slots(nodes: list[Mapping[str, float]], cpus: float, gpus: float, slots: int) -> None:
+    assert worker_slots(nodes, cpus, gpus) == slots
+
+
+@pytest.mark.parametrize(("num_workers", "groups"), [(1, 5), (2, 2), (3, 1), (5, 1), (6, 0)])
+def test_worker_groups_may_span_nodes(num_workers: int, groups: int) -> None:
+    assert worker_groups([FOUR_GPUS, GPU_NODE], num_workers, 8, 1) == groups
+
+
+@pytest.mark.parametrize(("cpus", "gpus"), [(0, 0), (-1, 0), (1, -1)])
+def test_a_worker_that_asks_for_nothing_is_refused(cpus: float, gpus: float) -> None:
+    with pytest.raises(ValueError, match="cpus_per_worker"):
+        worker_slots([GPU_NODE], cpus, gpus)
+
+
+def test_a_group_without_workers_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_workers is 0"):
+        worker_groups([GPU_NODE], 0, 1, 0)
+
+
+HEAD = NodeType("head", {"CPU": 0, "GPU": 0}, is_head=True, instance_type="m5.2xlarge")
+SMALL = NodeType("small", GPU_NODE, 1, 8, instance_type="g5.2xlarge")
+LARGE = NodeType("large", FOUR_GPUS, 0, 2, instance_type="g5.12xlarge")
+SPOT = NodeType("spot", GPU_NODE, 0, 8, instance_type="g5.2xlarge", spot=True, priority=10)
+
+
+def test_the_smallest_cluster_is_the_head_and_the_minimum() -> None:
+    counts = smallest([HEAD, SMALL, LARGE])
+    assert counts == {"head": 0, "small": 1, "large": 0}
+    nodes = nodes_of([HEAD, SMALL, LARGE], counts)
+    assert nodes == [{"CPU": 0, "GPU": 0}, GPU_NODE]
+    assert (total(nodes, "CPU"), total(nodes, "GPU"), total(nodes, "TPU")) == (8, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "workers", "expected"),
+    [
+        (10, None, {"head": 0, "small": 8, "large": 2}),
+        (4, None, {"head": 0, "small": 2, "large": 2}),  # the type with more GPUs a node first
+        (2, None, {"head": 0, "small": 1, "large": 1}),
+        (1, None, {"head": 0, "small": 1, "large": 0}),  # the minimum uses up the limit
+        (10, 1, {"head": 0, "small": 1, "large": 0}),  # fits already
+        (10, 2, {"head": 0, "small": 1, "large": 1}),
+        (10, 5, {"head": 0, "small": 1, "large": 1}),
+        (10, 6, {"head": 0, "small": 1, "large": 2}),
+        (10, 10, {"head": 0, "small": 2, "large": 2}),
+        (3, 99, {"head": 0, "small": 1, "large": 2}),  # all there is, though it does not suffice
+    ],
+)
+def test_grow(limit: int, workers: int | None, expected: dict[str, int]) -> None:
+    assert grow([HEAD, SMALL, LARGE], limit, 1, 1, workers) == expected
+
+
+def test_grow_prefers_the_higher_priority_and_leaves_useless_types_alone() -> None:
+    on_demand = NodeType("on_demand", GPU_NODE, 0, 8)
+    cpu_only = NodeType("cpu_only", {"CPU": 64}, 0, 8)
+    counts = grow([cpu_only, on_demand, SPOT], 10, 1, 1)
+    assert counts == {"cpu_only": 0, "on_demand": 2, "spot": 8}
+
+
+def test_grow_is_exact() -> None:
+    """Against trying every choice of nodes: the most workers, and the fewest nodes for a number of them."""
+    types = [
+        NodeType("a", {"CPU": 7, "GPU": 2}, 1, 3),
+        NodeType("b", {"CPU": 20, "GPU": 3}, 0, 2),
+        NodeType("c", {"CPU": 4, "GPU": 8}, 0, 4),
+    ]
+    for limit, cpus, gpus in itertools.product((1, 3, 5), (1, 3, 7), (0, 0.5, 1)):
+        choices = [
+            dict(zip("abc", numbers, strict=True))
+            for numbers in itertools.product(range(1, 4), range(3), range(5))
+            if sum(numbers) <= limit
+        ]
+        slots = [worker_slots(nodes_of(types, choice), cpus, gpus) for choice in choices]
+        most = grow(types, limit, cpus, gpus)
+        assert worker_slots(nodes_of(types, most), cpus, gpus) == max(slots)
+        for workers in range(1, max(slots) + 1):
+            counts = grow(types, limit, cpus, gpus, workers)
+            fewest = min(sum(c.values()) for c, s in zip(choices, slots, strict=True) if s >= workers)
+            assert worker_slots(nodes_of(types, counts), cpus, gpus) >= workers
+            assert sum(counts.values()) == fewest
+
+
+def test_cost_counts_the_head_and_names_what_has_no_price() -> None:
+    prices = {"m5.2xlarge": 0.5, "g5.2xlarge": 1.25}
+    counts = {"small": 2, "large": 0}
+    assert cost([HEAD, SMALL, LARGE], counts, prices).usd_per_hour == 3.0
+    assert cost([HEAD, SMALL, LARGE], counts, prices).missing == ()  # no node of the type without a price
+    with_large = cost([HEAD, SMALL, LARGE], {"small": 1, "large": 1}, prices)
+    assert (with_large.usd_per_hour, with_large.missing) == (1.75, ("large",))
+    assert cost([NodeType("bare", GPU_NODE)], {"bare": 1}, prices).missing == ("bare",)
+
+
+def test_prices_are_plausible_and_say_where_they_are_from() -> None:
+    prices = load_prices()
+    for name, price in prices.items():
+        assert price.instance_type == name
+        assert price.source
+        assert 0 < price.usd_per_hour < 100
+        assert price.vcpus >= 2
+        assert bool(price.gpus) == bool(price.gpu_model)
+        assert dt.date(2024, 1, 1) < price.date <= dt.datetime.now(dt.UTC).date()
+    assert (prices["g5.12xlarge"].gpus, prices["g5.12xlarge"].vcpus) == (4, 48)
+    assert prices["g6.xlarge"].usd_per_hour == 0.8048
+
+
+def test_a_price_is_stale_after_half_a_year() -> None:
+    price = load_prices()["g6.xlarge"]
+    assert price.age_days(price.date) == 0
+    assert not price.is_stale(price.date + dt.timedelta(days=STALE_AFTER_DAYS))
+    assert price.is_stale(price.date + dt.timedelta(days=STALE_AFTER_DAYS + 1))
+
+
+def _write(tmp_path: Path, **changes: object) -> str:
+    config = yaml.safe_load(AWS.read_text(encoding="utf-8"))
+    types = config["available_node_types"]
+    types["gpu_spot"] |= {"min_workers": 1, **changes}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return str(path)
+
+
+def test_plan_shows_now_one_group_and_fully_grown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = _write(tmp_path)
+    prices = ["--price", "m5.2xlarge=1", "--price", "g5.2xlarge=2"]
+    assert main(["plan", file, "--workers", "3", *prices]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line[:14].strip(): line[14:].split() for line in lines[2:5]}
+    assert rows["now"] == ["2", "8", "1", "1", "0", "3.00"]
+    assert rows["one group"] == ["4", "24", "3", "3", "1", "7.00"]
+    assert rows["fully grown"] == ["9", "64", "8", "8", "2", "17.00"]
+    assert "price of g5.2xlarge: 2 USD/hour (--price)" in lines
+
+
+def test_plan_says_the_age_of_a_price(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(AWS), "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    price = load_prices()["m5.2xlarge"]
+    age = price.age_days(dt.datetime.now(dt.UTC).date())
+    assert f"price of m5.2xlarge: {price.usd_per_hour:g} USD/hour in us-east-1, {age} days old" in out
+    assert ("STALE" in out.split("m5.2xlarge")[1].splitlines()[0]) == (age > STALE_AFTER_DAYS)
+
+
+def test_plan_does_not_guess_a_missing_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = _write(tmp_path, node_config={"InstanceType": "z9.huge"})
+    assert main(["plan", file, "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "at least 0.38" in out
+    assert "price of z9.huge: not in prices.csv; give it with --price z9.huge=USD" in out
+
+
+def test_plan_refuses_what_never_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(AWS), "--workers", "8"]) == 0
+    assert main(["plan", str(AWS), "--workers", "9"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {AWS}: `--workers` is 9, but never fits: the file can grow to 8 workers")
+
+
+def test_plan_needs_resources_that_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = _write(tmp_path, node_config={"InstanceType": "z9.huge"}, resources={})
+    assert main(["plan", file, "--workers", "1"]) == 2
+    assert "`available_node_types.gpu_spot.resources` is not known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--workers", "0"], ["--workers", "x"], ["--workers", "1", "--price", "g5.xlarge"]]
+)
+def test_plan_refuses_wrong_arguments(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", str(AWS), *wrong])
+    assert stopped.value.code == 2
+
+
+def test_wrong_arguments_are_said_without_importing_ray() -> None:
+    code = "import sys, cluster.__main__ as m; assert 'ray' not in sys.modules; m.main(['plan'])"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, "required" in done.stderr) == (2, True)
+    assert time.perf_counter() - start < 5

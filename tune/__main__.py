@@ -1,0 +1,99 @@
+"""Sweep batch size, precision and any other key of a training run.
+
+Run as:
+    python -m tune SWEEP.yaml [--fresh] [--dotted.key value ...] [--train.dotted.key value ...]
+    python -m tune resume DIRECTORY      go on with a sweep that was cut off
+    python -m tune report DIRECTORY      write the report again from the journal
+Exit code 0: the sweep has an answer; 1: no trial ended well; 2: a value in the configuration cannot be used;
+130: interrupted, and how to resume is said.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from trainers.errors import PacelineError
+from trainers.reference import reference
+from trainers.settings import parse_overrides
+from tune.config import SweepConfig
+from tune.spec import SweepSpec, prepare, read_saved, read_sweep
+
+if TYPE_CHECKING:
+    from tune.journal import TrialRecord
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(__doc__, reference(SweepConfig), sep="\n")
+        return 0 if args else 2
+    try:
+        if args[0] in ("resume", "report"):
+            if len(args) != 2:
+                print(f"error: `{args[0]}` takes one directory", file=sys.stderr)
+                return 2
+            spec = read_saved(args[1])
+            return _report(spec) if args[0] == "report" else _sweep(spec, fresh=False)
+        overrides = parse_overrides([arg for arg in args[1:] if arg != "--fresh"])
+        return _sweep(read_sweep(args[0], overrides), "--fresh" in args)
+    except PacelineError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+
+
+def _sweep(spec: SweepSpec, fresh: bool) -> int:
+    from trainers.launch import setup_logging
+
+    setup_logging(0)
+    before = prepare(spec, fresh)
+    if before:
+        print(f"{spec.uri} holds {before} trials that have ended: only the others run")
+    import ray
+
+    from tune.sweep import Interrupted, environment, run_sweep
+
+    try:
+        records = run_sweep(spec)
+        versions = environment()
+    except (Interrupted, KeyboardInterrupt):
+        ray.shutdown()
+        again = f"{shlex.quote(sys.executable)} -m tune resume {shlex.quote(spec.uri)}"
+        print(f"interrupted: {prepare(spec, False)} trials are kept; go on with\n    {again}", flush=True)
+        return 130
+    code = _answer(spec, records, versions)
+    ray.shutdown()
+    return code
+
+
+def _report(spec: SweepSpec) -> int:
+    import json
+
+    from tune.journal import Journal
+
+    summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
+    return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
+
+
+def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> int:
+    """Write the report, and print the table, the sentence and where things are."""
+    from rich.console import Console
+
+    from tune.report import table, write_report
+
+    answer = write_report(spec.storage, spec.config, spec.train, records, environment,
+                          task_dir=spec.path[0] if spec.path else None)
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console.print(table(spec.config, records, answer))
+    print(answer.sentence)
+    if answer.best is not None:
+        print(f"best.yaml:   {spec.storage.locate('best.yaml')}   (python -m trainers ... trains it)")
+    print(f"report.html: {spec.storage.locate('report.html')}")
+    return 0 if answer.best is not None else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

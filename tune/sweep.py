@@ -1,0 +1,191 @@
+"""Builds and runs the sweep: lanes, Ray Tune's Tuner over them, the journal, and the answer at the end (Ray).
+
+Environment set, unless it is set already: TUNE_DISABLE_AUTO_CALLBACK_LOGGERS and
+TUNE_DISABLE_STRICT_METRIC_CHECKING (the journal is the record; a failed trial has no metric),
+TUNE_DISABLE_SIGINT_HANDLER (Ctrl-C is ours).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+for _name in ("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "TUNE_DISABLE_STRICT_METRIC_CHECKING",
+              "TUNE_DISABLE_SIGINT_HANDLER"):
+    os.environ.setdefault(_name, "1")
+
+import ray  # noqa: E402 (Tune reads these at import)
+from ray import tune  # noqa: E402
+from ray.tune.schedulers import AsyncHyperBandScheduler  # noqa: E402
+from ray.tune.search import BasicVariantGenerator  # noqa: E402
+
+from cluster.capacity import worker_groups  # noqa: E402
+from trainers.config import TrainConfig  # noqa: E402
+from trainers.errors import ConfigError  # noqa: E402
+from trainers.run import RunSpec, check_task  # noqa: E402
+from trainers.settings import build  # noqa: E402
+from trainers.torch_trainer import capacity, check_cluster, wants_gpu  # noqa: E402
+from tune.journal import Journal, TrialRecord, trial_id  # noqa: E402
+from tune.lanes import Lanes, start_mailbox  # noqa: E402
+from tune.space import chosen, planned_trials, tune_space  # noqa: E402
+from tune.spec import SweepSpec  # noqa: E402
+from tune.trial import LaneTrial, make_record  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
+    """Ctrl-C, or SIGTERM from `ray job stop`."""
+
+
+def run_sweep(spec: SweepSpec) -> list[TrialRecord]:
+    """Run every trial that has no record yet; returns the records of all.
+
+    Raises ConfigError (the cluster can never hold a trial), and Interrupted when asked to stop: what has ended until
+    then is in the journal.
+    """
+    train = build(TrainConfig, spec.train, spec.source)
+    check_task(RunSpec(spec.train, spec.path, spec.source, spec.uri), _connected(spec))
+    lanes_wanted = _lanes(spec, train)
+    journal = Journal(spec.storage)
+    mailbox = start_mailbox()
+    lanes = Lanes(mailbox, lanes_wanted, train, spec.path, wants_gpu(train, capacity()), f"{spec.uri}/lanes",
+                  spec.config.isolation == "fresh")
+    total = planned_trials(spec.config)
+    logger.info("%s: %s trials in %d lane%s of %d worker%s", spec.config.name, total or "?", lanes_wanted,
+                "s" if lanes_wanted > 1 else "", train.scaling.max_workers,
+                "s" if train.scaling.max_workers > 1 else "")
+    progress = _Progress(spec, journal, mailbox, total)
+    with _interruptible():
+        lanes.start()
+        _tuner(spec, mailbox, lanes_wanted, progress).fit()
+    lanes.close()
+    progress.record_stopped()
+    records = {record.id: record for record in journal.records()}
+    return [records[trial] for trial in progress.seen if trial in records]
+
+
+def _connected(spec: SweepSpec) -> str:
+    return check_cluster(RunSpec(spec.train, spec.path, spec.source, spec.uri))
+
+
+def _lanes(spec: SweepSpec, train: TrainConfig) -> int:
+    """As many lanes as asked for, or as the cluster's nodes hold now; never more than there are trials."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    gpus = train.scaling.gpus_per_worker if wants_gpu(train, capacity()) else 0.0
+    fits = worker_groups(nodes, train.scaling.min_workers, train.scaling.cpus_per_worker, gpus)
+    if spec.config.lanes != "auto":
+        if spec.config.lanes > max(fits, 1):
+            raise ConfigError("lanes", spec.config.lanes, f"must be at most the {fits} worker groups that fit on the "
+                              "cluster now", "lower it, or set `lanes: auto`", spec.source)
+        return spec.config.lanes
+    return max(1, min(fits, planned_trials(spec.config) or fits))
+
+
+def _tuner(spec: SweepSpec, mailbox: Any, lanes: int, progress: _Progress) -> tune.Tuner:
+    config, objective = spec.config, spec.config.objective
+    trainable = tune.with_resources(
+        tune.with_parameters(LaneTrial, mailbox=mailbox, uri=spec.uri, train=spec.train,
+                             objective=objective.model_dump()),
+        {"memory": 1},  # Tune refuses a trial without resources; a byte takes nothing from the lanes
+    )
+    scheduler = None
+    if config.scheduler == "asha":
+        scheduler = AsyncHyperBandScheduler(metric="objective", mode=objective.direction, max_t=10_000)
+    return tune.Tuner(
+        trainable,
+        param_space=tune_space(config),
+        tune_config=tune.TuneConfig(
+            num_samples=config.budget.trials or 1 if config.search == "random" else 1,
+            search_alg=BasicVariantGenerator(max_concurrent=lanes, random_state=config.seed),
+            scheduler=scheduler,
+            reuse_actors=True,
+            time_budget_s=config.budget.time_s,
+        ),
+        run_config=tune.RunConfig(
+            name="tune", storage_path=spec.uri, verbose=0, callbacks=[progress]
+        ),
+    )
+
+
+class _interruptible:  # noqa: N801 (a context manager)
+    """Turns SIGINT and SIGTERM into Interrupted while the sweep runs."""
+
+    def __enter__(self) -> None:
+        def handler(number: int, frame: FrameType | None) -> None:
+            raise Interrupted(signal.Signals(number).name)
+
+        self._before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def __exit__(self, *exc: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+
+@dataclass
+class _Progress(tune.Callback):  # type: ignore[misc]
+    """A line on the terminal as each trial ends; records the trials that the search stopped."""
+
+    spec: SweepSpec
+    journal: Journal
+    mailbox: Any
+    total: int | None
+    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    started: dict[str, float] = field(default_factory=dict)
+    ended: int = 0
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        name = trial_id(chosen(trial.config))
+        self.seen[name] = chosen(trial.config)
+        self.started.setdefault(name, time.time())
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        name = trial_id(chosen(trial.config))
+        record = self.journal.find(name) or self._stopped(name)
+        if record is None:
+            return
+        self.ended += 1
+        shown = "  ".join(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in record.config.items())
+        figures = "  ".join(
+            f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_")
+        )
+        speed = f"{record.samples_per_s:,.0f} samples/s  " if record.samples_per_s else ""
+        logger.info("trial %d/%s  %s  %s  %s%s%s", self.ended, self.total or "?", shown, record.status, speed, figures,
+                    f"  {record.message}" if record.message else "")
+
+    def _stopped(self, name: str) -> TrialRecord | None:
+        reports = ray.get(self.mailbox.reports.remote(name))
+        if not reports:
+            return None
+        record = make_record(name, self.seen[name], self.spec.config.objective, self.started[name], reports,
+                             {"status": "stopped", "message": "stopped by the search"})
+        self.journal.append(record)
+        return record
+
+    def record_stopped(self) -> None:
+        """Record what the end of a budget cut off."""
+        for name in self.seen:
+            if self.journal.find(name) is None:
+                self._stopped(name)
+
+
+def environment() -> dict[str, str]:
+    """Versions and nodes that the figures depend on."""
+    import torch
+
+    from trainers.device import environment as worker_environment
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    totals = ray.cluster_resources()
+    return worker_environment(device) | {
+        "nodes": str(len(nodes)),
+        "cluster_cpus": f"{totals.get('CPU', 0):g}",
+        "cluster_gpus": f"{totals.get('GPU', 0):g}",
+    }
+
