@@ -162,12 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     sized.add_argument("file", metavar="FILE")
     sized.add_argument("--workers", type=_count, required=True, metavar="N", help="workers of one group")
     sized.add_argument("--cpus-per-worker", type=_amount, default=1.0, metavar="C", help="default: 1")
-    sized.add_argument(
-        "--gpus-per-worker", type=_amount, metavar="G", help="default: 1 where a node has GPUs, else 0"
-    )
-    sized.add_argument(
-        "--price", type=_price, action="append", default=[], metavar="TYPE=USD", help="dollars an hour"
-    )
+    sized.add_argument("--gpus-per-worker", type=_amount, metavar="G", help="default: 1 where a node has GPUs, else 0")
+    sized.add_argument("--price", type=_price, action="append", default=[], metavar="TYPE=USD", help="dollars an hour")
     return parser
 
 

@@ -85,12 +85,13 @@ def _train(location: str, rest: list[str]) -> int:
 def summary(result: RunResult) -> str:
     """The result as the user reads it."""
     plural = "s" if result.world_size > 1 else ""
+    figures = "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items()))
+    arithmetic = f"microbatch {result.microbatch_size} x accumulation {result.accumulation}"
+    done = f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs"
     lines = [
-        f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs, {result.train_time_s:.1f} s of training "
-        f"({result.wall_time_s:.1f} s with evaluation and checkpoints)",
-        "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items())),
-        f"  global batch {result.global_batch_size} = microbatch {result.microbatch_size} x accumulation "
-        f"{result.accumulation} x {result.world_size} worker{plural}",
+        f"{done}, {result.train_time_s:.1f} s of training ({result.wall_time_s:.1f} s with evaluation and checkpoints)",
+        f"  {figures}",
+        f"  global batch {result.global_batch_size} = {arithmetic} x {result.world_size} worker{plural}",
     ]
     speed = result.throughput
     if speed is not None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.device import resolve_device, seed_all, set_flags
@@ -66,12 +65,21 @@ def build_parts(task: Task, config: TrainConfig, context: RunContext) -> Parts:
     train, val = task.dataset("train"), task.dataset("val")
     if not hasattr(train, "__len__") or not hasattr(val, "__len__"):
         raise ConfigError("task", config.task, "has a dataset without length", "give map-style datasets (`__len__`)")
-    sampler = StepSampler(train, global_batch_size=config.batch_size, num_replicas=context.world_size,
-                          rank=context.rank, seed=config.seed, drop_last=config.drop_last)
+    sampler = StepSampler(
+        train,
+        global_batch_size=config.batch_size,
+        num_replicas=context.world_size,
+        rank=context.rank,
+        seed=config.seed,
+        drop_last=config.drop_last,
+    )
     if sampler.steps_per_epoch == 0:
-        raise ConfigError("global_batch_size", config.batch_size,
-                          f"gives no whole step of the {sampler.length} training samples with drop_last",
-                          "lower it, or set `drop_last: false`")
+        raise ConfigError(
+            "global_batch_size",
+            config.batch_size,
+            f"gives no whole step of the {sampler.length} training samples with drop_last",
+            "lower it, or set `drop_last: false`",
+        )
     total_steps = config.max_steps or (config.epochs or 0) * sampler.steps_per_epoch
 
     seed_all(config.seed)
@@ -90,8 +98,20 @@ def build_parts(task: Task, config: TrainConfig, context: RunContext) -> Parts:
     feed = Feed(train, task, config.data, device, sharers=sharers, seed=config.seed)
     val_feed = Feed(val, task, config.data, device, sharers=sharers, seed=config.seed)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
-    parts = Parts(device, group, spec, model, optimizer, step, sampler, feed, val_feed, total_steps, microbatch_size,
-                  accumulation=len(split_share(torch.empty(share), microbatch_size)))
+    parts = Parts(
+        device,
+        group,
+        spec,
+        model,
+        optimizer,
+        step,
+        sampler,
+        feed,
+        val_feed,
+        total_steps,
+        microbatch_size,
+        accumulation=len(split_share(torch.empty(share), microbatch_size)),
+    )
     if context.world_size > 1:
         _settle_buckets(parts)
     return parts
@@ -123,7 +143,9 @@ def _check_state(task: Task) -> None:
         data.seek(0)
         torch.load(data, weights_only=True)
     except Exception as error:
-        raise ConfigError("task", type(task).__name__, "has a state_dict with more than tensors and plain data, which "
-                          "cannot be loaded safely", "keep numbers, text, lists, dicts and tensors in it") from error
-
-
+        raise ConfigError(
+            "task",
+            type(task).__name__,
+            "has a state_dict with more than tensors and plain data, which cannot be loaded safely",
+            "keep numbers, text, lists, dicts and tensors in it",
+        ) from error

@@ -101,13 +101,20 @@ class Checkpoints:
         return {"bytes": hashing.size, "sha256": hashing.hexdigest()}
 
     def _finish(self, name: str, step: int, files: dict[str, dict[str, Any]]) -> str | None:
-        manifest = {"format": FORMAT, "step": step, "world_size": self.group.world_size, "files": files,
-                    "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "world_size": self.group.world_size,
+            "files": files,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
         try:
             missing = [file for file in files if not self.storage.exists(f"{name}/{file}")]
             if missing:
-                return (f"{missing[0]} was written by another worker and is not seen by rank 0: "
-                        "storage_path must be shared by all nodes")
+                return (
+                    f"{missing[0]} was written by another worker and is not seen by rank 0: "
+                    "storage_path must be shared by all nodes"
+                )
             self.storage.write(f"{name}/manifest.json", json.dumps(manifest, indent=2).encode())
             for old in self._named()[: -self.keep]:
                 self.storage.delete(old)

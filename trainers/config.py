@@ -280,24 +280,37 @@ class TrainConfig(Settings):
             chosen = [name for name in group if getattr(self, name) is not None]
             if not chosen:
                 first, second = group
-                raise ConfigError(first, MISSING, f"or {second} is required", f"add `{first}: "
-                                  f"{type(self).model_fields[first].examples[0]}`")  # type: ignore[index]
+                example = (type(self).model_fields[first].examples or [1])[0]
+                raise ConfigError(first, MISSING, f"or {second} is required", f"add `{first}: {example}`")
             if len(chosen) > 1:
-                raise ConfigError(chosen[1], getattr(self, chosen[1]), f"cannot stand beside {chosen[0]}",
-                                  "keep exactly one of the two")
+                raise ConfigError(
+                    chosen[1],
+                    getattr(self, chosen[1]),
+                    f"cannot stand beside {chosen[0]}",
+                    "keep exactly one of the two",
+                )
         scaling = self.scaling
         if scaling.max_workers > 1 and self.strategy == "none":
             raise ConfigError("strategy", "none", "is for one worker", "set `strategy: ddp`")
         if scaling.max_workers > 1 and self.launcher == "local":
-            raise ConfigError("scaling.num_workers", scaling.num_workers, "must be 1 with `launcher: local`",
-                              "set `launcher: spawn` or `launcher: ray`")
+            raise ConfigError(
+                "scaling.num_workers",
+                scaling.num_workers,
+                "must be 1 with `launcher: local`",
+                "set `launcher: spawn` or `launcher: ray`",
+            )
         if isinstance(scaling.num_workers, list):
             if self.launcher != "ray":
-                raise ConfigError("scaling.num_workers", scaling.num_workers, "is elastic, which needs Ray",
-                                  "set `launcher: ray`")
+                raise ConfigError(
+                    "scaling.num_workers", scaling.num_workers, "is elastic, which needs Ray", "set `launcher: ray`"
+                )
             if self.batch_size_per_worker is not None:
-                raise ConfigError("batch_size_per_worker", self.batch_size_per_worker,
-                                  "has no fixed meaning with elastic workers", "set `global_batch_size`")
+                raise ConfigError(
+                    "batch_size_per_worker",
+                    self.batch_size_per_worker,
+                    "has no fixed meaning with elastic workers",
+                    "set `global_batch_size`",
+                )
         if self.fullgraph and self.compile == "off":
             raise ConfigError("fullgraph", True, "needs a compiled model", "set `compile: default`")
         return self

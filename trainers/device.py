@@ -24,16 +24,23 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
     """`auto` is cuda, then mps, then cpu; a forced device that is not there is a ConfigError."""
     if name in ("auto", "cuda") and torch.cuda.is_available():
         if index >= torch.cuda.device_count():
-            raise ConfigError("scaling.num_workers", index + 1,
-                              f"must be at most the {torch.cuda.device_count()} GPUs of this machine",
-                              "lower it, or set `device: cpu`")
+            raise ConfigError(
+                "scaling.num_workers",
+                index + 1,
+                f"must be at most the {torch.cuda.device_count()} GPUs of this machine",
+                "lower it, or set `device: cpu`",
+            )
         return torch.device("cuda", index)
     if name in ("auto", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
     if name in ("auto", "cpu"):
         return torch.device("cpu")
-    raise ConfigError("device", name, f"is not there (torch {torch.__version__} sees no {name} device)",
-                      "set `device: auto`, or mend the driver")
+    raise ConfigError(
+        "device",
+        name,
+        f"is not there (torch {torch.__version__} sees no {name} device)",
+        "set `device: auto`, or mend the driver",
+    )
 
 
 def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
@@ -51,7 +58,7 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
 def seed_all(seed: int) -> None:
     """Seed Python, numpy and torch on every device."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 (tasks may draw from the global generator)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

@@ -80,7 +80,7 @@ class ConfigError(PacelineError, ValueError):
         return ConfigError(self.field, self.value, self.rule, self.fix, source)
 
 
-class ConfigErrors(ConfigError):
+class ConfigErrors(ConfigError):  # noqa: N818 (several of them)
     """More than one of them at once, a line each."""
 
     def __init__(self, errors: list[ConfigError]) -> None:

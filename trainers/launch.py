@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from trainers.errors import RunFailedError
 from trainers.metrics import RunResult
@@ -35,7 +35,12 @@ class LocalContext:
     """RunContext of the launchers in this file. SIGTERM and the first Ctrl-C ask the loop to stop."""
 
     def __init__(
-        self, storage: Storage | None, launcher: str, rank: int = 0, world_size: int = 1, local_rank: int = 0,
+        self,
+        storage: Storage | None,
+        launcher: str,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
         local_world_size: int = 1,
     ) -> None:
         self.storage, self.launcher, self.rank, self.world_size = storage, launcher, rank, world_size
@@ -84,8 +89,14 @@ def run_local(spec: RunSpec) -> RunResult:
 def run_torchrun(spec: RunSpec) -> RunResult:
     """This process is one of torchrun's workers; each of them calls this."""
     env = os.environ
-    context = LocalContext(spec.storage, "torchrun", int(env["RANK"]), int(env["WORLD_SIZE"]),
-                           int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"]))
+    context = LocalContext(
+        spec.storage,
+        "torchrun",
+        int(env["RANK"]),
+        int(env["WORLD_SIZE"]),
+        int(env["LOCAL_RANK"]),
+        int(env["LOCAL_WORLD_SIZE"]),
+    )
     return _run_in_group(spec, context, "env://")
 
 
@@ -96,15 +107,16 @@ def run_spawn(spec: RunSpec) -> RunResult:
     """
     workers = spec.config.scaling.max_workers
     with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory:
-        processes = mp.start_processes(_spawned, (spec, workers, directory), nprocs=workers, join=False,
-                                       start_method="spawn")
+        processes = start_processes(
+            _spawned, (spec, workers, directory), nprocs=workers, join=False, start_method="spawn"
+        )
         assert processes is not None
         # Ctrl-C reaches the workers too (one terminal, one process group): they stop, and this process waits.
         interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             while not processes.join(timeout=1):
                 pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        except (ProcessRaisedException, ProcessExitedException) as error:
             raise _failure(Path(directory), error) from None
         finally:
             signal.signal(signal.SIGINT, interrupts)
@@ -142,8 +154,13 @@ def _run_in_group(spec: RunSpec, context: LocalContext, init_method: str) -> Run
     use_cuda = spec.config.device in ("auto", "cuda") and torch.cuda.is_available()
     if use_cuda:
         torch.cuda.set_device(context.local_rank % torch.cuda.device_count())
-    dist.init_process_group("nccl" if use_cuda else "gloo", init_method=init_method, rank=context.rank,
-                            world_size=context.world_size, timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(
+        "nccl" if use_cuda else "gloo",
+        init_method=init_method,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
     try:
         return spec.execute(context)
     finally:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainers.config import DataConfig
 from trainers.device import total_memory_bytes
-from trainers.task import Batch, Task, is_tensor_dataset, map_tensors
+from trainers.task import Batch, Task, is_tensor_dataset, map_tensors, tensors_of
 
 _RESIDENT_SHARE = 0.1  # of the device's memory, over all workers of the device: leaves the rest to training
 _FETCH = 4096  # samples fetched at once while a dataset is made resident
@@ -73,7 +73,7 @@ class Feed:
             pin = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
             self._loader = DataLoader(
                 _WholeBatches(dataset, task.collate),
-                batch_sampler=self._plan,  # type: ignore[arg-type]
+                batch_sampler=self._plan,
                 collate_fn=_identity,
                 num_workers=config.num_workers,
                 prefetch_factor=config.prefetch_factor,
@@ -139,12 +139,5 @@ def _identity(batch: Batch) -> Batch:
 
 def concatenate(parts: list[Batch]) -> Batch:
     """Batches of one nesting joined along the first dimension of every tensor."""
-    streams: list[list[Tensor]] = []
-    for part in parts:
-        leaves: list[Tensor] = []
-        map_tensors(lambda tensor, into=leaves: (into.append(tensor), tensor)[1], part)  # type: ignore[misc]
-        streams.append(leaves)
-    joined = iter([torch.cat(tensors) for tensors in zip(*streams, strict=True)])
+    joined = iter([torch.cat(tensors) for tensors in zip(*(tensors_of(part) for part in parts), strict=True)])
     return map_tensors(lambda _: next(joined), parts[0])
-
-

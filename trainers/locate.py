@@ -40,8 +40,9 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
     near = difflib.get_close_matches(module.rsplit(".", 1)[-1], beside, n=1)
     fix = f"did you mean `{near[0]}:{task.partition(':')[2]}`?" if near else "check the name, or set `task_dir`"
     file = module.replace(".", "/") + ".py"
-    raise ConfigError("task", task, f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module",
-                      fix, source)
+    raise ConfigError(
+        "task", task, f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module", fix, source
+    )
 
 
 def _holds(root: Path, module: str) -> bool:
@@ -83,9 +84,13 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
         module = importlib.import_module(module_name)
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError("task", task, f"cannot be imported ({type(error).__name__}: {error}, at "
-                          f"{Path(at.filename).name}:{at.lineno})", "mend that line or install what it needs",
-                          source) from error
+        raise ConfigError(
+            "task",
+            task,
+            f"cannot be imported ({type(error).__name__}: {error}, at {Path(at.filename).name}:{at.lineno})",
+            "mend that line or install what it needs",
+            source,
+        ) from error
     cls = getattr(module, class_name, None)
     if cls is None:
         near = difflib.get_close_matches(class_name, dir(module), n=1)
@@ -96,6 +101,11 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
     try:
         inspect.signature(cls).bind(**task_args)
     except TypeError as error:
-        raise ConfigError("task_args", task_args, f"does not fit {class_name} ({error})",
-                          f"its signature is {class_name}{inspect.signature(cls)}", source) from error
+        raise ConfigError(
+            "task_args",
+            task_args,
+            f"does not fit {class_name} ({error})",
+            f"its signature is {class_name}{inspect.signature(cls)}",
+            source,
+        ) from error
     return cls(**task_args)

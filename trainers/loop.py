@@ -1,12 +1,12 @@
 """The shared per-worker loop: the same `fit(task, config, context)` in a test, under torchrun, Ray, and in a lane.
 
-    build: device, seed, data, model, optimizer; probe the microbatch; resume the newest complete checkpoint
-    until the last step, or until asked to stop:
-        set the learning rate; run one step (trainers/step.py); count it
-        every `log_every_steps`: the mean loss of those steps
-        every ten steps, and before anything is kept: all ranks agree on stop, divergence, checkpoint time
-        when due: evaluate; checkpoint; report
-    evaluate and checkpoint the end; write `result.json`
+build: device, seed, data, model, optimizer; probe the microbatch; resume the newest complete checkpoint
+until the last step, or until asked to stop:
+    set the learning rate; run one step (trainers/step.py); count it
+    every `log_every_steps`: the mean loss of those steps
+    every ten steps, and before anything is kept: all ranks agree on stop, divergence, checkpoint time
+    when due: evaluate; checkpoint; report
+evaluate and checkpoint the end; write `result.json`
 """
 
 from __future__ import annotations
@@ -171,15 +171,22 @@ class _Loop:
         record = {**self.position(), "lr": self.lr(), "train_loss": self.metrics["train_loss"]}
         if self.log is not None:
             self.log.add(record)
-            logger.info("step %d/%d  epoch %.2f  loss %.4f  %s", self.step, self.parts.total_steps,
-                        record["epoch"], record["train_loss"], self.speed())
+            logger.info(
+                "step %d/%d  epoch %.2f  loss %.4f  %s",
+                self.step,
+                self.parts.total_steps,
+                record["epoch"],
+                record["train_loss"],
+                self.speed(),
+            )
 
     def evaluate(self) -> None:
         """Evaluate and report."""
         parts = self.parts
         began = time.perf_counter()
-        figures = evaluate(parts.model, self.task, parts.val_feed, self.config.evaluate.microbatch_size, parts.spec,
-                           parts.group)
+        figures = evaluate(
+            parts.model, self.task, parts.val_feed, self.config.evaluate.microbatch_size, parts.spec, parts.group
+        )
         self.metrics |= figures
         self.evaluated_step = self.step
         record = {**self.position(), **figures}
@@ -223,8 +230,12 @@ class _Loop:
         position = state["position"]
         for name, now in (("global_batch_size", self.config.batch_size), ("train_samples", parts.sampler.length)):
             if position[name] != now:
-                raise ConfigError(name, now, f"differs from the {position[name]} that checkpoint {loaded.name} was "
-                                  "trained with", "train under another `name`, or start anew with --fresh")
+                raise ConfigError(
+                    name,
+                    now,
+                    f"differs from the {position[name]} that checkpoint {loaded.name} was trained with",
+                    "train under another `name`, or start anew with --fresh",
+                )
         try:
             parts.model.load_state_dict(state["model"])
             parts.optimizer.load_state_dict(state["optimizer"])
@@ -263,11 +274,24 @@ class _Loop:
         if self.context.rank != 0:
             return
         parts, config = self.parts, self.config
-        logger.info("global batch %d = microbatch %d x accumulation %d x %d worker%s (%s, %s, %s)",
-                    config.batch_size, parts.microbatch_size, parts.accumulation, self.context.world_size,
-                    "s" if self.context.world_size > 1 else "", self.context.launcher, parts.device, parts.spec.name)
-        logger.info("%d training samples, %d steps an epoch, %d steps in all; learning rate %g",
-                    parts.sampler.length, parts.sampler.steps_per_epoch, parts.total_steps, scaled_lr(config))
+        logger.info(
+            "global batch %d = microbatch %d x accumulation %d x %d worker%s (%s, %s, %s)",
+            config.batch_size,
+            parts.microbatch_size,
+            parts.accumulation,
+            self.context.world_size,
+            "s" if self.context.world_size > 1 else "",
+            self.context.launcher,
+            parts.device,
+            parts.spec.name,
+        )
+        logger.info(
+            "%d training samples, %d steps an epoch, %d steps in all; learning rate %g",
+            parts.sampler.length,
+            parts.sampler.steps_per_epoch,
+            parts.total_steps,
+            scaled_lr(config),
+        )
 
     def finish(self, status: Status) -> RunResult:
         """The result, the same on every rank; rank 0 writes it."""

@@ -97,5 +97,6 @@ def check_device_type(name: str, device_type: str) -> None:
     """ConfigError when no device of this type can do the precision (its capability is checked where it is)."""
     if device_type not in TABLE[name].devices:
         able = [row.name for row in TABLE.values() if device_type in row.devices]
-        raise ConfigError("precision", name, f"is not something that a {device_type} device can do",
-                          f"use one of {', '.join(able)}")
+        raise ConfigError(
+            "precision", name, f"is not something that a {device_type} device can do", f"use one of {', '.join(able)}"
+        )

@@ -31,9 +31,11 @@ def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str,
 
 def _choices(annotation: Any) -> list[str]:
     members = get_args(annotation)
-    return [show(member).strip('"') for member in members] if members and all(
-        isinstance(member, str) for member in members
-    ) else []
+    return (
+        [show(member).strip('"') for member in members]
+        if members and all(isinstance(member, str) for member in members)
+        else []
+    )
 
 
 def reference(model: type[Settings]) -> str:

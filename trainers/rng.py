@@ -11,7 +11,7 @@ import torch
 
 def get_rng_state(device: torch.device) -> dict[str, Any]:
     """Python's, numpy's and torch's generators (CPU and `device`)."""
-    numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002 (tasks may draw from the global generator)
+    numpy_state: Any = np.random.get_state(legacy=False)
     state = {
         "python": random.getstate(),
         "numpy": {
@@ -34,7 +34,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     saved = state["numpy"]
-    np.random.set_state(  # noqa: NPY002
+    np.random.set_state(
         ("MT19937", saved["key"].numpy().astype(np.uint32), saved["pos"], saved["has_gauss"], saved["gauss"])
     )
     torch.set_rng_state(state["torch"])

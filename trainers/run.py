@@ -25,8 +25,18 @@ if TYPE_CHECKING:
     from trainers.metrics import RunResult
 
 # Keys that decide what is learned. A run that goes on must not have changed them.
-IDENTITY = ("task", "task_args", "seed", "global_batch_size", "drop_last", "precision", "optimizer", "lr_schedule",
-            "lr_scaling", "clip_grad_norm")
+IDENTITY = (
+    "task",
+    "task_args",
+    "seed",
+    "global_batch_size",
+    "drop_last",
+    "precision",
+    "optimizer",
+    "lr_schedule",
+    "lr_scaling",
+    "clip_grad_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -79,8 +89,12 @@ def read_file(location: str) -> tuple[str, Path | None]:
     path = Path(location)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        raise ConfigError("the file", location, "is not there",
-                          f"did you mean `{path.parent / near[0]}`?" if near else "check its name")
+        raise ConfigError(
+            "the file",
+            location,
+            "is not there",
+            f"did you mean `{path.parent / near[0]}`?" if near else "check its name",
+        )
     return path.read_text(), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
 
 
@@ -116,8 +130,12 @@ def check_machine(config: TrainConfig) -> None:
     workers, each = config.scaling.max_workers, config.scaling.cpus_per_worker
     if workers * each > cores:
         cost = f" with {each} cores each" if each > 1 else ""
-        raise ConfigError("scaling.num_workers", workers, f"must fit on this machine{cost}, which has {cores} cores",
-                          f"set it to at most {max(1, cores // each)}, or use `launcher: ray` on a cluster")
+        raise ConfigError(
+            "scaling.num_workers",
+            workers,
+            f"must fit on this machine{cost}, which has {cores} cores",
+            f"set it to at most {max(1, cores // each)}, or use `launcher: ray` on a cluster",
+        )
 
 
 def check_task(spec: RunSpec, device_type: str | None = None) -> None:
@@ -156,8 +174,13 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
         before = parse_yaml(storage.read("config.yaml").decode(), storage.locate("config.yaml"))
         for key in IDENTITY:
             if before.get(key) != spec.tree.get(key):
-                raise ConfigError(key, spec.tree.get(key), f"differs from {before.get(key)} in {storage.uri}",
-                                  "train under another `--name`, or start anew with --fresh", spec.source)
+                raise ConfigError(
+                    key,
+                    spec.tree.get(key),
+                    f"differs from {before.get(key)} in {storage.uri}",
+                    "train under another `--name`, or start anew with --fresh",
+                    spec.source,
+                )
         if storage.exists("result.json"):
             result = RunResult.from_json(storage.read("result.json"))
             same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps"))

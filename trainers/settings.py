@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the YAML 1.2 core schema (`1e-3` is a number, `off` is a word)."""
 
     # https://yaml.org/spec/1.2.2/#103-core-schema
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML copies it)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -137,7 +137,7 @@ def set_key(tree: Tree, dotted: str, value: Any) -> None:
 
 def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) -> Tree:
     """A copy of `tree` with dotted overrides applied; setting one key of an exclusive group drops the others."""
-    result = _copy(tree)
+    result: Tree = _copy(tree)
     for dotted, value in overrides.items():
         owner, parent = _owner(model, result, dotted)
         leaf = dotted.rsplit(".", 1)[-1]

@@ -39,7 +39,9 @@ def storage_uri(storage_path: str | None) -> str:
     expanded = Path(path).expanduser()
     if not expanded.is_absolute() and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         raise ConfigError(
-            "storage_path", path, "is relative, inside a Ray job, where it would be lost with the job's package",
+            "storage_path",
+            path,
+            "is relative, inside a Ray job, where it would be lost with the job's package",
             "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster",
         )
     return str(Path(os.path.abspath(expanded)))  # noqa: PTH100 (no symlink is resolved)
@@ -67,7 +69,9 @@ class Storage:
                     self._fs = (fs.LocalFileSystem(), path)
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    "storage_path", self.uri, f"cannot be opened ({_first_line(error)})",
+                    "storage_path",
+                    self.uri,
+                    f"cannot be opened ({_first_line(error)})",
                     "use a directory or a URI such as s3://bucket/path",
                 ) from error
         return self._fs

@@ -85,11 +85,22 @@ def _missing(task: Task, method: str) -> TypeError:
 
 def num_samples(batch: Batch) -> int:
     """First dimension of the first tensor in a nested batch."""
-    found: list[int] = []
-    map_tensors(lambda tensor: (found.append(tensor.shape[0]), tensor)[1] if tensor.ndim else tensor, batch)
-    if not found:
-        raise ValueError("the batch has no tensor with a first dimension to count samples by: override `weight()`")
-    return found[0]
+    for tensor in tensors_of(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise ValueError("the batch has no tensor with a first dimension to count samples by: override `weight()`")
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """All tensors of a nested batch, in order."""
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, batch)
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
@@ -103,9 +114,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if isinstance(batch, (tuple, list)):
         return type(batch)(map_tensors(function, value) for value in batch)
     if hasattr(batch, "__dataclass_fields__") and not isinstance(batch, type):
-        return type(batch)(
-            **{name: map_tensors(function, getattr(batch, name)) for name in batch.__dataclass_fields__}
-        )
+        return type(batch)(**{name: map_tensors(function, getattr(batch, name)) for name in batch.__dataclass_fields__})
     return batch
 
 

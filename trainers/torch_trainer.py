@@ -1,9 +1,6 @@
 """A Ray TorchTrainer around the loop: scaling, failures, storage, and the loop's context inside a Ray worker.
 
 Environment read: RAY_ADDRESS names the cluster; without it an embedded one starts on this machine.
-Environment set, unless it is set already: RAY_TRAIN_ENABLE_STATE_TRACKING (runs in the dashboard),
-RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S (imports take longer than Ray's 60 s on a busy node),
-RAY_TRAIN_HEALTH_CHECK_INTERVAL_S (a run's end is noticed sooner).
 """
 
 from __future__ import annotations
@@ -16,35 +13,34 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-for _name, _value in (
-    ("RAY_TRAIN_ENABLE_STATE_TRACKING", "1"),
-    ("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600"),
-    ("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5"),
-    ("RAY_USAGE_STATS_ENABLED", "0"),
-):
-    os.environ.setdefault(_name, _value)
+import trainers.ray_env  # noqa: F401 (before Ray, which reads it at import)
 
-import ray  # noqa: E402 (Ray reads these at import)
-import ray.train  # noqa: E402
-import torch  # noqa: E402
-from ray.train import Checkpoint, CheckpointUploadMode, UserCallback  # noqa: E402
-from ray.train.torch import TorchConfig, TorchTrainer  # noqa: E402
+# isort: split
+import ray
+import ray.train
+import torch
+from ray.train import Checkpoint, CheckpointUploadMode, UserCallback
+from ray.train.torch import TorchConfig, TorchTrainer
 
-from trainers.config import FailureConfig, ScalingConfig, TrainConfig  # noqa: E402
-from trainers.errors import ConfigError, RunFailedError, classify  # noqa: E402
-from trainers.launch import TIMEOUT_S, setup_logging  # noqa: E402
-from trainers.metrics import RunResult  # noqa: E402
-from trainers.run import RunSpec  # noqa: E402
-from trainers.storage import Storage  # noqa: E402
+from trainers.config import FailureConfig, ScalingConfig, TrainConfig
+from trainers.errors import ConfigError, RunFailedError, classify
+from trainers.launch import TIMEOUT_S, setup_logging
+from trainers.metrics import RunResult
+from trainers.run import RunSpec
+from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 
-def connect() -> None:
-    """Join the cluster that RAY_ADDRESS names, or start an embedded one on this machine."""
-    if not ray.is_initialized():
-        address = os.environ.get("RAY_ADDRESS") or "local"
-        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+def connect(show_workers: bool = True) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start an embedded one on this machine.
+
+    `show_workers`: what workers print comes to this terminal.
+    """
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
 
 
 def capacity() -> dict[str, float]:
@@ -67,10 +63,14 @@ def check_cluster(spec: RunSpec) -> str:
     for resource, each in needs.items():
         fits = math.floor(most.get(resource, 0.0) / each)
         if fits < scaling.min_workers:
-            raise ConfigError("scaling.num_workers", scaling.num_workers,
-                              f"must fit on what the cluster can grow to, {most.get(resource, 0.0):g} {resource}s at "
-                              f"{each:g} a worker", f"set it to at most {fits}" if fits else
-                              f"add nodes with a {resource}", spec.source)
+            raise ConfigError(
+                "scaling.num_workers",
+                scaling.num_workers,
+                f"must fit on what the cluster can grow to, {most.get(resource, 0.0):g} {resource}s at "
+                f"{each:g} a worker",
+                f"set it to at most {fits}" if fits else f"add nodes with a {resource}",
+                spec.source,
+            )
     return "cuda" if gpu else "cpu"
 
 
@@ -87,7 +87,7 @@ def ray_scaling(scaling: ScalingConfig, gpu: bool) -> ray.train.ScalingConfig:
     workers = scaling.num_workers
     resources = {"CPU": float(scaling.cpus_per_worker)} | ({"GPU": scaling.gpus_per_worker} if gpu else {})
     return ray.train.ScalingConfig(
-        num_workers=workers if isinstance(workers, int) else (workers[0], workers[1]),
+        num_workers=workers if isinstance(workers, int) else (workers[0], workers[1]),  # type: ignore[arg-type]
         use_gpu=gpu,
         resources_per_worker=resources,
         placement_strategy=scaling.placement_strategy,
@@ -111,7 +111,7 @@ class RayContext:
         reference = None
         if checkpoint is not None and self.rank == 0:
             where = Storage(checkpoint)
-            reference = Checkpoint(where.path, filesystem=where.filesystem)
+            reference = Checkpoint(where.path, filesystem=where.filesystem)  # type: ignore[arg-type]
         ray.train.report(metrics, checkpoint=reference, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
     def should_stop(self) -> bool:
@@ -143,8 +143,13 @@ class FailurePolicy(UserCallback):
         budget = 0 if cause.config else self._budgets.get(cause.status, 0)
         if budget != -1 and self._met[cause.status] > budget:
             raise cause
-        logger.warning("worker group failed as %s (%s); restart %d of %s from the newest checkpoint", cause.status,
-                       cause.message, self._met[cause.status], "no limit" if budget == -1 else budget)
+        logger.warning(
+            "worker group failed as %s (%s); restart %d of %s from the newest checkpoint",
+            cause.status,
+            cause.message,
+            self._met[cause.status],
+            "no limit" if budget == -1 else budget,
+        )
 
 
 def as_failure(rank: int, error: BaseException) -> RunFailedError:
@@ -161,6 +166,7 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
 
 def _worker(loop_config: dict[str, Any]) -> None:
     """What each worker of the TorchTrainer runs."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # a line for every report, from every rank
     context = RayContext(None)
     setup_logging(context.rank)
     spec = RunSpec(**loop_config)
@@ -190,8 +196,11 @@ def run_on_ray(spec: RunSpec) -> RunResult:
         run_config=ray.train.RunConfig(
             name=name,
             storage_path=parent,
-            failure_config=ray.train.FailureConfig(max_failures=-1, max_preemption_failures=config.failure.preempted),
-            callbacks=[FailurePolicy(config.failure)],
+            failure_config=ray.train.FailureConfig(
+                max_failures=-1,
+                max_preemption_failures=config.failure.preempted,  # type: ignore[call-arg]
+            ),
+            callbacks=[FailurePolicy(config.failure)],  # type: ignore[list-item]
         ),
     )
     try:

@@ -52,20 +52,18 @@ def _sweep(spec: SweepSpec, fresh: bool) -> int:
     before = prepare(spec, fresh)
     if before:
         print(f"{spec.uri} holds {before} trials that have ended: only the others run")
-    import ray
-
-    from tune.sweep import Interrupted, environment, run_sweep
+    from tune.sweep import Interrupted, disconnect, environment, run_sweep
 
     try:
         records = run_sweep(spec)
         versions = environment()
     except (Interrupted, KeyboardInterrupt):
-        ray.shutdown()
+        disconnect()
         again = f"{shlex.quote(sys.executable)} -m tune resume {shlex.quote(spec.uri)}"
         print(f"interrupted: {prepare(spec, False)} trials are kept; go on with\n    {again}", flush=True)
         return 130
     code = _answer(spec, records, versions)
-    ray.shutdown()
+    disconnect()
     return code
 
 

@@ -29,13 +29,21 @@ class Range(Settings):
         chosen = [name for name in ("uniform", "loguniform", "choice") if getattr(self, name) is not None]
         bounds = self.min is not None and self.max is not None
         if len(chosen) + (self.min is not None or self.max is not None) != 1 or (not chosen and not bounds):
-            raise ConfigError("", self.model_dump(exclude_none=True), "must be exactly one of uniform, loguniform, "
-                              "choice, or min with max", "write for example {loguniform: [1e-4, 1e-2]}")
+            raise ConfigError(
+                "",
+                self.model_dump(exclude_none=True),
+                "must be exactly one of uniform, loguniform, choice, or min with max",
+                "write for example {loguniform: [1e-4, 1e-2]}",
+            )
         for name in ("uniform", "loguniform"):
             pair = getattr(self, name)
             if pair and not (pair[0] < pair[1] and (name == "uniform" or pair[0] > 0)):
-                raise ConfigError(name, pair, "must rise" + (" from above 0" if name == "loguniform" else ""),
-                                  "write the smaller number first")
+                raise ConfigError(
+                    name,
+                    pair,
+                    "must rise" + (" from above 0" if name == "loguniform" else ""),
+                    "write the smaller number first",
+                )
         if self.min is not None and self.max is not None and self.min >= self.max:
             raise ConfigError("max", self.max, f"must be greater than min ({self.min})", "raise it")
         return self
@@ -54,13 +62,21 @@ class Objective(Settings):
     @model_validator(mode="after")
     def _known(self) -> Self:
         if self.metric == "time_to_target" and self.target is None:
-            raise ConfigError("target", MISSING, "is what time_to_target counts to", "add `target: {val_accuracy: 0.97}`")
+            raise ConfigError(
+                "target", MISSING, "is what time_to_target counts to", "add `target: {val_accuracy: 0.97}`"
+            )
         if self.mode is None and _mode_of(self.metric) is None:
-            raise ConfigError("mode", MISSING, f"is needed for the metric {self.metric}", "add `mode: min` or `mode: max`")
+            raise ConfigError(
+                "mode", MISSING, f"is needed for the metric {self.metric}", "add `mode: min` or `mode: max`"
+            )
         name = next(iter(self.target)) if self.target else "loss"
         if _mode_of(name) is None:
-            raise ConfigError("target", self.target, "must name a metric that ends in loss, error or accuracy",
-                              "rename the metric, so that its direction is known")
+            raise ConfigError(
+                "target",
+                self.target,
+                "must name a metric that ends in loss, error or accuracy",
+                "rename the metric, so that its direction is known",
+            )
         return self
 
     @property
@@ -74,7 +90,7 @@ class Objective(Settings):
         """Whether an evaluation's metrics meet the target."""
         if not self.target:
             return False
-        (name, value), = self.target.items()
+        ((name, value),) = self.target.items()
         if name not in metrics:
             return False
         return metrics[name] <= value if _mode_of(name) == "min" else metrics[name] >= value
@@ -103,7 +119,9 @@ class SweepConfig(Settings):
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     name: str = Field(
-        default="sweep", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", examples=["digits-sweep"],
+        default="sweep",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        examples=["digits-sweep"],
         json_schema_extra={"rule": "must be letters, digits, `.`, `_` and `-`"},
     )
     """Name of the sweep: its directory below `storage_path`."""
@@ -114,7 +132,8 @@ class SweepConfig(Settings):
     )
     """The training run to vary: a file beside this one, or a mapping."""
     space: dict[str, list[Any] | Range] = Field(
-        min_length=1, examples=[{"global_batch_size": [32, 64, 128]}],
+        min_length=1,
+        examples=[{"global_batch_size": [32, 64, 128]}],
         json_schema_extra={"rule": "must be a list of values, or a range such as {loguniform: [1e-4, 1e-2]}"},
     )
     """Dotted TrainConfig keys and their values: a list, {uniform|loguniform|choice: ...} or {min, max}."""

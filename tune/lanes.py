@@ -26,6 +26,7 @@ from trainers.launch import TIMEOUT_S, setup_logging
 from trainers.microbatch import OUT_OF_MEMORY
 from trainers.parallel import Group
 from trainers.run import RunSpec
+from trainers.storage import Storage
 from trainers.torch_trainer import own_gpu, ray_scaling
 from tune.mailbox import Assignment, Mailbox
 
@@ -51,8 +52,7 @@ class Lanes:
         self._uri, self._fresh, self.count = uri, fresh, count
         self._closing = threading.Event()
         self._threads = [
-            threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
-            for lane in range(count)
+            threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True) for lane in range(count)
         ]
 
     def start(self) -> None:
@@ -102,7 +102,7 @@ class LaneContext:
     """RunContext of a trial in a lane: keeps nothing, and reports to the mailbox."""
 
     launcher = "lane"
-    storage = None
+    storage: Storage | None = None
 
     def __init__(self, mailbox: Any, trial: str) -> None:
         context = ray.train.get_context()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-
 import logging
 from collections import deque
 from dataclasses import dataclass, field
@@ -152,5 +151,3 @@ class Mailbox:
     async def state(self) -> dict[str, Any]:
         """For tests and the terminal: what waits and what runs."""
         return {"queued": list(self._queue), "running": dict(self._running)}
-
-

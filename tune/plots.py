@@ -6,18 +6,19 @@ import html
 import io
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from tune.config import Range, SweepConfig
+from tune.config import SweepConfig
 from tune.journal import TrialRecord
 
 _BATCH_KEYS = ("global_batch_size", "batch_size_per_worker", "microbatch_size")
 FINISHED = ("done", "stopped")
 """Statuses of trials that have a result."""
 _MAX_BARS = 24
-_WIDTH_IN = 4.6
+_SIZE_IN = (4.2, 2.7)
 
 # Colours that stand in the SVG only until `_Canvas.figure` puts the page's CSS variables in their place.
 _FG, _MUTED, _GRID, _CARD, _BAD = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
@@ -90,11 +91,11 @@ def figures(
 class _Canvas:
     """One set of axes and the hover text of its marks."""
 
-    def __init__(self, name: str, height_in: float = 2.9) -> None:
+    def __init__(self, name: str, height_in: float = _SIZE_IN[1]) -> None:
         from matplotlib.figure import Figure as Sheet
 
         self.name = name
-        self.sheet = Sheet(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        self.sheet = Sheet(figsize=(_SIZE_IN[0], height_in), layout="constrained")
         self.axes = self.sheet.add_subplot()
         self.axes.grid(visible=False, axis="x")
         self._tips: dict[str, str] = {}
@@ -109,8 +110,8 @@ class _Canvas:
         """Names of the series above the axes, in as many columns as there is room for."""
         handles, names = self.axes.get_legend_handles_labels()
         if names:
-            in_one_row = sum(map(len, names)) + 6 * len(names) <= 56
-            columns = len(names) if in_one_row else max(1, 56 // (max(map(len, names)) + 6))
+            in_one_row = sum(map(len, names)) + 6 * len(names) <= 52
+            columns = len(names) if in_one_row else max(1, 52 // (max(map(len, names)) + 6))
             self.sheet.legend(handles, names, loc="outside upper left", ncols=columns)
 
     def figure(self, title: str, caption: str) -> Figure:
@@ -128,8 +129,8 @@ class _Canvas:
         for color, variable in _VARIABLES.items():
             svg = svg.replace(color, f"var({variable})")
         label = html.escape(f"{title}. {caption}")
-        svg = re.sub(r'<svg ((?:(?!width=|height=)[^>])*)[^>]*?(viewBox="[^"]*")[^>]*>',
-                     lambda found: f'<svg role="img" aria-label="{label}" {found[2]}>', svg, count=1)
+        head, box = svg[: svg.index(">")], re.search(r'viewBox="[^"]*"', svg)
+        svg = svg.replace(head, f'<svg role="img" aria-label="{label}" {box[0] if box else ""}', 1)
         return Figure(title, caption, svg.strip())
 
 
@@ -154,11 +155,8 @@ class _Plot:
 
     def throughput(self) -> Figure | None:
         """Samples/s against the batch size."""
-        marks = [
-            (record, rate, f"{rate:,.0f} samples/s")
-            for record in self.records
-            if (rate := record.samples_per_s) is not None and math.isfinite(rate) and record.status in FINISHED
-        ]
+        rates = [(record, record.samples_per_s) for record in self.records if record.status in FINISHED]
+        marks = [(r, rate, f"{rate:,.0f} samples/s") for r, rate in rates if rate and math.isfinite(rate)]
         if not marks:
             return None
         canvas = _Canvas("throughput")
@@ -173,22 +171,24 @@ class _Plot:
     def memory(self) -> Figure | None:
         """Peak memory against the batch size; trials that ran out of it in a strip on top."""
         failed = [record for record in self.records if record.status == "out_of_memory"]
-        peaks = [(r, r.peak_memory_bytes) for r in self.records if r.peak_memory_bytes and r.status in FINISHED]
+        finished = [record for record in self.records if record.status in FINISHED]
+        peaks = [(record, record.peak_memory_bytes) for record in finished if record.peak_memory_bytes]
         if not peaks and not failed:
             return None
         canvas = _Canvas("memory")
         most = max((peak for _, peak in peaks), default=0)
         unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
-        self._against_x(canvas, [(record, peak / size, f"{peak / size:,.3g} {unit}") for record, peak in peaks])
         rows = sorted({self._series_of(record) for record in failed})
+        self._against_x(canvas, [(r, peak / size, f"{peak / size:.4g} {unit}") for r, peak in peaks], rows)
         for record in failed:
             height = 0.96 - 0.09 * rows.index(self._series_of(record))
             canvas.axes.plot(
-                [self._position(record)], [height], color=self._color(record), marker="X", markersize=8, clip_on=False,
-                transform=canvas.axes.get_xaxis_transform(), gid=canvas.tip(self._tip(record, "out of memory")),
+                [self._position(record)], [height], color=self._color(record), marker="X", markersize=8,
+                transform=canvas.axes.get_xaxis_transform(),
+                gid=canvas.tip(self._tip(record, "out of memory")),
             )
         if failed:
-            canvas.axes.plot([], [], color=_FG, marker="X", markersize=8, linestyle="none", label="out of memory")
+            canvas.axes.plot([], [], _FG, marker="X", markersize=8, linestyle="none", label="out of memory")
         canvas.axes.set_ylim(0, most / size * 1.08 / (0.96 - 0.09 * len(rows)) or 1)
         canvas.axes.yaxis.set_visible(bool(peaks))
         self._x_axis(canvas)
@@ -200,9 +200,9 @@ class _Plot:
     def curves(self) -> Figure | None:
         """The evaluated metric against training time, a line a trial."""
         objective = self.config.objective
-        seen = list(dict.fromkeys(name for record in self.records for row in record.curve for name in row))
-        wanted = [*(objective.target or {}), objective.metric, *(name for name in seen if name.startswith("val_"))]
-        metric = next((name for name in wanted if name in seen), "")
+        seen = [name for record in self.records for row in record.curve for name in row]
+        validated = [name for name in seen if name.startswith("val_")]
+        metric = next((n for n in [*(objective.target or {}), objective.metric, *validated] if n in seen), "")
         lines = [(record, points) for record in self.records if (points := _points(record, metric))]
         if not lines:
             return None
@@ -220,7 +220,9 @@ class _Plot:
                 canvas.axes.plot(times[-1:], values[-1:], color=_BAD, marker="X", markersize=7, zorder=4,
                                  gid=canvas.tip(self._tip(record, record.status)))
         target = (objective.target or {}).get(metric)
-        canvas.axes.set_ylim(_closer([points for _, points in lines], target))
+        low, high = _closer([points for _, points in lines], target)
+        canvas.axes.set_ylim(low, high)
+        is_cut = any(not low <= y <= high for _, points in lines for _, y in points)
         if target is not None:
             canvas.axes.axhline(target, color=_FG, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         canvas.axes.set_xlim(left=0)
@@ -231,7 +233,7 @@ class _Plot:
             f"{metric} at each evaluation, a line a trial.",
             f"The thick line is the best ({self.words[self.best.id]})." if self.best else "",
             "The dashed line is the target." if target is not None else "",
-            "The worst fifth of the evaluations is off the axis.",
+            "The worst evaluations are off the axis." if is_cut else "",
             "A cross is where a trial failed." if any(r.status not in FINISHED for r, _ in lines) else "",
         ]
         return canvas.figure("Learning curves", " ".join(note for note in notes if note))
@@ -256,8 +258,8 @@ class _Plot:
                 bar, = canvas.axes.barh(row, length, height=0.68, color=self._color(record))
                 bar.set_gid(canvas.tip(self._tip(record, text)))
             weight = "bold" if self._is_best(record) else "normal"
-            canvas.axes.annotate(text, (length, row), (4, 0), textcoords="offset points", va="center", color=color,
-                                 fontsize=8, fontweight=weight)
+            canvas.axes.annotate(text, (length, row), (4, 0), textcoords="offset points", va="center",
+                                 color=color, fontsize=8, fontweight=weight)
         canvas.axes.set_yticks(range(len(rows)), [_cut(self.words[record.id]) for record in rows])
         canvas.axes.set_ylim(len(rows) - 0.4, -0.6)
         canvas.axes.margins(x=0.16)
@@ -267,24 +269,29 @@ class _Plot:
         canvas.axes.set_xlabel(f"training time, {unit}")
         self._series_legend(canvas, {self._series_of(record) for record in rows if record.id in times})
         (name, value), = self.config.objective.target.items()
-        cut = f" The first {len(rows)} of {len(self.records)} trials." if len(rows) < len(self.records) else ""
+        cut = f" The first {len(rows)} of {len(self.records)} trials." if self.records[len(rows) :] else ""
         return canvas.figure("Time to target", f"Training time until {name} first reached {value:g}.{cut}")
 
-    def _against_x(self, canvas: _Canvas, marks: list[tuple[TrialRecord, float, str]]) -> None:
-        """A mark a trial; on a grid a line a series, through the median where there are many trials at one x."""
+    def _against_x(
+        self, canvas: _Canvas, marks: list[tuple[TrialRecord, float, str]], also: Collection[int] = ()
+    ) -> None:
+        """A mark a trial; on a grid a line a series, through the median of the trials at one x.
+
+        The legend has the series with marks and those in `also`.
+        """
         line = "-" if self.config.search == "grid" else "none"
         canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         for number, value in enumerate(self.series):
             own = [mark for mark in marks if self._series_of(mark[0]) == number]
-            if not own:
+            if not own and number not in also:
                 continue
             color, marker = _SERIES[number % len(_SERIES)], _MARKERS[number % len(_MARKERS)]
             at: dict[float, list[float]] = {}
             for record, y, _ in own:
                 at.setdefault(self._position(record), []).append(y)
             xs = sorted(at)
-            canvas.axes.plot(xs, [median(at[x]) for x in xs], color=color, linestyle=line, linewidth=1.6, marker=marker,
-                             markevery=[], label=self._series_name(value))
+            canvas.axes.plot(xs, [median(at[x]) for x in xs], color=color, linestyle=line, linewidth=1.6,
+                             marker=marker, markevery=[], label=self._series_name(value))
             for record, y, text in own:
                 canvas.axes.plot([self._position(record)], [y], color=color, marker=marker,
                                  markersize=8.5 if self._is_best(record) else 5.5, clip_on=False, zorder=3,
@@ -344,8 +351,8 @@ class _Plot:
         distinct = [value for index, value in enumerate(tried) if value not in tried[:index]]
         if all(_is_number(value) for value in distinct):
             return sorted(distinct)
-        listed = [] if listed is None or isinstance(listed, Range) else [value for value in listed if value in tried]
-        return listed + sorted((value for value in distinct if value not in listed), key=str)
+        first = [value for value in listed if value in tried] if isinstance(listed, list) else []
+        return first + sorted((value for value in distinct if value not in first), key=str)
 
     def _is_best(self, record: TrialRecord) -> bool:
         return self.best is not None and record.id == self.best.id
@@ -379,7 +386,9 @@ def _closer(lines: list[list[tuple[float, float]]], target: float | None) -> tup
     values = sorted(y for points in lines for _, y in points)
     fifth = len(values) // 5
     rises = sum(points[-1][1] - points[0][1] for points in lines) > 0
-    kept = [*(values[fifth:] if rises else values[: len(values) - fifth]), *([] if target is None else [target])]
+    kept = values[fifth:] if rises else values[: len(values) - fifth]
+    if target is not None:
+        kept.append(target)
     margin = 0.05 * (max(kept) - min(kept)) or 0.05 * abs(kept[0]) or 1.0
     return min(kept) - margin, max(kept) + margin
 

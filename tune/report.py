@@ -1,4 +1,4 @@
-"""What a sweep leaves behind: the answer in words, a table, results.parquet, best.yaml, summary.json, report.html."""
+"""What a sweep leaves: the answer, a table, results.parquet, best.yaml, summary.json and report.html."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Answer:
 
     best: TrialRecord | None
     sentence: str
-    """Which trial is best, at what, by how much, or why there is none; then the throughput's winner if it is another."""
+    """Which trial is best, at what and by how much, or why none is; the throughput's winner, if another."""
     ranking: list[TrialRecord]
     """All trials that have a value of the objective, best first."""
 
@@ -45,19 +45,20 @@ def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
     ranked = _ranked(config.objective, records)
     best = ranked[0][1] if ranked else None
     verdict = _verdict(config, records, ranked) if ranked else _why_none(config, records)
-    return Answer(best, f"{verdict} {_fastest(config, records, best)}".rstrip(), [record for _, record in ranked])
+    sentence = f"{verdict} {_fastest(config, records, best)}".rstrip()
+    return Answer(best, sentence, [record for _, record in ranked])
 
 
 def objective_value(objective: Objective, record: TrialRecord) -> float | None:
     """The figure that ranks a trial; None where it failed, has none, or has one that is not finite."""
     if record.status not in FINISHED:
         return None
-    if objective.metric == "time_to_target":
-        value = record.time_to_target_s
-    elif objective.metric == "samples_per_s":
-        value = record.samples_per_s
-    else:
-        value = record.metrics.get(objective.metric)
+    measured = {
+        "time_to_target": record.time_to_target_s,
+        "samples_per_s": record.samples_per_s,
+        "step_time_s": record.step_time_s,
+    }
+    value = (measured if objective.metric in measured else record.metrics).get(objective.metric)
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -68,7 +69,9 @@ def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> ri
     from rich.text import Text
 
     columns = _columns(config, records)
-    result = Table(box=SIMPLE, show_edge=False, padding=0, title=f"{config.name}: {len(records)} trials", caption=f"* best by {config.objective.metric}")
+    result = Table(box=SIMPLE, show_edge=False, padding=0)
+    result.title = f"{config.name}: {len(records)} trials"
+    result.caption = f"* best by {config.objective.metric}"
     for header, is_figure, _ in columns:
         narrow = header.replace("_", "_\n").replace(" ", "\n") if len(header) > 8 else header
         justify: Literal["left", "right"] = "right" if is_figure else "left"
@@ -106,7 +109,8 @@ def write_report(
         resolved = build(TrainConfig, tree, "best.yaml").tree()
         value = objective_value(config.objective, found.best)
         header = (
-            f"# The best trial of the sweep {config.name}: {found.best.id}, {config.objective.metric} {value:.6g}.\n"
+            f"# The best trial of the sweep {config.name}: {found.best.id}, "
+            f"{config.objective.metric} {value:.6g}.\n"
             f"# Run as: python -m trainers {shlex.quote(sweep.locate('best.yaml'))}\n"
         )
         sweep.write("best.yaml", (header + dump_yaml(tree)).encode())
@@ -119,7 +123,8 @@ def write_report(
 
 
 def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[float, TrialRecord]]:
-    values = [(value, record) for record in records if (value := objective_value(objective, record)) is not None]
+    pairs = [(objective_value(objective, record), record) for record in records]
+    values = [(value, record) for value, record in pairs if value is not None]
     return sorted(values, key=lambda pair: pair[0], reverse=objective.direction == "max")
 
 
@@ -132,18 +137,23 @@ def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple
     elif objective.metric == "samples_per_s":
         head = f"{who} has the highest throughput, {amount}"
     else:
-        head = f"{who} has the {'lowest' if objective.direction == 'min' else 'highest'} {objective.metric}, {amount}"
+        extreme = "lowest" if objective.direction == "min" else "highest"
+        head = f"{who} has the {extreme} {objective.metric}, {amount}"
     if len(ranked) == 1:
-        return f"{head}; " + ("it is the only trial." if len(records) == 1 else "no other trial has a value to compare.")
+        only = "it is the only trial" if len(records) == 1 else "no other trial has a value to compare"
+        return f"{head}; {only}."
     second, runner_up = ranked[1]
     following = f"the next ({_short(labels, runner_up)})"
     margin = _margin(objective.metric, value, second)
     if margin:
         return f"{head}, {margin} {following}."
     equal = sum(_margin(objective.metric, value, other) is None for other, _ in ranked)
+    group = "two" if equal == 2 else f"first {equal}"
     verb = "needs" if objective.metric == "time_to_target" else "has"
-    return (f"{head}, but {following} {verb} {_amount(objective.metric, second)}: the "
-            f"{'two' if equal == 2 else f'first {equal}'} are about equal, and one run each cannot tell them apart.")
+    return (
+        f"{head}, but {following} {verb} {_amount(objective.metric, second)}: "
+        f"the {group} are about equal, and one run each cannot tell them apart."
+    )
 
 
 def _margin(metric: str, value: float, other: float) -> str | None:
@@ -176,16 +186,17 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
     metric = config.objective.metric
     if metric != "time_to_target":
         reported = ", ".join(_metrics(finished)) or "none"
-        return f"There is no best trial: no finished one has a value of {metric} (metrics reported: {reported})."
+        return f"There is no best trial: no finished one has a {metric} (metrics reported: {reported})."
     text = f"There is no best trial: no finished one reached {_target(config.objective)}"
     name = next(iter(config.objective.target or {}))
-    rows = [(row[name], record) for record in finished for row in [*record.curve, record.metrics] if name in row]
-    rows = [(value, record) for value, record in rows if math.isfinite(value)]
-    if not rows:
+    rows = [(row, record) for record in finished for row in (*record.curve, record.metrics)]
+    found = [(row[name], record) for row, record in rows if math.isfinite(row.get(name, math.nan))]
+    if not found:
         return f"{text}, and none reported {name}."
     pick = min if Objective(metric=name).direction == "min" else max
-    value, closest = pick(rows, key=lambda pair: pair[0])
-    return f"{text}; the closest, {_describe(_labels(config, records), closest)}, came to {_number(value, 4)}."
+    value, closest = pick(found, key=lambda pair: pair[0])
+    who = _describe(_labels(config, records), closest)
+    return f"{text}; the closest, {who}, came to {_number(value, 4)}."
 
 
 def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None) -> str:
@@ -199,7 +210,8 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
     if objective.metric == "time_to_target":
         rest = f"does not reach {_target(objective)}" if value is None else f"needs {_duration(value)}"
     else:
-        rest = f"has no {objective.metric}" if value is None else f"ends at {objective.metric} {_number(value, 4)}"
+        metric = objective.metric
+        rest = f"has no {metric}" if value is None else f"has {metric} {_number(value, 4)}"
     who = _describe(_labels(config, records), fastest)
     return f"The highest throughput, {_amount('samples_per_s', rate)}, has {who}, which {rest}."
 
@@ -215,7 +227,8 @@ def _describe(labels: dict[str, str], record: TrialRecord) -> str:
     """A trial in full: "global_batch_size 64 with bf16 and lr 0.001"."""
     keys = sorted(labels, key=lambda key: "batch_size" not in key)
     first, *rest = (
-        ("" if key == "precision" and key != keys[0] else f"{labels[key]} ") + shown(record.config.get(key)) for key in keys
+        ("" if key == "precision" and key != keys[0] else f"{labels[key]} ") + shown(record.config.get(key))
+        for key in keys
     )
     return f"{first} with {' and '.join(rest)}" if rest else first
 
@@ -235,9 +248,10 @@ def _in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialReco
         places = []
         for key, space in config.space.items():
             value = record.config.get(key)
-            known = isinstance(space, list) and value in space
-            number = space.index(value) if known else value if isinstance(value, int | float) else math.inf
-            places.append((float(number), shown(value)))
+            number = float(value) if isinstance(value, int | float) else math.inf
+            if isinstance(space, list) and value in space:
+                number = float(space.index(value))
+            places.append((number, shown(value)))
         return places
 
     return sorted(records, key=place)
@@ -254,23 +268,22 @@ def _columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
         for key, label in _labels(config, records).items()
     ]
     columns.append(("status", False, lambda record: record.status))
-    metric = config.objective.metric
 
-    def add(name: str, header: str, value: Callable[[TrialRecord], float | None], form: Callable[[float], str]) -> None:
+    def add(header: str, name: str, form: Callable[[float], str]) -> None:
         def cell(record: TrialRecord) -> str:
-            return "-" if (figure := value(record)) is None else form(figure)
+            value = record.metrics.get(name) if header == name else getattr(record, name)
+            return "-" if value is None else form(value)
 
         columns.append((header, True, cell))
 
-    add("samples_per_s", "samples/s", lambda record: record.samples_per_s, lambda value: _number(value, 4))
-    add("step_time_s", "step time, ms", lambda record: record.step_time_s, lambda value: _number(value * 1e3, 3))
-    add("peak_memory_bytes", "peak memory", lambda record: record.peak_memory_bytes, _memory)
+    add("samples/s", "samples_per_s", lambda value: _number(value, 4))
+    add("step time, ms", "step_time_s", lambda value: _number(value * 1e3, 3))
+    add("peak memory", "peak_memory_bytes", _memory)
     for name in _metrics(records):
-        if name.startswith("val_") or name == metric:
-            add(name, name, lambda record, name=name: record.metrics.get(name),  # type: ignore[misc]
-                lambda value: _number(value, 4))
+        if name.startswith("val_") or name == config.objective.metric:
+            add(name, name, lambda value: _number(value, 4))
     if config.objective.target:
-        add("time_to_target", "time to target", lambda record: record.time_to_target_s, _duration)
+        add("time to target", "time_to_target_s", _duration)
     return columns
 
 
@@ -305,15 +318,21 @@ def _parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     import pyarrow as pa
     from pyarrow import parquet
 
-    utc = pa.timestamp("us", tz="UTC")
-    columns: dict[str, Any] = {name: pa.array([getattr(r, name) for r in records], pa.string()) for name in ("id", "status")}
+    columns: dict[str, Any] = {}
+
+    def add(kind: Any, *names: str) -> None:
+        for name in names:
+            columns[name] = pa.array([getattr(record, name) for record in records], kind)
+
+    add(pa.string(), "id", "status")
     for key in _labels(config, records):
         columns[key] = _config_column(config, key, [record.config.get(key) for record in records])
-    for name in ("samples_per_s", "step_time_s", "peak_memory_bytes", "time_to_target_s", "lane", "message"):
-        kind = {"peak_memory_bytes": pa.int64(), "lane": pa.int64(), "message": pa.string()}.get(name, pa.float64())
-        columns[name] = pa.array([getattr(record, name) for record in records], kind)
+    add(pa.float64(), "samples_per_s", "step_time_s", "time_to_target_s")
+    add(pa.int64(), "peak_memory_bytes", "lane")
+    add(pa.string(), "message")
     for name in ("start_time", "end_time"):
-        columns[name] = pa.array([round(getattr(record, name) * 1e6) for record in records], utc)
+        times = [round(getattr(record, name) * 1e6) for record in records]
+        columns[name] = pa.array(times, pa.timestamp("us", tz="UTC"))
     taken = frozenset(columns)
     for name in _metrics(records):
         values = [record.metrics.get(name) for record in records]
@@ -361,18 +380,24 @@ def _summary(
 
 
 def _html(
-    sweep: Storage, config: SweepConfig, records: list[TrialRecord], found: Answer, summary: dict[str, Any], train: str
+    sweep: Storage,
+    config: SweepConfig,
+    records: list[TrialRecord],
+    found: Answer,
+    summary: dict[str, Any],
+    train: str,
 ) -> str:
     """The page; everything in it but the figures' markup is escaped."""
     import jinja2
 
-    labels, columns = _labels(config, records), _columns(config, records)
+    labels = _labels(config, records)
     fastest = _fastest(config, records, found.best)
     text = resources.files("tune").joinpath("report.html").read_text(encoding="utf-8")
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    strict = jinja2.StrictUndefined
+    page = jinja2.Environment(autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
     return page.from_string(text).render(
         best=found.best,
-        columns=columns,
+        columns=_columns(config, records),
         command=f"python -m trainers {shlex.quote(sweep.locate('best.yaml'))}",
         fastest=fastest,
         figures=figures(config, records, labels, {r.id: _short(labels, r) for r in records}, found.best),

@@ -15,8 +15,13 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
     """Every value of the space must make a TrainConfig, alone and (for grids) in every combination."""
     for key, values in config.space.items():
         if key.split(".")[0] in ("scaling", "launcher", "name", "storage_path", "task_dir"):
-            raise ConfigError(f"space.{key}", MISSING, "cannot vary inside a sweep: lanes are set up once",
-                              "set it under `train:` and run a sweep for each", source)
+            raise ConfigError(
+                f"space.{key}",
+                MISSING,
+                "cannot vary inside a sweep: lanes are set up once",
+                "set it under `train:` and run a sweep for each",
+                source,
+            )
         for value in _samples(values):
             _check(train, {key: value}, source)
     for trial in grid(config):
@@ -29,8 +34,9 @@ def _check(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
     except ConfigError as error:
         if not any(error.field == key or error.field.startswith(f"{key}.") for key in trial):
             keys = ", ".join(f"{key}: {value}" for key, value in trial.items())
-            raise ConfigError(error.field, error.value, f"{error.rule} (in the trial {keys})", error.fix,
-                              source) from error
+            raise ConfigError(
+                error.field, error.value, f"{error.rule} (in the trial {keys})", error.fix, source
+            ) from error
         raise ConfigError(f"space.{error.field}", error.value, error.rule, error.fix, source) from error
 
 

@@ -101,9 +101,13 @@ def read_saved(location: str) -> SweepSpec:
     assert isinstance(config.train, dict)
     task_dir = config.train.get("task_dir")
     parent, _, _ = storage.uri.rpartition("/")
-    spec = _spec(config.model_copy(update={"storage_path": parent}), config.train, source, source,
-                 Path(task_dir) if task_dir else None)
-    return spec
+    return _spec(
+        config.model_copy(update={"storage_path": parent}),
+        config.train,
+        source,
+        source,
+        Path(task_dir) if task_dir else None,
+    )
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
@@ -120,14 +124,26 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         now = spec.saved()
         for key in ("space", "search", "seed", "objective"):
             if before.get(key) != now.get(key):
-                raise ConfigError(key, now.get(key), f"differs from {before.get(key)} in {storage.uri}",
-                                  "sweep under another `--name`, or start anew with --fresh", spec.source)
-        changed = [key for key in TrainConfig.model_fields
-                   if before["train"].get(key) != now["train"].get(key) and key not in ("task_dir", "scaling")]
+                raise ConfigError(
+                    key,
+                    now.get(key),
+                    f"differs from {before.get(key)} in {storage.uri}",
+                    "sweep under another `--name`, or start anew with --fresh",
+                    spec.source,
+                )
+        changed = [
+            key
+            for key in TrainConfig.model_fields
+            if before["train"].get(key) != now["train"].get(key) and key not in ("task_dir", "scaling")
+        ]
         if changed:
-            raise ConfigError(f"train.{changed[0]}", now["train"].get(changed[0]),
-                              f"differs from {before['train'].get(changed[0])} in {storage.uri}",
-                              "sweep under another `--name`, or start anew with --fresh", spec.source)
+            raise ConfigError(
+                f"train.{changed[0]}",
+                now["train"].get(changed[0]),
+                f"differs from {before['train'].get(changed[0])} in {storage.uri}",
+                "sweep under another `--name`, or start anew with --fresh",
+                spec.source,
+            )
     else:
         storage.write(_SAVED, dump_yaml(spec.saved()).encode())
     return sum(name.endswith(".json") for name in storage.names("trials"))

@@ -1,40 +1,33 @@
-"""Builds and runs the sweep: lanes, Ray Tune's Tuner over them, the journal, and the answer at the end (Ray).
-
-Environment set, unless it is set already: TUNE_DISABLE_AUTO_CALLBACK_LOGGERS and
-TUNE_DISABLE_STRICT_METRIC_CHECKING (the journal is the record; a failed trial has no metric),
-TUNE_DISABLE_SIGINT_HANDLER (Ctrl-C is ours).
-"""
+"""Builds and runs the sweep: lanes, Ray Tune's Tuner over them, the journal, and the answer at the end (Ray)."""
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import time
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-for _name in ("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "TUNE_DISABLE_STRICT_METRIC_CHECKING",
-              "TUNE_DISABLE_SIGINT_HANDLER"):
-    os.environ.setdefault(_name, "1")
+import trainers.ray_env  # noqa: F401 (before Ray, which reads it at import)
 
-import ray  # noqa: E402 (Tune reads these at import)
-from ray import tune  # noqa: E402
-from ray.tune.schedulers import AsyncHyperBandScheduler  # noqa: E402
-from ray.tune.search import BasicVariantGenerator  # noqa: E402
+# isort: split
+import ray
+from ray import tune
+from ray.tune.schedulers import AsyncHyperBandScheduler
+from ray.tune.search import BasicVariantGenerator
 
-from cluster.capacity import worker_groups  # noqa: E402
-from trainers.config import TrainConfig  # noqa: E402
-from trainers.errors import ConfigError  # noqa: E402
-from trainers.run import RunSpec, check_task  # noqa: E402
-from trainers.settings import build  # noqa: E402
-from trainers.torch_trainer import capacity, check_cluster, wants_gpu  # noqa: E402
-from tune.journal import Journal, TrialRecord, trial_id  # noqa: E402
-from tune.lanes import Lanes, start_mailbox  # noqa: E402
-from tune.space import chosen, planned_trials, tune_space  # noqa: E402
-from tune.spec import SweepSpec  # noqa: E402
-from tune.trial import LaneTrial, make_record  # noqa: E402
+from cluster.capacity import worker_groups
+from trainers.config import TrainConfig
+from trainers.errors import ConfigError
+from trainers.run import RunSpec, check_task
+from trainers.settings import build
+from trainers.torch_trainer import capacity, check_cluster, connect, wants_gpu
+from tune.journal import Journal, TrialRecord, trial_id
+from tune.lanes import Lanes, start_mailbox
+from tune.space import chosen, planned_trials, tune_space
+from tune.spec import SweepSpec
+from tune.trial import LaneTrial, make_record
 
 logger = logging.getLogger(__name__)
 
@@ -49,17 +42,32 @@ def run_sweep(spec: SweepSpec) -> list[TrialRecord]:
     Raises ConfigError (the cluster can never hold a trial), and Interrupted when asked to stop: what has ended until
     then is in the journal.
     """
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
+    connect(show_workers=False)
     train = build(TrainConfig, spec.train, spec.source)
     check_task(RunSpec(spec.train, spec.path, spec.source, spec.uri), _connected(spec))
     lanes_wanted = _lanes(spec, train)
     journal = Journal(spec.storage)
     mailbox = start_mailbox()
-    lanes = Lanes(mailbox, lanes_wanted, train, spec.path, wants_gpu(train, capacity()), f"{spec.uri}/lanes",
-                  spec.config.isolation == "fresh")
+    lanes = Lanes(
+        mailbox,
+        lanes_wanted,
+        train,
+        spec.path,
+        wants_gpu(train, capacity()),
+        f"{spec.uri}/lanes",
+        spec.config.isolation == "fresh",
+    )
     total = planned_trials(spec.config)
-    logger.info("%s: %s trials in %d lane%s of %d worker%s", spec.config.name, total or "?", lanes_wanted,
-                "s" if lanes_wanted > 1 else "", train.scaling.max_workers,
-                "s" if train.scaling.max_workers > 1 else "")
+    logger.info(
+        "%s: %s trials in %d lane%s of %d worker%s",
+        spec.config.name,
+        total or "?",
+        lanes_wanted,
+        "s" if lanes_wanted > 1 else "",
+        train.scaling.max_workers,
+        "s" if train.scaling.max_workers > 1 else "",
+    )
     progress = _Progress(spec, journal, mailbox, total)
     with _interruptible():
         lanes.start()
@@ -81,8 +89,13 @@ def _lanes(spec: SweepSpec, train: TrainConfig) -> int:
     fits = worker_groups(nodes, train.scaling.min_workers, train.scaling.cpus_per_worker, gpus)
     if spec.config.lanes != "auto":
         if spec.config.lanes > max(fits, 1):
-            raise ConfigError("lanes", spec.config.lanes, f"must be at most the {fits} worker groups that fit on the "
-                              "cluster now", "lower it, or set `lanes: auto`", spec.source)
+            raise ConfigError(
+                "lanes",
+                spec.config.lanes,
+                f"must be at most the {fits} worker groups that fit on the cluster now",
+                "lower it, or set `lanes: auto`",
+                spec.source,
+            )
         return spec.config.lanes
     return max(1, min(fits, planned_trials(spec.config) or fits))
 
@@ -90,8 +103,9 @@ def _lanes(spec: SweepSpec, train: TrainConfig) -> int:
 def _tuner(spec: SweepSpec, mailbox: Any, lanes: int, progress: _Progress) -> tune.Tuner:
     config, objective = spec.config, spec.config.objective
     trainable = tune.with_resources(
-        tune.with_parameters(LaneTrial, mailbox=mailbox, uri=spec.uri, train=spec.train,
-                             objective=objective.model_dump()),
+        tune.with_parameters(
+            LaneTrial, mailbox=mailbox, uri=spec.uri, train=spec.train, objective=objective.model_dump()
+        ),
         {"memory": 1},  # Tune refuses a trial without resources; a byte takes nothing from the lanes
     )
     scheduler = None
@@ -107,9 +121,7 @@ def _tuner(spec: SweepSpec, mailbox: Any, lanes: int, progress: _Progress) -> tu
             reuse_actors=True,
             time_budget_s=config.budget.time_s,
         ),
-        run_config=tune.RunConfig(
-            name="tune", storage_path=spec.uri, verbose=0, callbacks=[progress]
-        ),
+        run_config=tune.RunConfig(name="tune", storage_path=spec.uri, verbose=0, callbacks=[progress]),
     )
 
 
@@ -128,7 +140,7 @@ class _interruptible:  # noqa: N801 (a context manager)
 
 
 @dataclass
-class _Progress(tune.Callback):  # type: ignore[misc]
+class _Progress(tune.Callback):
     """A line on the terminal as each trial ends; records the trials that the search stopped."""
 
     spec: SweepSpec
@@ -151,19 +163,31 @@ class _Progress(tune.Callback):  # type: ignore[misc]
             return
         self.ended += 1
         shown = "  ".join(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in record.config.items())
-        figures = "  ".join(
-            f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_")
-        )
+        figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
         speed = f"{record.samples_per_s:,.0f} samples/s  " if record.samples_per_s else ""
-        logger.info("trial %d/%s  %s  %s  %s%s%s", self.ended, self.total or "?", shown, record.status, speed, figures,
-                    f"  {record.message}" if record.message else "")
+        logger.info(
+            "trial %d/%s  %s  %s  %s%s%s",
+            self.ended,
+            self.total or "?",
+            shown,
+            record.status,
+            speed,
+            figures,
+            f"  {record.message}" if record.message else "",
+        )
 
     def _stopped(self, name: str) -> TrialRecord | None:
         reports = ray.get(self.mailbox.reports.remote(name))
         if not reports:
             return None
-        record = make_record(name, self.seen[name], self.spec.config.objective, self.started[name], reports,
-                             {"status": "stopped", "message": "stopped by the search"})
+        record = make_record(
+            name,
+            self.seen[name],
+            self.spec.config.objective,
+            self.started[name],
+            reports,
+            {"status": "stopped", "message": "stopped by the search"},
+        )
         self.journal.append(record)
         return record
 
@@ -189,3 +213,7 @@ def environment() -> dict[str, str]:
         "cluster_gpus": f"{totals.get('GPU', 0):g}",
     }
 
+
+def disconnect() -> None:
+    """Leave the cluster; an embedded one ends."""
+    ray.shutdown()

@@ -10,7 +10,7 @@ import ray
 from ray.tune import Trainable
 
 from trainers.config import TrainConfig
-from trainers.errors import STATUSES
+from trainers.errors import STATUSES, Status
 from trainers.settings import override
 from trainers.storage import Storage
 from tune.config import Objective
@@ -35,7 +35,7 @@ def make_record(
     """The record of a trial from its evaluations and from what its lane said of its end."""
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
-    status = outcome["status"] if outcome["status"] in STATUSES else "error"
+    status: Status = outcome["status"] if outcome["status"] in STATUSES else "error"
     message = outcome.get("message", "")
     metrics = {**(curve[-1] if curve else {}), **result.get("metrics", {})}
     known = set(metrics) | {"samples_per_s", "time_to_target", "step_time_s"}
@@ -61,7 +61,7 @@ def make_record(
     )
 
 
-class LaneTrial(Trainable):  # type: ignore[misc]
+class LaneTrial(Trainable):
     """Submits its configuration to the mailbox; `step` gives one evaluation at a time; the actor is reused.
 
     The record of a trial is in the journal before Tune hears of its end. A trial whose record is there already (a
@@ -69,7 +69,11 @@ class LaneTrial(Trainable):  # type: ignore[misc]
     """
 
     def setup(
-        self, config: dict[str, Any], mailbox: Any = None, uri: str = "", train: dict[str, Any] | None = None,
+        self,
+        config: dict[str, Any],
+        mailbox: Any = None,
+        uri: str = "",
+        train: dict[str, Any] | None = None,
         objective: dict[str, Any] | None = None,
     ) -> None:
         """Called by Tune once an actor; the keyword arguments are the sweep's."""
@@ -102,8 +106,9 @@ class LaneTrial(Trainable):  # type: ignore[misc]
         event: Event = ray.get(self._mailbox.next_event.remote(self._trial, self._events))
         self._events += 1
         if event.outcome is not None:
-            self._record = make_record(self._trial, self._space_config, self._objective, self._started, self._curve,
-                                       event.outcome)
+            self._record = make_record(
+                self._trial, self._space_config, self._objective, self._started, self._curve, event.outcome
+            )
             self._journal.append(self._record)
             return self._final(self._record)
         row = {name: float(value) for name, value in event.metrics.items()}

@@ -206,9 +206,7 @@ def test_plan_needs_resources_that_are_known(tmp_path: Path, capsys: pytest.Capt
     assert "`available_node_types.gpu_spot.resources` is not known" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "wrong", [["--workers", "0"], ["--workers", "x"], ["--workers", "1", "--price", "g5.xlarge"]]
-)
+@pytest.mark.parametrize("wrong", [["--workers", "0"], ["--workers", "x"], ["--workers", "1", "--price", "g5.xlarge"]])
 def test_plan_refuses_wrong_arguments(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", str(AWS), *wrong])

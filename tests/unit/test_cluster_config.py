@@ -30,9 +30,7 @@ LOCAL: Tree = {
         "ray stop",
         "export RAY_AUTH_MODE=token; export PACELINE_STORAGE=/nfs; ray start --head --autoscaling-config=x",
     ],
-    "worker_start_ray_commands": [
-        "RAY_AUTH_MODE=token PACELINE_STORAGE='/nfs' ray start --address=$RAY_HEAD_IP:6379"
-    ],
+    "worker_start_ray_commands": ["RAY_AUTH_MODE=token PACELINE_STORAGE='/nfs' ray start --address=$RAY_HEAD_IP:6379"],
 }
 V2_OFF = {"RAY_UP_enable_autoscaler_v2": "0"}
 HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
@@ -46,9 +44,7 @@ def aws() -> Tree:
 
 def write(tmp_path: Path, tree: object) -> str:
     path = tmp_path / "cluster.yaml"
-    path.write_text(
-        tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False), encoding="utf-8"
-    )
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     return str(path)
 
 
