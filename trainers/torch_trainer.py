@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 import traceback
 from collections import Counter
 from dataclasses import asdict
@@ -40,7 +41,9 @@ def connect(show_workers: bool = True) -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
-    ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
+    context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
+    if context.dashboard_url:
+        logger.info("dashboard: http://%s (it asks for the token that `ray get-auth-token` prints)", context.dashboard_url)
 
 
 def capacity() -> dict[str, float]:
@@ -158,10 +161,12 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
     while seen is not None:
         if isinstance(seen, RunFailedError):
             return seen
-        inner = getattr(seen, "cause", None) or getattr(seen, "_base_exc", None) or seen.__cause__
+        error = seen
+        # A worker that died is reported as a failed health check, whose cause Ray keeps in an attribute.
+        inner = getattr(seen, "health_check_failure", None) or getattr(seen, "cause", None) or seen.__cause__
         seen = inner if isinstance(inner, BaseException) and inner is not seen else None
     words = (str(error).strip().splitlines() or [""])[0]
-    return RunFailedError(classify(error), f"rank {rank}: {type(error).__name__}: {words}")
+    return RunFailedError(classify(error), f"rank {rank}: {type(error).__name__}: {words}", time.time())
 
 
 def _worker(loop_config: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainers.errors import PacelineError
@@ -43,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _sweep(spec: SweepSpec, fresh: bool) -> int:
@@ -59,12 +63,18 @@ def _sweep(spec: SweepSpec, fresh: bool) -> int:
         versions = environment()
     except (Interrupted, KeyboardInterrupt):
         disconnect()
-        again = f"{shlex.quote(sys.executable)} -m tune resume {shlex.quote(spec.uri)}"
-        print(f"interrupted: {prepare(spec, False)} trials are kept; go on with\n    {again}", flush=True)
+        print(f"interrupted: {prepare(spec, False)} trials are kept; go on with\n    {_resume_command(spec)}", flush=True)
         return 130
-    code = _answer(spec, records, versions)
     disconnect()
-    return code
+    return _answer(spec, records, versions)
+
+
+def _resume_command(spec: SweepSpec) -> str:
+    """As the user would type it."""
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
 
 
 def _report(spec: SweepSpec) -> int:
@@ -82,8 +92,9 @@ def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, 
 
     from tune.report import table, write_report
 
-    answer = write_report(spec.storage, spec.config, spec.train, records, environment,
-                          task_dir=spec.path[0] if spec.path else None)
+    answer = write_report(
+        spec.storage, spec.config, spec.train, records, environment, task_dir=spec.path[0] if spec.path else None
+    )
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(table(spec.config, records, answer))
     print(answer.sentence)

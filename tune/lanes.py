@@ -60,6 +60,10 @@ class Lanes:
         for thread in self._threads:
             thread.start()
 
+    def abandon(self) -> None:
+        """Leave the lanes to die with the connection to the cluster; their threads end without another try."""
+        self._closing.set()
+
     def close(self, timeout_s: float = 30.0) -> None:
         """Send the lanes home and wait for them."""
         self._closing.set()
@@ -104,9 +108,9 @@ class LaneContext:
     launcher = "lane"
     storage: Storage | None = None
 
-    def __init__(self, mailbox: Any, trial: str) -> None:
+    def __init__(self, mailbox: Any, ticket: str) -> None:
         context = ray.train.get_context()
-        self._mailbox, self._trial, self._stop = mailbox, trial, False
+        self._mailbox, self._ticket, self._stop = mailbox, ticket, False
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.local_rank, self.local_world_size = context.get_local_rank(), context.get_local_world_size()
         self.device_index = own_gpu()
@@ -114,7 +118,7 @@ class LaneContext:
     def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
         """Rank 0 tells the mailbox, and hears whether the trial should go on."""
         if self.rank == 0:
-            self._stop = not ray.get(self._mailbox.report.remote(self._trial, metrics))
+            self._stop = not ray.get(self._mailbox.report.remote(self._ticket, metrics))
 
     def should_stop(self) -> bool:
         """Whether the search has stopped the trial."""
@@ -136,10 +140,10 @@ def serve(loop_config: Mapping[str, Any]) -> None:
             return
         if assignment is None:
             continue
-        outcome = _run(assignment, LaneContext(mailbox, assignment.trial), tuple(loop_config["path"]))
+        outcome = _run(assignment, LaneContext(mailbox, assignment.ticket), tuple(loop_config["path"]))
         if group.rank == 0 or "raised" in outcome:
             raised = outcome.pop("raised", None)
-            ray.get(mailbox.end.remote(lane, assignment.trial, outcome))
+            ray.get(mailbox.end.remote(lane, assignment.ticket, outcome))
             if raised is not None:
                 raise raised
         reset_process()

@@ -18,8 +18,10 @@ MAX_LOSSES = 2
 class Assignment:
     """A trial as a lane gets it."""
 
+    ticket: str
+    """Names this submission: Tune may start two actors for one trial, and drop one of them."""
     trial: str
-    """Its id."""
+    """The trial's id."""
     tree: dict[str, Any]
     """Its whole TrainConfig."""
 
@@ -64,19 +66,19 @@ class Mailbox:
 
     async def submit(self, assignment: Assignment) -> None:
         """Queue a trial."""
-        trial = self._trials[assignment.trial] = _Trial(assignment)
+        trial = self._trials[assignment.ticket] = _Trial(assignment)
         if self._broken is not None:
             trial.tell(Event(outcome={"status": "error", "message": self._broken}))
             return
-        await self._enqueue(assignment.trial)
+        await self._enqueue(assignment.ticket)
 
-    async def _enqueue(self, trial: str, first: bool = False) -> None:
+    async def _enqueue(self, ticket: str, first: bool = False) -> None:
         async with self._arrived:
             if first:
-                self._queue.appendleft(trial)
+                self._queue.appendleft(ticket)
             else:
-                self._queue.append(trial)
-            self._arrived.notify()
+                self._queue.append(ticket)
+            self._arrived.notify_all()
 
     async def hello(self, lane: int) -> None:
         """A lane's worker group has started; a trial that it was running before was lost with the old group."""
@@ -89,7 +91,7 @@ class Mailbox:
             message = f"its worker group died {trial.losses} times under it"
             trial.tell(Event(outcome={"status": "node_lost", "message": message, "lane": lane}))
         else:
-            logger.warning("lane %d died under trial %s: starting the trial again", lane, lost)
+            logger.warning("lane %d died under trial %s: starting the trial again", lane, trial.assignment.trial)
             await self._enqueue(lost, first=True)
 
     async def take(self, lane: int, wait_s: float) -> Assignment | str | None:
@@ -99,37 +101,37 @@ class Mailbox:
                 if self._closed:
                     return "close"
                 while self._queue:
-                    name = self._queue.popleft()
-                    trial = self._trials[name]
+                    ticket = self._queue.popleft()
+                    trial = self._trials[ticket]
                     if not trial.cancelled:
-                        self._running[lane] = name
+                        self._running[lane] = ticket
                         return trial.assignment
                 try:
                     await asyncio.wait_for(self._arrived.wait(), wait_s)
                 except TimeoutError:
                     return None
 
-    async def report(self, trial: str, metrics: dict[str, Any]) -> bool:
+    async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
         """A running trial's evaluation; whether the trial should go on."""
-        self._trials[trial].tell(Event(metrics))
-        return not (self._trials[trial].cancelled or self._closed)
+        self._trials[ticket].tell(Event(metrics))
+        return not (self._trials[ticket].cancelled or self._closed)
 
-    async def end(self, lane: int, trial: str, outcome: dict[str, Any]) -> None:
+    async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
         """A trial has ended on its lane."""
-        if self._running.get(lane) == trial:
+        if self._running.get(lane) == ticket:
             del self._running[lane]
-        self._trials[trial].tell(Event(outcome={"lane": lane, **outcome}))
+        self._trials[ticket].tell(Event(outcome={"lane": lane, **outcome}))
 
-    async def next_event(self, trial: str, index: int) -> Event:
-        """A trial's event number `index`; waits for it."""
-        state = self._trials[trial]
+    async def next_event(self, ticket: str, index: int) -> Event:
+        """Event number `index` of a submission; waits for it."""
+        state = self._trials[ticket]
         while len(state.events) <= index:
             await state.changed.wait()
         return state.events[index]
 
-    async def cancel(self, trial: str) -> None:
-        """Nobody waits for this trial any more: it stops at its next report, or never starts."""
-        state = self._trials.get(trial)
+    async def cancel(self, ticket: str) -> None:
+        """Nobody waits for this submission any more: it stops at its next report, or never starts."""
+        state = self._trials.get(ticket)
         if state is not None:
             state.cancelled = True
 
@@ -144,9 +146,10 @@ class Mailbox:
             self._arrived.notify_all()
 
     async def reports(self, trial: str) -> list[dict[str, Any]]:
-        """All evaluations of a trial so far; none when it was never submitted."""
-        state = self._trials.get(trial)
-        return [event.metrics for event in state.events if event.outcome is None] if state else []
+        """The evaluations of a trial so far, of the submission that got furthest; none when it never started."""
+        submissions = [state for state in self._trials.values() if state.assignment.trial == trial]
+        rows = [[event.metrics for event in state.events if event.outcome is None] for state in submissions]
+        return max(rows, key=len, default=[])
 
     async def state(self) -> dict[str, Any]:
         """For tests and the terminal: what waits and what runs."""

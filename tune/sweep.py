@@ -59,20 +59,25 @@ def run_sweep(spec: SweepSpec) -> list[TrialRecord]:
         spec.config.isolation == "fresh",
     )
     total = planned_trials(spec.config)
+    workers = train.scaling.max_workers
     logger.info(
-        "%s: %s trials in %d lane%s of %d worker%s",
+        "%s: %s trials in %d lane%s of %d worker%s; the lanes are starting",
         spec.config.name,
         total or "?",
         lanes_wanted,
         "s" if lanes_wanted > 1 else "",
-        train.scaling.max_workers,
-        "s" if train.scaling.max_workers > 1 else "",
+        workers,
+        "s" if workers > 1 else "",
     )
     progress = _Progress(spec, journal, mailbox, total)
-    with _interruptible():
-        lanes.start()
-        _tuner(spec, mailbox, lanes_wanted, progress).fit()
-    lanes.close()
+    try:
+        with progress.interrupts:
+            lanes.start()
+            _tuner(spec, mailbox, lanes_wanted, progress).fit()
+        lanes.close()
+    except BaseException:
+        lanes.abandon()
+        raise
     progress.record_stopped()
     records = {record.id: record for record in journal.records()}
     return [records[trial] for trial in progress.seen if trial in records]
@@ -125,14 +130,23 @@ def _tuner(spec: SweepSpec, mailbox: Any, lanes: int, progress: _Progress) -> tu
     )
 
 
-class _interruptible:  # noqa: N801 (a context manager)
-    """Turns SIGINT and SIGTERM into Interrupted while the sweep runs."""
+class _Interrupts:
+    """SIGINT and SIGTERM while the sweep runs: noted here, acted on between two of Tune's steps.
 
-    def __enter__(self) -> None:
-        def handler(number: int, frame: FrameType | None) -> None:
-            raise Interrupted(signal.Signals(number).name)
+    Raising from the handler itself would be lost in whatever `except` happens to be running.
+    """
 
-        self._before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    def __enter__(self) -> _Interrupts:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is not None:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
 
     def __exit__(self, *exc: object) -> None:
         for number, before in self._before.items():
@@ -150,6 +164,11 @@ class _Progress(tune.Callback):
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
     ended: int = 0
+    interrupts: _Interrupts = field(default_factory=_Interrupts)
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        if self.interrupts.signal_name is not None:
+            raise Interrupted(self.interrupts.signal_name)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         name = trial_id(chosen(trial.config))

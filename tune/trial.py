@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import uuid
 from typing import Any
 
 import ray
@@ -91,19 +92,20 @@ class LaneTrial(Trainable):
     def _begin(self, config: dict[str, Any]) -> None:
         self._space_config = chosen(config)
         self._trial = trial_id(self._space_config)
+        self._ticket = f"{self._trial}/{uuid.uuid4().hex[:8]}"
         self._events = 0
         self._curve: list[dict[str, float]] = []
         self._started = time.time()
         self._record = self._journal.find(self._trial)
         if self._record is None:
             tree = override(TrainConfig, self._train, self._space_config)
-            ray.get(self._mailbox.submit.remote(Assignment(self._trial, tree)))
+            ray.get(self._mailbox.submit.remote(Assignment(self._ticket, self._trial, tree)))
 
     def step(self) -> dict[str, Any]:
         """The next evaluation, or the end."""
         if self._record is not None:
             return self._final(self._record)
-        event: Event = ray.get(self._mailbox.next_event.remote(self._trial, self._events))
+        event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, self._events))
         self._events += 1
         if event.outcome is not None:
             self._record = make_record(
@@ -132,7 +134,7 @@ class LaneTrial(Trainable):
     def _leave(self) -> None:
         """The search may have stopped the trial before its end; the driver records that."""
         if self._record is None:
-            ray.get(self._mailbox.cancel.remote(self._trial))
+            ray.get(self._mailbox.cancel.remote(self._ticket))
 
     def cleanup(self) -> None:
         """The actor ends."""

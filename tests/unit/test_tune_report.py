@@ -23,12 +23,15 @@ from tune.report import Answer, answer, objective_value, table, write_report
 
 SCRIPT = "<script>alert('owned')</script>"
 TRAIN = {
-    "task": "task:Digits", "batch_size_per_worker": 8, "epochs": 30,
+    "task": "task:Digits",
+    "batch_size_per_worker": 8,
+    "epochs": 30,
     "optimizer": {"name": "adamw", "lr": 0.002},
 }
 ENVIRONMENT = {"paceline": "0.1.0", "torch": "2.15.0", "device": "1 x NVIDIA H200, 139 GiB", "host": SCRIPT}
 SPACE: dict[str, list[Any]] = {
-    "global_batch_size": [32, 64, 128, 256, 512], "precision": ["fp32", "bf16", "fp16"],
+    "global_batch_size": [32, 64, 128, 256, 512],
+    "precision": ["fp32", "bf16", "fp16"],
 }
 # batch size, precision, samples/s, MiB, val_accuracy, val_loss, s to the target (None: not reached)
 DONE: list[tuple[int, str, float, int, float, float, float | None]] = [
@@ -58,7 +61,9 @@ def trial(number: int, status: Status, settings: dict[str, Any], **result: Any) 
 def curve(accuracy: float, loss: float, duration_s: float, bend: float) -> list[dict[str, float]]:
     return [
         {
-            "step": 40.0 * epoch, "epoch": float(epoch), "train_time_s": duration_s * epoch / 30,
+            "step": 40.0 * epoch,
+            "epoch": float(epoch),
+            "train_time_s": duration_s * epoch / 30,
             "val_accuracy": accuracy - 0.85 * math.exp(-epoch / bend),
             "val_loss": loss + 2.2 * math.exp(-epoch / bend),
         }
@@ -69,8 +74,12 @@ def curve(accuracy: float, loss: float, duration_s: float, bend: float) -> list[
 def done() -> list[TrialRecord]:
     return [
         trial(
-            number, "done", {"global_batch_size": batch, "precision": precision},
-            samples_per_s=rate, step_time_s=batch / rate, peak_memory_bytes=mib * 2**20,
+            number,
+            "done",
+            {"global_batch_size": batch, "precision": precision},
+            samples_per_s=rate,
+            step_time_s=batch / rate,
+            peak_memory_bytes=mib * 2**20,
             time_to_target_s=time_s,
             metrics={"train_loss": loss / 2, "val_loss": loss, "val_accuracy": accuracy},
             curve=curve(accuracy, loss, 43110 / rate, 2 + batch / 64),
@@ -81,16 +90,31 @@ def done() -> list[TrialRecord]:
 
 def failed() -> list[TrialRecord]:
     return [
-        trial(8, "out_of_memory", {"global_batch_size": 512, "precision": "fp32"},
-              message="microbatch 512 needs 1.2 GiB more than there is"),
-        trial(9, "error", {"global_batch_size": 512, "precision": "bf16"},
-              message=f"ValueError: bad {SCRIPT}",
-              traceback=f'Traceback (most recent call last):\n  File "task.py", line 7\n{SCRIPT}'),
-        trial(10, "diverged", {"global_batch_size": 64, "precision": "fp16"}, samples_per_s=99999.0,
-              step_time_s=0.001, peak_memory_bytes=300 * 2**20, time_to_target_s=0.1,
-              metrics={"train_loss": math.nan, "val_loss": math.nan, "val_accuracy": 1.0},
-              curve=[*curve(0.95, 0.2, 5.0, 3)[:8], {"train_time_s": 1.5, "val_accuracy": math.nan}],
-              message="the loss is not finite since step 310"),
+        trial(
+            8,
+            "out_of_memory",
+            {"global_batch_size": 512, "precision": "fp32"},
+            message="microbatch 512 needs 1.2 GiB more than there is",
+        ),
+        trial(
+            9,
+            "error",
+            {"global_batch_size": 512, "precision": "bf16"},
+            message=f"ValueError: bad {SCRIPT}",
+            traceback=f'Traceback (most recent call last):\n  File "task.py", line 7\n{SCRIPT}',
+        ),
+        trial(
+            10,
+            "diverged",
+            {"global_batch_size": 64, "precision": "fp16"},
+            samples_per_s=99999.0,
+            step_time_s=0.001,
+            peak_memory_bytes=300 * 2**20,
+            time_to_target_s=0.1,
+            metrics={"train_loss": math.nan, "val_loss": math.nan, "val_accuracy": 1.0},
+            curve=[*curve(0.95, 0.2, 5.0, 3)[:8], {"train_time_s": 1.5, "val_accuracy": math.nan}],
+            message="the loss is not finite since step 310",
+        ),
     ]
 
 
@@ -103,10 +127,16 @@ def sweep(tmp_path: Any) -> Storage:
     return Storage(f"{tmp_path}/results/digits-sweep")
 
 
-@pytest.mark.parametrize(("metric", "batch", "precision"), [
-    ("time_to_target", 64, "bf16"), ("samples_per_s", 256, "fp32"), ("step_time_s", 32, "bf16"),
-    ("val_loss", 64, "bf16"), ("val_accuracy", 64, "bf16"),
-])
+@pytest.mark.parametrize(
+    ("metric", "batch", "precision"),
+    [
+        ("time_to_target", 64, "bf16"),
+        ("samples_per_s", 256, "fp32"),
+        ("step_time_s", 32, "bf16"),
+        ("val_loss", 64, "bf16"),
+        ("val_accuracy", 64, "bf16"),
+    ],
+)
 def test_best_by_each_objective(metric: str, batch: int, precision: str) -> None:
     found = answer(config(metric), done() + failed())
     assert found.best is not None
@@ -154,16 +184,21 @@ def test_the_sentence_says_the_margin_and_the_throughputs_winner() -> None:
     )
 
 
-@pytest.mark.parametrize(("metric", "values", "words"), [
-    ("val_loss", (0.100, 0.104), "has 0.104: the two are about equal"),
-    ("val_loss", (0.10, 0.11), "0.1, 1.1 times lower than the next"),
-    ("val_loss", (-2.0, -1.0), "-2, 1 lower than the next"),
-    ("val_loss", (0.0, 0.0), "about equal"),
-    ("val_accuracy", (0.98, 0.95), "0.98, 0.03 higher than the next"),
-])
+@pytest.mark.parametrize(
+    ("metric", "values", "words"),
+    [
+        ("val_loss", (0.100, 0.104), "has 0.104: the two are about equal"),
+        ("val_loss", (0.10, 0.11), "0.1, 1.1 times lower than the next"),
+        ("val_loss", (-2.0, -1.0), "-2, 1 lower than the next"),
+        ("val_loss", (0.0, 0.0), "about equal"),
+        ("val_accuracy", (0.98, 0.95), "0.98, 0.03 higher than the next"),
+    ],
+)
 def test_the_margin(metric: str, values: tuple[float, float], words: str) -> None:
-    records = [trial(i, "done", {"precision": name}, metrics={metric: value})
-               for i, (name, value) in enumerate(zip(("fp32", "bf16"), values, strict=True))]
+    records = [
+        trial(i, "done", {"precision": name}, metrics={metric: value})
+        for i, (name, value) in enumerate(zip(("fp32", "bf16"), values, strict=True))
+    ]
     sentence = answer(config(metric, space={"precision": ["fp32", "bf16"]}), records).sentence
     assert sentence.startswith("precision fp32 has")
     assert words in sentence
@@ -189,8 +224,10 @@ def test_the_terminals_table() -> None:
     console.print(table(config(), records, answer(config(), records)))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     rows = [line.removeprefix("* ").split() for line in lines if re.match(r"(\* )?\d", line)]
-    assert [row[:2] for row in rows] == sorted([row[:2] for row in rows], key=lambda row: (
-        SPACE["global_batch_size"].index(int(row[0])), SPACE["precision"].index(row[1])))
+    assert [row[:2] for row in rows] == sorted(
+        [row[:2] for row in rows],
+        key=lambda row: (SPACE["global_batch_size"].index(int(row[0])), SPACE["precision"].index(row[1])),
+    )
     marked = [line for line in lines if line.startswith("* ")]
     assert [line.split()[1:3] for line in marked] == [["64", "bf16"]]
     for text in ("done", "8,240", "7.77", "297 MiB", "0.9819", "3.12 s"):
@@ -204,10 +241,18 @@ def test_parquet_has_stable_types_and_comes_back(sweep: Storage) -> None:
     written(sweep, records)
     found = parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
     expected = {
-        "id": pa.string(), "status": pa.string(), "global_batch_size": pa.int64(), "precision": pa.string(),
-        "samples_per_s": pa.float64(), "peak_memory_bytes": pa.int64(), "time_to_target_s": pa.float64(),
-        "val_accuracy": pa.float64(), "lane": pa.int64(), "message": pa.string(),
-        "start_time": pa.timestamp("us", "UTC"), "end_time": pa.timestamp("us", "UTC"),
+        "id": pa.string(),
+        "status": pa.string(),
+        "global_batch_size": pa.int64(),
+        "precision": pa.string(),
+        "samples_per_s": pa.float64(),
+        "peak_memory_bytes": pa.int64(),
+        "time_to_target_s": pa.float64(),
+        "val_accuracy": pa.float64(),
+        "lane": pa.int64(),
+        "message": pa.string(),
+        "start_time": pa.timestamp("us", "UTC"),
+        "end_time": pa.timestamp("us", "UTC"),
     }
     assert {name: found.schema.field(name).type for name in expected} == expected
     assert found.num_rows == 11
@@ -226,7 +271,9 @@ def test_parquet_has_stable_types_and_comes_back(sweep: Storage) -> None:
 
 def test_parquet_columns_of_any_value(sweep: Storage) -> None:
     space: dict[str, list[Any]] = {
-        "microbatch_size": [16, "auto"], "optimizer.lr": [1, 0.5], "fullgraph": [True, False],
+        "microbatch_size": [16, "auto"],
+        "optimizer.lr": [1, 0.5],
+        "fullgraph": [True, False],
         "scaling.num_workers": [[1, 2], 2],
     }
     records = [
@@ -277,7 +324,7 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing(sweep: Storage) -> N
     text = page(sweep)
     assert re.findall(r"""(?:src|href)\s*=\s*(?!["']?(?:#|data:,)).*""", text) == []
     assert re.findall(r"""url\(\s*(?!["']?#).*""", text) == []
-    assert set(re.findall(r'(\S{0,12})https?://', text)) <= {'xmlns="'}
+    assert set(re.findall(r"(\S{0,12})https?://", text)) <= {'xmlns="'}
     assert "@import" not in text
     assert "<link" not in text.replace('<link rel="icon" href="data:,">', "")
     assert "<script" not in text
@@ -332,19 +379,27 @@ def test_one_trial(sweep: Storage) -> None:
     assert page(sweep).count("<figure ") == 4
 
 
-@pytest.mark.parametrize("space", [
-    {"precision": ["fp32", "bf16"]},
-    {"task_args.name": ["$\\frac{", "<b>&\"]"]},
-    {"optimizer.lr": {"loguniform": [1e-5, 1e-1]}, "task_args.lr": [1, 2]},
-    {"microbatch_size": [16, "auto"], "scaling.num_workers": [[1, 2], 2]},
-])
+@pytest.mark.parametrize(
+    "space",
+    [
+        {"precision": ["fp32", "bf16"]},
+        {"task_args.name": ["$\\frac{", '<b>&"]']},
+        {"optimizer.lr": {"loguniform": [1e-5, 1e-1]}, "task_args.lr": [1, 2]},
+        {"microbatch_size": [16, "auto"], "scaling.num_workers": [[1, 2], 2]},
+    ],
+)
 def test_any_space_can_be_drawn(sweep: Storage, space: dict[str, Any]) -> None:
     is_random = any(not isinstance(given, list) for given in space.values())
     values = {key: given if isinstance(given, list) else [1e-5, 3e-2] for key, given in space.items()}
     records = [
-        trial(number, "done", {key: given[number] for key, given in values.items()},
-              samples_per_s=100.0 + number, peak_memory_bytes=2**31,
-              curve=[{"train_time_s": 1.0, "val_loss": 0.5}])
+        trial(
+            number,
+            "done",
+            {key: given[number] for key, given in values.items()},
+            samples_per_s=100.0 + number,
+            peak_memory_bytes=2**31,
+            curve=[{"train_time_s": 1.0, "val_loss": 0.5}],
+        )
         for number in range(2)
     ]
     search = {"search": "random", "budget": {"trials": 2}} if is_random else {}

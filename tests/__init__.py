@@ -1,0 +1,1 @@
+"""The suite: unit, distributed (real gloo processes), ray, and what a user types."""

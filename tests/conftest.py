@@ -1,0 +1,149 @@
+"""Fixtures of the whole suite: one Ray cluster, commands as a user types them, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import trainers.ray_env  # noqa: F401 (before anything imports Ray)
+
+REPOSITORY = Path(__file__).parent.parent
+
+# Tests of this session share one token and write none to the home directory.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Every process that the suite started is gone at its end."""
+    yield
+    deadline = time.monotonic() + 20
+    while (left := [p for p in psutil.Process().children(recursive=True) if _alive(p)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, f"processes left behind: {[(p.pid, p.cmdline()[:4]) for p in left]}"
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished command."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., Done]:
+    """Run a command of the environment's Python in a directory of its own; `ray_address` joins a cluster."""
+
+    def run(
+        *args: str,
+        cwd: Path = REPOSITORY,
+        env: dict[str, str] | None = None,
+        ray_address: str | None = None,
+        timeout_s: float = 240,
+        program: tuple[str, ...] = (sys.executable,),
+    ) -> Done:
+        settings = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "PACELINE_STORAGE")}
+        settings["PATH"] = f"{Path(sys.executable).parent}:{settings['PATH']}"
+        if ray_address:
+            settings["RAY_ADDRESS"] = ray_address
+        began = time.monotonic()
+        done = subprocess.run(
+            [*program, *args],
+            cwd=cwd,
+            env=settings | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+        return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The session's Ray cluster: `ray start --head` on this machine."""
+
+    address: str
+    dashboard: str
+    directory: Path
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """One cluster for the whole session, in a directory that goes with it."""
+    directory = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
+    gcs_port, dashboard_port = 26379, 28265
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+        "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
+    }
+    # fmt: off
+    head = subprocess.Popen(
+        [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={gcs_port}",
+         "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
+         f"--temp-dir={directory}", "--disable-usage-stats", "--include-log-monitor=true"],
+        env=environment, stdout=(directory / "head.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+    )
+    # fmt: on
+    try:
+        _wait_for(lambda: "Ray runtime started" in (directory / "head.log").read_text(), 90, directory / "head.log")
+        yield Cluster(f"127.0.0.1:{gcs_port}", f"http://127.0.0.1:{dashboard_port}", directory)
+    finally:
+        family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
+        head.send_signal(signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=15)
+        for process in alive:
+            process.kill()
+        head.wait()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _wait_for(condition: Callable[[], bool], timeout_s: float, log: Path) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(log.read_text())
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="session")
+def driver(cluster: Cluster) -> Iterator[Any]:
+    """This process as a driver of the session's cluster."""
+    import ray
+
+    before = os.environ.get("RAY_ADDRESS")
+    os.environ["RAY_ADDRESS"] = cluster.address
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+    if before is None:
+        del os.environ["RAY_ADDRESS"]
+    else:
+        os.environ["RAY_ADDRESS"] = before

@@ -1,0 +1,1 @@
+"""Real processes over gloo."""

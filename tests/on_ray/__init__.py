@@ -1,0 +1,1 @@
+"""On the session's Ray cluster."""

@@ -1,0 +1,74 @@
+"""The TorchTrainer around the loop: failures by kind, each with its own budget, and what Ray is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.specs import losses, make
+from trainers.errors import ConfigError, RunFailedError
+from trainers.launch import run_local
+
+pytestmark = pytest.mark.ray
+
+
+def test_worker_killed_resumes_with_an_equal_curve(tmp_path: Path, driver: Any) -> None:
+    from trainers.torch_trainer import run_on_ray
+
+    args = {"fail_at": 17, "failure": "kill", "marker": str(tmp_path / "killed")}
+    spec = make(tmp_path, name="killed", launcher="ray", task_args=args)
+    result = run_on_ray(spec)
+    unbroken = make(tmp_path, name="unbroken")
+    run_local(unbroken)
+
+    assert (tmp_path / "killed").exists()
+    assert result.status == "done"
+    assert losses(spec) == losses(unbroken)
+    assert result.checkpoint is not None
+    assert result.checkpoint.endswith("step-000000000030")
+
+
+def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> None:
+    from trainers.torch_trainer import run_on_ray
+
+    spec = make(tmp_path, launcher="ray", task_args={"fail_at": 3, "failure": "raise"})
+    with pytest.raises(
+        RunFailedError, match=r"rank 0: ValueError: injected: the task fails here \(tasks.py:\d+\)"
+    ) as met:
+        run_on_ray(spec)
+    assert met.value.status == "error"
+
+
+def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:
+    from trainers.torch_trainer import check_cluster
+
+    with pytest.raises(ConfigError, match=r"scaling.num_workers` is 3, but must fit on .* 2 CPUs .* at most 2\."):
+        check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=3))
+    with pytest.raises(ConfigError, match="add nodes with a GPU"):
+        check_cluster(make(tmp_path, launcher="ray", scaling__use_gpu=True))
+    assert check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=2)) == "cpu"
+
+
+def test_what_a_cluster_file_allows_counts_before_it_is_up(tmp_path: Path, driver: Any) -> None:
+    """The autoscaler publishes its file's limits in the GCS: those count, not only the nodes that are up."""
+    from ray._private.state import state
+    from ray.core.generated.autoscaler_pb2 import ClusterConfig
+
+    from trainers.torch_trainer import check_cluster
+
+    group = {"resources": {"CPU": 4}, "min_count": 0, "max_count": 2, "name": "worker"}
+    config = ClusterConfig(node_group_configs=[group])
+    accessor = state._connect_and_get_accessor()
+    key = driver._raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode()
+    namespace = driver._raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode()
+    gcs = driver._private.worker.global_worker.gcs_client
+    gcs.internal_kv_put(key, config.SerializeToString(), True, namespace)
+    try:
+        assert accessor is not None
+        assert check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=8)) == "cpu"
+        with pytest.raises(ConfigError, match="at most 8"):
+            check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=9))
+    finally:
+        gcs.internal_kv_del(key, False, namespace)

@@ -1,0 +1,47 @@
+"""Runs of the suite's own tasks, as specs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainers.config import TrainConfig
+from trainers.metrics import read_log
+from trainers.run import RunSpec, make_spec
+from trainers.settings import override
+
+REPOSITORY = Path(__file__).parent.parent
+
+BASE: dict[str, Any] = {
+    "task": "tests.tasks:Blobs",
+    "task_dir": str(REPOSITORY),
+    "max_steps": 30,
+    "global_batch_size": 24,
+    "log_every_steps": 1,
+    "optimizer": {"name": "adamw", "lr": 0.01},
+    "evaluate": {"every_steps": 10},
+    "checkpoint": {"every_steps": 10},
+    "launcher": "local",
+}
+
+
+def tree(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """BASE with dotted changes (`__` for a dot), stored below `tmp_path`."""
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    return override(TrainConfig, BASE, {"storage_path": str(tmp_path / "runs"), **dotted})
+
+
+def make(tmp_path: Path, **changes: Any) -> RunSpec:
+    """The same as a spec."""
+    return make_spec(tree(tmp_path, **changes), "test", tmp_path)
+
+
+def losses(spec: RunSpec) -> list[float]:
+    """The loss curve that a run has logged, a value a step."""
+    return [record["train_loss"] for record in read_log(spec.storage) if "train_loss" in record]
+
+
+def evaluations(spec: RunSpec) -> list[dict[str, float]]:
+    """The evaluations that a run has logged, without times."""
+    records = [record for record in read_log(spec.storage) if "val_loss" in record]
+    return [{key: value for key, value in record.items() if key != "train_time_s"} for record in records]

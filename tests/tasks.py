@@ -1,0 +1,82 @@
+"""Tasks for the suite: small, without BatchNorm and dropout unless a test asks for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from trainers.task import Task
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Blobs(Task):
+    """Four noisy clusters in D dimensions; an MLP. Every argument is one thing that a test needs to go wrong."""
+
+    def __init__(
+        self,
+        samples: int = 203,
+        features: int = 12,
+        dtype: str = "float32",
+        fail_at: int | None = None,
+        failure: str = "raise",
+        fits: int | None = None,
+        marker: str | None = None,
+    ) -> None:
+        self.samples, self.features, self.dtype = samples, features, _DTYPES[dtype]
+        self.fail_at, self.failure, self.fits = fail_at, failure, fits
+        self.marker = Path(marker) if marker else None
+        self.forwards = 0
+
+    def model(self) -> nn.Module:
+        layers = nn.Sequential(nn.Linear(self.features, 32), nn.Tanh(), nn.Linear(32, 4))
+        return layers.to(self.dtype)
+
+    def dataset(self, split: str) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1 if split == "train" else 2)
+        labels = torch.randint(0, 4, (self.samples,), generator=generator)
+        centres = torch.randn(4, self.features, generator=torch.Generator().manual_seed(3), dtype=self.dtype)
+        noise = torch.randn(self.samples, self.features, generator=generator, dtype=self.dtype)
+        return TensorDataset(centres[labels] + noise, labels)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.fits is not None and len(batch[0]) > self.fits:
+            raise torch.OutOfMemoryError(f"injected: {len(batch[0])} samples, {self.fits} fit")
+        if model.training:
+            self.forwards += 1
+            if self.forwards == self.fail_at:
+                self._fail()
+        return model(batch[0])
+
+    def _fail(self) -> None:
+        if self.marker is not None:
+            if self.marker.exists():  # it failed once already
+                return
+            self.marker.touch()
+        if self.failure == "raise":
+            raise ValueError("injected: the task fails here")
+        if self.failure == "exit":
+            os._exit(3)
+        if self.failure == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.failure == "sleep":
+            time.sleep(3600)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss = F.cross_entropy(outputs, batch[1])
+        return loss * float("nan") if self.failure == "nan" and self.forwards >= (self.fail_at or 0) else loss
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"accuracy": outputs.argmax(1) == batch[1]}
+
+
+class NotATask:
+    """Something else."""

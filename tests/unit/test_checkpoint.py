@@ -1,0 +1,361 @@
+"""Checkpoints on real files: round trip, retention, damage of every kind, strangers, and storage that fails."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainers.checkpoint import FORMAT, Checkpoints
+from trainers.errors import CheckpointError, StorageError
+from trainers.parallel import Group
+from trainers.rng import get_rng_state
+from trainers.storage import Storage
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+MARKER = "code-ran"
+
+
+def make(path: Path, keep: int = 2) -> Checkpoints:
+    return Checkpoints(Storage(str(path)), Group(0, 1, CPU), keep)
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((100,), float(step))}, "position": {"step": step}}
+
+
+def save(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, state(step), get_rng_state(CPU))
+
+
+def folder(path: Path, step: int) -> Path:
+    return path / "checkpoints" / f"step-{step:012d}"
+
+
+def kept(path: Path) -> list[int]:
+    return sorted(int(entry.name.removeprefix("step-")) for entry in (path / "checkpoints").iterdir())
+
+
+def loaded_step(checkpoints: Checkpoints) -> int | None:
+    found = checkpoints.load()
+    return int(found.state["position"]["step"]) if found else None
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    rank_state = get_rng_state(CPU)
+    given = {"model": layer.state_dict(), "optimizer": optimizer.state_dict(), "task": {"words": ["a", None, 1.5]}}
+    where = make(tmp_path).save(7, given, rank_state)
+
+    assert where == str(folder(tmp_path, 7))
+    found = make(tmp_path).load()
+    assert found is not None
+    assert found.name == "step-000000000007"
+    assert str(found.state) == str(given)
+    assert found.rank_state is not None
+    assert torch.equal(found.rank_state["torch"], rank_state["torch"])
+    assert found.rank_state["python"] == rank_state["python"]
+
+
+def test_an_empty_run_has_no_checkpoint(tmp_path: Path) -> None:
+    assert make(tmp_path).load() is None
+    assert make(tmp_path).newest() is None
+
+
+def test_the_manifest_names_each_file_with_size_and_checksum(tmp_path: Path) -> None:
+    save(make(tmp_path), 3)
+    manifest = json.loads((folder(tmp_path, 3) / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (FORMAT, 3, 1)
+    files = {path.name: path for path in folder(tmp_path, 3).iterdir() if path.suffix == ".pt"}
+    assert set(manifest["files"]) == set(files) == {"state.pt", "rank-00000.pt"}
+    for name, entry in manifest["files"].items():
+        data = files[name].read_bytes()
+        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    save(make(tmp_path, keep), 1, 2, 3, 4, 5)
+    assert kept(tmp_path) == [1, 2, 3, 4, 5][-keep:]
+    assert loaded_step(make(tmp_path)) == 5
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    save(make(tmp_path), 9, 10, 100)
+    assert kept(tmp_path) == [10, 100]
+    assert loaded_step(make(tmp_path)) == 100
+
+
+def test_a_checkpoint_may_be_written_again(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path)
+    checkpoints.save(5, state(1), {})
+    checkpoints.save(5, state(2), {})
+    assert loaded_step(checkpoints) == 2
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_one_just_written_is_never_deleted(tmp_path: Path, keep: int) -> None:
+    """A damaged one of a later step may lie there: a run that was killed while it wrote it, then resumed earlier."""
+    save(make(tmp_path, keep), 10, 20)
+    if keep == 1:
+        save(make(tmp_path, 2), 10)
+    (folder(tmp_path, 20) / "manifest.json").unlink()
+    assert loaded_step(make(tmp_path, keep)) == 10
+    save(make(tmp_path, keep), 15)
+    assert loaded_step(make(tmp_path, keep)) == 15
+    save(make(tmp_path, keep), 16)
+    assert loaded_step(make(tmp_path, keep)) == 16
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "no manifest": lambda where: (where / "manifest.json").unlink(),
+    "empty manifest": lambda where: (where / "manifest.json").write_bytes(b""),
+    "half a manifest": lambda where: truncate(where / "manifest.json"),
+    "manifest that is a list": lambda where: (where / "manifest.json").write_text("[]"),
+    "manifest without files": lambda where: (where / "manifest.json").write_text('{"format": 1, "world_size": 1}'),
+    "manifest without checksums": lambda where: (where / "manifest.json").write_text(
+        '{"format": 1, "world_size": 1, "files": {"state.pt": {}, "rank-00000.pt": {}}}'
+    ),
+    "manifest of no file": lambda where: (where / "manifest.json").write_text(
+        '{"format": 1, "world_size": 1, "files": {}}'
+    ),
+    "manifest without world size": lambda where: edit_manifest(where, "world_size", None),
+    "manifest of another format": lambda where: edit_manifest(where, "format", FORMAT + 1),
+    "truncated state": lambda where: truncate(where / "state.pt"),
+    "empty state": lambda where: (where / "state.pt").write_bytes(b""),
+    "flipped bit in the state": lambda where: flip_a_bit(where / "state.pt"),
+    "flipped bit in a rank's state": lambda where: flip_a_bit(where / "rank-00000.pt"),
+    "no state": lambda where: (where / "state.pt").unlink(),
+    "no rank's state": lambda where: (where / "rank-00000.pt").unlink(),
+}
+
+
+def edit_manifest(where: Path, key: str, value: Any) -> None:
+    manifest = json.loads((where / "manifest.json").read_text())
+    manifest.pop(key)
+    if value is not None:
+        manifest[key] = value
+    (where / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_named_and_the_one_before_is_used(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    save(make(tmp_path), 1, 2)
+    DAMAGES[damage](folder(tmp_path, 2))
+    with caplog.at_level(logging.WARNING):
+        assert loaded_step(make(tmp_path)) == 1
+    assert str(folder(tmp_path, 2)) in caplog.text
+    assert str(folder(tmp_path, 1)) not in caplog.text
+
+
+def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
+    save(make(tmp_path), 1, 2)
+    for step in (1, 2):
+        flip_a_bit(folder(tmp_path, step) / "state.pt")
+    assert make(tmp_path).load() is None
+
+
+def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at every write in turn: whatever is there then is either whole or not used."""
+    writes = 3  # state, rank, manifest
+    for cut in range(writes):
+        run = tmp_path / str(cut)
+        save(make(run), 1)
+        left = [cut]
+        original = Storage.writer
+
+        def writer(self: Storage, name: str, left: list[int] = left, original: Any = original) -> Any:
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return original(self, name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Storage, "writer", writer)
+            with pytest.raises(KeyboardInterrupt):
+                save(make(run), 2)
+        assert loaded_step(make(run)) == 1
+
+
+def test_writing_over_a_whole_one_never_leaves_a_mixed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(make(tmp_path), 1, 2)
+    monkeypatch.setattr(Checkpoints, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path).save(2, state(99), {})
+    assert loaded_step(make(tmp_path)) == 1
+
+
+def test_another_number_of_workers_takes_the_state_without_the_random_state(tmp_path: Path) -> None:
+    save(make(tmp_path), 4)
+    edit_manifest(folder(tmp_path, 4), "world_size", 2)
+    found = make(tmp_path).load()
+    assert found is not None
+    assert found.rank_state is None
+    assert found.state["position"] == {"step": 4}
+
+
+class Evil:
+    """Unpickling it runs code: a directory is made in the working directory."""
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (MARKER,))
+
+
+def evil_pickle() -> bytes:
+    data = io.BytesIO()
+    torch.save({"model": Evil(), "position": {"step": 1}}, data)
+    return data.getvalue()
+
+
+def legacy_evil_pickle() -> bytes:
+    data = io.BytesIO()
+    torch.save({"model": Evil()}, data, _use_new_zipfile_serialization=False)
+    return data.getvalue()
+
+
+def plain(value: Any) -> bytes:
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
+
+
+STRANGERS = {
+    "malicious zip": evil_pickle(),
+    "malicious legacy file": legacy_evil_pickle(),
+    "bare pickle": b"\x80\x04cbuiltins\neval\n\x8c\x0e__import__('os')\x85R.",
+    "not torch at all": b"hello",
+    "empty": b"",
+    "a list": plain([1, 2, 3]),
+    "a tensor": plain(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("file", ["state.pt", "rank-00000.pt"])
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_strangers_file_with_a_matching_manifest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stranger: str, file: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(make(tmp_path), 1)
+    data = STRANGERS[stranger]
+    (folder(tmp_path, 1) / file).write_bytes(data)
+    manifest = json.loads((folder(tmp_path, 1) / "manifest.json").read_text())
+    manifest["files"][file] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (folder(tmp_path, 1) / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=file):
+        make(tmp_path).load()
+    assert not Path(MARKER).exists()
+
+
+@pytest.mark.parametrize("data", [evil_pickle(), legacy_evil_pickle()])
+def test_the_malicious_file_would_run_code_if_it_were_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """Without this the test above could pass for the wrong reason."""
+    monkeypatch.chdir(tmp_path)
+    torch.load(io.BytesIO(data), weights_only=False)
+    assert Path(MARKER).is_dir()
+
+
+def test_unwritable_storage_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="could not be written"):
+        save(make(tmp_path / "file"), 1)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[int]:
+    """Files of this process may not grow beyond so many bytes, as on a full disk."""
+    limit = 4096
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_names_the_cause_and_keeps_the_one_before(tmp_path: Path, small_disk: int) -> None:
+    checkpoints = make(tmp_path)
+    checkpoints.save(1, {"position": {"step": 1}}, {})
+    big = {"model": torch.zeros(100 * small_disk), "position": {"step": 2}}
+    with pytest.raises(StorageError, match="File too large"):
+        checkpoints.save(2, big, {})
+    assert loaded_step(checkpoints) == 1
+    assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".tmp")]
+
+
+def test_a_transient_failure_while_writing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One failed request of hundreds must not end a run of days."""
+    waits: list[float] = []
+    monkeypatch.setattr("trainers.storage.time.sleep", waits.append)
+    failed: list[str] = []
+    replace = Path.replace
+
+    def flaky(self: Path, target: Any) -> Any:
+        if Path(target).name == "state.pt" and not failed:
+            failed.append(str(target))
+            raise OSError(5, "Input/output error")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", flaky)
+    save(make(tmp_path), 1)
+    assert failed
+    assert waits
+    assert loaded_step(make(tmp_path)) == 1
+
+
+def test_the_group_hears_of_a_rank_that_could_not_write(tmp_path: Path) -> None:
+    """Rank 0 learns by the gather that rank 1 failed: no manifest, and an error on rank 0 too."""
+
+    class TwoRanks(Group):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, ({}, "rank 1: disk full")]
+
+        def first(self, value: Any) -> Any:
+            return value
+
+    checkpoints = Checkpoints(Storage(str(tmp_path)), TwoRanks(0, 2, CPU), 2)
+    with pytest.raises(StorageError, match="rank 1: disk full"):
+        save(checkpoints, 1)
+    assert not (folder(tmp_path, 1) / "manifest.json").exists()
+
+
+def test_storage_that_workers_do_not_share_is_noticed(tmp_path: Path) -> None:
+    class TwoRanks(Group):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, ({"rank-00001.pt": {"bytes": 1, "sha256": ""}}, None)]
+
+        def first(self, value: Any) -> Any:
+            return value
+
+    checkpoints = Checkpoints(Storage(str(tmp_path)), TwoRanks(0, 2, CPU), 2)
+    with pytest.raises(StorageError, match="shared by all nodes"):
+        save(checkpoints, 1)
+    assert not (folder(tmp_path, 1) / "manifest.json").exists()

@@ -1,0 +1,77 @@
+"""The device of a worker on a machine without an accelerator, its flags and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trainers.device import (
+    environment,
+    peak_memory_bytes,
+    reset_peak_memory,
+    resolve_device,
+    set_flags,
+    synchronize,
+    total_memory_bytes,
+)
+from trainers.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def flags_come_back() -> Iterator[None]:
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+def test_a_forced_cpu_is_a_cpu() -> None:
+    assert resolve_device("cpu") == CPU
+    assert resolve_device("cpu", 3) == CPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_an_accelerator() -> None:
+    assert resolve_device("auto").type in ("cpu", "mps")
+    with pytest.raises(ConfigError) as raised:
+        resolve_device("cuda")
+    assert str(raised.value).startswith('`device` is "cuda", but is not there')
+    assert "device: auto" in str(raised.value)
+
+
+def test_flags_are_set_whatever_they_were() -> None:
+    torch.set_default_dtype(torch.float64)
+    set_flags(CPU, threads=2, deterministic=True)
+    assert torch.get_num_threads() == 2
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+    assert torch.get_default_dtype() is torch.float32
+    set_flags(CPU, threads=1, deterministic=False)
+    assert torch.get_num_threads() == 1
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark
+
+
+def test_memory_figures_are_of_this_process() -> None:
+    reset_peak_memory(CPU)
+    before = peak_memory_bytes(CPU)
+    block = torch.ones(50_000_000, dtype=torch.uint8)
+    after = peak_memory_bytes(CPU)
+    assert 10_000_000 < before < total_memory_bytes(CPU)
+    assert after >= before + 40_000_000
+    del block
+    synchronize(CPU)
+
+
+def test_the_environment_says_what_a_figure_depends_on() -> None:
+    report = environment(CPU)
+    assert {"python", "platform", "cpus", "torch", "ray", "pyarrow", "device"} <= set(report)
+    assert report["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert all(isinstance(value, str) for value in report.values())

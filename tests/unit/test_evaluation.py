@@ -1,0 +1,175 @@
+"""Evaluation against a plain computation: every sample once, whatever the batches and the ranks are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trainers.config import DataConfig
+from trainers.evaluation import evaluate
+from trainers.loader import Feed
+from trainers.parallel import Group
+from trainers.precision import resolve_precision
+from trainers.task import Task
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+FP32 = resolve_precision("fp32", CPU)
+
+
+class Labels(Task):
+    def dataset(self, split: str) -> TensorDataset:
+        raise NotImplementedError
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"accuracy": outputs.argmax(1) == batch[1], "confidence": outputs.softmax(1).amax(1)}
+
+
+class Weighted(Labels):
+    """The loss of a batch is a mean over weights, as over tokens."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        each = nn.functional.cross_entropy(outputs, batch[1], reduction="none")
+        return (each * batch[2]).sum() / batch[2].sum()
+
+    def weight(self, batch: Any) -> Tensor:
+        return batch[2].sum()
+
+
+def data(size: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(size)
+    inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 3, (size,), generator=generator)
+    return TensorDataset(inputs, labels, torch.randint(1, 9, (size,), generator=generator).double())
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+
+
+def run(
+    task: Task, dataset: TensorDataset, size: int, model: nn.Module | None = None, group: Group | None = None
+) -> dict[str, float]:
+    feed = Feed(dataset, task, DataConfig(), CPU, sharers=1, seed=0)
+    return evaluate(model or small_model(), task, feed, size, FP32, group or Group(0, 1, CPU))
+
+
+@pytest.mark.parametrize("task", [Labels(), Weighted()], ids=["samples", "weights"])
+@pytest.mark.parametrize("size", [1, 7, 64, 1797])
+@pytest.mark.parametrize("microbatch", [1, 3, 64, 256, 5000])
+def test_the_figures_are_those_of_one_plain_pass(task: Task, size: int, microbatch: int) -> None:
+    if size // microbatch > 600:
+        microbatch = size // 600
+    dataset = data(size)
+    model = small_model().eval()
+    inputs, labels, weights = dataset.tensors
+    with torch.no_grad():
+        outputs = model(inputs)
+        each = nn.functional.cross_entropy(outputs, labels, reduction="none")
+    counted = weights if isinstance(task, Weighted) else torch.ones(size, dtype=torch.float64)
+    assert run(task, dataset, microbatch) == pytest.approx(
+        {
+            "val_loss": float((each * counted).sum() / counted.sum()),
+            "val_accuracy": float((outputs.argmax(1) == labels).double().mean()),
+            "val_confidence": float(outputs.softmax(1).amax(1).mean()),
+        },
+        rel=1e-12,
+    )
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_any_number_of_ranks_gives_the_same_figures_to_the_bit(workers: int) -> None:
+    """Each rank's table is taken and added here, as all-reduce would."""
+    dataset, tables = data(100), []
+
+    class Rank(Group):
+        def sum(self, tensor: Tensor) -> Tensor:
+            tables.append(tensor.clone())
+            return tensor
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, ["accuracy", "confidence"]]
+
+    class Last(Rank):
+        def sum(self, tensor: Tensor) -> Tensor:
+            super().sum(tensor)
+            return torch.stack(tables).sum(0)
+
+    for rank in range(workers - 1):
+        run(Labels(), dataset, 16, group=Rank(rank, workers, CPU))
+    together = run(Labels(), dataset, 16, group=Last(workers - 1, workers, CPU))
+    assert together == run(Labels(), dataset, 16)
+    covered = torch.stack(tables)[:, :, 1]
+    assert torch.equal((covered > 0).sum(0), torch.ones(7, dtype=torch.int64))  # each batch on exactly one rank
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_in_the_mode_and_state_it_was_in(training: bool) -> None:
+    model = small_model().train(training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run(Labels(), data(30), 8, model)
+    assert model.training is training
+    assert all(module.training is training for module in model.modules())
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_mode_comes_back_after_an_error_too() -> None:
+    class Broken(Labels):
+        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+            raise ZeroDivisionError
+
+    model = small_model()
+    with pytest.raises(ZeroDivisionError):
+        run(Broken(), data(30), 8, model)
+    assert model.training
+
+
+def test_nothing_is_drawn_and_nothing_is_learned() -> None:
+    class Strict(Labels):
+        def transform(self, batch: Any, training: bool) -> Any:
+            assert not training
+            return batch
+
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            assert not outputs.requires_grad
+            return super().loss(outputs, batch)
+
+    before = torch.get_rng_state()
+    run(Strict(), data(30), 8)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_task_without_metrics_has_its_loss() -> None:
+    class Plain(Labels):
+        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+            return {}
+
+    assert set(run(Plain(), data(9), 4)) == {"val_loss"}
+
+
+def test_an_infinite_loss_is_reported_as_it_is() -> None:
+    class Infinite(Labels):
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            return super().loss(outputs, batch) * math.inf
+
+    assert run(Infinite(), data(9), 4)["val_loss"] == math.inf
+
+
+def test_a_metric_that_is_not_one_value_a_sample_is_refused() -> None:
+    """A mean of a batch would be added up as if it were one sample's value: a wrong figure, silently."""
+
+    class Mean(Labels):
+        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+            return {"accuracy": (outputs.argmax(1) == batch[1]).double().mean()}
+
+    with pytest.raises(Exception, match="accuracy"):
+        run(Mean(), data(64), 16)

@@ -1,0 +1,205 @@
+"""Batches: the same ones by every way that data can take, in the order that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from trainers import loader
+from trainers.config import DataConfig
+from trainers.loader import Feed, concatenate, fetch
+from trainers.task import Task, map_tensors, tensors_of
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+SIZE = 23
+INPUTS = torch.arange(SIZE * 3, dtype=torch.float32).reshape(SIZE, 3)
+LABELS = torch.arange(SIZE)
+ASKED = [torch.tensor([3, 1, 22]), torch.tensor([0]), torch.tensor([5, 5, 7, 2])]
+
+
+class Samples(Dataset[Any]):
+    """One sample at a time."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return INPUTS[index], LABELS[index]
+
+
+class WholeBatches(Samples):
+    """A batch at a time, ready."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [INPUTS[indices], LABELS[indices]] if False else (INPUTS[indices], LABELS[indices])
+
+
+class Lists(Samples):
+    """torch's protocol: a list of samples."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+class Dicts(Samples):
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": INPUTS[index], "labels": LABELS[index]}
+
+
+class Marked(Task):
+    """Its transform shows what it was told."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        assert not torch.is_grad_enabled()
+        self.seen.append(training)
+        return batch
+
+
+def feed(dataset: Dataset[Any], **options: Any) -> Feed:
+    return Feed(dataset, Marked(), DataConfig(**options), CPU, sharers=1, seed=0)
+
+
+def collect(source: Feed, asked: list[Tensor] = ASKED) -> list[list[Tensor]]:
+    found = [tensors_of(batch) for batch in source.batches(asked, training=True)]
+    source.close()
+    return found
+
+
+WAYS: dict[str, tuple[Dataset[Any], dict[str, Any]]] = {
+    "tensors, resident": (TensorDataset(INPUTS, LABELS), {}),
+    "tensors, loaded": (TensorDataset(INPUTS, LABELS), {"resident": False}),
+    "samples": (Samples(), {}),
+    "samples, resident": (Samples(), {"resident": True}),
+    "whole batches": (WholeBatches(), {}),
+    "whole batches, resident": (WholeBatches(), {"resident": True}),
+    "lists": (Lists(), {}),
+    "dicts": (Dicts(), {}),
+    "dicts, resident": (Dicts(), {"resident": True}),
+    "a subset": (torch.utils.data.Subset(TensorDataset(INPUTS, LABELS), range(SIZE)), {}),
+    "a loader process": (Samples(), {"num_workers": 1, "prefetch_factor": 2}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_batches_asked_for(way: str) -> None:
+    dataset, options = WAYS[way]
+    found = collect(feed(dataset, **options))
+    assert len(found) == len(ASKED)
+    for (inputs, labels), asked in zip(found, ASKED, strict=True):
+        assert torch.equal(inputs, INPUTS[asked])
+        assert torch.equal(labels, LABELS[asked])
+
+
+def test_a_loader_process_serves_one_epoch_after_another() -> None:
+    source = feed(Samples(), num_workers=1)
+    for _ in range(2):
+        rows = [batch[1].tolist() for batch in source.batches(ASKED, training=False)]
+        assert rows == [asked.tolist() for asked in ASKED]
+    source.close()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_no_batch_is_asked_for_and_none_comes(resident: bool) -> None:
+    assert collect(feed(Samples(), resident=resident), []) == []
+
+
+def test_the_transform_hears_whether_it_is_training() -> None:
+    source = feed(Samples())
+    list(source.batches(ASKED[:1], training=True))
+    list(source.batches(ASKED[:1], training=False))
+    assert source.task.seen == [True, False]  # type: ignore[attr-defined]
+
+
+def test_auto_keeps_small_tensor_datasets_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = TensorDataset(INPUTS, LABELS)
+    bytes_of_it = INPUTS.numel() * 4 + LABELS.numel() * 8
+    assert feed(small).resident is not None
+    assert feed(Samples()).resident is None
+    assert feed(small, num_workers=1).resident is None
+    monkeypatch.setattr(loader, "total_memory_bytes", lambda _: 10 * bytes_of_it)
+    assert feed(small).resident is not None
+    shared = Feed(small, Marked(), DataConfig(), CPU, sharers=2, seed=0)  # twice the data on one host
+    assert shared.resident is None
+    monkeypatch.setattr(loader, "total_memory_bytes", lambda _: 10 * bytes_of_it - 10)
+    assert feed(small).resident is None
+    assert feed(small, resident=True).resident is not None
+
+
+def test_resident_data_is_fetched_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_FETCH", 7)
+    found = collect(feed(Dicts(), resident=True))
+    assert torch.equal(found[0][0], INPUTS[ASKED[0]])
+
+
+def test_a_batch_is_a_copy_of_resident_data() -> None:
+    """A transform may work in place."""
+    data = INPUTS.clone()
+    source = feed(TensorDataset(data, LABELS))
+    for batch in source.batches(ASKED, training=True):
+        batch[0].zero_()
+    assert torch.equal(data, INPUTS)
+
+
+def test_a_tasks_own_collate_is_used() -> None:
+    class Padded(Task):
+        def collate(self, samples: list[Any]) -> Any:
+            return torch.nn.utils.rnn.pad_sequence([torch.ones(int(label) % 4 + 1) for _, label in samples], True)
+
+    source = Feed(Samples(), Padded(), DataConfig(), CPU, sharers=1, seed=0)
+    shapes = [tuple(batch.shape) for batch in source.batches(ASKED, training=True)]
+    assert shapes == [(3, 4), (1, 1), (4, 4)]
+
+
+def test_fetch_takes_one_sample_or_many() -> None:
+    task = Task()
+    for dataset in (TensorDataset(INPUTS, LABELS), Samples(), WholeBatches(), Lists()):
+        inputs, labels = fetch(dataset, range(2, 5), task.collate)
+        assert torch.equal(inputs, INPUTS[2:5])
+        assert torch.equal(labels, LABELS[2:5])
+
+
+def test_concatenate_keeps_the_nesting() -> None:
+    parts = [{"a": torch.ones(2, 3), "b": [torch.zeros(2)]}, {"a": torch.zeros(1, 3), "b": [torch.ones(1)]}]
+    joined = concatenate(parts)
+    assert joined["a"].shape == (3, 3)
+    assert joined["b"][0].tolist() == [0, 0, 1]
+
+
+class Named(Samples):
+    """A sample with a word in it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": INPUTS[index], "name": f"sample {index}"}
+
+
+def test_words_go_with_their_samples() -> None:
+    (first, *_) = feed(Named()).batches(ASKED, training=True)
+    assert first["name"] == ["sample 3", "sample 1", "sample 22"]
+
+
+def test_resident_data_that_cannot_be_indexed_is_refused() -> None:
+    """Words would not be picked with their samples: every batch would carry those of the whole split."""
+    with pytest.raises(Exception, match="resident"):
+        next(iter(feed(Named(), resident=True).batches(ASKED, training=True)))
+
+
+def test_closing_ends_loader_processes() -> None:
+    import multiprocessing
+
+    source = feed(Samples(), num_workers=1)
+    next(iter(source.batches(ASKED, training=True)))
+    assert multiprocessing.active_children()
+    source.close()
+    assert not multiprocessing.active_children()
+
+
+def test_map_tensors_keeps_other_leaves() -> None:
+    assert map_tensors(lambda tensor: tensor + 1, {"a": [torch.zeros(1), "x"], "b": None})["a"][1] == "x"

@@ -1,0 +1,581 @@
+"""The loop on a CPU, one worker: resume at every step, stop, divergence, and what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from trainers.checkpoint import Checkpoints
+from trainers.config import TrainConfig
+from trainers.errors import CheckpointError, ConfigError, DivergedError
+from trainers.launch import LocalContext
+from trainers.loop import fit
+from trainers.metrics import RunLog, RunResult, read_log
+from trainers.settings import build
+from trainers.storage import Storage
+from trainers.task import Task
+
+torch.set_num_threads(1)
+SAMPLES = 22
+BATCH = 5
+PER_EPOCH = 5
+RARE = {"checkpoint": {"every_steps": 99}, "evaluate": {"every_steps": 99}}
+
+
+class Power(BaseException):
+    """A power cut: nothing in the product may catch it."""
+
+
+class Tiny(Task):
+    """Dropout, BatchNorm, a random transform and a state of its own: all that a resume could get wrong."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 2))
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        generator = torch.Generator().manual_seed(1 if split == "train" else 2)
+        size = SAMPLES if split == "train" else 9
+        inputs = torch.randn(size, 4, generator=generator)
+        return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        return (batch[0] + 0.1 * torch.randn_like(batch[0]), batch[1]) if training else batch
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"accuracy": outputs.argmax(1) == batch[1]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Context(LocalContext):
+    """Keeps the reports, may ask to stop, and may lose power when a checkpoint of a step is reported."""
+
+    def __init__(
+        self, path: Path | None, stop: Callable[[], bool] = lambda: False, cut_at_step: int | None = None
+    ) -> None:
+        super().__init__(Storage(str(path)) if path else None, "local")
+        self.reports: list[tuple[dict[str, Any], str | None]] = []
+        self.stop, self.cut_at_step = stop, cut_at_step
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
+        self.reports.append((metrics, checkpoint))
+        if checkpoint is not None and metrics["step"] == self.cut_at_step:
+            raise Power
+
+    def should_stop(self) -> bool:
+        return self.stop()
+
+
+def config(**changes: Any) -> TrainConfig:
+    tree: dict[str, Any] = {
+        "task": "task:Tiny",
+        "seed": 3,
+        "epochs": 3,
+        "global_batch_size": BATCH,
+        "microbatch_size": 3,
+        "log_every_steps": 1,
+        "optimizer": {"name": "adamw", "lr": 0.05},
+        "lr_schedule": {"name": "cosine", "warmup": 2},
+        "clip_grad_norm": 1.0,
+        "checkpoint": {"every_steps": 1},
+        "device": "cpu",
+    }
+    if "max_steps" in changes:
+        tree.pop("epochs")
+    return build(TrainConfig, tree | changes, "test")
+
+
+def train(
+    path: Path | None, task: Task | None = None, stop: Callable[[], bool] = lambda: False, **changes: Any
+) -> RunResult:
+    return fit(task or Tiny(), config(**changes), Context(path, stop))
+
+
+def curve(path: Path) -> list[tuple[int, float, float]]:
+    """(step, learning rate, loss) of the log."""
+    return [(row["step"], row["lr"], row["train_loss"]) for row in read_log(Storage(str(path))) if "train_loss" in row]
+
+
+def evaluations(path: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["val_loss"]) for row in read_log(Storage(str(path))) if "val_loss" in row]
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    from trainers.parallel import Group
+
+    loaded = Checkpoints(Storage(str(path)), Group(0, 1, torch.device("cpu")), 1).load()
+    assert loaded is not None
+    return dict(loaded.state["model"])
+
+
+def assert_same_run(path: Path, reference: Path) -> None:
+    assert curve(path) == curve(reference)
+    assert evaluations(path) == evaluations(reference)
+    ours, theirs = weights(path), weights(reference)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def cut_checkpoint(monkeypatch: pytest.MonkeyPatch, at_step: int, whole: bool) -> None:
+    """Power fails as soon as the checkpoint of a step is whole, or else before it is begun."""
+    save = Checkpoints.save
+
+    def cut(checkpoints: Checkpoints, step: int, *args: Any) -> str:
+        if whole or step != at_step:
+            where = save(checkpoints, step, *args)
+        if step == at_step:
+            raise Power
+        return where
+
+    monkeypatch.setattr(Checkpoints, "save", cut)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("unbroken")
+    result = train(path)
+    assert (result.status, result.steps) == ("done", 3 * PER_EPOCH)
+    return path
+
+
+def test_the_log_has_each_step_once(unbroken: Path) -> None:
+    assert [step for step, _, _ in curve(unbroken)] == list(range(1, 16))
+    assert [step for step, _ in evaluations(unbroken)] == [5, 10, 15]
+    rates = [rate for _, rate, _ in curve(unbroken)]
+    assert rates[:2] == pytest.approx([0.025, 0.05])
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+
+
+def test_two_runs_are_bit_equal(unbroken: Path, tmp_path: Path) -> None:
+    train(tmp_path)
+    assert_same_run(tmp_path, unbroken)
+
+
+def test_another_seed_is_another_run(unbroken: Path, tmp_path: Path) -> None:
+    train(tmp_path, seed=4)
+    assert curve(tmp_path) != curve(unbroken)
+
+
+@pytest.mark.parametrize("at_step", range(1, 3 * PER_EPOCH))
+def test_a_power_cut_at_any_step_changes_nothing(at_step: int, unbroken: Path, tmp_path: Path) -> None:
+    with pytest.raises(Power):
+        fit(Tiny(), config(), Context(tmp_path, cut_at_step=at_step))
+    result = train(tmp_path)
+    assert (result.status, result.steps) == ("done", 3 * PER_EPOCH)
+    assert_same_run(tmp_path, unbroken)
+
+
+@pytest.mark.parametrize("at_step", [1, 5, 8])
+def test_a_power_cut_right_after_a_checkpoint_loses_no_line_of_the_log(
+    at_step: int, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        cut_checkpoint(patch, at_step, whole=True)
+        with pytest.raises(Power):
+            train(tmp_path)
+    train(tmp_path)
+    assert_same_run(tmp_path, unbroken)
+
+
+@pytest.mark.parametrize("every", [2, 4, 7])
+def test_steps_after_the_checkpoint_are_redone_the_same(
+    every: int, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        cut_checkpoint(patch, 2 * every, whole=False)
+        with pytest.raises(Power):
+            train(tmp_path, checkpoint={"every_steps": every})
+    train(tmp_path, checkpoint={"every_steps": every})
+    assert_same_run(tmp_path, unbroken)
+
+
+def test_cut_again_and_again(unbroken: Path, tmp_path: Path) -> None:
+    for step in range(1, 3 * PER_EPOCH):
+        with pytest.raises(Power):
+            fit(Tiny(), config(), Context(tmp_path, cut_at_step=step))
+    train(tmp_path)
+    assert_same_run(tmp_path, unbroken)
+
+
+def test_a_power_cut_in_the_middle_of_the_log_loses_no_line(
+    unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flush = RunLog.flush
+
+    def cut(log: RunLog, step: int) -> None:
+        if step == 6:
+            raise Power
+        flush(log, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "flush", cut)
+        with pytest.raises(Power):
+            train(tmp_path)
+    train(tmp_path)
+    assert_same_run(tmp_path, unbroken)
+
+
+@pytest.mark.parametrize("microbatch", [2, 5])
+def test_the_microbatch_size_changes_no_sample_order(microbatch: int, tmp_path: Path) -> None:
+    """With dropout, BatchNorm and transforms off the curve is the same to rounding."""
+
+    class Plain(Tiny):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+        def transform(self, batch: Any, training: bool) -> Any:
+            return batch
+
+    train(tmp_path / "a", Plain(), microbatch_size=microbatch)
+    train(tmp_path / "b", Plain(), microbatch_size=3)
+    for (_, _, ours), (_, _, theirs) in zip(curve(tmp_path / "a"), curve(tmp_path / "b"), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_the_mean_of_a_window_is_the_mean_of_its_steps(unbroken: Path, tmp_path: Path) -> None:
+    train(tmp_path, log_every_steps=4, checkpoint={"every_steps": 100}, evaluate={"every_steps": 100})
+    single = [loss for _, _, loss in curve(unbroken)]
+    windows = curve(tmp_path)
+    assert [step for step, _, _ in windows] == [4, 8, 12, 15]
+    for (step, _, mean), first in zip(windows, [0, 4, 8, 12], strict=True):
+        assert mean == pytest.approx(sum(single[first:step]) / (step - first), rel=1e-12)
+
+
+def test_a_stop_request_checkpoints_and_the_same_command_goes_on(unbroken: Path, tmp_path: Path) -> None:
+    asked = iter([False, False, True])
+    result = train(tmp_path, stop=lambda: next(asked))
+    assert result.status == "stopped"
+    assert result.steps == 3
+    assert result.checkpoint is not None
+    assert Path(result.checkpoint).is_dir()
+    assert RunResult.from_json((tmp_path / "result.json").read_bytes()).status == "stopped"
+    assert train(tmp_path).status == "done"
+    assert_same_run(tmp_path, unbroken)
+
+
+def test_a_stop_is_noticed_within_ten_steps(tmp_path: Path) -> None:
+    result = train(tmp_path, stop=lambda: True, max_steps=40, **RARE)
+    assert (result.status, result.steps) == ("stopped", 10)
+
+
+def test_time_that_is_up_stops_the_run_and_it_goes_on(unbroken: Path, tmp_path: Path) -> None:
+    launches = 0
+    while train(tmp_path, max_time_s=1e-9).status == "stopped":
+        launches += 1
+        assert launches < 20
+    assert launches >= 13
+    assert_same_run(tmp_path, unbroken)
+
+
+@pytest.mark.parametrize("cause", ["request", "time"])
+def test_a_run_that_did_all_its_steps_is_done_even_when_asked_to_stop(cause: str, tmp_path: Path) -> None:
+    """Its last step met the stop: nothing is left to do, but the last evaluation is still made."""
+    late = {"max_time_s": 1e-9} if cause == "time" else {}
+    result = train(tmp_path, stop=lambda: cause == "request", max_steps=8, **RARE, **late)
+    assert (result.status, result.steps) == ("done", 8)
+    assert "val_loss" in result.metrics
+    assert [step for step, _ in evaluations(tmp_path)] == [8]
+
+
+def test_a_run_cut_short_to_its_checkpoint_is_evaluated_all_the_same(tmp_path: Path) -> None:
+    rare = {"evaluate": {"every_steps": 99}}
+    with pytest.raises(Power):
+        fit(Tiny(), config(max_steps=12, **rare), Context(tmp_path, cut_at_step=6))
+    result = train(tmp_path, max_steps=6, **rare)
+    assert (result.status, result.steps) == ("done", 6)
+    assert "val_loss" in result.metrics
+    assert [step for step, _, _ in curve(tmp_path)] == list(range(1, 7))
+
+
+def test_more_epochs_go_on_from_a_finished_run(unbroken: Path, tmp_path: Path) -> None:
+    constant = {"lr_schedule": {"name": "constant"}}
+    train(tmp_path / "long", epochs=3, **constant)
+    for epochs in (1, 2, 3):
+        result = train(tmp_path / "grown", epochs=epochs, **constant)
+        assert (result.status, result.steps, result.epochs) == ("done", epochs * PER_EPOCH, epochs)
+    assert_same_run(tmp_path / "grown", tmp_path / "long")
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path: Path) -> None:
+    first = train(tmp_path, epochs=1)
+    log, before = read_log(Storage(str(tmp_path))), weights(tmp_path)
+    second = train(tmp_path, epochs=1)
+    assert second.metrics == first.metrics
+    assert second.steps == first.steps
+    assert read_log(Storage(str(tmp_path))) == log
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(tmp_path).items())
+
+
+class Poisoned(Tiny):
+    """The loss is bad after so many good steps; needs one microbatch a step."""
+
+    def __init__(self, good_steps: int, factor: float = math.nan) -> None:
+        super().__init__()
+        self.good_steps, self.factor = good_steps, factor
+        self.steps = -1  # the probe of the microbatch size is no step
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        self.steps += training
+        return super().transform(batch, training)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return super().loss(outputs, batch) * (self.factor if self.steps > self.good_steps else 1.0)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+@pytest.mark.parametrize("every", [1, 4, 99])
+def test_a_diverged_run_says_so_and_keeps_the_last_good_checkpoint(tmp_path: Path, every: int, factor: float) -> None:
+    good_steps = 7
+    changes = RARE | {"max_steps": 40, "microbatch_size": BATCH, "checkpoint": {"every_steps": every}}
+    with pytest.raises(DivergedError) as raised:
+        train(tmp_path, Poisoned(good_steps, factor), **changes)
+    assert raised.value.status == "diverged"
+    good = list(range(every, good_steps + 1, every))
+    if not good:
+        assert not (tmp_path / "checkpoints").exists()
+        return
+    newest = f"step-{good[-1]:012d}"
+    assert newest in str(raised.value)
+    assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == newest
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+
+
+def test_a_bad_loss_is_noticed_within_ten_steps(tmp_path: Path) -> None:
+    task = Poisoned(13)
+    with pytest.raises(DivergedError):
+        train(tmp_path, task, max_steps=40, microbatch_size=BATCH, **RARE)
+    assert task.steps == 20
+
+
+def test_without_storage_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    context = Context(None)
+    result = fit(Tiny(), config(), context)
+    assert result.status == "done"
+    assert result.checkpoint is None
+    assert list(tmp_path.iterdir()) == []
+    assert [checkpoint for _, checkpoint in context.reports] == [None] * 3
+    assert set(result.metrics) == {"train_loss", "val_loss", "val_accuracy"}
+
+
+def test_reports_carry_metrics_and_checkpoints(tmp_path: Path) -> None:
+    context = Context(tmp_path)
+    fit(Tiny(), config(checkpoint={"every_epochs": 1}), context)
+    assert [metrics["step"] for metrics, _ in context.reports] == [5, 5, 10, 10, 15, 15]
+    evaluated, kept = context.reports[-2], context.reports[-1]
+    assert evaluated[1] is None
+    assert {"step", "epoch", "train_time_s", "train_loss", "val_loss", "val_accuracy"} <= set(evaluated[0])
+    assert kept[1] == str(tmp_path / "checkpoints" / "step-000000000015")
+    assert kept[0]["epoch"] == 3.0
+    assert all(isinstance(value, (int, float)) for metrics, _ in context.reports for value in metrics.values())
+
+
+def test_the_result_is_written_as_it_is_returned(tmp_path: Path) -> None:
+    result = train(tmp_path, epochs=2)
+    assert RunResult.from_json((tmp_path / "result.json").read_bytes()) == result
+    assert (result.global_batch_size, result.microbatch_size, result.accumulation) == (5, 3, 2)
+    assert (result.steps, result.epochs, result.world_size) == (10, 2.0, 1)
+    assert result.throughput is not None
+    assert result.throughput.steps == 5  # five of warm-up are left out
+    assert 0 < result.train_time_s <= result.wall_time_s
+    assert result.metrics["train_loss"] == curve(tmp_path)[-1][2]
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        ({"every_steps": 4}, [12, 15]),
+        ({"every_steps": 4, "keep": 5}, [4, 8, 12, 15]),
+        ({"every_epochs": 1, "keep": 9}, [5, 10, 15]),
+        ({}, [10, 15]),
+        ({"every_s": 3600}, [15]),
+    ],
+)
+def test_checkpoints_are_written_when_they_are_due(tmp_path: Path, keep: dict[str, Any], expected: list[int]) -> None:
+    train(tmp_path, checkpoint=keep)
+    assert [int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").iterdir())] == expected
+
+
+def test_checkpoints_by_time(tmp_path: Path) -> None:
+    context = Context(tmp_path)
+    fit(Tiny(), config(max_steps=35, checkpoint={"every_s": 1e-9}, evaluate={"every_steps": 100}), context)
+    assert [metrics["step"] for metrics, checkpoint in context.reports if checkpoint] == [10, 20, 30, 35]
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [({"epochs": 2}, 10), ({"epochs": 2, "drop_last": True}, 8), ({"max_steps": 7}, 7), ({"max_steps": 1}, 1)],
+)
+def test_the_number_of_steps(tmp_path: Path, changes: dict[str, Any], steps: int) -> None:
+    result = train(tmp_path, **changes)
+    assert result.steps == steps
+    assert [step for step, _, _ in curve(tmp_path)] == list(range(1, steps + 1))
+
+
+def test_an_evaluation_at_the_end_is_always_made(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=7, evaluate={"every_steps": 3})
+    assert [step for step, _ in evaluations(tmp_path)] == [3, 6, 7]
+
+
+class Counting(Tiny):
+    """Remembers which samples were trained, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        rows = torch.arange(SAMPLES)
+        return TensorDataset(torch.randn(SAMPLES, 4), rows % 2, rows)
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        self.rows += batch[2].tolist() if training else []
+        return batch
+
+
+def test_each_sample_is_trained_once_an_epoch() -> None:
+    task = Counting()
+    train(None, task, epochs=2)
+    rows = task.rows[3:]  # the first three were the probe's
+    assert len(rows) == 2 * SAMPLES
+    assert sorted(rows[:SAMPLES]) == sorted(rows[SAMPLES:]) == list(range(SAMPLES))
+    assert rows[:SAMPLES] != rows[SAMPLES:]
+
+
+def test_each_sample_is_trained_once_though_the_run_was_cut(tmp_path: Path) -> None:
+    first, second = Counting(), Counting()
+    with pytest.raises(Power):
+        fit(first, config(epochs=1), Context(tmp_path, cut_at_step=3))
+    train(tmp_path, second, epochs=1)
+    assert sorted(first.rows[3:] + second.rows[3:]) == list(range(SAMPLES))
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize("which", ["train", "val"])
+def test_a_dataset_without_length_is_a_config_error(which: str) -> None:
+    class Streaming(Tiny):
+        def dataset(self, split: str) -> Dataset[Any]:
+            return Endless() if split == which else super().dataset(split)
+
+    with pytest.raises(ConfigError, match="without length"):
+        train(None, Streaming())
+
+
+def test_a_batch_that_drop_last_leaves_nothing_of_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="global_batch_size") as raised:
+        train(None, global_batch_size=SAMPLES + 1, drop_last=True)
+    assert "drop_last" in str(raised.value)
+
+
+def test_a_batch_larger_than_the_data_is_one_step_an_epoch(tmp_path: Path) -> None:
+    result = train(tmp_path, global_batch_size=1000, microbatch_size="auto")
+    assert (result.steps, result.microbatch_size) == (3, SAMPLES)
+
+
+class Larger(Tiny):
+    def dataset(self, split: str) -> Dataset[Any]:
+        return TensorDataset(torch.randn(30, 4), torch.zeros(30).long())
+
+
+@pytest.mark.parametrize(
+    ("field", "task", "changes"),
+    [("global_batch_size", Tiny(), {"global_batch_size": 6}), ("train_samples", Larger(), {})],
+)
+def test_a_checkpoint_of_other_steps_is_refused(
+    tmp_path: Path, field: str, task: Task, changes: dict[str, Any]
+) -> None:
+    train(tmp_path, epochs=1)
+    with pytest.raises(ConfigError, match=field):
+        train(tmp_path, task, epochs=2, **changes)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    class Wider(Tiny):
+        def model(self) -> nn.Module:
+            return nn.Linear(4, 2)
+
+    train(tmp_path, epochs=1)
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        train(tmp_path, Wider(), epochs=2)
+
+
+def test_a_task_state_that_cannot_be_loaded_safely_is_refused_before_training() -> None:
+    class Lambda(Tiny):
+        def state_dict(self) -> dict[str, Any]:
+            return {"path": Path("x")}
+
+    with pytest.raises(ConfigError, match="state_dict"):
+        train(None, Lambda())
+
+
+def test_an_error_in_the_task_comes_out_as_it_is(tmp_path: Path) -> None:
+    class Broken(Tiny):
+        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        train(tmp_path, Broken())
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_the_task_keeps_its_own_state(tmp_path: Path) -> None:
+    task = Tiny()
+    task.seen = 41
+    train(tmp_path, task, epochs=1)
+    again = Tiny()
+    train(tmp_path, again, epochs=2)
+    assert again.seen == 41
+
+
+def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
+    train(tmp_path / "whole", precision="fp16")
+    with pytest.raises(Power):
+        fit(Tiny(), config(precision="fp16"), Context(tmp_path / "cut", cut_at_step=7))
+    train(tmp_path / "cut", precision="fp16")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-pure"])
+def test_other_precisions_learn(precision: str) -> None:
+    result = train(None, precision=precision, epochs=8, optimizer={"name": "adamw", "lr": 0.03})
+    assert result.status == "done"
+    assert result.metrics["train_loss"] < 0.65
+    assert math.isfinite(result.metrics["val_loss"])
+
+
+def test_the_start_says_how_the_batch_is_made(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
+    with caplog.at_level(logging.INFO, "trainers"):
+        train(None, max_steps=1)
+    assert "global batch 5 = microbatch 3 x accumulation 2 x 1 worker (local, cpu, fp32)" in caplog.text
+
+
+def test_the_result_is_plain_json(tmp_path: Path) -> None:
+    result = train(tmp_path, epochs=1)
+    assert json.loads((tmp_path / "result.json").read_text()) == dataclasses.asdict(result)

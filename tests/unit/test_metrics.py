@@ -1,0 +1,194 @@
+"""Step times, throughput after warm-up, the run's log in parts, and the result file."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainers.metrics import WARMUP_STEPS, RunLog, RunResult, StepClock, Throughput, read_log
+from trainers.storage import Storage
+
+CPU = torch.device("cpu")
+
+
+class Time:
+    """A clock that moves only when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("trainers.metrics.time.perf_counter", lambda: self.now)
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    return Time(monkeypatch)
+
+
+def steps(clock: StepClock, time: Time, durations: list[float], samples: int = 10) -> None:
+    clock.start_span()
+    for duration in durations:
+        time.now += duration
+        clock.step(samples)
+    clock.end_span()
+
+
+def test_nothing_before_the_first_step(time: Time) -> None:
+    clock = StepClock(CPU)
+    assert clock.throughput() is None
+    clock.start_span()
+    clock.end_span()
+    assert clock.throughput() is None
+    assert clock.train_time_s == 0
+
+
+def test_the_warm_up_is_left_out(time: Time) -> None:
+    clock = StepClock(CPU)
+    steps(clock, time, [100.0] * WARMUP_STEPS + [2.0] * 4)
+    speed = clock.throughput()
+    assert speed == Throughput(samples_per_s=5.0, step_time_s=2.0, step_time_ci95_s=0.0, data_wait_share=0.0, steps=4)
+    assert clock.train_time_s == pytest.approx(100.0 * WARMUP_STEPS + 8.0)
+
+
+def test_a_run_of_warm_up_only_counts_it(time: Time) -> None:
+    clock = StepClock(CPU)
+    steps(clock, time, [1.0, 3.0])
+    speed = clock.throughput()
+    assert speed is not None
+    assert (speed.samples_per_s, speed.steps) == (5.0, 2)
+
+
+def test_samples_over_time_not_a_mean_of_rates(time: Time) -> None:
+    clock = StepClock(CPU)
+    steps(clock, time, [1.0] * WARMUP_STEPS)
+    steps(clock, time, [1.0], samples=10)
+    steps(clock, time, [3.0], samples=90)
+    speed = clock.throughput()
+    assert speed is not None
+    assert speed.samples_per_s == pytest.approx(25.0)
+
+
+def test_the_interval_is_that_of_a_mean(time: Time) -> None:
+    clock = StepClock(CPU)
+    steps(clock, time, [1.0] * WARMUP_STEPS + [1.0, 2.0, 3.0, 4.0])
+    speed = clock.throughput()
+    assert speed is not None
+    assert speed.step_time_ci95_s == pytest.approx(1.96 * math.sqrt(5 / 3) / 2)
+
+
+def test_time_between_spans_is_no_training(time: Time) -> None:
+    clock = StepClock(CPU)
+    for _ in range(WARMUP_STEPS + 2):
+        steps(clock, time, [1.0])
+        time.now += 1000.0  # evaluation, checkpoints
+    assert clock.train_time_s == WARMUP_STEPS + 2
+    speed = clock.throughput()
+    assert speed is not None
+    assert speed.step_time_s == 1.0
+
+
+def test_on_a_device_the_steps_of_a_span_share_its_time(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("trainers.metrics.synchronize", lambda _: waited.append(time.now))
+    clock = StepClock(torch.device("meta"))  # not a CPU: steps are only issued, and done when the device is waited for
+    for _ in range(4):
+        steps(clock, time, [0.0, 0.0, 3.0])
+    assert len(waited) == 8
+    assert clock.train_time_s == 12.0
+    speed = clock.throughput()
+    assert speed is not None
+    assert (speed.step_time_s, speed.step_time_ci95_s, speed.steps) == (1.0, 0.0, 12 - WARMUP_STEPS)
+
+
+def test_waiting_for_data_is_a_share_of_the_measured_time(time: Time) -> None:
+    clock = StepClock(CPU)
+
+    def slow() -> Any:
+        for index in range(WARMUP_STEPS + 4):
+            time.now += 50.0 if index < WARMUP_STEPS else 1.0
+            yield index
+
+    clock.start_span()
+    for _ in clock.timed(slow()):
+        time.now += 3.0
+        clock.step(1)
+    clock.end_span()
+    speed = clock.throughput()
+    assert speed is not None
+    assert speed.step_time_s == pytest.approx(4.0)
+    assert speed.data_wait_share == pytest.approx(0.25)
+
+
+def row(step: int, **more: float) -> dict[str, float]:
+    return {"step": step, "train_loss": step / 10, **more}
+
+
+def test_the_log_is_read_in_order(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    log = RunLog(run)
+    for step in (1, 2, 3, 20, 100):
+        log.add(row(step))
+        if step in (2, 20):
+            log.flush(step)
+    assert [record["step"] for record in read_log(run)] == [1, 2, 3, 20]
+    log.flush(100)
+    assert read_log(run) == [row(step) for step in (1, 2, 3, 20, 100)]
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [
+        "000000000002.jsonl", "000000000020.jsonl", "000000000100.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_flush_of_nothing_writes_nothing(tmp_path: Path) -> None:
+    RunLog(Storage(str(tmp_path))).flush(3)
+    assert read_log(Storage(str(tmp_path))) == []
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_cut_drops_what_will_be_redone(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    log = RunLog(run)
+    for step in (5, 10, 15):
+        log.add(row(step))
+        log.flush(step)
+    again = RunLog(run)
+    again.cut(10)
+    assert [record["step"] for record in read_log(run)] == [5, 10]
+    again.add(row(15))
+    again.flush(15)
+    assert [record["step"] for record in read_log(run)] == [5, 10, 15]
+
+
+def test_a_part_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    """A resumed run may add an evaluation at the very step at which the old one ended."""
+    run = Storage(str(tmp_path))
+    before = RunLog(run)
+    before.add(row(10))
+    before.flush(10)
+    after = RunLog(run)
+    after.cut(10)
+    after.add({"step": 10, "val_loss": 0.5})
+    after.flush(10)
+    assert read_log(run) == [row(10), {"step": 10, "val_loss": 0.5}]
+
+
+def test_figures_that_are_not_finite_are_kept(tmp_path: Path) -> None:
+    run = Storage(str(tmp_path))
+    log = RunLog(run)
+    log.add(row(1, val_loss=math.inf, other=math.nan))
+    log.flush(1)
+    (record,) = read_log(run)
+    assert record["val_loss"] == math.inf
+    assert math.isnan(record["other"])
+
+
+@pytest.mark.parametrize("speed", [None, Throughput(1e3, 1e-3, 1e-5, 0.25, 100)])
+def test_a_result_comes_back_from_its_json(speed: Throughput | None) -> None:
+    result = RunResult(
+        "stopped", 12, 1.5, 2, 64, 16, 2, 3.25, 4.5, 2**33, speed, {"val_loss": 0.125, "worst": math.inf}, "/a/b", "why"
+    )
+    assert RunResult.from_json(result.to_json().encode()) == result
+    assert json.loads(result.to_json())["status"] == "stopped"

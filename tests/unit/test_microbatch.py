@@ -1,0 +1,244 @@
+"""The probe of a microbatch: lands on a size that fits, and leaves everything as it was, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+from torch.utils.data import Dataset, TensorDataset
+
+from trainers.microbatch import choose_microbatch
+from trainers.parallel import Group
+from trainers.precision import resolve_precision
+from trainers.task import Task
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """BatchNorm, dropout, a buffer that is not saved, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.layers[3].bias.requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(inputs)
+
+
+class Hungry(Task):
+    """More than `fits` samples at once are out of memory, in the forward pass or in the loss."""
+
+    def __init__(self, fits: int, where: str = "forward", error: Callable[[], Exception] | None = None) -> None:
+        self.fits, self.where = fits, where
+        self.error = error or (lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+        self.tried: list[int] = []
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        generator = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randn(50, 4, generator=generator), torch.arange(50) % 2)
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        self.tried.append(len(batch[0]))
+        outputs = model(batch[0])
+        if self.where == "forward" and len(batch[0]) > self.fits:
+            raise self.error()
+        return outputs
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        random.random()
+        np.random.rand()
+        return batch[0] + torch.randn_like(batch[0]), batch[1]
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(outputs, batch[1])
+        if self.where == "backward" and len(batch[0]) > self.fits:
+            loss.register_hook(self._fail)
+        return loss
+
+    def _fail(self, gradient: Tensor) -> Tensor:
+        raise self.error()
+
+
+def choose(
+    task: Task, wanted: int | str, share: int, model: nn.Module | None = None, optimizer: Optimizer | None = None
+) -> int:
+    model = model if model is not None else Net()
+    optimizer = optimizer or AdamW(model.parameters(), fused=True)
+    group, spec = Group(0, 1, CPU), resolve_precision("fp32", CPU)
+    return choose_microbatch(wanted, share, model, optimizer, task, task.dataset("train"), spec, group)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("share", "fits", "expected", "tried"),
+    [
+        (64, 64, 64, [64]),
+        (64, 100, 64, [64]),
+        (64, 63, 32, [64, 32]),
+        (64, 5, 4, [64, 32, 16, 8, 4]),
+        (50, 7, 7, [50, 25, 13, 7]),
+        (7, 3, 2, [7, 4, 2]),
+        (100, 60, 50, [100, 50]),  # more than the dataset has: samples repeat
+    ],
+)
+def test_auto_lands_on_the_first_half_that_fits(
+    where: str, share: int, fits: int, expected: int, tried: list[int]
+) -> None:
+    task = Hungry(fits, where)
+    assert choose(task, "auto", share) == expected
+    assert task.tried == tried
+
+
+def test_a_fixed_size_that_fits_is_taken_and_never_larger_than_the_share() -> None:
+    task = Hungry(16)
+    assert choose(task, 16, 64) == 16
+    assert choose(task, 16, 12) == 12
+    assert task.tried == [16, 12]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_fixed_size_that_does_not_fit_raises(where: str) -> None:
+    task = Hungry(8, where)
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        choose(task, 16, 64)
+    assert task.tried == [16]
+
+
+def test_auto_raises_when_not_even_the_smallest_fits() -> None:
+    model = nn.Linear(4, 2)  # no BatchNorm, which refuses a single sample by itself
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        choose(Hungry(0), "auto", 8, model)
+
+
+def test_host_memory_counts_too() -> None:
+    assert choose(Hungry(8, error=MemoryError), "auto", 32) == 8
+    failed = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+    assert choose(Hungry(8, error=lambda: failed), "auto", 32) == 8
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("mine")])
+def test_any_other_error_comes_out_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)):
+        choose(Hungry(8, error=lambda: error), "auto", 32)
+
+
+class OwnState(Optimizer):
+    """An optimizer of a user: moments from the start, a step count in the group (schedule-free, Prodigy)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.5, "k": 0})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["k"] += 1
+        for parameter in group["params"]:
+            self.state[parameter]["mean"].lerp_(parameter.grad, 0.1)
+            parameter.sub_(self.state[parameter]["mean"], alpha=group["lr"] / group["k"])
+
+
+def optimizers(model: nn.Module) -> dict[str, Callable[[], Optimizer]]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {
+        "adamw": lambda: AdamW(trained, lr=0.5, weight_decay=0.1, fused=True),
+        "sgd": lambda: SGD(trained, lr=0.5, momentum=0.9, fused=True),
+        "adagrad": lambda: Adagrad(trained, lr=0.5),  # has its state from the start
+        "own": lambda: OwnState(trained),
+    }
+
+
+def rng() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "own"])
+@pytest.mark.parametrize(("wanted", "fits"), [("auto", 64), ("auto", 5), (16, 64), (16, 5)])
+def test_everything_is_put_back_to_the_bit(name: str, wanted: int | str, fits: int) -> None:
+    model = Net()
+    optimizer = optimizers(model)[name]()
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    before = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    state, random_state, places = (
+        copy.deepcopy(optimizer.state_dict()),
+        rng(),
+        {k: t.data_ptr() for k, t in tensors.items()},
+    )
+    try:
+        choose(Hungry(fits, "backward"), wanted, 32, model, optimizer)
+    except torch.OutOfMemoryError:
+        assert (wanted, fits) == (16, 5)
+
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    assert [key for key in before if key != "calls" and not torch.equal(after[key], before[key])] == []
+    assert {key: tensor.data_ptr() for key, tensor in after.items()} == places
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert str(optimizer.state_dict()) == str(state)
+    assert rng() == random_state
+    assert model.training
+
+
+def test_a_buffer_that_is_not_saved_is_put_back_too() -> None:
+    model = Net()
+    choose(Hungry(64), "auto", 32, model)
+    assert model.calls == 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "own"])
+def test_training_after_a_probe_is_training_without_one(name: str) -> None:
+    def train(probe: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = optimizers(model)[name]()
+        data = torch.randn(16, 4)
+        if probe:
+            choose(Hungry(9), "auto", 32, model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+        return [tensor.detach() for tensor in model.state_dict().values()]
+
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(train(True), train(False), strict=True))
+
+
+def test_the_probe_takes_the_worst_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sequences(Hungry):
+        def worst_case_batch(self, dataset: Dataset[Any], size: int) -> Any:
+            self.asked = size
+            return torch.ones(size, 4), torch.zeros(size, dtype=torch.int64)
+
+    task = Sequences(64)
+    choose(task, "auto", 32)
+    assert task.asked == 32
+
+
+def test_a_rank_that_has_no_room_lowers_it_for_all() -> None:
+    """This rank has room for everything; another one has room for 8."""
+
+    class TwoRanks(Group):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, "OutOfMemoryError: there" if task.tried[-1] > 8 else None]
+
+    task, model = Hungry(1000), Net()
+    spec, optimizer = resolve_precision("fp32", CPU), AdamW(model.parameters())
+
+    def run(wanted: int | str) -> int:
+        return choose_microbatch(wanted, 32, model, optimizer, task, task.dataset("train"), spec, TwoRanks(0, 2, CPU))
+
+    assert run("auto") == 8
+    with pytest.raises(torch.OutOfMemoryError, match="did not fit on another rank"):
+        run(16)

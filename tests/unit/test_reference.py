@@ -1,0 +1,49 @@
+"""The reference has every key that a file may say, with its default and its meaning."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainers.config import TrainConfig
+from trainers.reference import entries, reference
+from trainers.settings import Settings, build, child_model, parse_yaml, set_key
+from tune.config import SweepConfig
+
+
+def keys(model: type[Settings], prefix: str = "") -> list[str]:
+    found = []
+    for name in model.model_fields:
+        below = child_model(model, name)
+        found += keys(below, f"{prefix}{name}.") if below else [prefix + name]
+    return found
+
+
+@pytest.mark.parametrize("model", [TrainConfig, SweepConfig])
+def test_every_key_is_there_with_its_meaning(model: type[Settings]) -> None:
+    found = {key: (default, description) for key, default, description in entries(model)}
+    assert list(found) == keys(model)
+    assert all(description for _, description in found.values())
+    assert all(key in reference(model) for key in found)
+
+
+def test_some_entries_by_hand() -> None:
+    found = {key: (default, description) for key, default, description in entries(TrainConfig)}
+    assert found["task"][0] == "required"
+    assert found["optimizer.lr"][0] == "required"
+    assert found["precision"][0] == '"fp32"'
+    assert found["precision"][1].endswith("One of fp32, tf32, bf16, fp16, bf16-pure, fp16-pure.")
+    assert found["deterministic"][0] == "false"
+    assert found["epochs"][0] == "null"
+    assert found["task_args"][0] == "{}"
+    assert found["scaling.num_workers"][0] == "1"
+
+
+def test_the_defaults_it_shows_are_the_defaults() -> None:
+    """Written into a file they change nothing."""
+    needed = {"task": "t:T", "epochs": 1, "global_batch_size": 1, "optimizer": {"lr": 0.1}}
+    tree: dict[str, object] = {}
+    for key, default, _ in entries(TrainConfig):
+        if default != "required":
+            set_key(tree, key, parse_yaml(default, "reference"))
+    shown = build(TrainConfig, {**tree, **needed, "optimizer": {**tree["optimizer"], "lr": 0.1}}, "f")  # type: ignore[dict-item]
+    assert shown == build(TrainConfig, needed, "f")

@@ -1,0 +1,293 @@
+"""From a file to a RunSpec, and the run's directory: what is refused, and when a run is complete already."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainers.config import TrainConfig
+from trainers.errors import ConfigError
+from trainers.metrics import RunResult
+from trainers.run import (
+    RunSpec,
+    check_task,
+    make_spec,
+    prepare_storage,
+    read_file,
+    read_spec,
+    torchrun_world_size,
+)
+from trainers.settings import dump_yaml, parse_mapping
+from trainers.storage import Storage
+
+MODULE = "task_of_test_run"
+TASK = """
+import torch
+from trainers.task import Task
+
+class Mine(Task):
+    def __init__(self, width=3):
+        self.width = width
+"""
+TREE: dict[str, Any] = {
+    "task": f"{MODULE}:Mine",
+    "name": "mine",
+    "epochs": 2,
+    "global_batch_size": 8,
+    "optimizer": {"lr": 0.1},
+    "launcher": "local",
+}
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's directory with a task; the working directory is another one."""
+    folder = tmp_path / "user"
+    folder.mkdir()
+    (folder / f"{MODULE}.py").write_text(TASK)
+    (folder / "train.yaml").write_text(dump_yaml(TREE))
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("PACELINE_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield folder
+    sys.modules.pop(MODULE, None)
+
+
+def read(user: Path, **overrides: Any) -> RunSpec:
+    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    return read_spec(str(user / "train.yaml"), dotted)
+
+
+def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
+    spec = read(user)
+    assert spec.uri == f"{tmp_path}/cwd/results/mine"
+    assert spec.path == (str(user),)
+    assert spec.config.batch_size == 8
+    assert spec.config == TrainConfig.model_validate(TREE)
+    assert spec.storage.uri == spec.uri
+    assert pickle.loads(pickle.dumps(spec)) == spec  # noqa: S301
+    assert parse_mapping(dump_yaml(spec.tree), "again") == spec.tree
+
+
+def test_overrides_win(user: Path, tmp_path: Path) -> None:
+    spec = read(user, name="other", storage_path=str(tmp_path / "store"), optimizer__lr=0.5, max_steps=3)
+    assert spec.uri == f"{tmp_path}/store/other"
+    assert (spec.config.optimizer.lr, spec.config.max_steps, spec.config.epochs) == (0.5, 3, None)
+
+
+def test_it_is_read_from_a_uri(user: Path) -> None:
+    spec = read_spec(f"file://{user}/train.yaml", {"task_dir": str(user)})
+    assert spec.path == (str(user),)
+    with pytest.raises(ConfigError, match="is not there"):
+        read_spec(f"file://{user}/none.yaml", {})
+
+
+def test_a_file_that_is_not_there_has_a_near_miss(user: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_file(str(user / "trian.yaml"))
+    assert str(raised.value).endswith(f"is not there; did you mean `{user}/train.yaml`?")
+    with pytest.raises(ConfigError, match="check its name"):
+        read_file(str(user / "nothing_like_it"))
+
+
+def test_a_file_that_is_no_text_is_a_config_error(user: Path) -> None:
+    (user / "binary.yaml").write_bytes(b"\xff\xfe\x00task: x")
+    with pytest.raises(ConfigError, match=r"binary\.yaml"):
+        read_spec(str(user / "binary.yaml"), {})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"task": "nowhere:Mine"}, "cannot be found"),
+        ({"storage_path": "nosuch://x"}, "storage_path"),
+        ({"scaling__num_workers": 100_000, "launcher": "spawn"}, "must fit on this machine"),
+        ({"scaling__cpus_per_worker": 100_000}, "with 100000 cores each"),
+        ({"optimizer__lr": -1}, "greater than 0"),
+    ],
+)
+def test_a_mistake_names_the_file(user: Path, overrides: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        prepare_storage(read(user, **overrides), fresh=False)
+    assert words in str(raised.value)
+    assert str(user / "train.yaml") in str(raised.value) or "nosuch" in str(raised.value)
+
+
+def test_the_size_of_a_cluster_is_not_this_machines(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert read(user, launcher="ray", scaling__num_workers=100_000).config.scaling.max_workers == 100_000
+
+
+def test_torchrun_decides_the_number_of_workers(user: Path) -> None:
+    (user / "train.yaml").write_text(dump_yaml({**TREE, "launcher": "ray", "scaling": {"num_workers": [1, 4]}}))
+    spec = read_spec(str(user / "train.yaml"), {}, world_size=1)
+    assert spec.config.scaling.num_workers == 1
+    assert spec.config.launcher == "spawn"
+
+
+def test_torchrun_on_many_machines_is_not_held_against_this_one(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4 * cores, "LOCAL_WORLD_SIZE": cores, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert torchrun_world_size() == 4 * cores
+    spec = read_spec(str(user / "train.yaml"), {}, torchrun_world_size())
+    assert spec.config.scaling.num_workers == 4 * cores
+
+
+def test_no_torchrun_without_its_variables(user: Path) -> None:
+    assert torchrun_world_size() is None
+
+
+def test_the_task_is_checked(user: Path) -> None:
+    check_task(read(user))
+    check_task(read(user), "cuda")
+    with pytest.raises(ConfigError, match="does not fit Mine") as raised:
+        check_task(read(user, task_args={"hight": 1}))
+    assert str(user / "train.yaml") in str(raised.value)
+    with pytest.raises(ConfigError, match="names no class"):
+        check_task(read(user, task=f"{MODULE}:Yours"))
+
+
+def test_the_precision_is_checked_where_workers_run(user: Path) -> None:
+    spec = read(user, precision="tf32")
+    check_task(spec, "cuda")
+    with pytest.raises(ConfigError, match=r"train\.yaml: `precision` is .tf32."):
+        check_task(spec, "cpu")
+
+
+def finish(spec: RunSpec, status: Any = "done") -> RunResult:
+    """What a run leaves when it ends."""
+    result = RunResult(status, 2, 2.0, 1, 8, 8, 1, 1.0, 2.0, 100, metrics={"val_loss": 0.5})
+    spec.storage.write("result.json", result.to_json().encode())
+    return result
+
+
+def test_a_new_run_leaves_its_configuration_and_environment(user: Path) -> None:
+    spec = read(user)
+    assert prepare_storage(spec, fresh=False) is None
+    assert spec.storage.names() == ["config.yaml", "environment.json"]
+    assert parse_mapping(spec.storage.read("config.yaml").decode(), "f") == spec.tree
+    versions = json.loads(spec.storage.read("environment.json"))
+    assert {"python", "torch", "device", "cpus"} <= set(versions)
+
+
+def test_a_complete_run_is_not_run_again(user: Path) -> None:
+    spec = read(user)
+    prepare_storage(spec, fresh=False)
+    result = finish(spec)
+    assert prepare_storage(spec, fresh=False) == result
+    assert prepare_storage(read(user, log_every_steps=3), fresh=False) == result
+
+
+@pytest.mark.parametrize("status", ["stopped", "diverged"])
+def test_an_incomplete_run_goes_on(user: Path, status: str) -> None:
+    spec = read(user)
+    prepare_storage(spec, fresh=False)
+    finish(spec, status)
+    assert prepare_storage(spec, fresh=False) is None
+
+
+def test_a_longer_run_goes_on_until_it_is_done(user: Path) -> None:
+    prepare_storage(read(user), fresh=False)
+    finish(read(user))
+    longer = read(user, epochs=5)
+    assert prepare_storage(longer, fresh=False) is None
+    # Killed before it was done: the old result must not be taken for the new run's.
+    assert prepare_storage(longer, fresh=False) is None
+    finish(longer)
+    assert prepare_storage(longer, fresh=False) is not None
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"seed": 1},
+        {"global_batch_size": 4},
+        {"optimizer__lr": 0.2},
+        {"task_args": {"width": 4}},
+        {"precision": "bf16"},
+        {"clip_grad_norm": 1.0},
+        {"drop_last": True},
+        {"lr_schedule__name": "cosine"},
+    ],
+)
+def test_another_run_of_the_same_name_is_refused(user: Path, overrides: dict[str, Any]) -> None:
+    prepare_storage(read(user), fresh=False)
+    with pytest.raises(ConfigError, match=r"differs from .*--fresh") as raised:
+        prepare_storage(read(user, **overrides), fresh=False)
+    assert raised.value.field in overrides or raised.value.field == next(iter(overrides)).split("__")[0]
+    assert prepare_storage(read(user, name="other", **overrides), fresh=False) is None
+
+
+def test_workers_and_speed_may_change_between_launches(user: Path) -> None:
+    prepare_storage(read(user), fresh=False)
+    changed = {"microbatch_size": 2, "data__num_workers": 1, "checkpoint__keep": 5, "compile": "default"}
+    assert prepare_storage(read(user, **changed), fresh=False) is None
+
+
+def test_fresh_starts_anew(user: Path) -> None:
+    spec = read(user)
+    prepare_storage(spec, fresh=False)
+    finish(spec)
+    spec.storage.write("checkpoints/step-000000000001/state.pt", b"old")
+    assert prepare_storage(read(user, seed=7), fresh=True) is None
+    assert spec.storage.names() == ["config.yaml", "environment.json"]
+
+
+def test_fresh_deletes_nothing_that_is_no_run(user: Path, tmp_path: Path) -> None:
+    """`--name` and `--storage_path` are typed by hand: a directory without our files is not ours to delete."""
+    (tmp_path / "home" / "mine").mkdir(parents=True)
+    (tmp_path / "home" / "mine" / "thesis.tex").write_text("years of work")
+    try:
+        prepare_storage(read(user, storage_path=str(tmp_path / "home")), fresh=True)
+    except ConfigError as error:
+        assert "mine" in str(error)  # noqa: PT017
+    assert (tmp_path / "home" / "mine" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "result.json"])
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff"])
+def test_a_damaged_file_of_the_run_is_named(user: Path, file: str, data: bytes) -> None:
+    """Or the run goes on without it; never a traceback of ours."""
+    spec = read(user)
+    prepare_storage(spec, fresh=False)
+    finish(spec)
+    Storage(spec.uri).write(file, data)
+    try:
+        assert prepare_storage(spec, fresh=False) is None
+    except ConfigError as error:
+        assert file in str(error)  # noqa: PT017
+
+
+def test_storage_that_cannot_be_written_is_said_before_training(user: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        prepare_storage(read(user, storage_path=str(tmp_path / "file" / "deep")), fresh=False)
+
+
+def test_a_mapping_is_checked_like_a_file(user: Path) -> None:
+    assert make_spec(TREE, "space", user) == RunSpec(read(user).tree, read(user).path, "space", read(user).uri)
+
+
+def test_the_command_says_a_mistake_in_one_line_with_exit_code_2(
+    user: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainers.__main__ import main
+
+    assert main([str(user / "train.yaml"), "--epoch", "3"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"error: {user}/train.yaml: `epoch` is 3, but there is no such key; did you mean `epochs`?\n"
+    )
+    assert main([]) == 2
+    assert main(["--help"]) == 0

@@ -1,0 +1,140 @@
+"""Which samples belong to which step: every sample once, the same set for any number of workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, TensorDataset
+
+from trainers.sampler import StepSampler, split_share
+
+_RANDOM = random.Random(20261101)
+TRIPLES = [(_RANDOM.randint(1, 300), _RANDOM.randint(1, 80), _RANDOM.randint(1, 9)) for _ in range(40)] + [
+    (1, 1, 1),
+    (1, 64, 8),
+    (64, 64, 4),
+    (65, 64, 4),
+    (128, 64, 3),
+    (7, 3, 7),
+    (100, 1, 4),
+]
+
+
+def make(n: int, batch: int, workers: int = 1, rank: int = 0, **options: object) -> StepSampler:
+    dataset = TensorDataset(torch.arange(n))
+    return StepSampler(dataset, global_batch_size=batch, num_replicas=workers, rank=rank, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("n", "batch", "workers"), TRIPLES)
+def test_an_epoch_uses_every_sample_exactly_once(n: int, batch: int, workers: int) -> None:
+    used: list[int] = []
+    for rank in range(workers):
+        sampler = make(n, batch, workers, rank, seed=3)
+        sampler.set_epoch(2)
+        for step in range(sampler.steps_per_epoch):
+            used += sampler.share(step).tolist()
+    assert sorted(used) == list(range(n))
+
+
+@pytest.mark.parametrize(("n", "batch", "workers"), TRIPLES)
+def test_a_step_is_the_same_set_for_any_number_of_workers(n: int, batch: int, workers: int) -> None:
+    alone = make(n, batch)
+    ranks = [make(n, batch, workers, rank) for rank in range(workers)]
+    assert {sampler.steps_per_epoch for sampler in ranks} == {alone.steps_per_epoch}
+    for step in range(alone.steps_per_epoch):
+        shares = [sampler.share(step) for sampler in ranks]
+        # In rank order the shares are the step itself: not only the same set, the same order.
+        assert torch.cat(shares).tolist() == alone.share(step).tolist()
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        assert sum(sizes) == alone.step_size(step) == len(alone.share(step))
+
+
+@pytest.mark.parametrize(("n", "batch", "workers"), TRIPLES)
+def test_drop_last_leaves_out_only_the_short_step(n: int, batch: int, workers: int) -> None:
+    ranks = [make(n, batch, workers, rank, drop_last=True) for rank in range(workers)]
+    whole = make(n, batch)
+    assert ranks[0].steps_per_epoch == n // batch
+    for step in range(n // batch):
+        shares = torch.cat([sampler.share(step) for sampler in ranks]).tolist()
+        assert len(shares) == batch
+        assert shares == whole.share(step).tolist()
+
+
+def test_the_order_follows_seed_and_epoch() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        sampler = make(50, 8, seed=seed)
+        sampler.set_epoch(epoch)
+        return sampler.permutation().tolist()
+
+    assert order(0, 0) == order(0, 0)
+    assert len({tuple(order(0, epoch)) for epoch in range(5)}) == 5
+    assert order(0, 0) != order(7, 0)
+    assert sorted(order(0, 1)) == list(range(50))
+
+
+def test_a_new_epoch_replaces_the_kept_permutation() -> None:
+    sampler = make(50, 8)
+    first = sampler.share(0).tolist()
+    sampler.set_epoch(1)
+    second = sampler.share(0).tolist()
+    sampler.set_epoch(0)
+    assert first != second
+    assert sampler.share(0).tolist() == first
+
+
+def test_without_shuffle_samples_come_in_order() -> None:
+    sampler = make(10, 4, shuffle=False)
+    assert [sampler.share(step).tolist() for step in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_more_workers_than_samples_leave_some_without_a_share() -> None:
+    ranks = [make(10, 8, workers=8, rank=rank) for rank in range(8)]
+    last = [sampler.share(1) for sampler in ranks]
+    assert sorted(len(share) for share in last) == [0] * 6 + [1] * 2
+    (anchor,) = {tuple(sampler.anchor(1).tolist()) for sampler in ranks}
+    assert anchor[0] in torch.cat(last).tolist()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize(("n", "workers"), [(10, 1), (10, 3), (3, 4), (64, 4), (7, 7)])
+def test_iterating_it_is_torchs_distributed_sampler(n: int, workers: int, drop_last: bool, shuffle: bool) -> None:
+    dataset = TensorDataset(torch.arange(n))
+    for rank in range(workers):
+        ours = make(n, 4, workers, rank, seed=5, drop_last=drop_last, shuffle=shuffle)
+        torchs = DistributedSampler(dataset, workers, rank, shuffle, 5, drop_last)
+        assert isinstance(ours, DistributedSampler)
+        for epoch in range(3):
+            ours.set_epoch(epoch)
+            torchs.set_epoch(epoch)
+            assert list(ours) == list(torchs)
+            assert len(ours) == len(torchs)
+
+
+def test_a_dataset_without_length_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    with pytest.raises(TypeError, match="no length"):
+        StepSampler(Stream(), global_batch_size=4)
+
+
+@pytest.mark.parametrize(("size", "limit"), [(1, 1), (8, 8), (8, 3), (9, 8), (64, 7), (5, 100), (100, 1)])
+def test_a_share_is_split_evenly(size: int, limit: int) -> None:
+    share = torch.randperm(size)
+    parts = split_share(share, limit)
+    sizes = [len(part) for part in parts]
+    assert torch.equal(torch.cat(parts), share)
+    assert max(sizes) <= limit
+    assert max(sizes) - min(sizes) <= 1
+    assert len(parts) == -(-size // limit)  # as few as fit
+
+
+def test_an_empty_share_is_one_empty_microbatch() -> None:
+    (part,) = split_share(torch.empty(0, dtype=torch.int64), 4)
+    assert len(part) == 0

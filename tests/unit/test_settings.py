@@ -1,0 +1,391 @@
+"""YAML 1.2 scalars, overrides, and the one sentence that every mistake gets."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+from pydantic import Field, model_validator
+
+from trainers.config import TrainConfig
+from trainers.errors import MISSING, ConfigError, ConfigErrors
+from trainers.settings import (
+    Settings,
+    build,
+    dump_yaml,
+    override,
+    parse_mapping,
+    parse_overrides,
+    parse_yaml,
+    set_key,
+)
+
+SCALARS = {
+    "1e-3": 1e-3,
+    "1E+3": 1000.0,
+    "1.5e3": 1500.0,
+    "-2": -2,
+    "+12": 12,
+    "017": 17,
+    "0o17": 15,
+    "0x1F": 31,
+    "0b101": "0b101",
+    "1_000": "1_000",
+    "1:30": "1:30",
+    ".5": 0.5,
+    "-.5": -0.5,
+    "1.": 1.0,
+    ".": ".",
+    "+": "+",
+    "e3": "e3",
+    "1e": "1e",
+    ".inf": math.inf,
+    "-.INF": -math.inf,
+    "inf": "inf",
+    "nan": "nan",
+    "off": "off",
+    "on": "on",
+    "yes": "yes",
+    "no": "no",
+    "n": "n",
+    "y": "y",
+    "true": True,
+    "False": False,
+    "TRUE": True,
+    "tRUE": "tRUE",
+    "null": None,
+    "~": None,
+    "": None,
+    "NULL": None,
+    "none": "none",
+    "2026-11-01": "2026-11-01",
+    "2026-11-01 10:00:00": "2026-11-01 10:00:00",
+    "<<": "<<",
+    "=": "=",
+    "'1e-3'": "1e-3",
+    '"off"': "off",
+    "[1e-4, 1e-2]": [1e-4, 1e-2],
+    "{min: 1, max: 8}": {"min": 1, "max": 8},
+}
+
+
+@pytest.mark.parametrize("text", SCALARS)
+def test_scalars_are_read_by_yaml_1_2(text: str) -> None:
+    value = parse_yaml(f"key: {text}\n", "f")["key"]
+    assert value == SCALARS[text]
+    assert type(value) is type(SCALARS[text])
+
+
+def test_nan_is_read() -> None:
+    assert math.isnan(parse_yaml(".nan", "f"))
+
+
+@pytest.mark.parametrize("text", SCALARS)
+def test_a_word_that_looks_like_a_value_is_written_in_quotes(text: str) -> None:
+    assert parse_yaml(dump_yaml({"key": text}), "f") == {"key": text}
+    assert parse_yaml(dump_yaml({text: 1}), "f") == {text: 1}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [0, -1, 10**20, 0.0, 1e-3, 1e-05, 1e22, 1.5e300, 5e-324, 0.1, -2.5, math.inf, -math.inf, 1e16, 123456789.0],
+)
+def test_a_number_stays_the_number_that_it_is(number: float) -> None:
+    back = parse_yaml(dump_yaml({"key": number}), "f")["key"]
+    assert back == number
+    assert type(back) is type(number)
+
+
+def random_value(rng: random.Random, depth: int) -> Any:
+    kind = rng.randrange(9 if depth else 6)
+    if kind == 0:
+        return rng.choice([None, True, False])
+    if kind == 1:
+        return rng.randint(-(10 ** rng.randint(1, 18)), 10 ** rng.randint(1, 18))
+    if kind == 2:
+        return rng.choice([rng.random(), rng.uniform(-1, 1) * 10 ** rng.randint(-300, 300), math.inf, 1.0])
+    if kind in (3, 4):
+        return rng.choice(
+            [*SCALARS, "a: b", "# no", "- x", "a\nb", "\n", " lead", "trail ", "tab\t", "é中", "'", '"', "\\"]
+        )
+    if kind == 5:
+        return "".join(rng.choice("abc01.-+eExo_ :#'\"\n[]{},&*!|>%@~é") for _ in range(rng.randint(0, 12)))
+    if kind == 6:
+        return [random_value(rng, depth - 1) for _ in range(rng.randint(0, 4))]
+    return {str(random_value(rng, 0)): random_value(rng, depth - 1) for _ in range(rng.randint(0, 4))}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_written_is_read_back(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        tree = {str(index): random_value(rng, 3) for index in range(3)}
+        text = dump_yaml(tree)
+        assert repr(parse_yaml(text, "f")) == repr(tree), text
+
+
+def test_a_value_that_stands_twice_is_written_twice() -> None:
+    shared = [1, 2]
+    text = dump_yaml({"a": shared, "b": shared})
+    assert "&" not in text
+    assert parse_yaml(text, "f") == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_a_key_that_stands_twice_is_named_with_its_line() -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_yaml("a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n", "train.yaml")
+    assert "train.yaml" in str(raised.value)
+    assert "line 5" in str(raised.value)
+    assert "`c`" in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["{a: 1, a: 2}", "a: 1\n'a': 2", "1: x\n0x1: y"])
+def test_the_same_key_in_another_spelling_is_the_same_key(text: str) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        parse_yaml(text, "f")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [1, 2",
+        "a: b: c",
+        "a: 1\n- b",
+        "a: *nowhere",
+        "\ta: 1",
+        "a: 'open",
+        "\x00",
+        "a: 1\n---\nb: 2",
+        "? [a, b]\n: 1",
+        "? {a: b}\n: 1",
+        "a: !!int word",
+        "a: !!float word",
+        "a: !!timestamp word",
+        "a: !!bool word",
+        "a: !mine 1",
+        "a: " + "9" * 5000,
+    ],
+)
+def test_what_is_not_yaml_is_a_config_error_that_names_the_file(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.yaml"):
+        parse_yaml(text, "train.yaml")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "!!python/object/apply:os.mkdir ['{}']",
+        "!!python/object/new:os.mkdir ['{}']",
+        "!!python/object/apply:pathlib.Path.mkdir [!!python/object/apply:pathlib.Path ['{}']]",
+        "!!python/name:os.system",
+        "!!python/module:antigravity",
+    ],
+)
+def test_a_python_tag_is_refused_and_runs_nothing(tmp_path: Path, value: str) -> None:
+    target = tmp_path / "made"
+    with pytest.raises(ConfigError, match="python"):
+        parse_yaml("task_args:\n  x: " + value.format(target), "evil.yaml")
+    with pytest.raises(ConfigError, match="python"):
+        parse_overrides(["--task_args.x", value.format(target)])
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("text", ["", "- a", "3", "word", "1: x", "null: x"])
+def test_a_file_must_be_a_mapping_of_names(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        parse_mapping(text, "f")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], {}),
+        (["--a", "1"], {"a": 1}),
+        (["--a=1"], {"a": 1}),
+        (["--a.b.c", "1e-3"], {"a.b.c": 1e-3}),
+        (["--a.b=off"], {"a.b": "off"}),
+        (["--a", "-1"], {"a": -1}),
+        (["--a", "-1e-3", "--b=-2"], {"a": -1e-3, "b": -2}),
+        (["--a", "[1, 2]"], {"a": [1, 2]}),
+        (["--a={x: 1}"], {"a": {"x": 1}}),
+        (["--a=x=y"], {"a": "x=y"}),
+        (["--a=--b"], {"a": "--b"}),
+        (["--a="], {"a": None}),
+        (["--a", ""], {"a": None}),
+        (["--a", "null"], {"a": None}),
+        (["--a", "two words"], {"a": "two words"}),
+        (["--path", "s3://bucket/x"], {"path": "s3://bucket/x"}),
+        (["--a", "1", "--a", "2"], {"a": 2}),
+    ],
+)
+def test_overrides_are_read(args: list[str], expected: dict[str, Any]) -> None:
+    assert parse_overrides(args) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--a"], "`a` needs a value"),
+        (["--a", "--b", "1"], "`a` needs a value"),
+        (["a", "1"], "`a` is not an option"),
+        (["-a", "1"], "`-a` is not an option"),
+        (["--"], "`--` is not an option"),
+        (["--a", "1", "stray"], "`stray` is not an option"),
+        (["--a", "[1"], "--a"),
+    ],
+)
+def test_what_is_no_override_is_a_config_error(args: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_overrides(args)
+    assert words in str(raised.value)
+    assert "command line" in str(raised.value)
+
+
+class Inner(Settings):
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("steps", "epochs", "seconds"),)
+
+    steps: int | None = Field(default=None, ge=1, examples=[100])
+    """Steps."""
+    epochs: int | None = None
+    """Epochs."""
+    seconds: float | None = None
+    """Seconds."""
+
+
+class Outer(Settings):
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("size", "share"),)
+
+    size: int | None = None
+    """Size."""
+    share: float | None = None
+    """Share."""
+    kind: Literal["small", "large"] = "small"
+    """Kind."""
+    needed: str = Field(min_length=1, examples=["word"])
+    """What it is for."""
+    inner: Inner = Field(default_factory=Inner)
+    """Inner part."""
+    many: int | list[int] = Field(default=1, examples=[2], json_schema_extra={"rule": "must be one or several"})
+    """One or several."""
+    free: dict[str, Any] = Field(default_factory=dict)
+    """Anything."""
+    ratio: float = Field(default=0.5, gt=0, lt=1)
+    """Ratio."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Outer:
+        if self.ratio == 0.25:
+            raise ConfigError("ratio", self.ratio, "must not be a quarter", "take a third")
+        return self
+
+
+def test_an_override_replaces_the_other_keys_of_its_group() -> None:
+    tree = {"size": 3, "needed": "x", "inner": {"steps": 1, "epochs": None}}
+    assert override(Outer, tree, {"share": 0.5}) == {"share": 0.5, "needed": "x", "inner": {"steps": 1, "epochs": None}}
+    assert override(Outer, tree, {"inner.seconds": 2.0}) == {"size": 3, "needed": "x", "inner": {"seconds": 2.0}}
+    assert override(Outer, tree, {"ratio": 0.1}) == {**tree, "ratio": 0.1}
+
+
+def test_an_override_leaves_the_original_alone() -> None:
+    tree = {"size": 3, "inner": {"steps": 1}, "free": {"list": [1]}}
+    changed = override(Outer, tree, {"inner.epochs": 2, "free.list": [2], "free.deep.er": 1})
+    assert tree == {"size": 3, "inner": {"steps": 1}, "free": {"list": [1]}}
+    assert changed["free"] == {"list": [2], "deep": {"er": 1}}
+
+
+def test_real_overrides_of_a_training_file() -> None:
+    tree = {"epochs": 3, "global_batch_size": 64, "checkpoint": {"every_steps": 5}}
+    changed = override(
+        TrainConfig, tree, {"max_steps": 10, "batch_size_per_worker": 8, "checkpoint.every_s": 60, "optimizer.lr": 1}
+    )
+    assert changed == {
+        "max_steps": 10, "batch_size_per_worker": 8, "checkpoint": {"every_s": 60}, "optimizer": {"lr": 1},
+    }  # fmt: skip
+
+
+def test_a_key_below_a_value_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"`optimizer\.lr`.*`optimizer`"):
+        set_key({"optimizer": "adam"}, "optimizer.lr", 1)
+
+
+def test_a_key_below_nothing_makes_the_mapping() -> None:
+    tree: dict[str, Any] = {"a": None}
+    set_key(tree, "a.b.c", 1)
+    assert tree == {"a": {"b": {"c": 1}}}
+
+
+def sentence(tree: dict[str, Any], model: type[Settings] = Outer) -> str:
+    with pytest.raises(ConfigError) as raised:
+        build(model, tree, "f.yaml")
+    return str(raised.value)
+
+
+GOOD: dict[str, Any] = {"needed": "x"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "field", "shown", "rule", "fix"),
+    [
+        ({"rato": 0.5}, "rato", "0.5", "there is no such key", "did you mean `ratio`?"),
+        ({"inner": {"step": 1}}, "inner.step", "1", "there is no such key", "did you mean `inner.steps`?"),
+        ({"zzz": "x"}, "zzz", '"x"', "there is no such key", "the keys here are size, share"),
+        ({"inner": {"zzz": None}}, "inner.zzz", "null", "there is no such key", "steps, epochs, seconds"),
+        ({"size": "many"}, "size", '"many"', "whole number", "write"),
+        ({"size": 1.5}, "size", "1.5", "whole number", "write"),
+        ({"size": True}, "size", "true", "whole number", "write"),
+        ({"kind": "medium"}, "kind", '"medium"', "'small' or 'large'", "`kind: small`"),
+        ({"kind": False}, "kind", "false", "'small' or 'large'", "`kind: small`"),
+        ({"needed": ""}, "needed", '""', "must not be empty", "`needed: word`"),
+        ({"needed": 3}, "needed", "3", "must be text", "`needed: word`"),
+        ({"inner": {"steps": 0}}, "inner.steps", "0", "must be at least 1", "`steps: 100`"),
+        ({"inner": 3}, "inner", "3", "must be a mapping", "write"),
+        ({"inner": [1]}, "inner", "[1]", "must be a mapping", "write"),
+        ({"free": 3}, "free", "3", "must be a mapping", "write"),
+        ({"ratio": 0}, "ratio", "0", "must be greater than 0", "`ratio: 0.5`"),
+        ({"ratio": 1.0}, "ratio", "1.0", "must be less than 1", "`ratio: 0.5`"),
+        ({"ratio": "1e-x"}, "ratio", '"1e-x"', "must be a number", "`ratio: 0.5`"),
+        ({"ratio": None}, "ratio", "null", "must be a number", "`ratio: 0.5`"),
+        ({"ratio": 0.25}, "ratio", "0.25", "must not be a quarter", "take a third"),
+        ({"many": "x"}, "many", '"x"', "must be one or several", "`many: 2`"),
+        ({"many": [1, "x"]}, "many", "", "must be one or several", "`many: 2`"),
+        ({"many": None}, "many", "null", "must be one or several", "`many: 2`"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tree: dict[str, Any], field: str, shown: str, rule: str, fix: str) -> None:
+    text = sentence(GOOD | tree)
+    assert len(text.splitlines()) == 1
+    assert text.startswith(f"f.yaml: `{field}")
+    assert shown in text
+    assert rule in text
+    assert fix in text
+
+
+def test_a_missing_key_says_what_it_is_for() -> None:
+    assert sentence({}) == "f.yaml: `needed` is required (What it is for); add for example `needed: word`."
+
+
+def test_several_mistakes_are_a_line_each() -> None:
+    with pytest.raises(ConfigErrors) as raised:
+        build(Outer, {"size": "x", "ratio": 7, "inner": {"steps": -1}, "zzz": 1}, "f.yaml")
+    assert len(raised.value.errors) == 5
+    assert len(str(raised.value).splitlines()) == 5
+    assert {error.field for error in raised.value.errors} == {"size", "ratio", "inner.steps", "zzz", "needed"}
+
+
+def test_a_long_value_is_cut() -> None:
+    assert len(sentence(GOOD | {"size": "x" * 1000})) < 250
+
+
+def test_the_right_tree_is_built_and_frozen() -> None:
+    made = build(Outer, GOOD | {"inner": {"steps": 3}, "many": [1, 2]}, "f")
+    assert (made.needed, made.inner.steps, made.many) == ("x", 3, [1, 2])
+    with pytest.raises(ValueError, match="frozen"):
+        made.size = 3  # type: ignore[misc]
+
+
+def test_a_missing_value_is_not_shown() -> None:
+    assert "MISSING" not in sentence({})
+    assert repr(MISSING) == "MISSING"

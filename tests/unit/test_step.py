@@ -1,0 +1,269 @@
+"""One optimizer step: the same update for every split, and none when the loss or a gradient is not finite."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from trainers.parallel import Group
+from trainers.precision import resolve_precision
+from trainers.step import TrainStep
+from trainers.task import Task
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+Batch = tuple[Tensor, Tensor]
+SAMPLES = 12
+LENGTH = 5
+
+
+class Regression(Task):
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return (outputs.squeeze(-1) - batch[1]).square().mean()
+
+
+class Tokens(Task):
+    """Sequences of different lengths: a loss is the mean over tokens that count."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        counts = (batch[1] > 0).to(outputs)
+        return (outputs.squeeze(-1).square() * counts).sum() / counts.sum()
+
+    def weight(self, batch: Batch) -> Tensor:
+        return (batch[1] > 0).sum()
+
+
+def regression_data() -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64),
+        torch.randn(SAMPLES, generator=generator, dtype=torch.float64),
+    )
+
+
+def token_data() -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    counted = torch.rand(SAMPLES, LENGTH, generator=generator) < 0.5
+    counted[:, 0] = True
+    counted[0] = True  # uneven, so that a mean of means would be wrong
+    return torch.randn(SAMPLES, LENGTH, 4, generator=generator, dtype=torch.float64), counted.long()
+
+
+def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+
+
+def make_step(
+    model: nn.Module, task: Task, optimizer: Optimizer, precision: str = "fp32", clip: float | None = None
+) -> TrainStep:
+    return TrainStep(model, task, optimizer, resolve_precision(precision, CPU), Group(0, 1, CPU), clip)
+
+
+def run_step(step: TrainStep, data: Batch, sizes: list[int], idle: bool = False) -> None:
+    parts = zip(*(tensor.split(sizes) for tensor in data), strict=True)
+    step(iter(list(parts)), sizes, sum(sizes), idle)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+FACTORINGS = [[12], [6, 6], [4, 4, 4], [3, 3, 3, 3], [2] * 6, [1] * 12, [5, 4, 3], [1, 11], [7, 5]]
+
+
+@pytest.mark.parametrize("sizes", FACTORINGS, ids=str)
+@pytest.mark.parametrize(("task", "data"), [(Regression(), regression_data()), (Tokens(), token_data())])
+def test_every_split_of_a_step_gives_the_gradient_of_the_whole(task: Task, data: Batch, sizes: list[int]) -> None:
+    model = small_model()
+    task.loss(task.forward(model, data), data).backward()
+    expected, expected_loss = gradients(model), float(task.loss(task.forward(model, data), data).detach())
+
+    split = small_model()
+    step = make_step(split, task, SGD(split.parameters(), lr=0.1))
+    run_step(step, data, sizes)
+    for ours, reference in zip(gradients(split), expected, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=0, atol=1e-12)
+    assert step.take_loss() == pytest.approx(expected_loss, abs=1e-12)
+    assert not bool(step.bad)
+
+
+@pytest.mark.parametrize("sizes", FACTORINGS[1:4], ids=str)
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_twenty_steps_stay_equal_for_every_split(kind: type[Optimizer], sizes: list[int]) -> None:
+    def train(split: list[int]) -> list[Tensor]:
+        model = small_model()
+        step = make_step(model, Regression(), kind(model.parameters(), lr=0.01, fused=True), clip=0.5)  # type: ignore[call-arg]
+        for _ in range(20):
+            run_step(step, regression_data(), split)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for ours, whole in zip(train(sizes), train([SAMPLES]), strict=True):
+        torch.testing.assert_close(ours, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("task", "data"), [(Regression(), regression_data())])
+def test_an_idle_rank_adds_neither_gradient_nor_loss(task: Task, data: Batch) -> None:
+    model = small_model()
+    step = make_step(model, task, SGD(model.parameters(), lr=0.1))
+    run_step(step, data, [6, 6], idle=True)
+    found = gradients(model)
+    assert len(found) == 4  # they are there: DDP reduces them
+    assert all(not gradient.any() for gradient in found)
+    assert step.take_loss() == 0.0
+
+
+def test_take_loss_sums_the_steps_and_starts_anew() -> None:
+    model = small_model()
+    step = make_step(model, Regression(), SGD(model.parameters(), lr=0.0))
+    run_step(step, regression_data(), [SAMPLES])
+    once = step.take_loss()
+    for _ in range(3):
+        run_step(step, regression_data(), [6, 6])
+    assert step.take_loss() == pytest.approx(3 * once, abs=1e-12)
+    assert step.take_loss() == 0.0
+
+
+class Decay(Optimizer):
+    """An optimizer of a user's own: not fused, and it moves weights whatever the gradient is."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"]).sub_(parameter.grad, alpha=group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    "adam": lambda parameters: Adam(parameters, lr=0.1, weight_decay=0.1, fused=True),
+    "adamw": lambda parameters: AdamW(parameters, lr=0.1, weight_decay=0.1, fused=True),
+    "adam unfused": lambda parameters: Adam(parameters, lr=0.1),
+    "adagrad": lambda parameters: Adagrad(parameters, lr=0.1, fused=False),
+    "own": lambda parameters: Decay(parameters, lr=0.1),
+}
+
+
+def poisoned(value: float) -> Batch:
+    inputs, targets = (tensor.float() for tensor in regression_data())
+    targets = targets.clone()
+    targets[5] = value
+    return inputs, targets
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_not_finite_changes_nothing(name: str, value: float) -> None:
+    """Neither weights nor moments: the next good step is what it would have been without the bad one."""
+    good = tuple(tensor.float() for tensor in regression_data())
+
+    def train(plan: list[Batch]) -> tuple[nn.Module, TrainStep]:
+        model = small_model(torch.float32)
+        step = make_step(model, Regression(), OPTIMIZERS[name](model.parameters()), clip=1.0)
+        for data in plan:
+            run_step(step, data, [6, 6])
+        return model, step
+
+    clean, fine = train([good, good, good])
+    hurt, step = train([good, poisoned(value), good, good])
+    assert not bool(fine.bad)
+    assert bool(step.bad)
+    for ours, reference in zip(hurt.parameters(), clean.parameters(), strict=True):
+        assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_bad_first_step_leaves_the_weights(name: str) -> None:
+    model = small_model(torch.float32)
+    before = copy.deepcopy(model.state_dict())
+    step = make_step(model, Regression(), OPTIMIZERS[name](model.parameters()))
+    run_step(step, poisoned(float("nan")), [SAMPLES])
+    assert bool(step.bad)
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+
+
+class HugeGradient(Regression):
+    """A finite loss whose gradient is not: the loss alone would not show it."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return super().loss(outputs, batch) + 0.0 * (outputs - outputs.detach()).abs().sqrt().sum()
+
+
+def test_a_finite_loss_with_an_infinite_gradient_is_bad() -> None:
+    model = small_model(torch.float32)
+    before = copy.deepcopy(model.state_dict())
+    step = make_step(model, HugeGradient(), OPTIMIZERS["adamw"](model.parameters()))
+    run_step(step, tuple(tensor.float() for tensor in regression_data()), [SAMPLES])  # type: ignore[arg-type]
+    assert torch.isfinite(step.loss_sum)
+    assert bool(step.bad)
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_clipping_is_torchs() -> None:
+    clip, reference = 0.05, small_model()
+    data, task = regression_data(), Regression()
+    optimizer = SGD(reference.parameters(), lr=1.0)
+    task.loss(task.forward(reference, data), data).backward()
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), clip)
+    assert norm > clip
+    optimizer.step()
+
+    model = small_model()
+    run_step(make_step(model, task, SGD(model.parameters(), lr=1.0), clip=clip), data, [4, 4, 4])
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_small_gradient_is_not_clipped() -> None:
+    changed = []
+    for clip in (None, 1e6):
+        model = small_model()
+        run_step(make_step(model, Regression(), SGD(model.parameters(), lr=1.0), clip=clip), regression_data(), [12])
+        changed.append([parameter.detach() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*changed, strict=True))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "own"])
+def test_an_fp16_scaler_skip_is_no_divergence(name: str) -> None:
+    """Where the scale is too large gradients overflow: the scaler skips that step, lowers it, and training goes on."""
+    data = tuple(tensor.float() for tensor in regression_data())
+    model = small_model(torch.float32)
+    step = make_step(model, Regression(), OPTIMIZERS[name](model.parameters()), precision="fp16")
+    step.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    states = [copy.deepcopy(model.state_dict())]
+    for scale in (64.0, 2.0**40, 64.0):
+        step.scaler.scale(torch.ones(()))  # the scaler makes its tensors at the first call
+        step.scaler.update(scale)
+        run_step(step, data, [6, 6])  # type: ignore[arg-type]
+        states.append(copy.deepcopy(model.state_dict()))
+        assert (step.scaler.get_scale() < scale) == (scale == 2.0**40)
+    moved = [any(not torch.equal(a[key], b[key]) for key in a) for a, b in itertools.pairwise(states)]
+    assert moved == [True, False, True]
+    assert not bool(step.bad)
+
+
+def test_an_fp16_loss_that_is_nan_is_bad() -> None:
+    model = small_model(torch.float32)
+    step = make_step(model, Regression(), OPTIMIZERS["adamw"](model.parameters()), precision="fp16")
+    run_step(step, poisoned(float("nan")), [SAMPLES])
+    assert bool(step.bad)
+
+
+def test_set_lr_multiplies_each_groups_own_rate() -> None:
+    model = small_model()
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    optimizer = SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.5}])
+    step = make_step(model, Regression(), optimizer)
+    for factor in (0.5, 0.25, 1.0):  # from the base each time, never from the last value
+        step.set_lr(factor)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * factor, 0.5 * factor])

@@ -1,0 +1,282 @@
+"""Storage: whole or absent files, retries that help, clear errors, and where runs go."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import fs
+
+from trainers.errors import ConfigError, StorageError
+from trainers.storage import Storage, storage_uri
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits between tries, which are not waited."""
+    found: list[float] = []
+    monkeypatch.setattr("trainers.storage.time.sleep", found.append)
+    return found
+
+
+def object_store(path: Path) -> Storage:
+    """Storage that is not local: pyarrow's streams, as with S3."""
+    storage = Storage("s3://bucket/run")
+    storage.__dict__["_fs"] = (fs.SubTreeFileSystem(str(path), fs.LocalFileSystem()), "run")
+    (path / "run").mkdir()
+    assert not storage.is_local
+    return storage
+
+
+def files(path: Path) -> list[str]:
+    return sorted(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path / "not" / "there" / "yet"))
+    storage.write("a/b.txt", b"first")
+    storage.write("a/b.txt", b"second")
+    assert storage.read("a/b.txt") == b"second"
+    with storage.reader("a/b.txt") as stream:
+        stream.seek(2)
+        assert stream.read(3) == b"con"
+    assert storage.exists("a/b.txt")
+    assert storage.exists("a")
+    assert storage.exists()
+    assert not storage.exists("a/c.txt")
+
+
+def test_names_are_sorted_and_hide_what_is_aside(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    for name in ("b", "a", "sub/x", "c.tmp", "d.json.1234.tmp"):
+        storage.write(name, b"")
+    assert storage.names() == ["a", "b", "sub"]
+    assert storage.names("sub") == ["x"]
+    assert storage.names("nowhere") == []
+
+
+def test_delete_takes_files_directories_and_nothing(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path / "run"))
+    storage.write("a/b/c", b"")
+    storage.write("d", b"")
+    storage.delete("nowhere")
+    storage.delete("d")
+    storage.delete("a")
+    assert storage.names() == []
+    storage.write("e", b"")
+    storage.delete("")
+    assert not storage.exists()
+    assert tmp_path.exists()
+
+
+@pytest.mark.parametrize("before", [None, b"the old one"])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_write_that_breaks_off_leaves_no_trace(
+    tmp_path: Path, error: type[BaseException], before: bytes | None
+) -> None:
+    storage = Storage(str(tmp_path))
+    if before is not None:
+        storage.write("file", before)
+    with pytest.raises(error), storage.writer("file") as stream:  # noqa: PT012
+        stream.write(b"half")
+        raise error
+    assert files(tmp_path) == ([] if before is None else ["file"])
+    assert before is None or storage.read("file") == before
+
+
+def test_a_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    with storage.writer("file") as stream:
+        stream.write(b"half")
+        stream.flush()
+        assert not storage.exists("file")
+        assert storage.names() == []
+    assert storage.read("file") == b"half"
+
+
+def test_an_object_store_keeps_no_half_file_either(tmp_path: Path) -> None:
+    storage = object_store(tmp_path)
+    storage.write("whole", b"1")
+    with pytest.raises(ValueError), storage.writer("half") as stream:  # noqa: PT012
+        stream.write(b"half")
+        raise ValueError
+    assert storage.names() == ["whole"]
+
+
+def test_an_object_store_reads_lists_and_deletes(tmp_path: Path) -> None:
+    storage = object_store(tmp_path)
+    storage.write("a", b"12345")
+    with storage.reader("a") as stream:
+        stream.seek(3)
+        assert stream.read() == b"45"
+    assert storage.names() == ["a"]
+    assert storage.exists("a")
+    storage.delete("a")
+    assert not storage.exists("a")
+
+
+def failing_replace(monkeypatch: pytest.MonkeyPatch, times: int, number: int) -> list[str]:
+    """`Path.replace` fails so many times with an errno, then works."""
+    calls: list[str] = []
+    replace = Path.replace
+
+    def flaky(self: Path, target: Any) -> Any:
+        calls.append(str(target))
+        if len(calls) <= times:
+            raise OSError(number, os.strerror(number))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", flaky)
+    return calls
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_passing_failure_is_tried_again_with_growing_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float], times: int
+) -> None:
+    calls = failing_replace(monkeypatch, times, errno.EIO)
+    Storage(str(tmp_path)).write("file", b"data")
+    assert files(tmp_path) == ["file"]
+    assert len(calls) == times + 1
+    assert waits == [0.5, 1.0, 2.0][:times]
+
+
+def test_a_lasting_failure_is_given_up_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float]
+) -> None:
+    calls = failing_replace(monkeypatch, 99, errno.EIO)
+    with pytest.raises(StorageError, match=r"file.*Input/output error"):
+        Storage(str(tmp_path)).write("file", b"data")
+    assert len(calls) == 4
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+def test_what_no_further_try_can_mend_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float], number: int
+) -> None:
+    calls = failing_replace(monkeypatch, 99, number)
+    with pytest.raises(StorageError, match=os.strerror(number)):
+        Storage(str(tmp_path)).write("file", b"data")
+    assert (len(calls), waits) == (1, [])
+
+
+def test_a_missing_file_is_said_at_once(tmp_path: Path, waits: list[float]) -> None:
+    with pytest.raises(StorageError, match="nowhere"):
+        Storage(str(tmp_path)).read("nowhere")
+    assert waits == []
+
+
+@pytest.mark.parametrize("below", ["", "/deeper"])
+def test_a_place_below_a_regular_file_cannot_be_written(tmp_path: Path, waits: list[float], below: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    storage = Storage(f"{tmp_path}/file{below}")
+    with pytest.raises(ConfigError, match=r"`storage_path` is .*cannot be written"):
+        storage.prove_writable()
+    assert waits == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission_cannot_be_written(tmp_path: Path, waits: list[float]) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        Storage(str(tmp_path)).prove_writable()
+    assert waits == []
+
+
+def test_proving_it_leaves_nothing(tmp_path: Path) -> None:
+    Storage(str(tmp_path)).prove_writable()
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("uri", ["nosuch://bucket/x", "s3:///"])
+def test_a_uri_that_means_nothing_is_a_config_error(uri: str) -> None:
+    with pytest.raises(ConfigError, match=r"`storage_path` is .*cannot be opened"):
+        Storage(uri).exists()
+
+
+def test_file_uris_are_local(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    storage = Storage(f"file://{tmp_path}/with%20space")
+    storage.write("file", b"x")
+    assert (folder / "file").read_bytes() == b"x"
+    assert storage.is_local
+    assert storage.path == str(folder)
+    assert Storage(str(folder)).read("file") == b"x"
+
+
+@pytest.mark.parametrize(
+    ("uri", "child", "file"),
+    [
+        ("/a/b", "/a/b/c/d", "/a/b/f"),
+        ("/a/b/", "/a/b/c/d", "/a/b/f"),
+        ("/", "/c/d", "/f"),
+        ("s3://bucket", "s3://bucket/c/d", "s3://bucket/f"),
+        ("s3://bucket/run/", "s3://bucket/run/c/d", "s3://bucket/run/f"),
+        ("file:///a", "file:///a/c/d", "file:///a/f"),
+        ("s3://bucket/run?region=eu-west-1", "s3://bucket/run/c/d?region=eu-west-1", None),
+        (
+            "s3://bucket/run?scheme=http&endpoint_override=minio:9000",
+            "s3://bucket/run/c/d?scheme=http&endpoint_override=minio:9000",
+            None,
+        ),
+    ],
+)
+def test_children_lie_below(uri: str, child: str, file: str | None) -> None:
+    assert Storage(uri).child("c", "d").uri == child
+    if file is not None:
+        assert Storage(uri).locate("f") == file
+
+
+def test_a_child_of_a_store_with_options_is_not_the_store_itself() -> None:
+    """pyarrow reads what follows `?` as options: a name that is put there is lost, and `--fresh` deletes too much."""
+    parent = Storage("s3://bucket/runs?scheme=http&endpoint_override=localhost:9000")
+    assert parent.path == "bucket/runs"
+    assert parent.child("digits").path == "bucket/runs/digits"
+
+
+def test_storage_crosses_processes_as_its_uri(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    storage.write("a", b"1")
+    assert pickle.loads(pickle.dumps(storage)).read("a") == b"1"  # noqa: S301
+
+
+@pytest.fixture
+def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.delenv("PACELINE_STORAGE", raising=False)
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_where_runs_go(no_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = no_environment
+    assert storage_uri(None) == f"{here}/results"
+    assert storage_uri("runs") == f"{here}/runs"
+    assert storage_uri("../runs") == f"{here.parent}/runs"
+    assert storage_uri("/data/runs") == "/data/runs"
+    assert storage_uri("~/runs") == str(Path.home() / "runs")
+    assert storage_uri("s3://bucket/runs") == "s3://bucket/runs"
+    monkeypatch.setenv("PACELINE_STORAGE", "gs://bucket")
+    assert storage_uri(None) == "gs://bucket"
+    assert storage_uri("/data") == "/data"
+
+
+@pytest.mark.parametrize("path", [None, "runs", "./runs"])
+def test_a_relative_place_inside_a_ray_job_is_refused(
+    no_environment: Path, monkeypatch: pytest.MonkeyPatch, path: str | None
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(ConfigError, match=r"relative.*PACELINE_STORAGE"):
+        storage_uri(path)
+    assert storage_uri("/data") == "/data"
+    assert storage_uri("s3://b") == "s3://b"
+    monkeypatch.setenv("PACELINE_STORAGE", "relative/too")
+    with pytest.raises(ConfigError, match="relative"):
+        storage_uri(None)
+    monkeypatch.setenv("PACELINE_STORAGE", "/shared")
+    assert storage_uri(None) == "/shared"

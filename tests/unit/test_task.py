@@ -1,0 +1,104 @@
+"""Task: its defaults, and batches of any nesting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from trainers.config import TrainConfig
+from trainers.settings import build
+from trainers.task import Task, is_tensor_dataset, map_tensors, num_samples, tensors_of
+
+
+class Pair(NamedTuple):
+    inputs: Tensor
+    name: str
+
+
+@dataclass
+class Graph:
+    nodes: Tensor
+    edges: list[Tensor]
+
+
+NESTED = {"a": [torch.zeros(3, 2), (torch.ones(3), "x")], "b": Pair(torch.full((3,), 2.0), "n"), "c": None}
+
+
+def test_tensors_come_in_order() -> None:
+    assert [float(tensor.flatten()[0]) for tensor in tensors_of(NESTED)] == [0.0, 1.0, 2.0]
+    assert len(tensors_of(Graph(torch.zeros(1), [torch.ones(2), torch.ones(3)]))) == 3
+    assert tensors_of("no tensor") == []
+
+
+def test_mapping_keeps_types_and_other_leaves() -> None:
+    mapped = map_tensors(lambda tensor: tensor + 1, NESTED)
+    assert type(mapped["b"]) is Pair
+    assert mapped["b"].name == "n"
+    assert mapped["a"][1][1] == "x"
+    assert isinstance(mapped["a"], list)
+    assert isinstance(mapped["a"][1], tuple)
+    assert mapped["c"] is None
+    assert [float(tensor.flatten()[0]) for tensor in tensors_of(mapped)] == [1.0, 2.0, 3.0]
+    graph = map_tensors(lambda tensor: tensor * 2, Graph(torch.ones(1), [torch.ones(2)]))
+    assert isinstance(graph, Graph)
+    assert graph.edges[0].tolist() == [2.0, 2.0]
+
+
+def test_samples_are_counted_by_the_first_tensor_with_a_dimension() -> None:
+    assert num_samples(NESTED) == 3
+    assert num_samples((torch.tensor(5.0), torch.zeros(7, 1))) == 7
+    with pytest.raises(ValueError, match=r"override `weight\(\)`"):
+        num_samples({"a": torch.tensor(1.0), "b": "x"})
+
+
+def test_the_defaults() -> None:
+    task = Task()
+    layer = nn.Linear(2, 3)
+    assert task.forward(layer, (torch.ones(4, 2), None)).shape == (4, 3)
+    assert task.forward(layer, {"input": torch.ones(5, 2)}).shape == (5, 3)
+    assert float(task.weight((torch.ones(4, 2),))) == 4.0
+    assert task.metrics(None, None) == {}
+    assert task.transform("batch", True) == "batch"
+    assert task.state_dict() == {}
+    assert task.collate([(torch.ones(2), 1), (torch.ones(2), 0)])[1].tolist() == [1, 0]
+    task.load_state_dict({})
+    task.setup()
+
+
+@pytest.mark.parametrize(("method", "args"), [("model", ()), ("dataset", ("train",)), ("loss", (None, None))])
+def test_what_must_be_defined_is_named(method: str, args: tuple[Any, ...]) -> None:
+    class Mine(Task):
+        pass
+
+    with pytest.raises(TypeError, match=rf"Mine must define `{method}\(\)`"):
+        getattr(Mine(), method)(*args)
+
+
+def test_the_default_optimizer_is_the_configured_one() -> None:
+    config = build(TrainConfig, {"task": "t:T", "epochs": 1, "global_batch_size": 1, "optimizer": {"lr": 0.25}}, "f")
+    optimizer = Task().optimizer(nn.Linear(2, 2), config)
+    assert isinstance(optimizer, AdamW)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_the_worst_case_is_of_the_size_asked_for() -> None:
+    data = TensorDataset(torch.arange(5))
+    (rows,) = Task().worst_case_batch(data, 12)
+    assert rows.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+def test_only_a_plain_tensor_dataset_is_indexed_whole() -> None:
+    class Augmented(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return tuple(-tensor[index] for tensor in self.tensors)
+
+    data = TensorDataset(torch.arange(5))
+    assert is_tensor_dataset(data)
+    others: list[Dataset[Any]] = [Augmented(torch.arange(5)), Subset(data, [1])]
+    assert not any(is_tensor_dataset(other) for other in others)

@@ -1,0 +1,121 @@
+"""The journal: a trial's record is whole, durable, and found again by what was configured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainers.errors import STATUSES, CheckpointError, Status
+from trainers.storage import Storage
+from tune.journal import Journal, TrialRecord, trial_id
+
+
+def record(config: dict[str, Any], start: float = 1.0, status: Status = "done", **more: Any) -> TrialRecord:
+    return TrialRecord(trial_id(config), config, status, start, start + 1, **more)
+
+
+def test_an_id_names_a_configuration_whatever_the_order_of_its_keys() -> None:
+    first = {"global_batch_size": 8, "optimizer.lr": 1e-3, "task_args.list": [1, {"a": 1, "b": 2}]}
+    second = {"task_args.list": [1, {"b": 2, "a": 1}], "optimizer.lr": 0.001, "global_batch_size": 8}
+    assert trial_id(first) == trial_id(second)
+    assert len(trial_id(first)) == 10
+    assert trial_id(json.loads(json.dumps(first))) == trial_id(first)
+
+
+def test_ids_are_the_same_in_every_process_and_version() -> None:
+    assert trial_id({"global_batch_size": 8, "precision": "fp32"}) == "7b43caa0a8"
+
+
+def test_different_configurations_have_different_ids() -> None:
+    configs: list[dict[str, Any]] = [
+        {}, {"a": 1}, {"a": 2}, {"b": 1}, {"a": "1"}, {"a": True}, {"a": None}, {"a": 1, "b": 1}, {"a": [1]},
+    ]  # fmt: skip
+    assert len({trial_id(config) for config in configs}) == len(configs)
+
+
+def test_what_is_appended_is_found_also_by_another_journal(tmp_path: Path) -> None:
+    full = record(
+        {"a": 1},
+        samples_per_s=10.5,
+        step_time_s=0.1,
+        peak_memory_bytes=2**34,
+        metrics={"val_loss": 0.5},
+        curve=[{"step": 1, "val_loss": 0.7}, {"step": 2, "val_loss": 0.5}],
+        time_to_target_s=3.5,
+        lane=2,
+        message="ü — words",
+        traceback="line 1\nline 2",
+    )
+    Journal(Storage(str(tmp_path))).append(full)
+    journal = Journal(Storage(str(tmp_path)))
+    assert journal.find(full.id) == full
+    assert journal.find(trial_id({"a": 2})) is None
+    assert journal.records() == [full]
+    assert [path.name for path in (tmp_path / "trials").iterdir()] == [f"{full.id}.json"]
+
+
+def test_an_empty_journal_has_no_records(tmp_path: Path) -> None:
+    assert Journal(Storage(str(tmp_path))).records() == []
+
+
+def test_figures_that_are_not_finite_survive(tmp_path: Path) -> None:
+    journal = Journal(Storage(str(tmp_path)))
+    journal.append(record({"a": 1}, metrics={"nan": math.nan, "up": math.inf, "down": -math.inf}, status="diverged"))
+    (back,) = journal.records()
+    assert math.isnan(back.metrics["nan"])
+    assert (back.metrics["up"], back.metrics["down"]) == (math.inf, -math.inf)
+
+
+def test_records_come_in_the_order_of_their_start(tmp_path: Path) -> None:
+    journal = Journal(Storage(str(tmp_path)))
+    for index, start in enumerate([5.0, 1.0, 3.0, 3.0]):
+        journal.append(record({"index": index}, start))
+    starts = [(found.start_time, found.id) for found in journal.records()]
+    assert starts == sorted(starts)
+
+
+def test_a_record_written_again_replaces_the_old_one(tmp_path: Path) -> None:
+    journal = Journal(Storage(str(tmp_path)))
+    journal.append(record({"a": 1}, status="error"))
+    journal.append(record({"a": 1}, status="done"))
+    assert [found.status for found in journal.records()] == ["done"]
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_every_status_is_kept(tmp_path: Path, status: Status) -> None:
+    journal = Journal(Storage(str(tmp_path)))
+    journal.append(record({"a": 1}, status=status))
+    assert journal.records()[0].status == status
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"[]", b"3", b"{}", b"\xff\xfe", b'{"id": "a", "unknown": 1}', b'{"id": "a", "config": {}, "status": "won",'
+     b' "start_time": 1, "end_time": 2}'],
+)  # fmt: skip
+def test_a_damaged_record_is_named(tmp_path: Path, data: bytes) -> None:
+    storage = Storage(str(tmp_path))
+    journal = Journal(storage)
+    journal.append(record({"a": 1}))
+    storage.write("trials/0123456789.json", data)
+    with pytest.raises(CheckpointError, match=r"trials/0123456789\.json"):
+        journal.records()
+    with pytest.raises(CheckpointError, match=r"trials/0123456789\.json"):
+        journal.find("0123456789")
+
+
+def test_a_write_that_is_cut_off_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(Storage(str(tmp_path)))
+
+    def power_cut(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainers.storage.os.fsync", power_cut)
+        with pytest.raises(KeyboardInterrupt):
+            journal.append(record({"a": 1}))
+    assert journal.records() == []

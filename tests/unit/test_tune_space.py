@@ -1,0 +1,132 @@
+"""The search space: every value is a training run, and Tune gets what was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainers.errors import ConfigError
+from trainers.settings import build
+from tune.config import SweepConfig
+from tune.space import check_space, chosen, grid, planned_trials, trial_config, tune_space
+
+TRAIN: dict[str, Any] = {
+    "task": "t:T",
+    "epochs": 1,
+    "global_batch_size": 8,
+    "optimizer": {"name": "adamw", "lr": 0.1},
+    "evaluate": {"every_epochs": 1},
+}
+
+
+def make(space: dict[str, Any], **more: Any) -> SweepConfig:
+    tree = {"train": TRAIN, "space": space, "objective": {"metric": "val_loss"}, **more}
+    return build(SweepConfig, tree, "sweep.yaml")
+
+
+def random(space: dict[str, Any], trials: int = 5) -> SweepConfig:
+    return make(space, search="random", budget={"trials": trials})
+
+
+def test_a_grid_is_every_combination_in_order() -> None:
+    config = make({"global_batch_size": [8, 16], "precision": ["fp32", "bf16"], "seed": [0]})
+    assert grid(config) == [
+        {"global_batch_size": 8, "precision": "fp32", "seed": 0},
+        {"global_batch_size": 8, "precision": "bf16", "seed": 0},
+        {"global_batch_size": 16, "precision": "fp32", "seed": 0},
+        {"global_batch_size": 16, "precision": "bf16", "seed": 0},
+    ]
+    assert grid(random({"seed": [1, 2]})) == []
+
+
+def test_how_many_trials_there_will_be() -> None:
+    space = {"seed": [0, 1, 2], "precision": ["fp32", "bf16"]}
+    assert planned_trials(make(space)) == 6
+    assert planned_trials(make(space, budget={"trials": 4})) == 4
+    assert planned_trials(make(space, budget={"trials": 40})) == 6
+    assert planned_trials(random(space, 7)) == 7
+
+
+def test_a_trial_is_the_run_with_its_values() -> None:
+    config = trial_config(
+        TRAIN, {"optimizer.lr": 0.5, "max_steps": 7, "evaluate.every_steps": 3, "clip_grad_norm": None}
+    )
+    assert (config.optimizer.lr, config.max_steps, config.epochs, config.clip_grad_norm) == (0.5, 7, None, None)
+    assert (config.evaluate.every_steps, config.evaluate.every_epochs) == (3, None)
+    assert TRAIN["optimizer"] == {"name": "adamw", "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        make({"global_batch_size": [1, 1000], "compile": ["off", "default"], "microbatch_size": ["auto", 4]}),
+        make({"clip_grad_norm": [None, 1.0], "batch_size_per_worker": [4]}),
+        random({"optimizer.lr": {"loguniform": [1e-5, 1.0]}, "global_batch_size": {"min": 1, "max": 4096}}),
+        random({"optimizer.weight_decay": {"uniform": [0.0, 0.5]}, "optimizer.name": {"choice": ["sgd", "adam"]}}),
+        random({"task_args.width": [1, 2], "lr_schedule.warmup": [0.1, 5]}),
+    ],
+    ids=lambda config: ",".join(config.space),
+)
+def test_a_good_space_passes(config: SweepConfig) -> None:
+    check_space(config, TRAIN, "sweep.yaml")
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "words"),
+    [
+        (make({"optimizer.lr": [0.1, -1]}), "space.optimizer.lr", "greater than 0"),
+        (make({"precison": ["fp32"]}), "space.precison", "did you mean `precision`?"),
+        (make({"optimizer.momentom": [0.9]}), "space.optimizer.momentom", "there is no such key"),
+        (make({"precision": ["fp32", "fp8"]}), "space.precision", "must be one of"),
+        (make({"global_batch_size": [8, 0]}), "space.global_batch_size", "at least 1"),
+        (random({"optimizer.lr": {"uniform": [-1.0, 1.0]}}), "space.optimizer.lr", "greater than 0"),
+        (random({"global_batch_size": {"uniform": [8.0, 16.0]}}), "space.global_batch_size", "whole number"),
+        (make({"scaling.num_workers": [1, 2]}), "space.scaling.num_workers", "cannot vary inside a sweep"),
+        (make({"launcher": ["local"]}), "space.launcher", "cannot vary inside a sweep"),
+        (make({"name": ["a"]}), "space.name", "cannot vary inside a sweep"),
+    ],
+)
+def test_a_value_that_cannot_be_is_said_before_any_trial(config: SweepConfig, field: str, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_space(config, TRAIN, "sweep.yaml")
+    (line,) = str(raised.value).splitlines()
+    assert line.startswith(f"sweep.yaml: `{field}")
+    assert words in line
+
+
+def test_a_combination_that_cannot_be_is_named() -> None:
+    config = make({"optimizer.name": ["sgd", "adamw"], "optimizer.momentum": [0.9]})
+    with pytest.raises(ConfigError) as raised:
+        check_space(config, {**TRAIN, "optimizer": {"name": "sgd", "lr": 0.1}}, "sweep.yaml")
+    assert "means nothing to optimizer adamw" in str(raised.value)
+    assert "space.optimizer.momentum" in str(raised.value) or "optimizer.name: adamw" in str(raised.value)
+
+
+def test_a_grid_goes_to_tune_as_whole_trials() -> None:
+    config = make({"seed": [0, 1, 2], "precision": ["fp32", "bf16"]}, budget={"trials": 4})
+    space = tune_space(config)
+    assert space == {"trial": {"grid_search": grid(config)[:4]}}
+    assert chosen({"trial": {"seed": 1}}) == {"seed": 1}
+
+
+def test_ranges_go_to_tune_with_their_bounds() -> None:
+    config = random(
+        {
+            "optimizer.lr": {"loguniform": [1e-4, 1e-2]},
+            "optimizer.weight_decay": {"uniform": [0.0, 0.5]},
+            "global_batch_size": {"min": 3, "max": 5},
+            "precision": ["fp32", "bf16"],
+            "seed": {"choice": [7]},
+        }
+    )
+    space = tune_space(config)
+    drawn = [{key: domain.sample() for key, domain in space.items()} for _ in range(200)]
+    assert {row["global_batch_size"] for row in drawn} == {3, 4, 5}  # both ends included
+    assert {row["precision"] for row in drawn} == {"fp32", "bf16"}
+    assert {row["seed"] for row in drawn} == {7}
+    assert all(1e-4 <= row["optimizer.lr"] <= 1e-2 and 0 <= row["optimizer.weight_decay"] <= 0.5 for row in drawn)
+    below = sum(row["optimizer.lr"] < 1e-3 for row in drawn)
+    assert 60 < below < 140  # evenly in the logarithm
+    for row in drawn[:20]:
+        trial_config(TRAIN, chosen(row))

@@ -1,0 +1,128 @@
+"""Charts as inline SVG: matplotlib's style, and colours that are CSS variables, so that they follow light and dark."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+# Colours that stand in the SVG only until `Canvas.figure` puts the page's CSS variables in their place.
+FG, MUTED, BAD, _GRID, _CARD = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
+SERIES = tuple(f"#0a0c0{number}" for number in range(1, 7))
+_VARIABLES = {FG: "--fg", MUTED: "--muted", BAD: "--bad", _GRID: "--grid", _CARD: "--card"} | {
+    color: f"--s{number}" for number, color in enumerate(SERIES, 1)
+}
+
+_SIZE_IN = (4.2, 2.7)
+_LEGEND_CHARS = 52  # as many as there is room for in one row
+_STYLE = {
+    "axes.edgecolor": _GRID,
+    "axes.facecolor": "none",
+    "axes.formatter.useoffset": False,
+    "axes.grid": True,
+    "axes.labelcolor": MUTED,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.facecolor": "none",
+    "font.size": 9,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.handletextpad": 0.4,
+    "lines.markeredgecolor": _CARD,
+    "lines.markeredgewidth": 0.8,
+    "lines.markersize": 5.5,
+    "savefig.facecolor": "none",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "paceline",
+    "text.color": FG,
+    "text.parse_math": False,  # names come from the user's configuration: a `$` is a dollar
+    "xtick.color": _GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.color": _GRID,
+    "ytick.labelcolor": MUTED,
+    "ytick.major.size": 0,
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the report."""
+
+    title: str
+    caption: str
+    svg: str
+    """An `<svg>` element; its ids are unique in the page."""
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Canvases are made and rendered inside of this."""
+    from matplotlib import style
+
+    with style.context(["default", _STYLE]), warnings.catch_warnings():
+        # Text stays text, in the reader's fonts: it does not matter what matplotlib's own lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
+class Canvas:
+    """One set of axes, and the hover text of its marks."""
+
+    def __init__(self, name: str, height_in: float = _SIZE_IN[1]) -> None:
+        from matplotlib.figure import Figure as Sheet
+
+        self.name = name
+        self.sheet = Sheet(figsize=(_SIZE_IN[0], height_in), layout="constrained")
+        self.axes = self.sheet.add_subplot()
+        self.axes.grid(visible=False, axis="x")
+        self._tips: dict[str, str] = {}
+
+    def tip(self, text: str) -> str:
+        """The gid of an artist that shows `text` when the mouse is over it."""
+        gid = f"tip-{len(self._tips)}"
+        self._tips[gid] = text
+        return gid
+
+    def mark(self, x: float, y: float, text: str, color: str, **look: Any) -> None:
+        """One point that shows `text` when the mouse is over it."""
+        self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)
+
+    def legend(self) -> None:
+        """Names of the series above the axes, in as many columns as there is room for."""
+        handles, names = self.axes.get_legend_handles_labels()
+        if names:
+            in_one_row = sum(map(len, names)) + 6 * len(names) <= _LEGEND_CHARS
+            columns = len(names) if in_one_row else max(1, _LEGEND_CHARS // (max(map(len, names)) + 6))
+            self.sheet.legend(handles, names, loc="outside upper left", ncols=columns)
+
+    def figure(self, title: str, caption: str) -> Figure:
+        """Render what was drawn."""
+        stream = io.StringIO()
+        self.sheet.savefig(stream, format="svg", metadata={"Date": None})
+        svg = re.sub(r"<metadata>.*?</metadata>|<style .*?</style>", "", stream.getvalue(), flags=re.DOTALL)
+        svg = svg[svg.index("<svg") :]
+        head = svg[: svg.index(">")]
+        box = re.search(r'viewBox="[^"]*"', head)
+        assert box is not None
+        body = re.sub(r"<[^>]*>", self._inlined, svg.removeprefix(head))
+        label = html.escape(f"{title}. {caption}")
+        return Figure(title, caption, f'<svg role="img" aria-label="{label}" {box[0]}{body}'.strip())
+
+    def _inlined(self, found: re.Match[str]) -> str:
+        """A tag of the SVG as the page needs it: ids begin with the canvas's name, colours are variables.
+
+        Texts are no tags and stay what they are, whatever they look like.
+        """
+        tag = found[0].replace("xlink:href=", "href=")
+        for color, variable in _VARIABLES.items():
+            tag = tag.replace(color, f"var({variable})")
+        tip = re.match(r'<g id="(tip-\d+)">', tag)
+        tag = re.sub(r'(?<=\sid=")|(?<=href="#)|(?<=url\(#)', f"{self.name}-", tag)
+        return f"{tag}<title>{html.escape(self._tips[tip[1]])}</title>" if tip else tag
