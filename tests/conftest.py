@@ -118,7 +118,7 @@ def cluster() -> Iterator[Cluster]:
     finally:
         family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
         head.send_signal(signal.SIGTERM)
-        _, alive = psutil.wait_procs(family, timeout=15)
+        _, alive = psutil.wait_procs(family, timeout=3)
         for process in alive:
             process.kill()
         head.wait()

@@ -30,11 +30,18 @@ class Blobs(Task):
         failure: str = "raise",
         fits: int | None = None,
         marker: str | None = None,
+        pids: str | None = None,
     ) -> None:
         self.samples, self.features, self.dtype = samples, features, _DTYPES[dtype]
         self.fail_at, self.failure, self.fits = fail_at, failure, fits
         self.marker = Path(marker) if marker else None
+        self.pids = Path(pids) if pids else None
         self.forwards = 0
+
+    def setup(self) -> None:
+        if self.pids is not None:
+            with self.pids.open("a") as file:
+                file.write(f"{os.getpid()}\n")
 
     def model(self) -> nn.Module:
         layers = nn.Sequential(nn.Linear(self.features, 32), nn.Tanh(), nn.Linear(32, 4))
@@ -48,7 +55,7 @@ class Blobs(Task):
         return TensorDataset(centres[labels] + noise, labels)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        if self.fits is not None and len(batch[0]) > self.fits:
+        if self.fits is not None and model.training and len(batch[0]) > self.fits:
             raise torch.OutOfMemoryError(f"injected: {len(batch[0])} samples, {self.fits} fit")
         if model.training:
             self.forwards += 1

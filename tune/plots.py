@@ -38,10 +38,11 @@ class _Plot:
         self.words = {record.id: in_short(self.labels, record) for record in records}
         tried = {key: self._tried(key) for key in self.labels}
         numeric = [key for key, values in tried.items() if all(map(is_number, values))]
-        self.x = next((key for key in (*_BATCH_KEYS, *numeric) if key in numeric), next(iter(tried)))
+        varied = [key for key in numeric if len(tried[key]) > 1] or numeric
+        self.x = next((key for key in (*_BATCH_KEYS, *varied) if key in varied), next(iter(tried)))
         self.is_numeric = self.x in numeric
         self.values = tried[self.x]
-        self.places = {repr(value): value if self.is_numeric else at for at, value in enumerate(self.values)}
+        self.places = {repr(value): float(value if self.is_numeric else at) for at, value in enumerate(self.values)}
         # More values than colours would be a legend larger than its figure, or nothing to compare.
         others = [key for key, values in tried.items() if key != self.x and 2 <= len(values) <= len(SERIES)]
         self.by = "precision" if "precision" in others else next(iter(others), None)
@@ -74,7 +75,8 @@ class _Plot:
         unit, size = ("GiB", 2**30) if most >= 2**30 else ("MiB", 2**20)
         rows = sorted({self._series_of(record) for record in failed})
         self._against_x(canvas, [(r, peak / size, f"{peak / size:.4g} {unit}") for r, peak in peaks], rows)
-        cross, top = {"marker": "X", "markersize": 8}, canvas.axes.get_xaxis_transform()
+        top = canvas.axes.get_xaxis_transform()
+        cross: dict[str, Any] = {"marker": "X", "markersize": 8}
         for record in failed:
             height = 0.96 - _ROW * rows.index(self._series_of(record))
             text = self._tip(record, "out of memory")
@@ -152,7 +154,7 @@ class _Plot:
                 (bar,) = canvas.axes.barh(row, length, height=0.68, color=self._color(record))
                 bar.set_gid(canvas.tip(self._tip(record, text)))
             weight = "bold" if self._is_best(record) else "normal"
-            look = {"va": "center", "color": color, "fontsize": 8, "fontweight": weight}
+            look: dict[str, Any] = {"va": "center", "color": color, "fontsize": 8, "fontweight": weight}
             canvas.axes.annotate(text, (length, row), (4, 0), textcoords="offset points", **look)
         canvas.axes.set_yticks(range(len(rows)), [_cut(self.words[record.id]) for record in rows])
         canvas.axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -167,7 +169,9 @@ class _Plot:
         caption = f"Training time until {printable(name)} first reached {value:g}.{cut}"
         return canvas.figure("Time to target", caption)
 
-    def _against_x(self, canvas: Canvas, marks: list[tuple[TrialRecord, float, str]], also: Collection[int] = ()) -> None:
+    def _against_x(
+        self, canvas: Canvas, marks: list[tuple[TrialRecord, float, str]], also: Collection[int] = ()
+    ) -> None:
         """A mark a trial; on a grid a line a series, through the median of the trials at one x.
 
         The legend has the series with marks and those in `also`.
@@ -182,9 +186,9 @@ class _Plot:
             found: dict[float, list[float]] = {}
             for record, y, _ in own:
                 found.setdefault(self._position(record), []).append(y)
-            path = [(x, median(found[x])) for x in sorted(found)] or [(math.nan, math.nan)]
-            look = {"linestyle": line, "linewidth": 1.6, "marker": marker, "markevery": []}
-            canvas.axes.plot(*zip(*path, strict=True), color=color, label=name, **look)
+            xs = sorted(found)
+            look: dict[str, Any] = {"linestyle": line, "linewidth": 1.6, "marker": marker, "markevery": []}
+            canvas.axes.plot(xs, [median(found[x]) for x in xs], color=color, label=name, **look)
             for record, y, text in own:
                 look = {"marker": marker, "markersize": 8.5 if self._is_best(record) else 5.5}
                 tip = self._tip(record, text)

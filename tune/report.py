@@ -1,4 +1,4 @@
-"""What a sweep leaves: the answer, a table, results.parquet, best.yaml, summary.json and report.html."""
+"""What a sweep leaves: a table, results.parquet, best.yaml, summary.json and report.html."""
 
 from __future__ import annotations
 
@@ -7,59 +7,36 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainers.config import TrainConfig
-from trainers.errors import POLICIES, STATUSES
+from trainers.errors import STATUSES
 from trainers.settings import build, dump_yaml, override
 from trainers.storage import Storage
-from tune.config import Objective, Range, SweepConfig
+from tune.answer import (
+    FINISHED,
+    Answer,
+    answer,
+    duration,
+    is_number,
+    labels,
+    metric_names,
+    number,
+    objective_value,
+    printable,
+    shown,
+)
+from tune.config import Range, SweepConfig
 from tune.journal import TrialRecord
-from tune.plots import FINISHED, figures, shown
+from tune.plots import figures
 
 if TYPE_CHECKING:
     import rich.table
 
 Column = tuple[str, bool, Callable[[TrialRecord], str]]
 """A header, whether the column holds figures, and a trial's cell."""
-
-_EQUAL = 0.05  # a smaller margin is within what repeats of one configuration differ by
-_EQUAL_SCORE = 0.01
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the sweep says."""
-
-    best: TrialRecord | None
-    sentence: str
-    """Which trial is best, at what and by how much, or why none is; the throughput's winner, if another."""
-    ranking: list[TrialRecord]
-    """All trials that have a value of the objective, best first."""
-
-
-def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
-    """Rank the trials by the objective and say the outcome."""
-    ranked = _ranked(config.objective, records)
-    best = ranked[0][1] if ranked else None
-    verdict = _verdict(config, records, ranked) if ranked else _why_none(config, records)
-    sentence = f"{verdict} {_fastest(config, records, best)}".rstrip()
-    return Answer(best, sentence, [record for _, record in ranked])
-
-
-def objective_value(objective: Objective, record: TrialRecord) -> float | None:
-    """The figure that ranks a trial; None where it failed, has none, or has one that is not finite."""
-    if record.status not in FINISHED:
-        return None
-    measured = {
-        "time_to_target": record.time_to_target_s,
-        "samples_per_s": record.samples_per_s,
-        "step_time_s": record.step_time_s,
-    }
-    value = (measured if objective.metric in measured else record.metrics).get(objective.metric)
-    return value if value is not None and math.isfinite(value) else None
 
 
 def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> rich.table.Table:
@@ -71,11 +48,12 @@ def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> ri
     columns = _columns(config, records)
     result = Table(box=SIMPLE, show_edge=False, padding=0)
     result.title = f"{config.name}: {len(records)} trials"
-    result.caption = f"* best by {config.objective.metric}"
+    if answer.best is not None:
+        result.caption = Text(f"* best by {printable(config.objective.metric)}", "table.caption")
     for header, is_figure, _ in columns:
         narrow = header.replace("_", "_\n").replace(" ", "\n") if len(header) > 8 else header
         justify: Literal["left", "right"] = "right" if is_figure else "left"
-        result.add_column(narrow, justify=justify, overflow="fold", min_width=6)
+        result.add_column(Text(narrow), justify=justify, overflow="fold", min_width=6)
     for record in _in_order(config, records):
         is_best = answer.best is not None and record.id == answer.best.id
         cells = [cell(record) for _, _, cell in columns]
@@ -108,209 +86,66 @@ def write_report(
             tree["task_dir"] = task_dir
         resolved = build(TrainConfig, tree, "best.yaml").tree()
         value = objective_value(config.objective, found.best)
-        header = (
-            f"# The best trial of the sweep {config.name}: {found.best.id}, "
-            f"{config.objective.metric} {value:.6g}.\n"
-            f"# Run as: python -m trainers {shlex.quote(sweep.locate('best.yaml'))}\n"
-        )
+        what = f"The best trial of the sweep {config.name}: {found.best.id}, {config.objective.metric} {value:.6g}."
+        header = f"# {printable(what)}\n# Run as: {printable(_command(sweep))}\n"
         sweep.write("best.yaml", (header + dump_yaml(tree)).encode())
     else:
         sweep.delete("best.yaml")
     summary = _summary(config, records, environment, found)
-    sweep.write("summary.json", (json.dumps(summary, indent=2) + "\n").encode())
-    sweep.write("report.html", _html(sweep, config, records, found, summary, dump_yaml(resolved)).encode())
+    sweep.write("summary.json", (json.dumps(_strict(summary), indent=2, allow_nan=False) + "\n").encode())
+    page = _html(config, records, found, summary, dump_yaml(resolved), _command(sweep))
+    sweep.write("report.html", page.encode(errors="backslashreplace"))
     return found
 
 
-def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[float, TrialRecord]]:
-    pairs = [(objective_value(objective, record), record) for record in records]
-    values = [(value, record) for value, record in pairs if value is not None]
-    return sorted(values, key=lambda pair: pair[0], reverse=objective.direction == "max")
-
-
-def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple[float, TrialRecord]]) -> str:
-    """The winner and its margin over the runner-up."""
-    labels, objective, (value, best) = _labels(config, records), config.objective, ranked[0]
-    who, amount = _describe(labels, best), _amount(objective.metric, value)
-    if objective.metric == "time_to_target":
-        head = f"{who} reaches {_target(objective)} in {amount} of training"
-    elif objective.metric == "samples_per_s":
-        head = f"{who} has the highest throughput, {amount}"
-    else:
-        extreme = "lowest" if objective.direction == "min" else "highest"
-        head = f"{who} has the {extreme} {objective.metric}, {amount}"
-    if len(ranked) == 1:
-        only = "it is the only trial" if len(records) == 1 else "no other trial has a value to compare"
-        return f"{head}; {only}."
-    second, runner_up = ranked[1]
-    following = f"the next ({_short(labels, runner_up)})"
-    margin = _margin(objective.metric, value, second)
-    if margin:
-        return f"{head}, {margin} {following}."
-    equal = sum(_margin(objective.metric, value, other) is None for other, _ in ranked)
-    group = "two" if equal == 2 else f"first {equal}"
-    verb = "needs" if objective.metric == "time_to_target" else "has"
-    return (
-        f"{head}, but {following} {verb} {_amount(objective.metric, second)}: "
-        f"the {group} are about equal, and one run each cannot tell them apart."
-    )
-
-
-def _margin(metric: str, value: float, other: float) -> str | None:
-    """How much better `value` is than `other`, in words; None when the two are about equal.
-
-    A ratio; but a difference between scores of at most 1, and where a sign makes a ratio meaningless.
-    """
-    direction, gap = "lower" if value < other else "higher", abs(value - other)
-    low, high = sorted((value, other))
-    is_score = metric.endswith(("accuracy", "f1", "auc")) and high <= 1
-    if is_score or low <= 0:
-        least = _EQUAL_SCORE if is_score else _EQUAL * max(abs(low), abs(high))
-        return f"{_number(gap, 2)} {direction} than" if gap > least else None
-    if high < low * (1 + _EQUAL):
-        return None
-    words = "faster" if metric in ("time_to_target", "samples_per_s") else direction
-    return f"{_number(high / low, 3 if high < 1.2 * low else 2)} times {words} than"
-
-
-def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
-    """Why no trial has a value of the objective."""
-    finished = [record for record in records if record.status in FINISHED]
-    if not finished:
-        if not records:
-            return "There is no best trial: none has run."
-        counts = Counter(record.status for record in records).most_common()
-        ended = ", ".join(f"{count} {status}" for status, count in counts)
-        status, _ = counts[0]
-        return f"There is no best trial: none finished ({ended}). For {status}: {POLICIES[status].advice}."
-    metric = config.objective.metric
-    if metric != "time_to_target":
-        reported = ", ".join(_metrics(finished)) or "none"
-        return f"There is no best trial: no finished one has a {metric} (metrics reported: {reported})."
-    text = f"There is no best trial: no finished one reached {_target(config.objective)}"
-    name = next(iter(config.objective.target or {}))
-    rows = [(row, record) for record in finished for row in (*record.curve, record.metrics)]
-    found = [(row[name], record) for row, record in rows if math.isfinite(row.get(name, math.nan))]
-    if not found:
-        return f"{text}, and none reported {name}."
-    pick = min if Objective(metric=name).direction == "min" else max
-    value, closest = pick(found, key=lambda pair: pair[0])
-    who = _describe(_labels(config, records), closest)
-    return f"{text}; the closest, {who}, came to {_number(value, 4)}."
-
-
-def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None) -> str:
-    """The throughput's winner, in a sentence of its own, where it is not the best trial."""
-    objective = config.objective
-    ranked = _ranked(Objective(metric="samples_per_s"), records)
-    if not ranked or objective.metric == "samples_per_s" or (best and best.id == ranked[0][1].id):
-        return ""
-    rate, fastest = ranked[0]
-    value = objective_value(objective, fastest)
-    if objective.metric == "time_to_target":
-        rest = f"does not reach {_target(objective)}" if value is None else f"needs {_duration(value)}"
-    else:
-        metric = objective.metric
-        rest = f"has no {metric}" if value is None else f"has {metric} {_number(value, 4)}"
-    who = _describe(_labels(config, records), fastest)
-    return f"The highest throughput, {_amount('samples_per_s', rate)}, has {who}, which {rest}."
-
-
-def _labels(config: SweepConfig, records: list[TrialRecord]) -> dict[str, str]:
-    """Dotted keys and their column names: the last part, or the whole key where that is ambiguous."""
-    keys = dict.fromkeys([*config.space, *(key for record in records for key in record.config)])
-    count = Counter(key.rpartition(".")[2] for key in keys)
-    return {key: last if count[last := key.rpartition(".")[2]] == 1 else key for key in keys}
-
-
-def _describe(labels: dict[str, str], record: TrialRecord) -> str:
-    """A trial in full: "global_batch_size 64 with bf16 and lr 0.001"."""
-    keys = sorted(labels, key=lambda key: "batch_size" not in key)
-    first, *rest = (
-        ("" if key == "precision" and key != keys[0] else f"{labels[key]} ") + shown(record.config.get(key))
-        for key in keys
-    )
-    return f"{first} with {' and '.join(rest)}" if rest else first
-
-
-def _short(labels: dict[str, str], record: TrialRecord) -> str:
-    """A trial by its values where they say enough: "64, bf16, lr 0.001"."""
-    return ", ".join(
-        ("" if "batch_size" in key or key == "precision" else f"{label} ") + shown(record.config.get(key))
-        for key, label in labels.items()
-    )
+def _command(sweep: Storage) -> str:
+    return f"python -m trainers {shlex.quote(sweep.locate('best.yaml'))}"
 
 
 def _in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecord]:
     """The trials in the order of the space: of its lists, and rising in its ranges."""
+    lists = {key: [repr(value) for value in space] for key, space in config.space.items() if isinstance(space, list)}
 
-    def place(record: TrialRecord) -> list[tuple[float, str]]:
-        places = []
-        for key, space in config.space.items():
-            value = record.config.get(key)
-            number = float(value) if isinstance(value, int | float) else math.inf
-            if isinstance(space, list) and value in space:
-                number = float(space.index(value))
-            places.append((number, shown(value)))
-        return places
+    def place(key: str, value: Any) -> tuple[float, str]:
+        text, listed = repr(value), lists.get(key, [])
+        rank = listed.index(text) if text in listed else value if is_number(value) else math.inf
+        return rank, shown(value)
 
-    return sorted(records, key=place)
-
-
-def _metrics(records: list[TrialRecord]) -> list[str]:
-    return list(dict.fromkeys(name for record in records for name in record.metrics))
+    return sorted(records, key=lambda record: [place(key, record.config.get(key)) for key in config.space])
 
 
 def _columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
     """The table's columns; the objective is one of them."""
-    columns: list[Column] = [
-        (label, False, lambda record, key=key: shown(record.config.get(key)))  # type: ignore[misc]
-        for key, label in _labels(config, records).items()
-    ]
+    columns: list[Column] = [(label, False, partial(_setting, key)) for key, label in labels(config, records).items()]
     columns.append(("status", False, lambda record: record.status))
 
-    def add(header: str, name: str, form: Callable[[float], str]) -> None:
-        def cell(record: TrialRecord) -> str:
-            value = record.metrics.get(name) if header == name else getattr(record, name)
-            return "-" if value is None else form(value)
+    def add(header: str, find: Callable[[TrialRecord], float | None], form: Callable[[float], str]) -> None:
+        columns.append((header, True, lambda record: "-" if (value := find(record)) is None else form(value)))
 
-        columns.append((header, True, cell))
-
-    add("samples/s", "samples_per_s", lambda value: _number(value, 4))
-    add("step time, ms", "step_time_s", lambda value: _number(value * 1e3, 3))
-    add("peak memory", "peak_memory_bytes", _memory)
-    for name in _metrics(records):
+    add("samples/s", lambda record: record.samples_per_s, lambda value: number(value, 4))
+    add("step time, ms", lambda record: record.step_time_s, lambda value: number(value * 1e3, 3))
+    add("peak memory", lambda record: record.peak_memory_bytes, _memory)
+    taken = {"id", "time to target", *(header for header, _, _ in columns)}
+    for name in metric_names(records):
         if name.startswith("val_") or name == config.objective.metric:
-            add(name, name, lambda value: _number(value, 4))
+            header = printable(f"metrics.{name}" if name in taken else name)
+            add(header, partial(_metric, name), lambda value: number(value, 4))
     if config.objective.target:
-        add("time to target", "time_to_target_s", _duration)
+        add("time to target", lambda record: record.time_to_target_s, duration)
     return columns
 
 
-def _target(objective: Objective) -> str:
-    return " ".join(f"{name} {value:g}" for name, value in (objective.target or {}).items())
+def _setting(key: str, record: TrialRecord) -> str:
+    return shown(record.config.get(key))
 
 
-def _amount(metric: str, value: float) -> str:
-    if metric == "time_to_target":
-        return _duration(value)
-    return f"{_number(value, 3)} samples/s" if metric == "samples_per_s" else _number(value, 4)
-
-
-def _number(value: float, digits: int) -> str:
-    """Rounded to so many digits; thousands are set apart."""
-    rounded = float(f"{value:.{digits}g}")
-    return f"{rounded:,.0f}" if 1000 <= abs(rounded) < 1e15 else f"{rounded:g}"
-
-
-def _duration(time_s: float) -> str:
-    size, unit = (1, "s") if time_s < 120 else (60, "min") if time_s < 7200 else (3600, "h")
-    return f"{_number(time_s / size, 3)} {unit}"
+def _metric(name: str, record: TrialRecord) -> float | None:
+    return record.metrics.get(name)
 
 
 def _memory(amount_bytes: float) -> str:
     size, unit = (2**30, "GiB") if amount_bytes >= 2**30 else (2**20, "MiB")
-    return f"{_number(amount_bytes / size, 3)} {unit}"
+    return f"{number(amount_bytes / size, 3)} {unit}"
 
 
 def _parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
@@ -325,18 +160,20 @@ def _parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
             columns[name] = pa.array([getattr(record, name) for record in records], kind)
 
     add(pa.string(), "id", "status")
-    for key in _labels(config, records):
+    for key in labels(config, records):
         columns[key] = _config_column(config, key, [record.config.get(key) for record in records])
     add(pa.float64(), "samples_per_s", "step_time_s", "time_to_target_s")
     add(pa.int64(), "peak_memory_bytes", "lane")
-    add(pa.string(), "message")
+    columns["message"] = pa.array([_encodable(record.message) for record in records], pa.string())
     for name in ("start_time", "end_time"):
         times = [round(getattr(record, name) * 1e6) for record in records]
         columns[name] = pa.array(times, pa.timestamp("us", tz="UTC"))
-    taken = frozenset(columns)
-    for name in _metrics(records):
+    for name in metric_names(records):
         values = [record.metrics.get(name) for record in records]
-        columns[f"metrics.{name}" if name in taken else name] = pa.array(values, pa.float64())
+        column = _encodable(name)
+        while column in columns:
+            column = f"metrics.{column}"
+        columns[column] = pa.array([None if value is None else float(value) for value in values], pa.float64())
     sink = pa.BufferOutputStream()
     parquet.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
@@ -347,15 +184,32 @@ def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
     import pyarrow as pa
 
     space = config.space.get(key, [])
-    listed = space.choice or [] if isinstance(space, Range) else space
-    kinds = {type(value) for value in [*values, *listed] if value is not None}
-    for kind, arrow in ((bool, pa.bool_()), (int, pa.int64()), (float, pa.float64()), (str, pa.string())):
-        if kinds == {kind}:
-            return pa.array(values, arrow)
-    if kinds == {int, float}:
-        return pa.array([value if value is None else float(value) for value in values], pa.float64())
+    if isinstance(space, Range):
+        space = space.choice or space.uniform or space.loguniform or [space.min]
+    possible = [value for value in [*values, *space] if value is not None]
+    kinds = {type(value) for value in possible}
+    if kinds == {bool}:
+        return pa.array(values, pa.bool_())
+    if kinds and kinds <= {int, float} and all(-(2**63) <= value < 2**63 for value in possible if type(value) is int):
+        if kinds == {int}:
+            return pa.array(values, pa.int64())
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
     texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
-    return pa.array(texts, pa.string())
+    return pa.array([None if text is None else _encodable(text) for text in texts], pa.string())
+
+
+def _encodable(text: str) -> str:
+    """Text without lone surrogates, which stand for the bytes of file names that are not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _strict(value: Any) -> Any:
+    """Plain data as strict JSON can hold it: numbers that are not finite as text."""
+    if isinstance(value, dict):
+        return {key: _strict(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_strict(child) for child in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _summary(
@@ -380,31 +234,29 @@ def _summary(
 
 
 def _html(
-    sweep: Storage,
     config: SweepConfig,
     records: list[TrialRecord],
     found: Answer,
     summary: dict[str, Any],
     train: str,
+    command: str,
 ) -> str:
     """The page; everything in it but the figures' markup is escaped."""
     import jinja2
 
-    labels = _labels(config, records)
-    fastest = _fastest(config, records, found.best)
     text = resources.files("tune").joinpath("report.html").read_text(encoding="utf-8")
     strict = jinja2.StrictUndefined
     page = jinja2.Environment(autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
     return page.from_string(text).render(
         best=found.best,
         columns=_columns(config, records),
-        command=f"python -m trainers {shlex.quote(sweep.locate('best.yaml'))}",
-        fastest=fastest,
-        figures=figures(config, records, labels, {r.id: _short(labels, r) for r in records}, found.best),
+        command=command,
+        fastest=found.fastest,
+        figures=figures(config, records, found.best),
         finished=FINISHED,
         records=_in_order(config, records),
         summary=summary,
-        times=[_duration(summary["wall_time_s"]), _duration(summary["trial_time_s"])],
+        times=[duration(summary["wall_time_s"]), duration(summary["trial_time_s"])],
         train=train,
-        verdict=found.sentence.removesuffix(fastest).rstrip(),
+        verdict=found.verdict,
     )

@@ -139,6 +139,9 @@ class _Interrupts:
     def __init__(self) -> None:
         self.signal_name: str | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Interrupts, ())  # Tune pickles its callbacks; the handlers found here belong to this process
+
     def __enter__(self) -> _Interrupts:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self

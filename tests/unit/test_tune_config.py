@@ -37,7 +37,7 @@ def test_the_defaults_are_a_sweep() -> None:
         ({"space": {}}, "space", "write"),
         ({"space": {"seed": []}}, "space.seed", "has no values"),
         ({"space": {"seed": 3}}, "space.seed", "a list of values, or a range"),
-        ({"space": {"optimizer.lr": {"unifrom": [1, 2]}}}, "space.optimizer.lr", "uniform"),
+        ({"space": {"optimizer.lr": {"unifrom": [1, 2]}}}, "space.optimizer.lr.unifrom", "did you mean `space.optimizer.lr.uniform`?"),
         ({"space": {"optimizer.lr": {}}}, "space.optimizer.lr", "exactly one of"),
         ({"space": {"optimizer.lr": {"min": 1}}}, "space.optimizer.lr", "min with max"),
         ({"space": {"optimizer.lr": {"uniform": [1]}}}, "space.optimizer.lr.uniform", "at least 2"),
@@ -75,7 +75,7 @@ def test_what_cannot_be_is_said_in_one_sentence(changes: dict[str, Any], field: 
     [
         {},
         random(**{"optimizer.lr": {"loguniform": [1e-4, 1e-2]}, "global_batch_size": {"min": 8, "max": 64}}),
-        random(**{"clip_grad_norm": {"choice": [None, 1.0]}, "precision": ["fp32", "bf16"]}),
+        random(clip_grad_norm={"choice": [None, 1.0]}, precision=["fp32", "bf16"]),
         {"space": {"clip_grad_norm": [None, 1.0], "compile": ["off"]}, "lanes": 2, "seed": 5},
         {"objective": {"metric": "time_to_target", "target": {"val_accuracy": 0.97}}, "scheduler": "asha"},
         {"train": {"task": "t:T", "task_args": {"x": None}}},

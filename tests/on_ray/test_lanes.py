@@ -1,0 +1,143 @@
+"""Lanes: trial after trial in warm workers; what goes wrong in one trial stays in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.specs import BASE, REPOSITORY, evaluations, make
+from trainers.launch import run_local
+from trainers.settings import build
+from tune.config import SweepConfig
+from tune.journal import TrialRecord
+from tune.spec import SweepSpec, _spec, prepare
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+TRAIN = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
+
+
+def sweep(tmp_path: Path, space: dict[str, Any], train: dict[str, Any] | None = None, **keys: Any) -> SweepSpec:
+    tree = {
+        "name": "sweep",
+        "storage_path": str(tmp_path),
+        "train": {**TRAIN, **(train or {})},
+        "space": space,
+        "objective": {"metric": "val_loss"},
+        "lanes": 1,
+        **keys,
+    }
+    config = build(SweepConfig, tree, "test")
+    assert isinstance(config.train, dict)
+    return _spec(config, config.train, "test", "test", REPOSITORY)
+
+
+def run(spec: SweepSpec) -> list[TrialRecord]:
+    from tune.sweep import run_sweep
+
+    prepare(spec, fresh=False)
+    return run_sweep(spec)
+
+
+def rows(curve: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What must be equal: everything but times."""
+    return [{key: row[key] for key in ("step", "epoch", "val_loss", "val_accuracy")} for row in curve]
+
+
+def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None:
+    trials: dict[str, dict[str, Any]] = {
+        "first": {},
+        "raises": {"fail_at": 3, "failure": "raise"},
+        "diverges": {"fail_at": 5, "failure": "nan"},
+        "fits eight": {"fits": 8},
+        "fits none": {"fits": 0},
+        "killed once": {"fail_at": 4, "failure": "kill", "marker": str(tmp_path / "killed")},
+        "exits always": {"fail_at": 2, "failure": "exit"},
+        "last, same as first": {"samples": 203},
+    }
+    records = run(sweep(tmp_path, {"task_args": list(trials.values())}))
+    by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}
+
+    assert {name: record.status for name, record in by_name.items()} == {
+        "first": "done",
+        "raises": "error",
+        "diverges": "diverged",
+        "fits eight": "done",
+        "fits none": "out_of_memory",
+        "killed once": "done",
+        "exits always": "node_lost",
+        "last, same as first": "done",
+    }
+    assert by_name["raises"].message.startswith("rank 0: ValueError: injected: the task fails here (tasks.py:")
+    assert "in _fail" in by_name["raises"].traceback
+    assert "injected: 1 samples, 0 fit" in by_name["fits none"].message
+    # Warm equals fresh: the last trial of the lane, after all of the above, has the first one's curve, and both have
+    # the one that a process of its own gives.
+    assert rows(by_name["last, same as first"].curve) == rows(by_name["first"].curve)
+    assert rows(by_name["killed once"].curve) == rows(by_name["first"].curve)
+    alone = make(tmp_path)
+    run_local(alone)
+    assert rows(by_name["first"].curve) == rows(evaluations(alone))
+
+
+def test_resume_runs_only_what_has_no_record(tmp_path: Path, driver: Any) -> None:
+    ran = tmp_path / "pids"
+    train = {"task_args": {"pids": str(ran)}}
+    spec = sweep(tmp_path, {"global_batch_size": [8, 16, 32], "precision": ["fp32", "bf16"]}, train)
+    first = {record.id: record for record in run(spec)}
+    assert len(ran.read_text().split()) == 6
+    gone = sorted(first)[:2]
+    for trial in gone:
+        spec.storage.delete(f"trials/{trial}.json")
+    again = {record.id: record for record in run(spec)}
+
+    pids = [int(line) for line in ran.read_text().split()]
+    assert len(pids) == 8, "two trials had no record, and only they run again"
+    assert len(set(pids[:6])) == 1, "one lane, one process"
+    assert os.getpid() not in pids
+    assert {trial: rows(record.curve) for trial, record in again.items()} == {
+        trial: rows(record.curve) for trial, record in first.items()
+    }
+    assert all(again[trial] == first[trial] for trial in first if trial not in gone)
+
+
+def test_fresh_isolation_gives_every_trial_its_own_process(tmp_path: Path, driver: Any) -> None:
+    ran = tmp_path / "pids"
+    spec = sweep(tmp_path, {"precision": ["fp32", "bf16"]}, {"task_args": {"pids": str(ran)}}, isolation="fresh")
+    records = run(spec)
+    assert [record.status for record in records] == ["done", "done"]
+    assert len(set(ran.read_text().split())) == 2
+
+
+def test_two_lanes_of_two_workers_do_not_fit_on_two_cpus(tmp_path: Path, driver: Any) -> None:
+    from trainers.errors import ConfigError
+
+    train = {"scaling": {"num_workers": 2}}
+    with pytest.raises(ConfigError, match=r"`lanes` is 2, but must be at most the 1 worker groups"):
+        run(sweep(tmp_path, {"precision": ["fp32"]}, train, lanes=2))
+
+
+def test_a_lane_of_two_workers_and_asha(tmp_path: Path, driver: Any) -> None:
+    """A failing rank restarts its group; ASHA's stopped trials are recorded as stopped, with their curves."""
+    train = {"scaling": {"num_workers": 2}, "max_steps": 60, "evaluate": {"every_steps": 5}}
+    spec = sweep(
+        tmp_path,
+        {"optimizer.lr": [1e-2, 1e-9, 1e-8, 1e-7], "task_args": [{}, {"fail_at": 30, "failure": "raise"}]},
+        train,
+        scheduler="asha",
+        lanes="auto",
+    )
+    records = run(spec)
+    failing = [record for record in records if record.config["task_args"]]
+    healthy = [record for record in records if not record.config["task_args"]]
+    assert len(records) == 8
+    assert {record.status for record in failing} <= {"error", "stopped"}
+    assert "error" in {record.status for record in failing}
+    best = min((record for record in healthy if record.status == "done"), key=lambda r: r.metrics["val_loss"])
+    assert best.config["optimizer.lr"] == 1e-2
+    for record in healthy:
+        assert record.status in ("done", "stopped")
+        assert record.curve

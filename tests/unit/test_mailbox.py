@@ -1,0 +1,307 @@
+"""The mailbox without Ray: who gets which trial, what is heard of it, and what happens when a lane is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tune.mailbox import MAX_LOSSES, Assignment, Event, Mailbox
+
+WAIT_S = 0.05
+Test = Callable[[Mailbox], Coroutine[Any, Any, None]]
+
+
+def asynchronous(test: Test) -> Callable[[], None]:
+    """Run a test with a new mailbox in a loop of its own; nothing may wait longer than 5 s."""
+
+    def run() -> None:
+        async def main() -> None:
+            await asyncio.wait_for(test(Mailbox()), 5)
+
+        asyncio.run(main())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def assignment(ticket: str, trial: str | None = None) -> Assignment:
+    return Assignment(ticket, trial or ticket, {"seed": 1})
+
+
+async def taken(mailbox: Mailbox, lane: int = 0) -> str | None:
+    """The ticket that a lane gets."""
+    found = await mailbox.take(lane, WAIT_S)
+    return found.ticket if isinstance(found, Assignment) else found
+
+
+async def submit(mailbox: Mailbox, *tickets: str) -> None:
+    for ticket in tickets:
+        await mailbox.submit(assignment(ticket))
+
+
+@asynchronous
+async def test_trials_come_in_the_order_of_their_submission(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a", "b", "c")
+    assert [await taken(mailbox, lane) for lane in (0, 1, 0)] == ["a", "b", "c"]
+    assert await mailbox.take(0, WAIT_S) is None
+
+
+@asynchronous
+async def test_a_lane_gets_the_whole_assignment(mailbox: Mailbox) -> None:
+    given = assignment("t", "trial")
+    await mailbox.submit(given)
+    assert await mailbox.take(0, WAIT_S) == given
+
+
+@asynchronous
+async def test_waiting_for_a_trial_ends_with_none(mailbox: Mailbox) -> None:
+    began = asyncio.get_running_loop().time()
+    assert await mailbox.take(0, 0.1) is None
+    assert 0.09 <= asyncio.get_running_loop().time() - began < 1
+
+
+@asynchronous
+async def test_a_waiting_lane_is_woken(mailbox: Mailbox) -> None:
+    waiting = asyncio.create_task(mailbox.take(0, 60))
+    await asyncio.sleep(0.01)
+    await submit(mailbox, "a")
+    assert await waiting == assignment("a")
+
+
+@asynchronous
+async def test_no_two_lanes_get_one_trial(mailbox: Mailbox) -> None:
+    tickets = [f"t{index}" for index in range(100)]
+    got: list[str] = []
+
+    async def lane(number: int) -> None:
+        while isinstance(found := await mailbox.take(number, 60), Assignment):
+            got.append(found.ticket)
+            await asyncio.sleep(0)
+            await mailbox.end(number, found.ticket, {"status": "done"})
+
+    lanes = [asyncio.create_task(lane(number)) for number in range(7)]
+    for ticket in tickets:
+        await submit(mailbox, ticket)
+        await asyncio.sleep(0)
+    for ticket in tickets:
+        assert (await mailbox.next_event(ticket, 0)).outcome is not None
+    await mailbox.close()
+    await asyncio.gather(*lanes)
+    assert sorted(got) == sorted(tickets)
+    assert await mailbox.state() == {"queued": [], "running": {}}
+
+
+@asynchronous
+async def test_reports_and_the_end_are_heard_in_order(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    hearing = asyncio.create_task(mailbox.next_event("a", 0))
+    await taken(mailbox, 3)
+    await asyncio.sleep(0.01)
+    assert not hearing.done()
+    assert await mailbox.report("a", {"step": 1})
+    assert await hearing == Event({"step": 1})
+    assert await mailbox.report("a", {"step": 2})
+    await mailbox.end(3, "a", {"status": "done"})
+    assert await mailbox.next_event("a", 1) == Event({"step": 2})
+    assert (await mailbox.next_event("a", 2)).outcome == {"lane": 3, "status": "done"}
+    assert (await mailbox.next_event("a", 0)) == Event({"step": 1})  # may be asked again
+    assert await mailbox.reports("a") == [{"step": 1}, {"step": 2}]
+
+
+@asynchronous
+async def test_nothing_is_heard_after_the_end(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    await taken(mailbox)
+    await mailbox.end(0, "a", {"status": "done"})
+    await mailbox.report("a", {"step": 9})
+    await mailbox.end(0, "a", {"status": "error"})
+    assert (await mailbox.next_event("a", 0)).outcome == {"lane": 0, "status": "done"}
+    assert await mailbox.reports("a") == []
+
+
+@asynchronous
+async def test_a_trial_whose_lane_died_starts_again_before_the_others(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a", "b")
+    assert await taken(mailbox, 0) == "a"
+    await mailbox.hello(0)
+    assert [await taken(mailbox, 1), await taken(mailbox, 0)] == ["a", "b"]
+
+
+@asynchronous
+async def test_a_trial_that_loses_its_lane_again_is_lost(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    for lane in range(MAX_LOSSES):
+        assert await taken(mailbox, lane) == "a"
+        await mailbox.hello(lane)
+    outcome = (await mailbox.next_event("a", 0)).outcome
+    assert outcome is not None
+    assert (outcome["status"], outcome["lane"]) == ("node_lost", MAX_LOSSES - 1)
+    assert str(MAX_LOSSES) in outcome["message"]
+    assert await mailbox.take(0, WAIT_S) is None
+
+
+@asynchronous
+async def test_a_lane_that_starts_the_first_time_changes_nothing(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    await mailbox.hello(0)
+    await mailbox.hello(1)
+    assert await mailbox.state() == {"queued": ["a"], "running": {}}
+
+
+@asynchronous
+async def test_a_lane_that_died_after_the_end_costs_nothing(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    await taken(mailbox, 0)
+    await mailbox.end(0, "a", {"status": "done"})
+    await mailbox.hello(0)
+    assert await mailbox.take(0, WAIT_S) is None
+    assert (await mailbox.next_event("a", 0)).outcome == {"lane": 0, "status": "done"}
+
+
+@asynchronous
+async def test_a_lane_that_is_lost_leaves_other_lanes_alone(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a", "b")
+    await taken(mailbox, 0)
+    await taken(mailbox, 1)
+    await mailbox.hello(0)
+    assert await mailbox.state() == {"queued": ["a"], "running": {1: "b"}}
+
+
+@asynchronous
+async def test_a_trial_cancelled_before_its_start_never_starts(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a", "b")
+    await mailbox.cancel("a")
+    assert await taken(mailbox) == "b"
+    assert await mailbox.take(0, WAIT_S) is None
+
+
+@asynchronous
+async def test_a_trial_cancelled_while_it_runs_stops_at_its_next_report(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    await taken(mailbox)
+    assert await mailbox.report("a", {"step": 1})
+    await mailbox.cancel("a")
+    assert not await mailbox.report("a", {"step": 2})
+    await mailbox.end(0, "a", {"status": "stopped"})
+    assert (await mailbox.state())["running"] == {}
+
+
+@asynchronous
+async def test_a_cancelled_trial_whose_lane_died_does_not_start_again(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a", "b")
+    await taken(mailbox, 0)
+    await mailbox.cancel("a")
+    await mailbox.hello(0)
+    assert await taken(mailbox, 0) == "b"
+
+
+@asynchronous
+async def test_cancelling_what_is_unknown_is_nothing(mailbox: Mailbox) -> None:
+    await mailbox.cancel("nobody")
+    assert await mailbox.reports("nobody") == []
+
+
+@asynchronous
+async def test_two_submissions_of_one_trial_are_told_apart(mailbox: Mailbox) -> None:
+    """Tune may start two actors for one trial: each hears of its own submission, and none waits for ever."""
+    await mailbox.submit(assignment("first", "trial"))
+    await mailbox.submit(assignment("second", "trial"))
+    hearing = [asyncio.create_task(mailbox.next_event(ticket, 0)) for ticket in ("first", "second")]
+    for lane, ticket in enumerate(("first", "second")):
+        assert await taken(mailbox, lane) == ticket
+        await mailbox.end(lane, ticket, {"status": "done"})
+    assert [(await event).outcome["lane"] for event in hearing] == [0, 1]  # type: ignore[index]
+
+
+@asynchronous
+async def test_the_reports_of_a_trial_are_those_of_the_submission_that_got_furthest(mailbox: Mailbox) -> None:
+    await mailbox.submit(assignment("first", "trial"))
+    await mailbox.submit(assignment("second", "trial"))
+    await mailbox.report("first", {"step": 1})
+    for step in (1, 2):
+        await mailbox.report("second", {"step": step})
+    assert await mailbox.reports("trial") == [{"step": 1}, {"step": 2}]
+
+
+@asynchronous
+async def test_a_trial_that_starts_again_reports_each_evaluation_once(mailbox: Mailbox) -> None:
+    """The curve of a trial whose lane died has no step twice."""
+    await submit(mailbox, "a")
+    await taken(mailbox, 0)
+    await mailbox.report("a", {"step": 10})
+    await mailbox.report("a", {"step": 20})
+    await mailbox.hello(0)
+    assert await taken(mailbox, 0) == "a"
+    for step in (10, 20, 30):
+        assert await mailbox.report("a", {"step": step})
+    await mailbox.end(0, "a", {"status": "done"})
+    assert [row["step"] for row in await mailbox.reports("a")] == [10, 20, 30]
+
+
+@asynchronous
+async def test_closing_sends_every_lane_home(mailbox: Mailbox) -> None:
+    waiting = [asyncio.create_task(mailbox.take(lane, 60)) for lane in range(3)]
+    await asyncio.sleep(0.01)
+    await mailbox.close()
+    assert await asyncio.gather(*waiting) == ["close"] * 3
+    await submit(mailbox, "late")
+    assert await mailbox.take(0, WAIT_S) == "close"
+
+
+@asynchronous
+async def test_a_running_trial_stops_when_the_mailbox_closes(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    await taken(mailbox)
+    await mailbox.close()
+    assert not await mailbox.report("a", {"step": 1})
+
+
+@asynchronous
+async def test_a_broken_sweep_ends_every_trial_with_its_words(mailbox: Mailbox) -> None:
+    await submit(mailbox, "running", "queued", "done")
+    await taken(mailbox)
+    await mailbox.report("running", {"step": 1})
+    await mailbox.end(1, "done", {"status": "done"})
+    hearing = asyncio.create_task(mailbox.next_event("queued", 0))
+    await mailbox.close(broken="all lanes are gone")
+    broken = {"status": "error", "message": "all lanes are gone"}
+    assert (await hearing).outcome == broken
+    assert (await mailbox.next_event("running", 1)).outcome == broken
+    assert (await mailbox.next_event("done", 0)).outcome == {"lane": 1, "status": "done"}
+    await submit(mailbox, "late")
+    assert (await mailbox.next_event("late", 0)).outcome == broken
+    assert await mailbox.take(0, WAIT_S) == "close"
+
+
+def test_a_lane_whose_wait_ends_as_a_trial_arrives_loses_no_trial() -> None:
+    """Many lanes with tiny waits: what is submitted is taken, by somebody, once."""
+
+    async def main() -> list[str]:
+        mailbox, got = Mailbox(), []
+
+        async def lane(number: int) -> None:
+            while (found := await mailbox.take(number, 0.001)) != "close":
+                if isinstance(found, Assignment):
+                    got.append(found.ticket)
+
+        lanes = [asyncio.create_task(lane(number)) for number in range(5)]
+        for index in range(60):
+            await asyncio.sleep(0.0009)
+            await mailbox.submit(assignment(f"t{index}"))
+        await asyncio.sleep(0.05)
+        await mailbox.close()
+        await asyncio.gather(*lanes)
+        return got
+
+    got = asyncio.run(main())
+    assert sorted(got) == sorted(f"t{index}" for index in range(60))
+
+
+@pytest.mark.parametrize("method", ["report", "end", "next_event"])
+def test_a_ticket_that_was_never_submitted_is_an_error(method: str) -> None:
+    args = {"report": ("x", {}), "end": (0, "x", {}), "next_event": ("x", 0)}[method]
+    with pytest.raises(KeyError):
+        asyncio.run(getattr(Mailbox(), method)(*args))

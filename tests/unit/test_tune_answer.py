@@ -1,0 +1,157 @@
+"""What a sweep says, from hand-made records: which trial is best, by how much, and why none is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.unit.report_records import config, done, failed, trial
+from tune.answer import answer, labels, objective_value, shown
+from tune.config import Objective
+
+
+@pytest.mark.parametrize(
+    ("metric", "batch", "precision"),
+    [
+        ("time_to_target", 64, "bf16"),
+        ("samples_per_s", 256, "fp32"),
+        ("step_time_s", 32, "bf16"),
+        ("val_loss", 64, "bf16"),
+        ("val_accuracy", 64, "bf16"),
+    ],
+)
+def test_best_by_each_objective(metric: str, batch: int, precision: str) -> None:
+    found = answer(config(metric), done() + failed())
+    assert found.best is not None
+    assert found.best.config == {"global_batch_size": batch, "precision": precision}
+    assert found.ranking[0] is found.best
+    assert len(found.ranking) == (7 if metric == "time_to_target" else 8)
+
+
+def test_mode_turns_the_ranking_around() -> None:
+    least = answer(config("train_loss", objective={"mode": "min"}), done()).ranking
+    most = answer(config("train_loss", objective={"mode": "max"}), done()).ranking
+    assert [record.id for record in least] == [record.id for record in most][::-1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("metric", ["val_loss", "val_accuracy"])
+def test_what_is_not_finite_never_wins(metric: str, value: float) -> None:
+    odd = trial(0, "done", {"global_batch_size": 32, "precision": "fp16"}, metrics={metric: value})
+    assert objective_value(Objective(metric=metric), odd) is None
+    assert odd not in answer(config(metric), [odd, *done()]).ranking
+
+
+def test_a_stopped_trial_may_win_and_a_failed_one_may_not() -> None:
+    objective = Objective(metric="val_loss")
+    for status, value in (("stopped", 0.1), ("done", 0.1), ("out_of_memory", None), ("preempted", None)):
+        record = trial(0, status, {"precision": "fp32"}, metrics={"val_loss": 0.1})  # type: ignore[arg-type]
+        assert objective_value(objective, record) == value
+
+
+def test_the_sentence_says_the_margin_and_the_throughputs_winner() -> None:
+    assert answer(config(), done()).sentence == (
+        "global_batch_size 64 with bf16 reaches val_accuracy 0.97 in 3.12 s of training, "
+        "1.3 times faster than the next (32, bf16). "
+        "The highest throughput, 12,300 samples/s, has global_batch_size 256 with fp32, which needs 5.23 s."
+    )
+    assert answer(config("val_accuracy"), done()).sentence.startswith(
+        "global_batch_size 64 with bf16 has the highest val_accuracy, 0.9819, "
+        "but the next (64, fp32) has 0.9805: the first 6 are about equal, "
+        "and one run each cannot tell them apart. The highest throughput"
+    )
+    assert answer(config("samples_per_s"), done()).sentence == (
+        "global_batch_size 256 with fp32 has the highest throughput, 12,300 samples/s, "
+        "but the next (256, bf16) has 12,000 samples/s: the two are about equal, "
+        "and one run each cannot tell them apart."
+    )
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "words"),
+    [
+        ("val_loss", (0.100, 0.104), "has 0.104: the two are about equal"),
+        ("val_loss", (0.10, 0.11), "0.1, 1.1 times lower than the next"),
+        ("val_loss", (-2.0, -1.0), "-2, 1 lower than the next"),
+        ("val_loss", (0.0, 0.0), "about equal"),
+        ("val_accuracy", (0.98, 0.95), "0.98, 0.03 higher than the next"),
+    ],
+)
+def test_the_margin(metric: str, values: tuple[float, float], words: str) -> None:
+    records = [
+        trial(i, "done", {"precision": name}, metrics={metric: value})
+        for i, (name, value) in enumerate(zip(("fp32", "bf16"), values, strict=True))
+    ]
+    sentence = answer(config(metric, space={"precision": ["fp32", "bf16"]}), records).sentence
+    assert sentence.startswith("precision fp32 has")
+    assert words in sentence
+
+
+def test_why_there_is_no_best() -> None:
+    slow = [record for record in done() if record.time_to_target_s is None]
+    assert answer(config(), slow).sentence.startswith(
+        "There is no best trial: no finished one reached val_accuracy 0.97; "
+        "the closest, global_batch_size 256 with bf16, came to 0.9652."
+    )
+    misspelt = answer(config("val_acc", objective={"mode": "max"}), done())
+    assert misspelt.best is None
+    assert "has a val_acc (metrics reported: train_loss, val_loss, val_accuracy)" in misspelt.sentence
+    assert answer(config(), []).sentence == "There is no best trial: none has run."
+
+
+def test_a_value_that_is_not_finite_is_not_called_missing() -> None:
+    records = [trial(0, "done", {"precision": "fp32"}, metrics={"val_loss": math.nan})]
+    assert answer(config("val_loss"), records).sentence == (
+        "There is no best trial: no finished one has a val_loss that is a finite number."
+    )
+
+
+@pytest.mark.parametrize(("rate", "is_said"), [(104.0, False), (106.0, True)])
+def test_the_throughputs_winner_is_said_where_the_best_is_slower(rate: float, is_said: bool) -> None:
+    records = [
+        trial(0, "done", {"precision": "fp32"}, samples_per_s=100.0, metrics={"val_loss": 1.0}),
+        trial(1, "done", {"precision": "bf16"}, samples_per_s=rate, metrics={"val_loss": 2.0}),
+    ]
+    found = answer(config("val_loss", space={"precision": ["fp32", "bf16"]}), records)
+    assert bool(found.fastest) == is_said
+    assert found.sentence == f"{found.verdict} {found.fastest}".rstrip()
+
+
+def test_a_key_keeps_its_whole_name_where_the_last_part_is_taken() -> None:
+    space = {"task_args.val_loss": [1], "task_args.status": [1], "optimizer.lr": [1], "task_args.width": [1]}
+    space |= {"schedule.name": [1], "optimizer.name": [1]}
+    records = [trial(0, "done", dict.fromkeys(space, 1), metrics={"val_loss": 1.0})]
+    assert list(labels(config("val_loss", space=space), records).values()) == [
+        "task_args.val_loss",
+        "task_args.status",
+        "lr",
+        "width",
+        "schedule.name",
+        "optimizer.name",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (1, "1"),
+        (0.000123456, "0.0001235"),
+        ("", "''"),
+        ("é \x1b[31m\n\u202e\ud800", r"é \x1b[31m\n\u202e\ud800"),
+        ([1, [2.5, None]], "[1, [2.5, null]]"),
+        ({"name": "sgd", "lr": 1e-5, 1: []}, "{name: sgd, lr: 1e-05, 1: []}"),
+    ],
+)
+def test_values_are_shown_in_one_line(value: Any, text: str) -> None:
+    assert shown(value) == text
+
+
+def test_the_sentence_moves_no_cursor() -> None:
+    name = "val_\x1b[2J\nloss"
+    records = [trial(0, "done", {"task_args.\x07": "\x1b[31m"}, samples_per_s=1.0, metrics={name: 1.0})]
+    found = answer(config(name, space={"task_args.\x07": ["\x1b[31m"]}), records)
+    assert found.sentence == r"\x07 \x1b[31m has the lowest val_\x1b[2J\nloss, 1; it is the only trial."

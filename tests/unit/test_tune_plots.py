@@ -1,0 +1,162 @@
+"""The report's figures: what is drawn, and that any records can be."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.report_records import config, done, failed, trial
+from tune.answer import answer
+from tune.config import SweepConfig
+from tune.journal import TrialRecord
+from tune.plots import figures
+from tune.svg import Figure
+
+CURVE = [{"train_time_s": 1.0, "val_loss": 0.5}, {"train_time_s": 2.0, "val_loss": 0.4}]
+
+
+@pytest.fixture(autouse=True)
+def no_warning() -> Iterator[None]:
+    """matplotlib says with a warning that a figure came out wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def draw(found: SweepConfig, records: list[TrialRecord]) -> dict[str, Figure]:
+    return {figure.title: figure for figure in figures(found, records, answer(found, records).best)}
+
+
+def draw_values(key: str, values: list[Any], metric: str = "samples_per_s") -> dict[str, Figure]:
+    records = [
+        trial(number, "done", {key: value}, samples_per_s=100.0 + number, peak_memory_bytes=2**31, curve=CURVE)
+        for number, value in enumerate(values)
+    ]
+    return draw(config(metric, space={key: values}, objective={"target": None}), records)
+
+
+def texts(figure: Figure) -> list[str]:
+    return re.findall(r"<text [^>]*>([^<]*)<", figure.svg)
+
+
+def test_the_figures_stand_in_one_page() -> None:
+    drawn = draw(config(), done() + failed())
+    assert list(drawn) == ["Throughput", "Peak memory", "Learning curves", "Time to target"]
+    text = "".join(figure.svg for figure in drawn.values())
+    assert len(re.findall(r"<svg\s", text)) == 4
+    ids = re.findall(r'\sid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= set(ids)
+    assert not re.search(r"#0a0[bc]", text)
+    assert "var(--s1)" in text
+    assert {"32", "64", "128", "256", "512"} <= {word for figure in drawn.values() for word in texts(figure)}
+    assert "<title>512, fp32: out of memory</title>" in text
+
+
+def test_nothing_is_drawn_of_nothing() -> None:
+    assert draw(config(), []) == {}
+    assert draw(config(), [trial(0, "error", {"precision": "fp32"})]) == {}
+
+
+def test_the_series_are_values_that_are_few() -> None:
+    legend = texts(draw(config(), done())["Throughput"])
+    assert {"fp32", "bf16"} <= set(legend)
+    one = [record for record in done() if record.config["precision"] == "bf16"]
+    assert "bf16" not in texts(draw(config(), one)["Throughput"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        lambda n: {"global_batch_size": 2 ** (n % 20), "optimizer.lr": 0.5 ** (n // 20)},
+        lambda n: {"optimizer.lr": (n + 1) / 1e4, "optimizer.weight_decay": n / 300},
+        lambda n: {"task_args.kind": f"kind {n}"},
+    ],
+)
+def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]]) -> None:
+    records = [
+        trial(
+            number,
+            "out_of_memory" if number % 7 == 0 else "done",
+            settings(number),
+            samples_per_s=100.0 + number,
+            peak_memory_bytes=2**30 + number,
+            time_to_target_s=1.0 + number,
+            metrics={"val_loss": 1.0 / (number + 1)},
+            curve=CURVE,
+        )
+        for number in range(300)
+    ]
+    space = {key: [record.config[key] for record in records] for key in settings(0)}
+    drawn = draw(config("val_loss", space=space, objective={"target": {"val_loss": 0.5}}), records)
+    assert len(drawn) == 4
+    assert all(len(texts(figure)) < 90 for figure in drawn.values())
+    assert "The first 24 of 300 trials." in drawn["Time to target"].caption
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([1.0, math.inf], ["1", "inf"]),
+        ([math.nan, 2.0], ["nan", "2"]),
+        ([float("nan"), float("-nan")], ["nan"]),
+        ([2**70, 1], ["1"]),
+        ([1, 10**400], ["1", "1" + "0" * 22 + "..."]),
+        ([-1, 0, 5], ["-1", "0", "5"]),
+        ([1e-5], ["1e-05"]),
+        ([1e99], ["1e+99"]),
+        ([True, 1, "1", None], ["true", "1", "1", "null"]),
+        ([[1, 2], [3]], ["[1, 2]", "[3]"]),
+        ([{"name": "sgd"}, {"name": "adamw", "lr": 0.1}], ["{name: sgd}", "{name: adamw, lr: 0.1}"]),
+    ],
+)
+def test_any_value_has_a_place(values: list[Any], ticks: list[str]) -> None:
+    drawn = draw_values("task_args.x", values)
+    assert len(drawn) == 3
+    found = texts(drawn["Throughput"])
+    assert [text for text in found if text in ticks][: len(ticks)] == ticks
+
+
+def test_the_axis_is_a_key_that_varies() -> None:
+    space = {"global_batch_size": [64], "optimizer.lr": [0.1, 0.2]}
+    records = [trial(n, "done", {"global_batch_size": 64, "optimizer.lr": 0.1 * n}, samples_per_s=1.0) for n in (1, 2)]
+    assert "lr" in texts(draw(config("samples_per_s", space=space), records)["Throughput"])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])
+def test_figures_without_what_is_not_finite(value: float) -> None:
+    odd = trial(
+        11,
+        "done",
+        {"global_batch_size": 32, "precision": "fp16"},
+        samples_per_s=value,
+        time_to_target_s=value,
+        metrics={"val_accuracy": value},
+        curve=[{"train_time_s": value, "val_accuracy": 0.5}, {"train_time_s": 1.0, "val_accuracy": value}],
+    )
+    assert [figure.svg.count("32, fp16:") for figure in draw(config(), [*done(), odd]).values()] == [0, 0, 0, 0]
+    assert draw(config(objective={"target": {"val_accuracy": value}}), [odd]) == {}
+    assert draw(config(objective={"target": {"val_accuracy": value}}), done())["Learning curves"]
+
+
+def test_a_target_that_is_reached_at_once_has_a_bar() -> None:
+    records = [trial(0, "done", {"precision": "fp32"}, time_to_target_s=0.0)]
+    assert "0 s" in texts(draw(config(), records)["Time to target"])
+
+
+@pytest.mark.parametrize(
+    "text", ["#0a0b01", 'url(#x) id="a" href="#b"', "<b>&", "$\\frac{", "\u6279\u91cf", "\x00\x1b[1m"]
+)
+def test_text_stays_text(text: str) -> None:
+    drawn = draw_values(f"task_args.{text}", [text, "b"])
+    for figure in drawn.values():
+        assert "<b>" not in figure.svg
+        assert not re.search(r"[\x00-\x09\x0b-\x1f]", figure.svg)
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    escaped = escaped.replace("\x00", r"\x00").replace("\x1b", r"\x1b")
+    assert escaped in texts(drawn["Throughput"])

@@ -1,0 +1,235 @@
+"""A sweep as plain data: read, checked, kept for its resume, and never mixed with another one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainers.errors import ConfigError
+from trainers.settings import dump_yaml, parse_mapping
+from trainers.storage import Storage
+from tune.journal import Journal, TrialRecord, trial_id
+from tune.spec import SweepSpec, prepare, read_saved, read_sweep
+
+MODULE = "task_of_test_tune_spec"
+TRAIN: dict[str, Any] = {
+    "task": f"{MODULE}:Mine",
+    "name": "one-run",
+    "epochs": 2,
+    "global_batch_size": 8,
+    "optimizer": {"lr": 0.1},
+    "launcher": "local",
+}
+SWEEP: dict[str, Any] = {
+    "name": "many",
+    "train": "train.yaml",
+    "space": {"global_batch_size": [8, 16], "precision": ["fp32", "bf16"]},
+    "objective": {"metric": "val_loss"},
+}
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's directory; the working directory is another one."""
+    folder = tmp_path / "user"
+    folder.mkdir()
+    (folder / f"{MODULE}.py").write_text("from trainers.task import Task\n\nclass Mine(Task):\n    pass\n")
+    write(folder)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("PACELINE_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def write(folder: Path, sweep: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> None:
+    (folder / "train.yaml").write_text(dump_yaml(train or TRAIN))
+    (folder / "sweep.yaml").write_text(dump_yaml(SWEEP | (sweep or {})))
+
+
+def read(user: Path, **overrides: Any) -> SweepSpec:
+    return read_sweep(str(user / "sweep.yaml"), {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
+    spec = read(user)
+    assert spec.uri == f"{tmp_path}/cwd/results/many"
+    assert spec.path == (str(user),)
+    assert spec.source == str(user / "sweep.yaml")
+    assert spec.train["task"] == f"{MODULE}:Mine"
+    assert "storage_path" not in spec.train
+
+
+def test_the_run_may_stand_in_the_sweep_itself(user: Path) -> None:
+    write(user, {"train": TRAIN})
+    inside = read(user)
+    write(user)
+    assert inside.train == read(user).train
+
+
+def test_what_only_the_space_gives_need_not_be_in_the_run(user: Path) -> None:
+    write(user, train={key: value for key, value in TRAIN.items() if key != "global_batch_size"})
+    assert read(user).train["global_batch_size"] == 8
+
+
+def test_a_swept_key_replaces_the_other_one_of_its_group(user: Path) -> None:
+    write(user, {"space": {"batch_size_per_worker": [2, 4]}})
+    assert read(user).train["global_batch_size"] == 2
+
+
+def test_overrides_go_to_the_sweep_or_to_the_run(user: Path, tmp_path: Path) -> None:
+    spec = read(
+        user, name="other", storage_path=str(tmp_path / "s"), lanes=2, objective__metric="val_accuracy",
+        train__optimizer__lr=0.5, train__max_steps=9,
+    )  # fmt: skip
+    assert spec.uri == f"{tmp_path}/s/other"
+    assert (spec.config.lanes, spec.config.objective.metric) == (2, "val_accuracy")
+    assert (spec.train["optimizer"]["lr"], spec.train["max_steps"]) == (0.5, 9)
+    assert "epochs" not in spec.train
+
+
+@pytest.mark.parametrize(
+    ("sweep", "train", "file", "words"),
+    [
+        ({"space": {"precision": ["fp99"]}}, {}, "sweep.yaml", "precision"),
+        ({"space": {"precison": ["fp32"]}}, {}, "sweep.yaml", "did you mean `precision`?"),
+        ({"train": "trian.yaml"}, {}, "trian.yaml", "train.yaml"),
+        ({"lanes": 0}, {}, "sweep.yaml", "lanes"),
+        ({"storage_path": "relative"}, {}, "", ""),
+        ({}, {"optimizer": {"lr": -1}}, "train.yaml", "greater than 0"),
+        ({}, {"task": "nowhere:Mine"}, "train.yaml", "cannot be found"),
+        ({}, {"epoch": 3}, "train.yaml", "did you mean `epochs`?"),
+    ],
+)
+def test_a_mistake_names_the_file_that_it_is_in(
+    user: Path, sweep: dict[str, Any], train: dict[str, Any], file: str, words: str
+) -> None:
+    write(user, sweep, TRAIN | train)
+    if not file:
+        read(user)
+        return
+    with pytest.raises(ConfigError) as raised:
+        read(user)
+    assert words in str(raised.value)
+    assert str(user / file) in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_relative_storage_inside_a_ray_job_is_refused(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(ConfigError, match=r"sweep\.yaml: `storage_path` is .*relative"):
+        read(user)
+    monkeypatch.setenv("PACELINE_STORAGE", "/shared")
+    assert read(user).uri == "/shared/many"
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    [
+        {},
+        {"lanes": 2, "scheduler": "asha", "budget": {"trials": 3, "time_s": 60}},
+        {"space": {"clip_grad_norm": [None, 1.0]}},
+        {
+            "search": "random",
+            "budget": {"trials": 3},
+            "space": {"optimizer.lr": {"loguniform": [1e-4, 1.0]}, "global_batch_size": {"min": 2, "max": 64}},
+        },
+        {"objective": {"metric": "time_to_target", "target": {"val_accuracy": 0.9}}},
+    ],
+)
+def test_the_saved_sweep_is_the_same_sweep(user: Path, sweep: dict[str, Any]) -> None:
+    write(user, sweep)
+    spec = read(user)
+    assert prepare(spec, fresh=False) == 0
+    saved = read_saved(spec.uri)
+    assert {key: value for key, value in saved.train.items() if key != "task_dir"} == spec.train
+    assert saved.uri == spec.uri
+    assert saved.path == spec.path
+    ours, theirs = (s.config.model_dump(exclude={"train", "storage_path"}) for s in (saved, spec))
+    assert ours == theirs
+    assert prepare(saved, fresh=False) == 0  # resuming it is no other sweep
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_sweep_is_resumed_from_any_directory(
+    user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
+) -> None:
+    """Also when it was started in the directory of its task, which is then a relative one."""
+    if inside:
+        monkeypatch.chdir(user)
+    spec = read(user)
+    prepare(spec, fresh=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    saved = read_saved(spec.uri)
+    assert str(user) in saved.path
+
+
+def test_a_directory_without_a_sweep_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no sweep"):
+        read_saved(str(tmp_path))
+
+
+def test_ended_trials_are_counted(user: Path) -> None:
+    spec = read(user)
+    prepare(spec, fresh=False)
+    journal = Journal(spec.storage)
+    for seed in range(3):
+        config = {"seed": seed}
+        journal.append(TrialRecord(trial_id(config), config, "done", 1.0, 2.0))
+    assert prepare(spec, fresh=False) == 3
+    assert prepare(spec, fresh=True) == 0
+    assert journal.records() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ({"space": {"global_batch_size": [8, 32]}}, "space"),
+        ({"seed": 3}, "seed"),
+        ({"objective__metric": "val_accuracy"}, "objective"),
+        ({"train__optimizer__lr": 0.5}, "train.optimizer"),
+        ({"train__epochs": 3}, "train.epochs"),
+        ({"train__seed": 3}, "train.seed"),
+    ],
+)
+def test_another_sweep_of_the_same_name_is_refused(user: Path, overrides: dict[str, Any], field: str) -> None:
+    prepare(read(user), fresh=False)
+    with pytest.raises(ConfigError, match=r"differs from .*--fresh") as raised:
+        prepare(read(user, **overrides), fresh=False)
+    assert raised.value.field == field
+    assert prepare(read(user, **overrides), fresh=True) == 0
+    assert prepare(read(user, name="other"), fresh=False) == 0
+
+
+def test_speed_may_change_between_launches(user: Path) -> None:
+    prepare(read(user), fresh=False)
+    assert prepare(read(user, lanes=1, budget__time_s=5, scheduler="asha"), fresh=False) == 0
+
+
+def test_a_name_and_a_place_of_the_run_mean_nothing_in_a_sweep(user: Path) -> None:
+    write(user, train=TRAIN | {"name": "x", "storage_path": "/nowhere/at/all"})
+    spec = read(user)
+    assert spec.train["name"] == "run"
+    assert "storage_path" not in spec.train
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"name: x\n", b"\xff"])
+def test_a_damaged_saved_sweep_is_a_config_error(user: Path, data: bytes) -> None:
+    spec = read(user)
+    prepare(spec, fresh=False)
+    Storage(spec.uri).write("sweep.yaml", data)
+    with pytest.raises(ConfigError, match=r"sweep\.yaml"):
+        read_saved(spec.uri)
+
+
+def test_the_saved_file_is_plain_yaml(user: Path) -> None:
+    spec = read(user)
+    prepare(spec, fresh=False)
+    tree = parse_mapping(spec.storage.read("sweep.yaml").decode(), "f")
+    assert tree["space"] == SWEEP["space"]
+    assert tree["train"]["task"] == TRAIN["task"]
