@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from trainers.config import TrainConfig
 from trainers.errors import PacelineError, RunFailedError
 from trainers.reference import reference
-from trainers.run import check_task, prepare_storage, read_spec, torchrun_world_size
+from trainers.run import check_precision, check_task, prepare_storage, read_spec, torchrun_world_size
 from trainers.settings import parse_overrides
 
 if TYPE_CHECKING:
@@ -58,12 +58,13 @@ def _train(location: str, rest: list[str]) -> int:
 
     rank = int(os.environ["RANK"]) if torchrun is not None else 0
     setup_logging(rank)
+    check_task(spec)
     if launcher == "ray":
         from trainers.torch_trainer import check_cluster, run_on_ray
 
-        check_task(spec, check_cluster(spec))
+        check_precision(spec, check_cluster(spec))
     else:
-        check_task(spec)
+        check_precision(spec)
     finished = prepare_storage(spec, fresh) if rank == 0 else None
     if finished is not None and torchrun is None:
         print(f"{spec.uri} is complete already (--fresh starts it anew)")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainers.errors import ConfigError
+from trainers.storage import inside_ray_job
 
 if TYPE_CHECKING:
     from trainers.task import Task
@@ -58,7 +59,11 @@ def _installed(module: str) -> bool:
 
 
 def portable(paths: list[str]) -> list[str]:
-    """Directories below the working directory as relative ones: a Ray job's package lies elsewhere on each node."""
+    """Inside a Ray job: directories below the working directory as relative ones, since the job's package is in another
+    place for the next job and maybe on another node. Elsewhere the paths as they are.
+    """
+    if not inside_ray_job():
+        return paths
     here = Path.cwd()
     return [str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path for path in paths]
 

@@ -138,17 +138,19 @@ def check_machine(config: TrainConfig) -> None:
         )
 
 
-def check_task(spec: RunSpec, device_type: str | None = None) -> None:
-    """What only torch and the task's own module can refute: the class, its arguments, the precision.
-
-    `device_type` is where workers will train; None: what this machine has.
-    """
-    from trainers.device import resolve_device
-    from trainers.precision import check_device_type, resolve_precision
-
+def check_task(spec: RunSpec) -> None:
+    """What only the task's own module can refute: that it imports, its class, its arguments."""
     add_to_path(list(spec.path))
     config = spec.config
     load_task(config.task, config.task_args, spec.source)
+
+
+def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
+    """The precision and the device: `device_type` is where workers will train; None: what this machine has."""
+    from trainers.device import resolve_device
+    from trainers.precision import check_device_type, resolve_precision
+
+    config = spec.config
     try:
         if device_type is None:
             resolve_precision(config.precision, resolve_device(config.device))

@@ -37,7 +37,7 @@ def storage_uri(storage_path: str | None) -> str:
     if "://" in path:
         return path
     expanded = Path(path).expanduser()
-    if not expanded.is_absolute() and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+    if not expanded.is_absolute() and inside_ray_job():
         raise ConfigError(
             "storage_path",
             path,
@@ -45,6 +45,11 @@ def storage_uri(storage_path: str | None) -> str:
             "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster",
         )
     return str(Path(os.path.abspath(expanded)))  # noqa: PTH100 (no symlink is resolved)
+
+
+def inside_ray_job() -> bool:
+    """Whether this process was started by `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
 class Storage:

@@ -43,7 +43,9 @@ def connect(show_workers: bool = True) -> None:
     address = os.environ.get("RAY_ADDRESS") or "local"
     context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
     if context.dashboard_url:
-        logger.info("dashboard: http://%s (it asks for the token that `ray get-auth-token` prints)", context.dashboard_url)
+        logger.info(
+            "dashboard: http://%s (it asks for the token that `ray get-auth-token` prints)", context.dashboard_url
+        )
 
 
 def capacity() -> dict[str, float]:

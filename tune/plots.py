@@ -15,6 +15,7 @@ from tune.svg import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
 _BATCH_KEYS = ("global_batch_size", "batch_size_per_worker", "microbatch_size")
 _MARKERS = "os^Dv*"
 _MAX_BARS = 24
+_TICK_CHARS = 56  # as many as stand side by side below the axes
 _ROW = 0.09  # of the height of the axes: one row of trials that ran out of memory
 
 Points = list[tuple[float, float]]
@@ -212,6 +213,10 @@ class _Plot:
             if not ticks or scale(position) - scale(ticks[-1][0]) >= width / 9:
                 ticks.append((position, _cut(shown(value))))
         canvas.axes.set_xticks([position for position, _ in ticks], [text for _, text in ticks])
+        if sum(len(text) + 2 for _, text in ticks) > _TICK_CHARS:
+            canvas.axes.tick_params("x", labelrotation=25)
+            for label in canvas.axes.get_xticklabels():
+                label.set_horizontalalignment("right")
         canvas.axes.minorticks_off()
         canvas.axes.set_xlabel(self.labels[self.x])
 

@@ -72,7 +72,12 @@ def _spec(
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
         raise error.at(source) from error
-    run = make_spec({**base, "storage_path": uri}, train_source, directory)
+    try:
+        run = make_spec({**base, "storage_path": uri}, train_source, directory)
+    except ConfigError as error:
+        if error.field in config.space:
+            raise ConfigError(f"space.{error.field}", error.value, error.rule, error.fix, source) from error
+        raise
     kept = {key: value for key, value in run.tree.items() if key != "storage_path"}
     check_space(config, kept, source)
     return SweepSpec(config, kept, run.path, source, uri)

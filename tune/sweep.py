@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -20,8 +20,7 @@ from ray.tune.search import BasicVariantGenerator
 from cluster.capacity import worker_groups
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError
-from trainers.run import RunSpec, check_task
-from trainers.settings import build
+from trainers.run import RunSpec, check_precision, check_task
 from trainers.torch_trainer import capacity, check_cluster, connect, wants_gpu
 from tune.journal import Journal, TrialRecord, trial_id
 from tune.lanes import Lanes, start_mailbox
@@ -43,9 +42,13 @@ def run_sweep(spec: SweepSpec) -> list[TrialRecord]:
     then is in the journal.
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
+    run = RunSpec(spec.train, spec.path, spec.source, spec.uri)
+    check_task(run)
     connect(show_workers=False)
-    train = build(TrainConfig, spec.train, spec.source)
-    check_task(RunSpec(spec.train, spec.path, spec.source, spec.uri), _connected(spec))
+    device_type = check_cluster(run)
+    for precision in _precisions(spec):
+        check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
+    train = run.config
     lanes_wanted = _lanes(spec, train)
     journal = Journal(spec.storage)
     mailbox = start_mailbox()
@@ -83,8 +86,10 @@ def run_sweep(spec: SweepSpec) -> list[TrialRecord]:
     return [records[trial] for trial in progress.seen if trial in records]
 
 
-def _connected(spec: SweepSpec) -> str:
-    return check_cluster(RunSpec(spec.train, spec.path, spec.source, spec.uri))
+def _precisions(spec: SweepSpec) -> list[str]:
+    """Every precision that a trial may have."""
+    values = spec.config.space.get("precision", [spec.train["precision"]])
+    return list(values if isinstance(values, list) else values.choice or [])
 
 
 def _lanes(spec: SweepSpec, train: TrainConfig) -> int:

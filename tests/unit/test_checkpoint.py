@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,9 +111,7 @@ def test_a_checkpoint_may_be_written_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [1, 2])
 def test_the_one_just_written_is_never_deleted(tmp_path: Path, keep: int) -> None:
     """A damaged one of a later step may lie there: a run that was killed while it wrote it, then resumed earlier."""
-    save(make(tmp_path, keep), 10, 20)
-    if keep == 1:
-        save(make(tmp_path, 2), 10)
+    save(make(tmp_path, 2), 10, 20)
     (folder(tmp_path, 20) / "manifest.json").unlink()
     assert loaded_step(make(tmp_path, keep)) == 10
     save(make(tmp_path, keep), 15)
@@ -215,7 +214,11 @@ def test_writing_over_a_whole_one_never_leaves_a_mixed_one(tmp_path: Path, monke
 
 def test_another_number_of_workers_takes_the_state_without_the_random_state(tmp_path: Path) -> None:
     save(make(tmp_path), 4)
-    edit_manifest(folder(tmp_path, 4), "world_size", 2)
+    where = folder(tmp_path, 4)
+    manifest = json.loads((where / "manifest.json").read_text())
+    (where / "rank-00001.pt").write_bytes((where / "rank-00000.pt").read_bytes())
+    manifest["files"]["rank-00001.pt"] = manifest["files"]["rank-00000.pt"]
+    (where / "manifest.json").write_text(json.dumps(manifest | {"world_size": 2}))
     found = make(tmp_path).load()
     assert found is not None
     assert found.rank_state is None
@@ -250,7 +253,7 @@ def plain(value: Any) -> bytes:
 STRANGERS = {
     "malicious zip": evil_pickle(),
     "malicious legacy file": legacy_evil_pickle(),
-    "bare pickle": b"\x80\x04cbuiltins\neval\n\x8c\x0e__import__('os')\x85R.",
+    "bare pickle": pickle.dumps(Evil(), protocol=2),
     "not torch at all": b"hello",
     "empty": b"",
     "a list": plain([1, 2, 3]),

@@ -209,6 +209,15 @@ def test_steps_after_the_checkpoint_are_redone_the_same(
     assert_same_run(tmp_path, unbroken)
 
 
+def test_lines_beyond_the_checkpoint_are_dropped(unbroken: Path, tmp_path: Path) -> None:
+    """The newest checkpoint is damaged and the one before is used: its log has more than the run has done."""
+    with pytest.raises(Power):
+        fit(Tiny(), config(checkpoint={"every_steps": 4, "keep": 9}), Context(tmp_path, cut_at_step=12))
+    (tmp_path / "checkpoints" / "step-000000000012" / "manifest.json").unlink()
+    train(tmp_path, checkpoint={"every_steps": 5})
+    assert_same_run(tmp_path, unbroken)
+
+
 def test_cut_again_and_again(unbroken: Path, tmp_path: Path) -> None:
     for step in range(1, 3 * PER_EPOCH):
         with pytest.raises(Power):
@@ -551,11 +560,18 @@ def test_the_task_keeps_its_own_state(tmp_path: Path) -> None:
     assert again.seen == 41
 
 
+class Steep(Tiny):
+    """Gradients that overflow at the scaler's first scales: it skips steps until its scale fits."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return super().loss(outputs, batch) * 100
+
+
 def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
-    train(tmp_path / "whole", precision="fp16")
+    train(tmp_path / "whole", Steep(), precision="fp16")
     with pytest.raises(Power):
-        fit(Tiny(), config(precision="fp16"), Context(tmp_path / "cut", cut_at_step=7))
-    train(tmp_path / "cut", precision="fp16")
+        fit(Steep(), config(precision="fp16"), Context(tmp_path / "cut", cut_at_step=10))
+    train(tmp_path / "cut", Steep(), precision="fp16")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 

@@ -215,7 +215,19 @@ def test_training_after_a_probe_is_training_without_one(name: str) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(train(True), train(False), strict=True))
 
 
-def test_the_probe_takes_the_worst_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizers_own_memory_counts() -> None:
+    class Large(OwnState):
+        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+            if task.tried[-1] > 8:
+                raise torch.OutOfMemoryError("no room for the moments")
+            super().step()
+
+    task, model = Hungry(1000), Net()
+    optimizer = Large([parameter for parameter in model.parameters() if parameter.requires_grad])
+    assert choose(task, "auto", 32, model, optimizer) == 8
+
+
+def test_the_probe_takes_the_worst_case() -> None:
     class Sequences(Hungry):
         def worst_case_batch(self, dataset: Dataset[Any], size: int) -> Any:
             self.asked = size

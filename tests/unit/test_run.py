@@ -17,6 +17,7 @@ from trainers.errors import ConfigError
 from trainers.metrics import RunResult
 from trainers.run import (
     RunSpec,
+    check_precision,
     check_task,
     make_spec,
     prepare_storage,
@@ -150,7 +151,6 @@ def test_no_torchrun_without_its_variables(user: Path) -> None:
 
 def test_the_task_is_checked(user: Path) -> None:
     check_task(read(user))
-    check_task(read(user), "cuda")
     with pytest.raises(ConfigError, match="does not fit Mine") as raised:
         check_task(read(user, task_args={"hight": 1}))
     assert str(user / "train.yaml") in str(raised.value)
@@ -160,9 +160,10 @@ def test_the_task_is_checked(user: Path) -> None:
 
 def test_the_precision_is_checked_where_workers_run(user: Path) -> None:
     spec = read(user, precision="tf32")
-    check_task(spec, "cuda")
+    check_precision(spec, "cuda")
     with pytest.raises(ConfigError, match=r"train\.yaml: `precision` is .tf32."):
-        check_task(spec, "cpu")
+        check_precision(spec, "cpu")
+    check_precision(read(user, device="cpu"))
 
 
 def finish(spec: RunSpec, status: Any = "done") -> RunResult:

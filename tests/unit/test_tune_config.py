@@ -37,7 +37,11 @@ def test_the_defaults_are_a_sweep() -> None:
         ({"space": {}}, "space", "write"),
         ({"space": {"seed": []}}, "space.seed", "has no values"),
         ({"space": {"seed": 3}}, "space.seed", "a list of values, or a range"),
-        ({"space": {"optimizer.lr": {"unifrom": [1, 2]}}}, "space.optimizer.lr.unifrom", "did you mean `space.optimizer.lr.uniform`?"),
+        (
+            {"space": {"optimizer.lr": {"unifrom": [1, 2]}}},
+            "space.optimizer.lr.unifrom",
+            "did you mean `space.optimizer.lr.uniform`?",
+        ),
         ({"space": {"optimizer.lr": {}}}, "space.optimizer.lr", "exactly one of"),
         ({"space": {"optimizer.lr": {"min": 1}}}, "space.optimizer.lr", "min with max"),
         ({"space": {"optimizer.lr": {"uniform": [1]}}}, "space.optimizer.lr.uniform", "at least 2"),

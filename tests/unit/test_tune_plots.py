@@ -122,6 +122,12 @@ def test_any_value_has_a_place(values: list[Any], ticks: list[str]) -> None:
     assert [text for text in found if text in ticks][: len(ticks)] == ticks
 
 
+def test_long_values_below_the_axis_are_turned() -> None:
+    for length, is_turned in ((5, False), (25, True)):
+        svg = draw_values("task_args.x", [f"{letter * length}" for letter in "abc"])["Throughput"].svg
+        assert bool(re.search(r"rotate\(-25\b[^<]*>a", svg)) == is_turned
+
+
 def test_the_axis_is_a_key_that_varies() -> None:
     space = {"global_batch_size": [64], "optimizer.lr": [0.1, 0.2]}
     records = [trial(n, "done", {"global_batch_size": 64, "optimizer.lr": 0.1 * n}, samples_per_s=1.0) for n in (1, 2)]

@@ -1,0 +1,92 @@
+"""The main job as the user runs it: train, sweep, interrupt, resume, train the winner; on an embedded Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import REPOSITORY, Done
+
+pytestmark = pytest.mark.slow
+
+SWEEP = "examples/digits/sweep.yaml"
+
+
+def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Callable[..., Done]) -> None:
+    # From another directory, by the local launcher.
+    train = str(REPOSITORY / "examples/digits/train.yaml")
+    done = command("-m", "trainers", train, "--launcher", "local", cwd=tmp_path)
+    assert done.code == 0, done.err
+    result = json.loads((tmp_path / "results/digits/result.json").read_text())
+    assert result["metrics"]["val_accuracy"] >= 0.97
+    assert "global batch 64 = microbatch 64 x accumulation 1 x 1 worker" in done.out
+    assert result["checkpoint"] in done.out
+    assert (Path(result["checkpoint"]) / "manifest.json").is_file()
+
+
+def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Done]) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    # fmt: off
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "tune", SWEEP, "--storage_path", str(tmp_path)], cwd=REPOSITORY, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )
+    # fmt: on
+    assert sweep.stdout is not None
+    for line in sweep.stdout:
+        if line.startswith("trial 2/8"):
+            break
+    family = psutil.Process(sweep.pid).children(recursive=True)
+    assert len(family) > 5
+    began = time.monotonic()
+    os.killpg(sweep.pid, signal.SIGINT)  # what Ctrl-C in a terminal does
+    rest = sweep.stdout.read()
+    sweep.wait()
+    assert time.monotonic() - began < 10
+    assert sweep.returncode == 130
+    assert "trials are kept; go on with" in rest
+    assert f"-m tune resume {tmp_path}/digits-sweep" in rest
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive, f"left behind: {alive}"
+
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "digits-sweep/trials").iterdir()}
+    assert 2 <= len(kept) < 8
+    done = command("-m", "tune", "resume", str(tmp_path / "digits-sweep"))
+    assert done.code == 0, done.err
+    trials = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "digits-sweep/trials").iterdir()}
+    assert len(trials) == 8
+    assert kept.items() <= trials.items(), "no finished trial was run again"
+    check_answer(tmp_path / "digits-sweep", done, command, tmp_path)
+
+
+def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path: Path) -> None:
+    """The table, the files of the contract, and a best.yaml that keeps the report's promise."""
+    import pandas as pd
+
+    assert "digits-sweep: 8 trials" in done.out
+    assert done.out.rstrip().splitlines()[-1] == f"report.html: {sweep}/report.html"
+    frame = pd.read_parquet(sweep / "results.parquet")
+    assert len(frame) == 8
+    assert set(frame["status"]) == {"done"}
+    assert sorted(frame["global_batch_size"].unique()) == [16, 32, 64, 128]
+    assert sorted(frame["precision"].unique()) == ["bf16", "fp32"]
+    for column in ("samples_per_s", "step_time_s", "peak_memory_bytes", "val_accuracy", "time_to_target_s"):
+        assert (frame[column] > 0).all(), column
+    assert (frame["end_time"] > frame["start_time"]).all()
+    summary = json.loads((sweep / "summary.json").read_text())
+    best = frame[frame["id"] == summary["best"]["id"]].iloc[0]
+    assert best["time_to_target_s"] == frame["time_to_target_s"].min()
+
+    trained = command("-m", "trainers", str(sweep / "best.yaml"), "--launcher", "local", cwd=tmp_path)
+    assert trained.code == 0, trained.err
+    result = json.loads((tmp_path / "digits-sweep-best/result.json").read_text())
+    assert result["metrics"]["val_accuracy"] >= best["val_accuracy"] - 0.01
