@@ -31,7 +31,7 @@ format: install
 	$(BIN)/ruff check --fix .
 
 docs: install
-	$(BIN)/python -m trainers.reference > docs/config.md
+	$(BIN)/python docs/make.py > docs/config.md
 
 clean:
 	rm -rf .venv build dist *.egg-info

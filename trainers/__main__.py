@@ -15,7 +15,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from trainers.config import TrainConfig
-from trainers.errors import PacelineError, RunFailedError
+from trainers.errors import POLICIES, ConfigError, PacelineError, RunFailedError
 from trainers.reference import reference
 from trainers.run import check_precision, check_task, prepare_storage, read_spec, torchrun_world_size
 from trainers.settings import parse_overrides
@@ -33,7 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _train(args[0], args[1:])
     except PacelineError as error:
-        complain(str(error))
+        advice = POLICIES[error.status].advice if error.exit_code != ConfigError.exit_code else ""
+        complain(f"{error} ({advice})" if advice else str(error))
         return error.exit_code
     except KeyboardInterrupt:
         complain("interrupted")

@@ -116,8 +116,10 @@ class Checkpoints:
                     "storage_path must be shared by all nodes"
                 )
             self.storage.write(f"{name}/manifest.json", json.dumps(manifest, indent=2).encode())
-            for old in self._named()[: -self.keep]:
-                self.storage.delete(old)
+            # Later steps can only be damaged ones of the part of the run that is being done again.
+            names = self._named()
+            for other in {*names} - {*[known for known in names if known <= name][-self.keep :]}:
+                self.storage.delete(other)
         except StorageError as error:
             return str(error)
         return None

@@ -13,6 +13,7 @@ from trainers.errors import MISSING, ConfigError
 from trainers.settings import Settings
 
 Positive = Annotated[int, Field(ge=1)]
+_SMALLEST_HALF = 2.0**-24
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]
 
 
@@ -243,7 +244,7 @@ class TrainConfig(Settings):
     microbatch_size: Literal["auto"] | Positive = Field(
         default="auto", examples=[16], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
     )
-    """Samples of one forward pass on one worker; accumulation follows. auto: the largest that fits."""
+    """Samples of one forward pass on one worker; accumulation follows. auto: a whole share, halved until it fits."""
 
     precision: Precision = Field(default="fp32")
     """Number formats of parameters, autocast and matmul: the table is in trainers/precision.py."""
@@ -311,6 +312,14 @@ class TrainConfig(Settings):
                     "has no fixed meaning with elastic workers",
                     "set `global_batch_size`",
                 )
+        eps = 1e-8 if self.optimizer.eps is None else self.optimizer.eps
+        if self.precision == "fp16-pure" and self.optimizer.name != "sgd" and eps < _SMALLEST_HALF:
+            raise ConfigError(
+                "optimizer.eps",
+                eps,
+                f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero",
+                "set `eps: 1e-4`, or use precision fp16",
+            )
         if self.fullgraph and self.compile == "off":
             raise ConfigError("fullgraph", True, "needs a compiled model", "set `compile: default`")
         return self

@@ -138,8 +138,7 @@ class RunFailedError(PacelineError):
     def __str__(self) -> str:
         if self.config:
             return self.message
-        advice = POLICIES[self.status].advice
-        return f"the run ended as `{self.status}`: {self.message}" + (f" ({advice})" if advice else "")
+        return f"the run ended as `{self.status}`: {self.message}"
 
 
 class _Missing:

@@ -165,6 +165,6 @@ def _run_in_group(spec: RunSpec, context: LocalContext, init_method: str) -> Run
     try:
         return spec.execute(context)
     finally:
-        # A DDP reducer in a reference cycle would outlive the group, and end the process with an abort one time in eight.
+        # A DDP reducer in a reference cycle would outlive the group: the process then aborts one time in eight.
         gc.collect()
         dist.destroy_process_group()

@@ -45,3 +45,11 @@ def reference(model: type[Settings]) -> str:
         lines.append(f"{key} ({default})")
         lines += textwrap.wrap(description, 100, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def markdown(title: str, model: type[Settings]) -> str:
+    """All keys as a section of docs/config.md."""
+    rows = [
+        f"| `{key}` | {default} | {description} |".replace("[", "\\[") for key, default, description in entries(model)
+    ]
+    return "\n".join([f"## {title}", "", "| key | default | meaning |", "|---|---|---|", *rows, ""])

@@ -63,7 +63,9 @@ def _sweep(spec: SweepSpec, fresh: bool) -> int:
         versions = environment()
     except (Interrupted, KeyboardInterrupt):
         disconnect()
-        print(f"interrupted: {prepare(spec, False)} trials are kept; go on with\n    {_resume_command(spec)}", flush=True)
+        print(
+            f"interrupted: {prepare(spec, False)} trials are kept; go on with\n    {_resume_command(spec)}", flush=True
+        )
         return 130
     disconnect()
     return _answer(spec, records, versions)

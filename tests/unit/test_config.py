@@ -50,6 +50,7 @@ def test_the_defaults_are_a_run() -> None:
         ({"name": "a/b"}, "name", "letters, digits"),
         ({"name": ""}, "name", "letters, digits"),
         ({"name": ".hidden"}, "name", "letters, digits"),
+        ({"precision": "fp16-pure"}, "optimizer.eps", "vanishes in float16"),
         ({"precision": "fp8"}, "precision", "'fp16-pure'"),
         ({"compile": False}, "compile", "'off'"),
         ({"fullgraph": True}, "fullgraph", "needs a compiled model"),
@@ -141,6 +142,15 @@ def test_its_tree_builds_it_again(changes: dict[str, Any]) -> None:
     tree = config.tree()
     assert build(TrainConfig, tree, "again") == config
     assert build(TrainConfig, parse_mapping(dump_yaml(tree), "file"), "file") == config
+
+
+def test_its_tree_has_the_defaults_too() -> None:
+    """A run that is read again by a later version is the same run, whatever the defaults are then."""
+    tree = make().tree()
+    assert (tree["precision"], tree["seed"], tree["optimizer"]["name"], tree["checkpoint"]["keep"]) == (
+        "fp32", 0, "adamw", 2,
+    )  # fmt: skip
+    assert "max_steps" not in tree
 
 
 def test_task_args_come_through_as_they_are() -> None:

@@ -212,6 +212,7 @@ def test_paths_below_the_working_directory_are_portable(
     for root in (driver, node):
         write(root / "examples" / "x" / f"{name}.py")
     monkeypatch.chdir(driver)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     paths = portable([str(driver / "examples" / "x"), str(driver), str(tmp_path / "outside")])
     assert paths == ["examples/x", ".", str(tmp_path / "outside")]
 
@@ -220,6 +221,13 @@ def test_paths_below_the_working_directory_are_portable(
     assert sys.path[0] == str(node / "examples" / "x")
     task = load_task(f"{name}:Mine", {}, "train.yaml")
     assert sys.modules[type(task).__module__].__file__ == str(node / "examples" / "x" / f"{name}.py")
+
+
+def test_paths_outside_a_ray_job_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved with them must be found from any directory."""
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert portable([str(tmp_path / "x")]) == [str(tmp_path / "x")]
 
 
 def test_a_relative_path_is_looked_for_below_sys_path_too(
