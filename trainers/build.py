@@ -65,6 +65,9 @@ def build_parts(task: Task, config: TrainConfig, context: RunContext) -> Parts:
     train, val = task.dataset("train"), task.dataset("val")
     if not hasattr(train, "__len__") or not hasattr(val, "__len__"):
         raise ConfigError("task", config.task, "has a dataset without length", "give map-style datasets (`__len__`)")
+    for split, dataset in (("train", train), ("val", val)):
+        if len(dataset) == 0:
+            raise ConfigError("task", config.task, f'has no sample in its "{split}" split', "check its files")
     sampler = StepSampler(
         train,
         global_batch_size=config.batch_size,

@@ -23,7 +23,7 @@ import torch
 
 from trainers.errors import CheckpointError, StorageError
 from trainers.parallel import Group
-from trainers.storage import Storage
+from trainers.storage import Storage, retrying
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Checkpoints:
             if self.group.rank == 0:
                 self.storage.delete(f"{name}/manifest.json")  # while files change, it must not look complete
                 entries["state.pt"] = self._write(f"{name}/state.pt", state)
-            own = f"rank-{self.group.rank:05d}.pt"
+            own = _rank_file(self.group.rank)
             entries[own] = self._write(f"{name}/{own}", rank_state)
         except StorageError as error:
             problem = str(error)
@@ -92,13 +92,17 @@ class Checkpoints:
         return self.storage.locate(name)
 
     def _write(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
-        try:
-            with self.storage.writer(name) as stream:
-                hashing = _Hashing(stream)
-                torch.save(state, hashing)  # type: ignore[arg-type]
-        except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
-            raise StorageError(f"could not write {self.storage.locate(name)}: {error}") from error
-        return {"bytes": hashing.size, "sha256": hashing.hexdigest()}
+        def once() -> dict[str, Any]:
+            try:
+                with self.storage.writer(name) as stream:
+                    hashing = _Hashing(stream)
+                    torch.save(state, hashing)  # type: ignore[arg-type]
+            except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
+                cause = _os_error(error) or error
+                raise StorageError(f"could not write {self.storage.locate(name)}: {cause}") from cause
+            return {"bytes": hashing.size, "sha256": hashing.hexdigest()}
+
+        return retrying(once)
 
     def _finish(self, name: str, step: int, files: dict[str, dict[str, Any]]) -> str | None:
         manifest = {
@@ -134,7 +138,7 @@ class Checkpoints:
             return None
         manifest = self._manifest(name)
         same_size = manifest["world_size"] == self.group.world_size
-        own = self._read(f"{name}/rank-{self.group.rank:05d}.pt") if same_size else None
+        own = self._read(f"{name}/{_rank_file(self.group.rank)}") if same_size else None
         return Loaded(name, self._read(f"{name}/state.pt"), own)
 
     def newest(self) -> str | None:
@@ -157,24 +161,43 @@ class Checkpoints:
             manifest = json.loads(self.storage.read(f"{name}/manifest.json"))
             if manifest["format"] != FORMAT:
                 raise CheckpointError(f"its format is {manifest['format']}, this version reads {FORMAT}")
-            return dict(manifest)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"its manifest is damaged ({error})") from error
+            files = {str(file): str(entry["sha256"]) for file, entry in manifest["files"].items()}
+            world_size = int(manifest["world_size"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"its manifest is damaged ({error!r})") from error
+        wanted = {"state.pt", *(_rank_file(rank) for rank in range(world_size))}
+        if missing := sorted(wanted - set(files)):
+            raise CheckpointError(f"its manifest is damaged ({missing[0]} does not stand in it)")
+        return {"world_size": world_size, "files": files}
 
     def _verify(self, name: str) -> None:
         if not self.storage.exists(f"{name}/manifest.json"):
             raise CheckpointError("it has no manifest: writing it was cut off")
-        for file, entry in self._manifest(name)["files"].items():
+        for file, expected in self._manifest(name)["files"].items():
             sha256 = hashlib.sha256()
             with self.storage.reader(f"{name}/{file}") as stream:
                 while chunk := stream.read(1 << 20):
                     sha256.update(chunk)
-            if sha256.hexdigest() != entry["sha256"]:
+            if sha256.hexdigest() != expected:
                 raise CheckpointError(f"{file} does not match its checksum")
 
     def _read(self, name: str) -> dict[str, Any]:
         try:
             with self.storage.reader(name) as stream, contextlib.closing(io.BytesIO(stream.read())) as data:
-                return dict(torch.load(data, map_location="cpu", weights_only=True))
+                state = torch.load(data, map_location="cpu", weights_only=True)
         except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{self.storage.locate(name)} is no checkpoint of ours: {error}") from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{self.storage.locate(name)} is no checkpoint of ours: it holds no mapping")
+        return state
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The operating system's own error, or our explanation of it, behind another exception."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from trainers.errors import MISSING, ConfigError
-from trainers.settings import Settings
+from trainers.settings import Settings, plain
 
 Positive = Annotated[int, Field(ge=1)]
 _SMALLEST_HALF = 2.0**-24
@@ -30,7 +30,9 @@ class OptimizerConfig(Settings):
     """Momentum, sgd only."""
     nesterov: bool | None = Field(default=None)
     """Nesterov momentum, sgd only."""
-    betas: list[float] | None = Field(default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]])
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
+        default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]]
+    )
     """Decay rates of the two moments, adam and adamw only."""
     eps: float | None = Field(default=None, gt=0, examples=[1e-8])
     """Term added to the denominator, adam and adamw only."""
@@ -217,7 +219,7 @@ class TrainConfig(Settings):
     storage_path: str | None = Field(default=None, min_length=1, examples=["s3://bucket/runs"])
     """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Seed of weights, sample order, dropout and transforms."""
     deterministic: bool = Field(default=False)
     """Only deterministic algorithms: bit-equal repeats on CUDA, slower."""
@@ -340,5 +342,5 @@ class TrainConfig(Settings):
         return self.batch_size_per_worker * self.scaling.max_workers
 
     def tree(self) -> dict[str, Any]:
-        """Plain data that `TrainConfig` reads back; keys that were never set are left out."""
-        return self.model_dump(mode="json", exclude_none=True)
+        """Plain data that `TrainConfig` reads back; keys without a value are left out."""
+        return plain(self)

@@ -11,10 +11,22 @@ import math
 import torch
 from torch import nn
 
+from trainers.errors import ConfigError
 from trainers.loader import Feed
 from trainers.parallel import Group
 from trainers.precision import PrecisionSpec
 from trainers.task import Task
+
+
+def _check_metrics(task: Task, values: dict[str, torch.Tensor], samples: int) -> None:
+    for name, value in values.items():
+        if value.shape[:1] != (samples,) or value.numel() != samples:
+            raise ConfigError(
+                f"metric {name}",
+                list(value.shape),
+                f"must be one value a sample, a tensor of shape [{samples}]",
+                f"return them unreduced from {type(task).__name__}.metrics()",
+            )
 
 
 def evaluate(
@@ -39,6 +51,7 @@ def evaluate(
                     outputs = task.forward(model, spec.convert_batch(batch))
                     loss = task.loss(outputs, batch)
                 values = task.metrics(outputs, batch)
+                _check_metrics(task, values, len(batches[mine[len(rows)]]))
                 names = list(values)
                 weight = task.weight(batch).to(loss.device, exact)
                 sums = [value.to(exact).sum() for value in values.values()]

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainers.config import DataConfig
 from trainers.device import total_memory_bytes
+from trainers.errors import ConfigError
 from trainers.task import Batch, Task, is_tensor_dataset, map_tensors, tensors_of
 
 _RESIDENT_SHARE = 0.1  # of the device's memory, over all workers of the device: leaves the rest to training
@@ -101,6 +102,13 @@ class Feed:
                 for start in range(0, length, _FETCH)
             ]
             data = parts[0] if len(parts) == 1 else concatenate(parts)
+        if not _indexable(data, length):
+            raise ConfigError(
+                "data.resident",
+                config.resident,
+                f"needs data that is nothing but tensors of {length} samples each",
+                "set `data.resident: false`",
+            )
         return map_tensors(lambda tensor: tensor.to(self.device), data)
 
     def batches(self, microbatches: Sequence[Tensor], training: bool) -> Iterator[Batch]:
@@ -131,6 +139,18 @@ class Feed:
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
         self._loader, self.resident = None, None
+
+
+def _indexable(data: Batch, length: int) -> bool:
+    """Whether every leaf of a nested batch is a tensor with one row a sample."""
+    if isinstance(data, Tensor):
+        return data.ndim > 0 and len(data) == length
+    if isinstance(data, dict):
+        return all(_indexable(value, length) for value in data.values())
+    if isinstance(data, (tuple, list)):
+        return all(_indexable(value, length) for value in data)
+    fields = getattr(data, "__dataclass_fields__", None)
+    return fields is not None and all(_indexable(getattr(data, name), length) for name in fields)
 
 
 def _identity(batch: Batch) -> Batch:

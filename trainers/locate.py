@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,8 +77,21 @@ def add_to_path(paths: list[str]) -> None:
         else:
             bases = [str(Path.cwd()), *sys.path]
             found = next((str(Path(base) / path) for base in bases if (Path(base) / path).is_dir()), None)
-        if found is not None and found not in sys.path:
+        if found is not None:
+            if found in sys.path:
+                sys.path.remove(found)
             sys.path.insert(0, found)
+
+
+def _where(error: Exception) -> str:
+    """File and line of an import's failure: the innermost one that is the user's, not a library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = ("site-packages", "<frozen", sysconfig.get_path("stdlib"))
+    theirs = [frame for frame in frames[1:] if not any(part in frame.filename for part in libraries)]
+    at = (theirs or frames)[-1]
+    return f"{Path(at.filename).name}:{at.lineno}"
 
 
 def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
@@ -88,11 +102,11 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
+        words = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(
             "task",
             task,
-            f"cannot be imported ({type(error).__name__}: {error}, at {Path(at.filename).name}:{at.lineno})",
+            f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})",
             "mend that line or install what it needs",
             source,
         ) from error

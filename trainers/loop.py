@@ -82,7 +82,7 @@ class _Loop:
         self.say_start()
         stopped = False
         while self.step < parts.total_steps and not stopped:
-            stopped = self.epoch()
+            stopped = self.epoch() and self.step < parts.total_steps
         self.end_window()
         if not stopped and self.evaluated_step != self.step:
             self.evaluate()
@@ -213,11 +213,12 @@ class _Loop:
                 "train_samples": parts.sampler.length,
                 "train_time_s": self.clock.train_time_s,
                 "metrics": dict(self.metrics),
+                "evaluated_step": self.evaluated_step,
             },
         }
-        self.checkpoint = self.checkpoints.save(self.step, state, get_rng_state(parts.device))
         if self.log is not None:
-            self.log.flush(self.step)
+            self.log.flush(self.step)  # before the checkpoint: what is resumed must have its log
+        self.checkpoint = self.checkpoints.save(self.step, state, get_rng_state(parts.device))
         self.kept_step, self.last_checkpoint_time = self.step, time.monotonic()
         self.context.report({**self.position(), **self.metrics}, self.checkpoint)
 
@@ -227,6 +228,8 @@ class _Loop:
         if loaded is None:
             return
         parts, state = self.parts, loaded.state
+        if missing := {"model", "optimizer", "scaler", "task", "position"} - set(state):
+            raise CheckpointError(f"checkpoint {loaded.name} is no checkpoint of ours: it has no {sorted(missing)[0]}")
         position = state["position"]
         for name, now in (("global_batch_size", self.config.batch_size), ("train_samples", parts.sampler.length)):
             if position[name] != now:
@@ -248,8 +251,7 @@ class _Loop:
         self.step = self.logged_step = self.kept_step = int(position["step"])
         self.clock.train_time_s = float(position["train_time_s"])
         self.metrics = dict(position["metrics"])
-        if self.step == parts.total_steps:
-            self.evaluated_step = self.step
+        self.evaluated_step = int(position["evaluated_step"])
         assert self.checkpoints is not None
         self.checkpoint = self.checkpoints.storage.locate(loaded.name)
         if self.log is not None:

@@ -125,8 +125,10 @@ class RunLog:
     def flush(self, step: int) -> None:
         """Write what was remembered, as the part that ends at `step`."""
         if self._open:
+            name = f"{step:012d}.jsonl"
+            before = self._storage.read(name) if self._storage.exists(name) else b""
             text = "".join(json.dumps(record) + "\n" for record in self._open)
-            self._storage.write(f"{step:012d}.jsonl", text.encode())
+            self._storage.write(name, before + text.encode())
             self._open.clear()
 
     def cut(self, step: int) -> None:

@@ -6,6 +6,7 @@ module first: worst-case batch, forward, backward and optimizer step, everything
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 from typing import Any
@@ -66,7 +67,10 @@ def _probe(
     device: torch.device,
 ) -> BaseException | None:
     """One whole step of `size` samples on this rank alone; the out-of-memory error that it met, if any."""
-    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    optimizer_state = copy.deepcopy(optimizer.state_dict())
+    task_state = copy.deepcopy(task.state_dict())
     random_state = get_rng_state(device)
     try:
         with torch.no_grad():
@@ -85,7 +89,11 @@ def _probe(
     finally:
         optimizer.zero_grad(set_to_none=True)
         optimizer.state.clear()
-        model.load_state_dict(weights)
+        optimizer.load_state_dict(optimizer_state)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+        task.load_state_dict(task_state)
         set_rng_state(random_state, device)
         if device.type == "cuda":
             gc.collect()

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainers.config import TrainConfig
-from trainers.errors import ConfigError
+from trainers.errors import MISSING, ConfigError
 from trainers.locate import add_to_path, load_task, portable, task_path
-from trainers.settings import build, dump_yaml, override, parse_mapping, parse_yaml
+from trainers.settings import build, dump_yaml, override, parse_mapping
 from trainers.storage import Storage, storage_uri
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ def torchrun_world_size() -> int | None:
 def read_file(location: str) -> tuple[str, Path | None]:
     """The text of a configuration file and its directory (None when it is not on this machine)."""
     if "://" in location:
-        parent, _, name = location.rpartition("/")
-        storage = Storage(parent)
+        file = Storage(location)
+        storage, name = file.parent, file.name
         if not storage.exists(name):
             raise ConfigError("the file", location, "is not there", "check the URI")
-        return storage.read(name).decode(), None
+        return decode(storage.read(name), location), None
     path = Path(location)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
@@ -95,7 +95,21 @@ def read_file(location: str) -> tuple[str, Path | None]:
             "is not there",
             f"did you mean `{path.parent / near[0]}`?" if near else "check its name",
         )
-    return path.read_text(), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
+    return decode(path.read_bytes(), location), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
+
+
+def decode(data: bytes, source: str) -> str:
+    """Text of a file; ConfigError when it is none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError("the file", MISSING, f"is not text ({error.reason})", "save it as UTF-8", source) from error
+
+
+def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
+    """A YAML mapping that we wrote to storage; ConfigError names the file when it is damaged."""
+    source = storage.locate(name)
+    return parse_mapping(decode(storage.read(name), source), source)
 
 
 def read_spec(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec:
@@ -107,16 +121,19 @@ def read_spec(location: str, overrides: Mapping[str, Any], world_size: int | Non
     tree = override(TrainConfig, parse_mapping(text, location), overrides)
     if world_size is not None:
         tree = override(TrainConfig, tree, {"scaling.num_workers": world_size, "launcher": "spawn"})
-    return make_spec(tree, location, directory)
+    return make_spec(tree, location, directory, own_workers=world_size is None)
 
 
-def make_spec(tree: dict[str, Any], source: str, directory: Path | None) -> RunSpec:
-    """Check a training mapping that came from `source`, whose relative names mean `directory`."""
+def make_spec(tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True) -> RunSpec:
+    """Check a training mapping that came from `source`, whose relative names mean `directory`.
+
+    `own_workers`: the workers will be started here, and must fit; torchrun's are started already, on any machine.
+    """
     config = build(TrainConfig, tree, source)
     try:
         path = task_path(config.task, config.task_dir, directory, source)
         uri = storage_uri(config.storage_path)
-        if config.launcher != "ray" or not os.environ.get("RAY_ADDRESS"):
+        if own_workers and (config.launcher != "ray" or not os.environ.get("RAY_ADDRESS")):
             check_machine(config)
     except ConfigError as error:
         raise error.at(source) from error
@@ -160,20 +177,41 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
         raise error.at(spec.source) from error
 
 
+def delete_own(storage: Storage, mark: str) -> None:
+    """Delete a directory that holds the file `mark`, which we wrote; ConfigError when it holds something else."""
+    if storage.names() and not storage.exists(mark):
+        raise ConfigError(
+            "--fresh", storage.uri, f"is not ours to delete: it holds files but no {mark}", "give another `--name`"
+        )
+    storage.delete("")
+
+
+def _finished(storage: Storage) -> RunResult | None:
+    """The result of a run that is done; None when there is none, or none that can be read."""
+    from trainers.metrics import RunResult
+
+    if not storage.exists("result.json"):
+        return None
+    try:
+        result = RunResult.from_json(storage.read("result.json"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return result if result.status == "done" else None
+
+
 def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
     """Make the run's directory ready; the result when the run is complete already.
 
     Raises ConfigError when another run of this name is there that learned something else.
     """
     from trainers.device import environment
-    from trainers.metrics import RunResult
 
     storage, config = spec.storage, spec.config
     if fresh:
-        storage.delete("")
+        delete_own(storage, "config.yaml")
     storage.prove_writable()
     if storage.exists("config.yaml"):
-        before = parse_yaml(storage.read("config.yaml").decode(), storage.locate("config.yaml"))
+        before = read_mapping(storage, "config.yaml")
         for key in IDENTITY:
             if before.get(key) != spec.tree.get(key):
                 raise ConfigError(
@@ -183,11 +221,10 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
                     "train under another `--name`, or start anew with --fresh",
                     spec.source,
                 )
-        if storage.exists("result.json"):
-            result = RunResult.from_json(storage.read("result.json"))
-            same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps"))
-            if result.status == "done" and same_length:
-                return result
+        same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps"))
+        if same_length and (result := _finished(storage)) is not None:
+            return result
+        storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
     storage.write("config.yaml", dump_yaml(spec.tree).encode())
     import torch
 

@@ -23,10 +23,22 @@ Tree = dict[str, Any]
 class Settings(BaseModel):
     """Base of every configuration model: strict, immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Groups of keys of which exactly one may be set; an override of one replaces the others."""
+
+
+def plain(settings: Settings) -> Tree:
+    """Plain data that builds the same settings again: keys without a value are left out, what users nest is kept."""
+    values = {name: getattr(settings, name) for name in type(settings).model_fields}
+    return {
+        name: plain(value) if isinstance(value, Settings) else _copy(value)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 S = TypeVar("S", bound=Settings)
@@ -42,6 +54,8 @@ class _Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if isinstance(key, (dict, list)):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be one word", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key `{key}` stands twice in one mapping", key_node.start_mark
@@ -89,6 +103,8 @@ def parse_yaml(text: str, source: str) -> Any:
         line = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(line, MISSING, f"is not YAML ({problem})", "mend the syntax there", source) from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # a tag such as !!int on what is none
+        raise ConfigError("the file", MISSING, f"is not YAML ({error})", "mend or remove the tag", source) from error
 
 
 def dump_yaml(tree: Mapping[str, Any]) -> str:
@@ -144,7 +160,8 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
         for group in owner.exclusive if owner else ():
             if leaf in group:
                 for other in group:
-                    if parent is not None and other != leaf:
+                    given = dotted.removesuffix(leaf) + other in overrides  # both were asked for: an error to come
+                    if parent is not None and other != leaf and not given:
                         parent.pop(other, None)
         set_key(result, dotted, value)
     return result
@@ -190,11 +207,17 @@ def build(model: type[S], tree: Tree, source: str) -> S:
         return model.model_validate(tree)
     except ValidationError as invalid:
         found: dict[str, ConfigError] = {}
-        for problem in invalid.errors(include_url=False):
+        # Of a value that is no member of a union, the wrong types say least.
+        for problem in sorted(invalid.errors(include_url=False), key=lambda one: one["type"].endswith("_type")):
             error = _sentence(model, problem, source)
             found.setdefault(error.field, error)  # a union reports every member: one sentence a field
-        errors = list(found.values())
+        errors = [error for field, error in found.items() if not _said_better(field, found)]
         raise (errors[0] if len(errors) == 1 else ConfigErrors(errors)) from None
+
+
+def _said_better(field: str, found: Mapping[str, ConfigError]) -> bool:
+    """Whether another member of the same union got further: its sentence is about a part of this value."""
+    return any(other.startswith((f"{field}.", f"{field}[")) for other in found)
 
 
 _RULES = {
@@ -220,8 +243,8 @@ _RULES = {
 
 
 def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
-    path, owner, field = _locate(model, problem["loc"])
     kind, context = problem["type"], problem.get("ctx", {})
+    path, owner, field = _locate(model, problem["loc"], kind == "extra_forbidden")
     if kind == "extra_forbidden":
         known = list(owner.model_fields)
         name = path.rsplit(".", 1)[-1]
@@ -237,6 +260,8 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
         return ConfigError(dotted, error.value, error.rule, error.fix, source)
     rule = _RULES.get(kind, "{msg}").format(msg=problem["msg"], **context)
     options = _rule_of(field)
+    if field is not None and owner.model_fields.get(path.rsplit(".", 1)[-1].partition("[")[0]) is not field:
+        field = None  # a key of a free mapping: the field's example is one of the whole mapping
     return ConfigError(path, problem["input"], options or rule, f"write {_example(path, field)}", source)
 
 
@@ -251,7 +276,7 @@ def _sibling(path: str, name: str) -> str:
 
 
 def _example(path: str, field: FieldInfo | None) -> str:
-    leaf = path.rsplit(".", 1)[-1]
+    leaf = path.rsplit(".", 1)[-1].partition("[")[0]
     if field is not None and field.examples:
         value = field.examples[0]
     elif field is not None and not field.is_required() and field.default is not None:
@@ -264,30 +289,38 @@ def _example(path: str, field: FieldInfo | None) -> str:
     return f"for example `{leaf}: {text}`"
 
 
-def _locate(model: type[Settings], loc: tuple[int | str, ...]) -> tuple[str, type[Settings], FieldInfo | None]:
+def _mapping_values(field: FieldInfo) -> Any:
+    """The type of the values of a free mapping; None for any other field, and for a union with a mapping in it."""
+    members = [member for member in _flatten(field.annotation) if member is not type(None)]
+    return get_args(members[0])[1] if len(members) == 1 and get_origin(members[0]) is dict else None
+
+
+def _locate(
+    model: type[Settings], loc: tuple[int | str, ...], unknown_key: bool
+) -> tuple[str, type[Settings], FieldInfo | None]:
     """A pydantic location as (dotted path, the model that owns its last key, that key's field).
 
-    Parts that pydantic adds for union members are no keys of ours and are left out.
+    Parts that pydantic adds for union members (`int`, `list[any]`, a model's name) are no keys of ours and are left
+    out; the last part of an unknown key is one, though no model has it.
     """
     parts: list[str] = []
     owner, field = model, None
     current: type[Settings] | None = model
-    for part in loc:
+    keyed = False  # the next part is a key of a free mapping
+    for index, part in enumerate(loc):
         if isinstance(part, int):
             if parts:
                 parts[-1] += f"[{part}]"
-            continue
-        if current is None:
-            if field is not None and _is_mapping(field):
-                parts.append(part)
-            continue
-        if part not in current.model_fields and part == current.__name__:
-            continue
-        owner, field = current, current.model_fields.get(part)
-        parts.append(part)
-        current = child_model(owner, part)
+        elif keyed and field is not None:
+            parts.append(part)
+            keyed = False
+            current = next((t for t in _flatten(_mapping_values(field)) if _is_settings(t)), None)
+        elif current is not None and part in current.model_fields:
+            owner, field = current, current.model_fields[part]
+            parts.append(part)
+            current = child_model(owner, part)
+            keyed = _mapping_values(field) is not None
+        elif unknown_key and index == len(loc) - 1:
+            owner, field = current or owner, None
+            parts.append(part)
     return ".".join(parts), owner, field
-
-
-def _is_mapping(field: FieldInfo) -> bool:
-    return any(get_origin(t) is dict for t in _flatten(field.annotation))

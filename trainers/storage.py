@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 _TRIES = 4
 _FIRST_WAIT_S = 0.5
-_FINAL = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
+# Another try would meet these again.
+_FINAL = frozenset(
+    getattr(errno, name) for name in ["ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EEXIST", "EISDIR"]
+)
 
 
 def storage_uri(storage_path: str | None) -> str:
@@ -56,7 +59,11 @@ class Storage:
     """Files below one directory. Writes are whole or absent: aside and renamed, or one object put."""
 
     def __init__(self, uri: str) -> None:
-        self.uri = uri.rstrip("/") or "/"
+        # What follows `?` are options of the filesystem (region, endpoint), not part of the path.
+        place, mark, options = uri.partition("?") if "://" in uri else (uri, "", "")
+        self._place = place.rstrip("/") or "/"
+        self._options = mark + options
+        self.uri = self._place + self._options
 
     def __reduce__(self) -> tuple[type[Storage], tuple[str]]:
         return (Storage, (self.uri,))
@@ -67,6 +74,8 @@ class Storage:
 
         if "_fs" not in self.__dict__:
             try:
+                if self._place.endswith(":"):
+                    raise ValueError("there is no bucket in it")
                 if "://" in self.uri and not self.uri.startswith("file://"):
                     self._fs: tuple[object, str] = fs.FileSystem.from_uri(self.uri)
                 else:
@@ -100,11 +109,21 @@ class Storage:
 
     def child(self, *names: str) -> Storage:
         """The directory below this one."""
-        return Storage("/".join([self.uri.rstrip("/"), *names]))
+        return Storage("/".join([self._place.rstrip("/"), *names]) + self._options)
+
+    @property
+    def parent(self) -> Storage:
+        """The directory above this one."""
+        return Storage(self._place.rpartition("/")[0] + self._options)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self._place.rpartition("/")[2]
 
     def locate(self, name: str) -> str:
         """Where a user finds the file `name`."""
-        return f"{self.uri.rstrip('/')}/{name}"
+        return f"{self._place.rstrip('/')}/{name}{self._options}"
 
     @contextlib.contextmanager
     def writer(self, name: str) -> Iterator[BinaryIO]:
@@ -124,8 +143,15 @@ class Storage:
                     Path(aside).unlink(missing_ok=True)
                     raise
             else:
-                with self.filesystem.open_output_stream(target) as stream:  # type: ignore[attr-defined]
+                stream = self.filesystem.open_output_stream(target)  # type: ignore[attr-defined]
+                try:
                     yield cast("BinaryIO", stream)
+                    stream.close()
+                except BaseException:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+                        self.filesystem.delete_file(target)  # type: ignore[attr-defined]
+                    raise
 
     def write(self, name: str, data: bytes) -> None:
         """Write one file whole, with retries where another try may help."""
@@ -134,7 +160,7 @@ class Storage:
             with self.writer(name) as stream:
                 stream.write(data)
 
-        _retry(once)
+        retrying(once)
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[BinaryIO]:
@@ -152,7 +178,7 @@ class Storage:
             with self.reader(name) as stream:
                 return stream.read()
 
-        return _retry(once)
+        return retrying(once)
 
     def exists(self, name: str = "") -> bool:
         """Whether the file or directory is there."""
@@ -210,7 +236,7 @@ def _explained(action: str) -> Iterator[None]:
         raise StorageError(f"could not {action}: {_first_line(error)}") from error
 
 
-def _retry(action: Callable[[], T]) -> T:
+def retrying(action: Callable[[], T]) -> T:
     """Run `action` up to four times, 0.5, 1 and 2 s apart; a full disk or a missing file is final at once."""
     for attempt in range(_TRIES):
         try:

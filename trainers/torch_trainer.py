@@ -194,15 +194,14 @@ def run_on_ray(spec: RunSpec) -> RunResult:
     """
     config = spec.config
     gpu = wants_gpu(config, capacity())
-    parent, _, name = spec.uri.rpartition("/")
     trainer = TorchTrainer(
         _worker,
         train_loop_config=asdict(spec),
         torch_config=TorchConfig(backend="nccl" if gpu and torch.cuda.is_available() else None, timeout_s=TIMEOUT_S),
         scaling_config=ray_scaling(config.scaling, gpu),
         run_config=ray.train.RunConfig(
-            name=name,
-            storage_path=parent,
+            name=spec.storage.name,
+            storage_path=spec.storage.parent.uri,
             failure_config=ray.train.FailureConfig(
                 max_failures=-1,
                 max_preemption_failures=config.failure.preempted,  # type: ignore[call-arg]

@@ -112,9 +112,11 @@ class Mailbox:
                     return None
 
     async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
-        """A running trial's evaluation; whether the trial should go on."""
-        self._trials[ticket].tell(Event(metrics))
-        return not (self._trials[ticket].cancelled or self._closed)
+        """A running trial's evaluation; whether the trial should go on. One that is started again repeats itself."""
+        trial = self._trials[ticket]
+        if not trial.events or metrics["step"] > trial.events[-1].metrics.get("step", -1):
+            trial.tell(Event(metrics))
+        return not (trial.cancelled or self._closed)
 
     async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
         """A trial has ended on its lane."""

@@ -81,7 +81,7 @@ def write_report(
     resolved = train
     if found.best:
         tree = override(TrainConfig, train, found.best.config)
-        tree |= {"name": f"{config.name}-best", "storage_path": sweep.uri.rpartition("/")[0] or "/"}
+        tree |= {"name": f"{config.name}-best", "storage_path": sweep.parent.uri}
         if task_dir is not None:
             tree["task_dir"] = task_dir
         resolved = build(TrainConfig, tree, "best.yaml").tree()

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError
-from trainers.run import make_spec, read_file
+from trainers.run import delete_own, make_spec, read_file, read_mapping
 from trainers.settings import build, dump_yaml, override, parse_mapping
 from trainers.storage import Storage, storage_uri
 from tune.config import SweepConfig
@@ -101,11 +101,11 @@ def read_saved(location: str) -> SweepSpec:
     if not storage.exists(_SAVED):
         raise ConfigError("the directory", location, "holds no sweep", f"name the directory with the {_SAVED}")
     source = storage.locate(_SAVED)
-    tree = parse_mapping(storage.read(_SAVED).decode(), source)
+    tree = read_mapping(storage, _SAVED)
     config = build(SweepConfig, tree, source)
     assert isinstance(config.train, dict)
     task_dir = config.train.get("task_dir")
-    parent, _, _ = storage.uri.rpartition("/")
+    parent = storage.parent.uri
     return _spec(
         config.model_copy(update={"storage_path": parent}),
         config.train,
@@ -122,10 +122,10 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     """
     storage = spec.storage
     if fresh:
-        storage.delete("")
+        delete_own(storage, _SAVED)
     storage.prove_writable()
     if storage.exists(_SAVED):
-        before = parse_mapping(storage.read(_SAVED).decode(), storage.locate(_SAVED))
+        before = read_mapping(storage, _SAVED)
         now = spec.saved()
         for key in ("space", "search", "seed", "objective"):
             if before.get(key) != now.get(key):

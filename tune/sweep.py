@@ -58,7 +58,7 @@ def run_sweep(spec: SweepSpec) -> list[TrialRecord]:
         train,
         spec.path,
         wants_gpu(train, capacity()),
-        f"{spec.uri}/lanes",
+        spec.storage.child("lanes").uri,
         spec.config.isolation == "fresh",
     )
     total = planned_trials(spec.config)

@@ -185,7 +185,7 @@ def test_files_stay_readable_whatever_they_hold(sweep: Storage) -> None:
         trial(n, "done", {"task_args.x": value}, metrics={name: 1.0 + n}, message="no file /data/\udcff")
         for n, value in enumerate(space["task_args.x"])
     ]
-    found = config(name, space=space, objective={"target": {"val_loss": math.inf}})
+    found = config(name, space=space, objective={"target": {"val_loss": 1e308}})
     for ended in (records, records[1:], records[2:]):
         write_report(sweep, found, TRAIN, ended, {"host": "\ud800"}, task_dir=None)
         best = build(TrainConfig, parse_mapping(sweep.read("best.yaml").decode(), "best.yaml"), "best.yaml")
