@@ -26,7 +26,8 @@ _TRIES = 4
 _FIRST_WAIT_S = 0.5
 # Another try would meet these again.
 _FINAL = frozenset(
-    getattr(errno, name) for name in ["ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "ENOENT", "ENOTDIR", "EEXIST", "EISDIR"]
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+    | {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 )
 
 
