@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test lint format docs clean
+.PHONY: install sweep test lint format bench docs clean
 
 install: .venv/installed
 
@@ -29,6 +29,10 @@ lint: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
+	$(BIN)/python -m benchmarks.loop
 
 docs: install
 	$(BIN)/python docs/make.py > docs/config.md

@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -98,7 +99,7 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     """One cluster for the whole session, in a directory that goes with it."""
     directory = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
-    gcs_port, dashboard_port = 26379, 28265
+    gcs_port, dashboard_port = _free_port(), _free_port()
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
@@ -123,6 +124,13 @@ def cluster() -> Iterator[Cluster]:
             process.kill()
         head.wait()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _free_port() -> int:
+    """A port above those that Ray gives its workers (10002 to 19999)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _wait_for(condition: Callable[[], bool], timeout_s: float, log: Path) -> None:

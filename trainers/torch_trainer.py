@@ -116,7 +116,7 @@ class RayContext:
         reference = None
         if checkpoint is not None and self.rank == 0:
             where = Storage(checkpoint)
-            reference = Checkpoint(where.path, filesystem=where.filesystem)  # type: ignore[arg-type]
+            reference = Checkpoint(where.path, filesystem=where.filesystem)
         ray.train.report(metrics, checkpoint=reference, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
     def should_stop(self) -> bool:

@@ -1,0 +1,75 @@
+"""What every benchmark shares: interleaved rounds, medians with spread, the A/A floor, the environment, JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainers.device import environment
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleave(peers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Call every peer once a round, in turn; the first round is a warm-up and is dropped."""
+    found: dict[str, list[float]] = {name: [] for name in peers}
+    for number in range(rounds + 1):
+        for name, run in peers.items():
+            value = run()
+            if number:
+                found[name].append(value)
+    return found
+
+
+def summarize(found: dict[str, list[float]], baseline: str, twin: str) -> dict[str, Any]:
+    """Medians, spread, and each peer's ratio to `baseline`, round by round.
+
+    `twin` is the baseline measured a second time: how far its ratio is from 1 is the A/A floor, below which a
+    difference is no difference.
+    """
+    ratios = {
+        name: [value / base for value, base in zip(values, found[baseline], strict=True)]
+        for name, values in found.items()
+    }
+    floor = max(abs(ratio - 1) for ratio in ratios[twin])
+    rows = {
+        name: {
+            "median": statistics.median(values),
+            "min": min(values),
+            "max": max(values),
+            "n": len(values),
+            "ratio": statistics.median(ratios[name]),
+            "ratio_min": min(ratios[name]),
+            "ratio_max": max(ratios[name]),
+        }
+        for name, values in found.items()
+    }
+    return {"baseline": baseline, "floor": floor, "rows": rows}
+
+
+def show(title: str, unit: str, summary: dict[str, Any]) -> None:
+    """One table."""
+    floor, baseline = summary["floor"], summary["baseline"]
+    print(f"\n{title}   ({unit}; A/A floor {floor:.1%}: a smaller difference is none)")
+    for name, row in summary["rows"].items():
+        verdict = "equal" if abs(row["ratio"] - 1) <= floor else ("more" if row["ratio"] > 1 else "less")
+        print(
+            f"  {name:24} {row['median']:>12,.0f}   {row['ratio']:5.2f} x {baseline}"
+            f"   [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}] n={row['n']}   {verdict}"
+        )
+
+
+def save(name: str, results: dict[str, Any]) -> Path:
+    """Keep the figures with date, hardware and versions."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kept = {"date": time.strftime("%Y-%m-%d"), "environment": environment(device), "results": results}
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}-{kept['date']}-{device.type}.json"
+    path.write_text(json.dumps(kept, indent=2) + "\n")
+    return path

@@ -1,0 +1,93 @@
+"""The gradient of a global batch is one process's, however it is split into workers and microbatches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.processes import run_processes
+from tests.tasks import Blobs
+from trainers.config import DataConfig
+from trainers.evaluation import evaluate
+from trainers.loader import Feed
+from trainers.parallel import Group, wrap_model
+from trainers.precision import TABLE
+from trainers.sampler import StepSampler, split_share
+from trainers.step import TrainStep
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+# (global batch size, step of the epoch, microbatch size): even, uneven, short last step, ranks without a sample
+SPLITS = [(24, 0, 100), (23, 1, 4), (24, 8, 3), (2, 0, 1), (1, 5, 1), (7, 29, 2), (203, 0, 9)]
+
+
+class Tokens(Blobs):
+    """Weighs samples unevenly, as token counts do."""
+
+    def weight(self, batch: Any) -> Tensor:
+        return (batch[1] + 1).sum().to(self.dtype)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        losses = torch.nn.functional.cross_entropy(outputs, batch[1], reduction="none")
+        weights = (batch[1] + 1).to(self.dtype)
+        return (losses * weights).sum() / weights.sum()
+
+
+def gradient(task: Blobs, rank: int, world_size: int, split: tuple[int, int, int]) -> tuple[list[Tensor], float]:
+    """Gradient and loss of one step, before any update."""
+    size, step, microbatch = split
+    group = Group(rank, world_size, CPU)
+    torch.manual_seed(0)
+    model = task.model()
+    data = task.dataset("train")
+    sampler = StepSampler(data, global_batch_size=size, num_replicas=world_size, rank=rank, seed=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    train = TrainStep(wrap_model(model, group), task, optimizer, TABLE["fp32"], group)
+    share = sampler.share(step)
+    plan = split_share(share if len(share) else sampler.anchor(step), microbatch)
+    feed = Feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
+    sizes = [len(indices) for indices in plan]
+    train(feed.batches(plan, training=True), sizes, sampler.step_size(step), idle=len(share) == 0)
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], train.take_loss()
+
+
+def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]]:
+    tasks = [cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")]
+    return [gradient(task, rank, world_size, split) for task in tasks for split in SPLITS]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_factoring_gives_one_gradient(world_size: int, tmp_path: Path) -> None:
+    alone = all_gradients(0, 1)
+    for rank, results in enumerate(run_processes(world_size, all_gradients, tmp_path)):
+        for (expected, loss), (found, found_loss) in zip(alone, results, strict=True):
+            assert len(expected) == 4
+            for ours, theirs in zip(found, expected, strict=True):
+                tolerance = 1e-12 if theirs.dtype == torch.float64 else 1e-6
+                error = (ours - theirs).abs().max() / theirs.abs().max()
+                assert error <= tolerance, (rank, error)
+            assert found_loss == pytest.approx(loss, rel=1e-6)
+
+
+def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:
+    group = Group(rank, world_size, CPU)
+    found = []
+    for samples in (1, 7, 64, 1797):
+        task = Tokens(samples=samples)
+        torch.manual_seed(0)
+        feed = Feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
+        found.append(evaluate(task.model(), task, feed, 32, TABLE["fp32"], group))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_evaluation_is_one_figure_for_any_number_of_workers(world_size: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    alone = all_evaluations(0, 1)
+    assert 0 < alone[3]["val_accuracy"] < 1
+    assert run_processes(world_size, all_evaluations, tmp_path) == [alone] * world_size

@@ -1,0 +1,58 @@
+"""Killed, and resumed on another number of workers: the same samples, the same curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.specs import REPOSITORY, evaluations, losses, tree
+from trainers.errors import RunFailedError
+from trainers.launch import run_local, run_spawn
+from trainers.run import RunSpec, make_spec
+
+pytestmark = pytest.mark.slow
+
+
+def spec(tmp_path: Path, name: str, workers: int, kill_at: int | None = None, **changes: Any) -> RunSpec:
+    args: dict[str, Any] = {"dtype": "float64"}
+    if kill_at is not None:
+        args |= {"fail_at": kill_at, "failure": "kill", "marker": str(tmp_path / f"{name}-killed-{kill_at}")}
+    changes = {"name": name, "launcher": "spawn", "max_steps": 40, "checkpoint__every_steps": 3, **changes}
+    made = tree(tmp_path, task_args=args, scaling__num_workers=workers, **changes)
+    return make_spec(made, "test", REPOSITORY, own_workers=False)  # three workers on two cores will do
+
+
+def run_killed(killed: RunSpec) -> None:
+    with pytest.raises(RunFailedError) as met:
+        run_spawn(killed)
+    assert met.value.status == "node_lost"
+    assert Path(killed.config.task_args["marker"]).exists()
+
+
+def test_killed_and_resumed_on_other_numbers_of_workers(tmp_path: Path) -> None:
+    unbroken = spec(tmp_path, "unbroken", 1, launcher="local")
+    run_local(unbroken)
+    for workers, kill_at in ((1, 8), (2, 9), (3, 10)):
+        run_killed(spec(tmp_path, "moved", workers, kill_at))
+    last = spec(tmp_path, "moved", 2)
+    result = run_spawn(last)
+
+    assert result.status == "done"
+    assert losses(last) == pytest.approx(losses(unbroken), rel=1e-12)
+    assert len(losses(last)) == 40
+    for ours, theirs in zip(evaluations(last), evaluations(unbroken), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_at_a_fixed_number_of_workers_the_curve_is_bit_equal(workers: int, tmp_path: Path) -> None:
+    unbroken, broken = spec(tmp_path, "unbroken", workers), spec(tmp_path, "broken", workers, kill_at=22)
+    run_spawn(unbroken)
+    run_killed(broken)
+    run_spawn(broken)
+    assert losses(broken) == losses(unbroken)
+    assert evaluations(broken) == evaluations(unbroken)
+    kept = [spec.storage.read("checkpoints/step-000000000040/state.pt") for spec in (broken, unbroken)]
+    assert len(kept[0]) == len(kept[1])
