@@ -118,7 +118,8 @@ def run_spawn(spec: RunSpec) -> RunResult:
             while not processes.join(timeout=1):
                 pass
         except (ProcessRaisedException, ProcessExitedException) as error:
-            raise _failure(Path(directory), error) from None
+            exits = {rank: process.exitcode for rank, process in enumerate(processes.processes)}
+            raise _failure(Path(directory), error, exits) from None
         finally:
             signal.signal(signal.SIGINT, interrupts)
             for process in processes.processes:
@@ -139,9 +140,14 @@ def _spawned(rank: int, spec: RunSpec, world_size: int, directory: str) -> None:
         raise
 
 
-def _failure(directory: Path, error: Exception) -> RunFailedError:
-    """The error of the rank that failed first; the others failed because it was gone."""
+def _failure(directory: Path, error: Exception, exits: dict[int, int | None]) -> RunFailedError:
+    """A rank that died without a word, else the error of the rank that failed first; the others followed from it."""
     failures = [RunFailedError(*json.loads(path.read_text())) for path in directory.glob("failed-*")]
+    for rank, code in exits.items():
+        # SIGTERM is how torch ends the ranks that are left.
+        if code not in (None, 0, -signal.SIGTERM) and not (directory / f"failed-{rank}").exists():
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            return RunFailedError("node_lost", f"rank {rank} died {how}")
     if not failures:
         return RunFailedError("node_lost", str(error).strip().splitlines()[-1])
     first = RunFailedError.first(failures)
