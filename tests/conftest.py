@@ -27,14 +27,20 @@ REPOSITORY = Path(__file__).parent.parent
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
+# Embedded clusters and torchrun keep their files here (short: Ray's sockets lie below it), not in /tmp itself.
+SCRATCH = Path(tempfile.mkdtemp(prefix="pl-", dir="/tmp"))
+os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = str(SCRATCH)
+tempfile.tempdir = None
+
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Every process that the suite started is gone at its end."""
+    """Every process that the suite started is gone at its end, and every temporary file."""
     yield
     deadline = time.monotonic() + 20
     while (left := [p for p in psutil.Process().children(recursive=True) if _alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.2)
+    shutil.rmtree(SCRATCH, ignore_errors=True)
     assert not left, f"processes left behind: {[(p.pid, p.cmdline()[:4]) for p in left]}"
 
 

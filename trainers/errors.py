@@ -153,11 +153,11 @@ MISSING = _Missing()
 
 
 def show(value: Any) -> str:
-    """A value as a user would have written it, cut to 80 characters."""
+    """A value as a user would have written it, cut to 160 characters."""
     text = f'"{value}"' if isinstance(value, str) else str(value)
     if isinstance(value, bool) or value is None:
         text = {True: "true", False: "false", None: "null"}[value]
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= 160 else text[:157] + "..."
 
 
 # torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).

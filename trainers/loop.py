@@ -11,6 +11,7 @@ evaluate and checkpoint the end; write `result.json`
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -25,7 +26,7 @@ from trainers.build import Parts, build_parts
 from trainers.checkpoint import Checkpoints
 from trainers.config import TrainConfig
 from trainers.context import RunContext
-from trainers.device import peak_memory_bytes, reset_peak_memory
+from trainers.device import environment, peak_memory_bytes, reset_peak_memory
 from trainers.errors import CheckpointError, ConfigError, DivergedError, Status
 from trainers.evaluation import evaluate
 from trainers.metrics import RunLog, RunResult, StepClock
@@ -80,6 +81,9 @@ class _Loop:
         reset_peak_memory(parts.device)
         self.resume()
         self.say_start()
+        if self.log is not None and self.context.storage is not None:
+            report = json.dumps(environment(parts.device), indent=2)
+            self.context.storage.write("environment.json", report.encode())
         stopped = False
         while self.step < parts.total_steps and not stopped:
             stopped = self.epoch() and self.step < parts.total_steps

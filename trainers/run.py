@@ -7,7 +7,6 @@ RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -204,9 +203,7 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
 
     Raises ConfigError when another run of this name is there that learned something else.
     """
-    from trainers.device import environment
-
-    storage, config = spec.storage, spec.config
+    storage = spec.storage
     if fresh:
         delete_own(storage, "config.yaml")
     storage.prove_writable()
@@ -226,8 +223,4 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
             return result
         storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
     storage.write("config.yaml", dump_yaml(spec.tree).encode())
-    import torch
-
-    device = torch.device("cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu")
-    storage.write("environment.json", json.dumps(environment(device), indent=2).encode())
     return None

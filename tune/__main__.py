@@ -19,7 +19,7 @@ from trainers.errors import PacelineError
 from trainers.reference import reference
 from trainers.settings import parse_overrides
 from tune.config import SweepConfig
-from tune.spec import SweepSpec, prepare, read_saved, read_sweep
+from tune.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
 
 if TYPE_CHECKING:
     from tune.journal import TrialRecord
@@ -54,6 +54,9 @@ def _sweep(spec: SweepSpec, fresh: bool) -> int:
 
     setup_logging(0)
     before = prepare(spec, fresh)
+    if is_complete(spec):
+        print(f"{spec.uri} is complete already (--fresh starts it anew)")
+        return _report(spec)
     if before:
         print(f"{spec.uri} holds {before} trials that have ended: only the others run")
     from tune.sweep import Interrupted, disconnect, environment, run_sweep

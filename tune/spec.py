@@ -13,7 +13,8 @@ from trainers.run import delete_own, make_spec, read_file, read_mapping
 from trainers.settings import build, dump_yaml, override, parse_mapping
 from trainers.storage import Storage, storage_uri
 from tune.config import SweepConfig
-from tune.space import check_space
+from tune.journal import Journal, trial_id
+from tune.space import check_space, grid, planned_trials
 
 _SAVED = "sweep.yaml"
 
@@ -113,6 +114,12 @@ def read_saved(location: str) -> SweepSpec:
         source,
         Path(task_dir) if task_dir else None,
     )
+
+
+def is_complete(spec: SweepSpec) -> bool:
+    """Whether every trial has a record; a random search is known to be complete only by running it."""
+    journal, trials = Journal(spec.storage), grid(spec.config)[: planned_trials(spec.config)]
+    return bool(trials) and all(journal.find(trial_id(trial)) is not None for trial in trials)
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:

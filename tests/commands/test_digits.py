@@ -66,6 +66,10 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Do
     assert len(trials) == 8
     assert kept.items() <= trials.items(), "no finished trial was run again"
     check_answer(tmp_path / "digits-sweep", done, command, tmp_path)
+    again = command("-m", "tune", SWEEP, "--storage_path", str(tmp_path))
+    assert again.code == 0
+    assert "is complete already" in again.out
+    assert again.seconds < 15, "no cluster was started for it"
 
 
 def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path: Path) -> None:

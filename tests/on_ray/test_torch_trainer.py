@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> Non
     ) as met:
         run_on_ray(spec)
     assert met.value.status == "error"
+
+
+def test_elastic_workers_and_what_is_kept_with_a_run(tmp_path: Path, driver: Any) -> None:
+    from trainers.torch_trainer import run_on_ray
+
+    spec = make(tmp_path, launcher="ray", scaling__num_workers=[1, 2], max_steps=5)
+    result = run_on_ray(spec)
+    assert result.status == "done"
+    assert result.world_size == 2, "as many as the cluster holds"
+    environment = json.loads(spec.storage.read("environment.json"))
+    assert environment["device"] == "cpu"
+    assert {"torch", "ray", "python"} <= set(environment)
 
 
 def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:

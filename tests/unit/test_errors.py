@@ -93,8 +93,8 @@ def test_values_are_shown_as_a_user_writes_them(value: object, text: str) -> Non
     assert show(value) == text
 
 
-def test_a_long_value_is_cut_to_80_characters() -> None:
-    assert len(show("x" * 500)) == 80
+def test_a_long_value_is_cut_to_160_characters() -> None:
+    assert len(show("x" * 500)) == 160
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import sys
@@ -173,13 +172,11 @@ def finish(spec: RunSpec, status: Any = "done") -> RunResult:
     return result
 
 
-def test_a_new_run_leaves_its_configuration_and_environment(user: Path) -> None:
+def test_a_new_run_leaves_its_configuration(user: Path) -> None:
     spec = read(user)
     assert prepare_storage(spec, fresh=False) is None
-    assert spec.storage.names() == ["config.yaml", "environment.json"]
+    assert spec.storage.names() == ["config.yaml"]
     assert parse_mapping(spec.storage.read("config.yaml").decode(), "f") == spec.tree
-    versions = json.loads(spec.storage.read("environment.json"))
-    assert {"python", "torch", "device", "cpus"} <= set(versions)
 
 
 def test_a_complete_run_is_not_run_again(user: Path) -> None:
@@ -242,7 +239,7 @@ def test_fresh_starts_anew(user: Path) -> None:
     finish(spec)
     spec.storage.write("checkpoints/step-000000000001/state.pt", b"old")
     assert prepare_storage(read(user, seed=7), fresh=True) is None
-    assert spec.storage.names() == ["config.yaml", "environment.json"]
+    assert spec.storage.names() == ["config.yaml"]
 
 
 def test_fresh_deletes_nothing_that_is_no_run(user: Path, tmp_path: Path) -> None:
