@@ -24,8 +24,11 @@ class RunContext(Protocol):
     storage: Storage | None
     """The run's directory; None for a run that keeps nothing (a trial)."""
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
-        """Tell the launcher of an evaluation or a checkpoint. Every rank calls it, equally often."""
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+        """Tell the launcher of an evaluation or a checkpoint. Every rank calls it, equally often.
+
+        `elapsed_s` is the loop's age, equal on all ranks: what may decide how often somebody is told.
+        """
 
     def should_stop(self) -> bool:
         """Whether this worker was asked to stop; the loop agrees with the other ranks by itself."""

@@ -48,7 +48,7 @@ class LocalContext:
         self.local_rank, self.local_world_size, self.device_index = local_rank, local_world_size, local_rank
         self._stop = threading.Event()
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Nobody to tell: the loop has logged it."""
 
     def should_stop(self) -> bool:

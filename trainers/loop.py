@@ -72,6 +72,7 @@ class _Loop:
         self.checkpoint: str | None = None
         self.evaluated_step = self.kept_step = -1
         self.logged_step = 0
+        self.elapsed_s = 0.0
         storage = context.storage
         self.checkpoints = Checkpoints(storage, parts.group, config.checkpoint.keep) if storage else None
         self.log = RunLog(storage) if storage and context.rank == 0 else None
@@ -155,13 +156,14 @@ class _Loop:
         """One small maximum over ranks, so that all do the same next."""
         now = time.monotonic()
         config = self.config
-        out_of_time = config.max_time_s is not None and now - self.began > config.max_time_s
+        elapsed_s = now - self.began
+        out_of_time = config.max_time_s is not None and elapsed_s > config.max_time_s
         every_s = config.checkpoint.every_s
         due = every_s is not None and now - self.last_checkpoint_time > every_s
         flags = torch.tensor(
-            [self.context.should_stop() or out_of_time, bool(self.parts.step.bad), due], dtype=torch.int32
+            [self.context.should_stop() or out_of_time, bool(self.parts.step.bad), due, elapsed_s], dtype=torch.float32
         )
-        stop, diverged, checkpoint_due = self.parts.group.max(flags).tolist()
+        stop, diverged, checkpoint_due, self.elapsed_s = self.parts.group.max(flags).tolist()
         return _Agreed(bool(stop), bool(diverged), bool(checkpoint_due))
 
     def end_window(self) -> None:
@@ -199,7 +201,7 @@ class _Loop:
         if self.context.rank == 0:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
             logger.info("evaluated at step %d in %.2f s: %s", self.step, time.perf_counter() - began, shown)
-        self.context.report({**self.position(), **self.metrics}, None)
+        self.context.report({**self.position(), **self.metrics}, None, self.elapsed_s)
 
     def keep(self) -> None:
         """Write a checkpoint, then the log up to it, and report both."""
@@ -224,7 +226,7 @@ class _Loop:
             self.log.flush(self.step)  # before the checkpoint: what is resumed must have its log
         self.checkpoint = self.checkpoints.save(self.step, state, get_rng_state(parts.device))
         self.kept_step, self.last_checkpoint_time = self.step, time.monotonic()
-        self.context.report({**self.position(), **self.metrics}, self.checkpoint)
+        self.context.report({**self.position(), **self.metrics}, self.checkpoint, self.elapsed_s)
 
     def resume(self) -> None:
         """Take the newest complete checkpoint, if there is one."""

@@ -11,6 +11,7 @@ TUNE_DISABLE_SIGINT_HANDLER             Ctrl-C is Paceline's too
 and, for an embedded cluster (no RAY_ADDRESS):
 RAY_AUTH_MODE                           token, as Ray's own default for a new cluster, without its warning
 RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     nobody drains an embedded node: one actor less for each worker group
+PYTHONWARNINGS                          without a warning that Ray 2.60 gives about its own code
 """
 
 import os
@@ -25,7 +26,11 @@ _ALWAYS = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
-_EMBEDDED = {"RAY_AUTH_MODE": "token", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+_EMBEDDED = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
+}
 
 for _name, _value in (_ALWAYS if os.environ.get("RAY_ADDRESS") else _ALWAYS | _EMBEDDED).items():
     os.environ.setdefault(_name, _value)

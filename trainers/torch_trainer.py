@@ -19,6 +19,7 @@ import trainers.ray_env  # noqa: F401 (before Ray, which reads it at import)
 # isort: split
 import ray
 import ray.train
+import ray.train.v2._internal.execution.context
 import torch
 from ray.train import Checkpoint, CheckpointUploadMode, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
@@ -31,6 +32,9 @@ from trainers.run import RunSpec
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 20.0
+"""Between two reports to Ray's controller; each blocks for up to its polling interval of 0.5 s."""
 
 
 def connect(show_workers: bool = True) -> None:
@@ -110,9 +114,24 @@ class RayContext:
         self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
         self.local_rank, self.local_world_size = context.get_local_rank(), context.get_local_world_size()
         self.device_index = own_gpu()
+        self._told_s = -math.inf
+        self._untold: tuple[dict[str, Any], str | None] | None = None
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
-        """Give Ray the metrics, and a reference to a checkpoint that is on storage already."""
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+        """Give Ray the metrics, and a reference to a checkpoint that is on storage already; not more often than
+        every 20 s, because Ray's report waits for its controller's next look, and `flush` gives the last.
+        """
+        known = self._untold[1] if self._untold else None
+        self._untold = (metrics, checkpoint or known)
+        if elapsed_s - self._told_s >= REPORT_EVERY_S:
+            self._told_s = elapsed_s
+            self.flush()
+
+    def flush(self) -> None:
+        """Tell Ray what it has not been told. Every rank calls it."""
+        if self._untold is None:
+            return
+        (metrics, checkpoint), self._untold = self._untold, None
         reference = None
         if checkpoint is not None and self.rank == 0:
             where = Storage(checkpoint)
@@ -173,13 +192,15 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
 
 def _worker(loop_config: dict[str, Any]) -> None:
     """What each worker of the TorchTrainer runs."""
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # a line for every report, from every rank
+    # A long line for every report, from every rank; the logger is named by its file.
+    logging.getLogger(str(ray.train.v2._internal.execution.context.__file__)).setLevel(logging.WARNING)
     context = RayContext(None)
     setup_logging(context.rank)
     spec = RunSpec(**loop_config)
     context.storage = spec.storage
     try:
         spec.execute(context)
+        context.flush()
     except Exception as error:
         failure = RunFailedError.of(error, context.rank)
         if not failure.config:
@@ -213,4 +234,8 @@ def run_on_ray(spec: RunSpec) -> RunResult:
         trainer.fit()
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
+    except SystemExit:  # what Ray's handler of Ctrl-C raises once its controller has aborted
+        raise RunFailedError("stopped", "aborted before its last step") from None
+    if not spec.storage.exists("result.json"):  # Ray takes Ctrl-C as the wish to abort, and returns
+        raise RunFailedError("stopped", "aborted before its last step")
     return RunResult.from_json(spec.storage.read("result.json"))

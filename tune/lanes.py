@@ -115,7 +115,7 @@ class LaneContext:
         self.local_rank, self.local_world_size = context.get_local_rank(), context.get_local_world_size()
         self.device_index = own_gpu()
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Rank 0 tells the mailbox, and hears whether the trial should go on."""
         if self.rank == 0:
             self._stop = not ray.get(self._mailbox.report.remote(self._ticket, metrics))

@@ -77,7 +77,7 @@ class Context(LocalContext):
         self.reports: list[tuple[dict[str, Any], str | None]] = []
         self.stop, self.cut_at_step = stop, cut_at_step
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         self.reports.append((metrics, checkpoint))
         if checkpoint is not None and metrics["step"] == self.cut_at_step:
             raise Power
