@@ -126,7 +126,8 @@ class _Loop:
         evaluate_now = self.due(config.evaluate.every_steps, config.evaluate.every_epochs, per_epoch)
         keep = config.checkpoint
         by_time = keep.every_s is not None
-        checkpoint_now = not by_time and self.due(keep.every_steps, keep.every_epochs, per_epoch)
+        keeps = self.checkpoints is not None
+        checkpoint_now = keeps and not by_time and self.due(keep.every_steps, keep.every_epochs, per_epoch)
         agreed = _Agreed(False, False, False)
         if evaluate_now or checkpoint_now or self.step % AGREE_EVERY_STEPS == 0 or self.step == parts.total_steps:
             self.clock.end_span()
@@ -141,7 +142,7 @@ class _Loop:
         if evaluate_now:
             self.end_window()
             self.evaluate()
-        if (checkpoint_now or agreed.checkpoint_due) and self.step < parts.total_steps:
+        if (checkpoint_now or (keeps and agreed.checkpoint_due)) and self.step < parts.total_steps:
             self.end_window()
             self.keep()
         if not self.clock.running:

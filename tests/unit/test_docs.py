@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 
@@ -22,3 +23,13 @@ def test_what_the_readme_names_is_there() -> None:
         assert target in targets
     for name in re.findall(r"^    (\w+)/ ", text, re.MULTILINE):
         assert (REPOSITORY / name).is_dir(), name
+
+
+def test_the_readmes_figures_are_the_newest_results() -> None:
+    newest = max((REPOSITORY / "benchmarks/results").glob("loop-*-cpu.json"))
+    text = (REPOSITORY / "README.md").read_text()
+    for found in json.loads(newest.read_text())["results"].values():
+        rows = found["rows"]
+        ratios = " | ".join(f"{rows[peer]['ratio']:.2f} x" for peer in ("paceline", "accelerate", "fabric"))
+        assert f"| {rows['plain']['median']:,.0f} | {ratios} | {found['floor']:.1%} |" in text
+        assert f"medians of {rows['plain']['n']}" in text
