@@ -1,6 +1,6 @@
 """Is the shared loop as fast as a hand-written one? One process, one thread, the same samples in the same order.
 
-Run as: python benchmarks/loop.py [ROUNDS]
+Run as: python -m benchmarks.loop [ROUNDS] [--keep]
 Peers: a plain PyTorch loop over a DataLoader, as the guides write it (measured twice: the A/A floor), and the same
 loop through Accelerate and Lightning Fabric where they are installed (`pip install '.[peers]'`). All use the same
 fused AdamW. Evaluation, set-up and five warm-up steps are left out of every figure; final losses must be equal.
@@ -121,7 +121,7 @@ def fabric(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
     return (*prepared, runner.setup_dataloaders(loader, use_distributed_sampler=False), runner.backward)
 
 
-def main(rounds: int) -> None:
+def main(rounds: int, keep: bool) -> None:
     """All peers on both kinds of work."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -144,8 +144,9 @@ def main(rounds: int) -> None:
         wrong = {name: loss for name, loss in losses.items() if not math.isclose(loss, losses["plain"], rel_tol=1e-5)}
         assert not wrong, f"not the same training: {wrong} against {losses['plain']}"
         found[work] = {**summary, "train_loss": losses}
-    print(f"\nkept in {save('loop', found)}")
+    print(f"\nkept in {save('loop', found, keep)}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)
+    given = [int(arg) for arg in sys.argv[1:] if arg != "--keep"]
+    main(given[0] if given else 5, "--keep" in sys.argv)

@@ -13,7 +13,9 @@ import torch
 
 from trainers.device import environment
 
-RESULTS = Path(__file__).parent / "results"
+KEPT = Path(__file__).parent / "results"
+"""Figures that documents quote: committed, and checked against the README."""
+SCRATCH = Path("results/benchmarks")
 
 
 def interleave(peers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -65,11 +67,12 @@ def show(title: str, unit: str, summary: dict[str, Any]) -> None:
         )
 
 
-def save(name: str, results: dict[str, Any]) -> Path:
-    """Keep the figures with date, hardware and versions."""
+def save(name: str, results: dict[str, Any], keep: bool) -> Path:
+    """Write the figures with date, hardware and versions; `keep` puts them where documents quote from."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kept = {"date": time.strftime("%Y-%m-%d"), "environment": environment(device), "results": results}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{kept['date']}-{device.type}.json"
+    directory = KEPT if keep else SCRATCH
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}-{kept['date']}-{device.type}.json"
     path.write_text(json.dumps(kept, indent=2) + "\n")
     return path
