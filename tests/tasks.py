@@ -70,6 +70,8 @@ class Blobs(Task):
             self.marker.touch()
         if self.failure == "raise":
             raise ValueError("injected: the task fails here")
+        if self.failure == "oom on rank 1" and os.environ.get("RANK") == "1":
+            raise torch.OutOfMemoryError("injected: in the middle of training, on one rank")
         if self.failure == "exit":
             os._exit(3)
         if self.failure == "kill":

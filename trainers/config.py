@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import MISSING, POLICIES, ConfigError
 from trainers.settings import Settings, plain
 
 Positive = Annotated[int, Field(ge=1)]
@@ -181,13 +181,13 @@ class CheckpointConfig(Settings):
 class FailureConfig(Settings):
     """How many restarts from the newest checkpoint each kind of failure gets; -1: no limit."""
 
-    error: int = Field(default=0, ge=-1)
+    error: int = Field(default=POLICIES["error"].restarts, ge=-1)
     """An exception in the task."""
-    node_lost: int = Field(default=-1, ge=-1)
+    node_lost: int = Field(default=POLICIES["node_lost"].restarts, ge=-1)
     """A worker process or its node died."""
-    preempted: int = Field(default=-1, ge=-1)
+    preempted: int = Field(default=POLICIES["preempted"].restarts, ge=-1)
     """The node was drained or taken back."""
-    out_of_host_memory: int = Field(default=1, ge=-1)
+    out_of_host_memory: int = Field(default=POLICIES["out_of_host_memory"].restarts, ge=-1)
     """The host ran out of memory."""
 
 

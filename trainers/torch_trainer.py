@@ -25,7 +25,7 @@ from ray.train import Checkpoint, CheckpointUploadMode, UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from trainers.config import FailureConfig, ScalingConfig, TrainConfig
-from trainers.errors import ConfigError, RunFailedError, classify
+from trainers.errors import POLICIES, ConfigError, RunFailedError, classify
 from trainers.launch import TIMEOUT_S, setup_logging
 from trainers.metrics import RunResult
 from trainers.run import RunSpec
@@ -164,7 +164,7 @@ class FailurePolicy(UserCallback):
         """Called by Ray with the exception of each failed rank."""
         cause = RunFailedError.first([as_failure(rank, error) for rank, error in worker_exceptions.items()])
         self._met[cause.status] += 1
-        budget = 0 if cause.config else self._budgets.get(cause.status, 0)
+        budget = 0 if cause.config else self._budgets.get(cause.status, POLICIES[cause.status].restarts)
         if budget != -1 and self._met[cause.status] > budget:
             raise cause
         logger.warning(

@@ -21,9 +21,8 @@ import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from trainers.config import TrainConfig
-from trainers.errors import ConfigError, DivergedError, PacelineError, RunFailedError
+from trainers.errors import DivergedError, PacelineError, RunFailedError
 from trainers.launch import TIMEOUT_S, setup_logging
-from trainers.microbatch import OUT_OF_MEMORY
 from trainers.parallel import Group
 from trainers.run import RunSpec
 from trainers.storage import Storage
@@ -167,9 +166,9 @@ def _run(assignment: Assignment, context: LaneContext, path: tuple[str, ...]) ->
         outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}
         if not isinstance(error, PacelineError) and failure.status == "error":
             outcome["traceback"] = traceback.format_exc(limit=-20)
-        # These reach every rank of the group alike; anything else leaves the other ranks waiting in a collective.
-        everywhere = isinstance(error, (ConfigError, DivergedError)) or failure.status in OUT_OF_MEMORY
-        if "CUDA error" in str(error) or (context.world_size > 1 and not everywhere):
+        # Divergence is agreed by all ranks; anything else may have left the others waiting in a collective.
+        agreed = context.world_size == 1 or isinstance(error, DivergedError)
+        if "CUDA error" in str(error) or not agreed:
             outcome["raised"] = failure
         return outcome
     return {"status": result.status, "result": asdict(result)}

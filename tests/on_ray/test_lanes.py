@@ -120,6 +120,14 @@ def test_two_lanes_of_two_workers_do_not_fit_on_two_cpus(tmp_path: Path, driver:
         run(sweep(tmp_path, {"precision": ["fp32"]}, train, lanes=2))
 
 
+def test_one_rank_out_of_memory_leaves_no_rank_waiting(tmp_path: Path, driver: Any) -> None:
+    """Not in the probe, which all ranks agree on, but later: the other rank waits in all-reduce by then."""
+    space = {"task_args": [{"fail_at": 12, "failure": "oom on rank 1"}, {}]}
+    failed, healthy = run(sweep(tmp_path, space, {"scaling": {"num_workers": 2}}))
+    assert (failed.status, healthy.status) == ("out_of_memory", "done")
+    assert "on one rank" in failed.message
+
+
 def test_a_lane_of_two_workers_and_asha(tmp_path: Path, driver: Any) -> None:
     """A failing rank restarts its group; ASHA's stopped trials are recorded as stopped, with their curves."""
     train = {"scaling": {"num_workers": 2}, "max_steps": 60, "evaluate": {"every_steps": 5}}

@@ -23,9 +23,6 @@ FP32 = resolve_precision("fp32", CPU)
 
 
 class Labels(Task):
-    def dataset(self, split: str) -> TensorDataset:
-        raise NotImplementedError
-
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(outputs, batch[1])
 
