@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test lint format bench docs clean
+.PHONY: install sweep test lint format bench bench-full bench-gpu docs dashboard clean
 
 install: .venv/installed
 
@@ -30,12 +30,26 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install
+# A short form of each on a CPU; the long one takes hours, goes on where it stopped today, and its figures are kept.
+bench bench-full: install
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[peers]'
-	$(BIN)/python -m benchmarks.loop
+	$(BIN)/python -m benchmarks $(if $(filter bench-full,$@),--full)
+
+# On one GPU, in less than eight minutes. Without .venv it runs on a PYTHON that has torch with CUDA: Ray is not needed.
+bench-gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks --gpu --minutes 7.75
 
 docs: install
 	$(BIN)/python docs/make.py > docs/config.md
+
+# Debian's prometheus on the loopback, with Ray's metrics and Paceline's; the address shows all of them at once.
+dashboard:
+	@command -v prometheus >/dev/null || { echo "prometheus is not installed: apt-get install prometheus (then import" \
+	  "cluster/monitoring/grafana.json where you have Grafana)"; exit 2; }
+	@echo "http://127.0.0.1:9090/graph?$$(awk -F, 'NR > 1 {printf "%sg%d.tab=0&g%d.expr=%s", (NR > 2 ? "&" : ""), \
+	  NR - 2, NR - 2, $$1}' cluster/monitoring/metrics.csv)"
+	prometheus --config.file=cluster/monitoring/prometheus.yml --web.listen-address=127.0.0.1:9090 \
+	  --storage.tsdb.path=build/prometheus --log.level=warn
 
 clean:
 	rm -rf .venv build dist *.egg-info

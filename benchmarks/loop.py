@@ -1,23 +1,32 @@
-"""Is the shared loop as fast as a hand-written one? One process, one thread, the same samples in the same order.
+"""Is the shared loop as fast as a hand-written one, and faster than the frameworks? One and two ranks.
 
-Run as: python -m benchmarks.loop [ROUNDS] [--keep]
-Peers: a plain PyTorch loop over a DataLoader, as the guides write it (measured twice: the A/A floor), and the same
-loop through Accelerate and Lightning Fabric where they are installed (`pip install '.[peers]'`). All use the same
-fused AdamW. Evaluation, set-up and five warm-up steps are left out of every figure; final losses must be equal.
+Run as: python -m benchmarks.loop [ROUNDS] [--short] [--keep]
+Peers: a plain PyTorch loop as the guides write it, in DDP where there are two ranks (measured twice: the A/A floor),
+the same loop through Accelerate, Lightning Fabric and Ray's `prepare_model` and `prepare_data_loader`, and Lightning's
+Trainer (`pip install '.[peers]'`). All run in the same processes, the workers of one TorchTrainer with one thread each,
+in turn, on the same global batches and with the same fused AdamW. Set-up, evaluation and five warm-up steps are left
+out of every figure; final losses must be equal. What a framework puts into the process's environment holds for that
+framework only: Lightning's PYTORCH_NVML_BASED_CUDA_CHECK makes each `optimizer.step` of everybody look for NVML.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib.util
+import logging
 import math
-import sys
+import os
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.measure import interleave, save, show, summarize
 from examples.digits.task import Digits
@@ -25,12 +34,13 @@ from trainers.config import TrainConfig
 from trainers.launch import LocalContext
 from trainers.loop import fit
 from trainers.metrics import WARMUP_STEPS
-from trainers.sampler import StepSampler
 from trainers.settings import build
 from trainers.task import Task
 
 BATCH = 64
-EPOCHS = {"mlp": 1, "cnn": 4}
+EPOCHS = {"mlp": 2, "cnn": 4}
+_LEFT: dict[str, dict[str, str]] = {}
+"""The environment variables that each package sets when it is imported or first used."""
 
 
 class Rows(Task):
@@ -53,54 +63,81 @@ class Rows(Task):
 WORK: dict[str, type[Task]] = {"mlp": Rows, "cnn": Digits}
 
 
-def paceline(work: str, losses: dict[str, float]) -> float:
-    """Samples/s of our loop."""
+class Stopwatch:
+    """Global samples/s of the steps after warm-up, and the mean loss over steps and ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.steps, self.elapsed_s, self.samples, self.loss = 0, 0.0, 0, 0.0
+        self.began = time.perf_counter()
+
+    def step(self, samples: int, loss: float) -> None:
+        self.steps, self.loss = self.steps + 1, self.loss + loss
+        now = time.perf_counter()
+        if self.steps > WARMUP_STEPS:
+            self.elapsed_s, self.samples = self.elapsed_s + now - self.began, self.samples + samples * self.world_size
+        self.began = now
+
+    def result(self) -> tuple[float, float]:
+        mean = torch.tensor(self.loss / self.steps, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(mean)
+        return self.samples / self.elapsed_s, float(mean) / self.world_size
+
+
+def paceline(work: str, rank: int, world_size: int) -> tuple[float, float]:
+    """Our loop."""
     tree = {
         "task": "benchmarks.loop:Rows",
         "epochs": EPOCHS[work],
         "global_batch_size": BATCH,
+        "drop_last": True,
         "optimizer": {"name": "adamw", "lr": 1e-3},
         "log_every_steps": 10_000,
         "evaluate": {"every_epochs": 1000},
-        "launcher": "local",
+        "launcher": "spawn",
         "device": "cpu",
     }
-    result = fit(WORK[work](), build(TrainConfig, tree, "benchmark"), LocalContext(None, "local"))
-    losses["paceline"] = result.metrics["train_loss"]
+    context = LocalContext(None, "spawn", rank, world_size, rank, world_size)
+    result = fit(WORK[work](), build(TrainConfig, tree, "benchmark"), context)
     assert result.throughput is not None
-    return result.throughput.samples_per_s
+    return result.throughput.samples_per_s, result.metrics["train_loss"]
 
 
-def plain(work: str, losses: dict[str, float], name: str, prepare: Callable[..., tuple[Any, Any, Any]] | None) -> float:
-    """Samples/s of a hand-written loop, bare or through a framework's `prepare`."""
+def parts(work: str, rank: int, world_size: int, sharded: bool = True) -> tuple[Any, ...]:
+    """Task, model, optimizer and loader of a hand-written loop."""
     task = WORK[work]()
     data = task.dataset("train")
-    sampler = StepSampler(data, global_batch_size=BATCH)
-    loader: Any = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    sampler: Any = DistributedSampler(data, world_size if sharded else 1, rank if sharded else 0)
     torch.manual_seed(0)
-    model: Any = task.model()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    backward: Any = None
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+    loader: Any = DataLoader(data, batch_size=BATCH // world_size, sampler=sampler, drop_last=True)
+    return task, model, optimizer, loader, sampler
+
+
+def by_hand(
+    work: str, rank: int, world_size: int, prepare: Callable[..., tuple[Any, ...]] | None, sharded: bool = True
+) -> tuple[float, float]:
+    """A hand-written loop, bare (DDP with two ranks) or through a framework's `prepare`."""
+    task, model, optimizer, loader, sampler = parts(work, rank, world_size, sharded)
+    backward: Any = torch.Tensor.backward
     if prepare is not None:
-        model, optimizer, loader, backward = prepare(model, optimizer, loader)  # type: ignore[misc]
-    steps, elapsed, samples, total = 0, 0.0, 0, 0.0
+        model, optimizer, loader, backward = prepare(model, optimizer, loader)
+    elif world_size > 1:
+        model = DistributedDataParallel(model)
+    watch = Stopwatch(world_size)
     for epoch in range(EPOCHS[work]):
         sampler.set_epoch(epoch)
-        began = time.perf_counter()
-        for batch in loader:
-            batch = task.transform(batch, True)
+        watch.began = time.perf_counter()
+        for fetched in loader:
+            batch = task.transform(fetched, True)
             optimizer.zero_grad(set_to_none=True)
             loss = task.loss(model(batch[0]), batch)
-            (backward or torch.Tensor.backward)(loss)
+            backward(loss)
             optimizer.step()
-            total += loss.item()
-            steps += 1
-            now = time.perf_counter()
-            if steps > WARMUP_STEPS:
-                elapsed, samples = elapsed + now - began, samples + len(batch[1])
-            began = now
-    losses[name] = total / steps
-    return samples / elapsed
+            watch.step(len(batch[1]), loss.item())
+    return watch.result()
 
 
 def accelerate(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
@@ -115,38 +152,170 @@ def fabric(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
     """Lightning Fabric, as its documentation migrates a loop."""
     from lightning.fabric import Fabric
 
-    runner = Fabric(accelerator="cpu", devices=1)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    runner = Fabric(accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto")
     runner.launch()
     prepared = runner.setup(model, optimizer)
     return (*prepared, runner.setup_dataloaders(loader, use_distributed_sampler=False), runner.backward)
 
 
-def main(rounds: int, keep: bool) -> None:
-    """All peers on both kinds of work."""
-    torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    for work in WORK:
-        losses: dict[str, float] = {}
-        peers: dict[str, Callable[[], float]] = {
-            "plain": lambda work=work, losses=losses: plain(work, losses, "plain", None),  # type: ignore[misc]
-            "paceline": lambda work=work, losses=losses: paceline(work, losses),  # type: ignore[misc]
-            "plain again": lambda work=work, losses=losses: plain(work, losses, "plain again", None),  # type: ignore[misc]
-        }
-        for name, module, prepare in (("accelerate", "accelerate", accelerate), ("fabric", "lightning", fabric)):
-            if importlib.util.find_spec(module) is not None:
-                peers[name] = lambda work=work, losses=losses, name=name, prepare=prepare: plain(  # type: ignore[misc]
-                    work, losses, name, prepare
-                )
+def ray_prepared(model: Any, optimizer: Any, loader: Any) -> tuple[Any, ...]:
+    """Ray Train's own helpers, as its documentation migrates a loop."""
+    from ray.train.torch import prepare_data_loader, prepare_model
+
+    return prepare_model(model), optimizer, prepare_data_loader(loader), torch.Tensor.backward
+
+
+def lightning(work: str, rank: int, world_size: int) -> tuple[float, float]:
+    """Lightning's Trainer without logging, checkpoints and progress bar."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    task, model, optimizer, loader, _ = parts(work, rank, world_size)
+    watch = Stopwatch(world_size)
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def configure_optimizers(self) -> Any:
+            return optimizer
+
+        def training_step(self, fetched: Any, index: int) -> Any:
+            batch = task.transform(fetched, True)
+            return task.loss(self.model(batch[0]), batch)
+
+        def on_train_epoch_start(self) -> None:
+            watch.began = time.perf_counter()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            watch.step(len(batch[1]), outputs["loss"].item())
+
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy="ddp" if world_size > 1 else "auto",
+        max_epochs=EPOCHS[work],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(Module(), loader)
+    return watch.result()
+
+
+def peers(work: str, rank: int, world_size: int, on_ray: bool) -> dict[str, Callable[[], tuple[float, float]]]:
+    """Everyone who is installed."""
+    there: dict[str, Callable[[], tuple[float, float]]] = {
+        "plain": lambda: by_hand(work, rank, world_size, None),
+        "paceline": lambda: paceline(work, rank, world_size),
+        "plain again": lambda: by_hand(work, rank, world_size, None),
+    }
+    if on_ray:
+        there["ray prepare"] = lambda: by_hand(work, rank, world_size, ray_prepared)
+    if importlib.util.find_spec("accelerate") is not None:
+        # Accelerate deals whole batches of one common order to the ranks.
+        there["accelerate"] = lambda: by_hand(work, rank, world_size, accelerate, sharded=False)
+    if importlib.util.find_spec("lightning") is not None:
+        there["fabric"] = lambda: by_hand(work, rank, world_size, fabric)
+        there["lightning"] = lambda: lightning(work, rank, world_size)
+    return there
+
+
+@contextlib.contextmanager
+def environment_of(package: str) -> Iterator[None]:
+    """Environment variables as this package has left them before; what it changes is remembered, then undone."""
+    before = dict(os.environ)
+    os.environ.update(_LEFT.get(package, {}))
+    try:
+        yield
+    finally:
+        _LEFT[package] = {name: value for name, value in os.environ.items() if before.get(name) != value}
+        for name in _LEFT[package]:
+            if name in before:
+                os.environ[name] = before[name]
             else:
-                print(f"{name}: not installed, left out")
-        summary = summarize(interleave(peers, rounds), "plain", "plain again")
-        show(f"{work}: batch {BATCH}, {EPOCHS[work]} epoch(s)", "samples/s", summary)
-        wrong = {name: loss for name, loss in losses.items() if not math.isclose(loss, losses["plain"], rel_tol=1e-5)}
-        assert not wrong, f"not the same training: {wrong} against {losses['plain']}"
-        found[work] = {**summary, "train_loss": losses}
+                del os.environ[name]
+
+
+def compare(work: str, rounds: int, rank: int, world_size: int, on_ray: bool) -> dict[str, Any]:
+    """All peers on one kind of work, by every rank: medians, ratios, floor, losses."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in (
+        "lightning",
+        "lightning.pytorch",
+        "lightning.fabric",
+        "ray.train",
+        "torch.distributed.ddp_model_wrapper",
+    ):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    losses: dict[str, float] = {}
+
+    def speed_of(name: str, run: Callable[[], tuple[float, float]]) -> Callable[[], float]:
+        def measured() -> float:
+            if world_size > 1:
+                dist.barrier()
+            with environment_of("lightning" if name == "fabric" else name):
+                speed, losses[name] = run()
+            return speed
+
+        return measured
+
+    found = {name: speed_of(name, run) for name, run in peers(work, rank, world_size, on_ray).items()}
+    summary = summarize(interleave(found, rounds), "plain", "plain again")
+    if wrong := {name: loss for name, loss in losses.items() if not math.isclose(loss, losses["plain"], rel_tol=1e-4)}:
+        raise AssertionError(f"not the same training: {wrong} against {losses['plain']}")
+    return {**summary, "train_loss": losses}
+
+
+def compare_on_ray(rounds: int, world_size: int) -> dict[str, Any]:
+    """The comparison inside the workers of one TorchTrainer."""
+    import ray.train
+    from ray.train.torch import TorchTrainer
+
+    @ray.remote(num_cpus=0)
+    class Box:
+        def put(self, found: dict[str, Any]) -> None:
+            self.found = found
+
+        def get(self) -> dict[str, Any]:
+            return self.found
+
+    keeper: Any = Box.remote()
+
+    def worker(config: dict[str, Any]) -> None:
+        context = ray.train.get_context()
+        rank = context.get_world_rank()
+        found = {work: compare(work, rounds, rank, world_size, on_ray=True) for work in WORK}
+        if rank == 0:
+            ray.get(config["keeper"].put.remote(found))
+
+    scaling = ray.train.ScalingConfig(num_workers=world_size, resources_per_worker={"CPU": 1})
+    TorchTrainer(worker, train_loop_config={"keeper": keeper}, scaling_config=scaling).fit()
+    found: dict[str, Any] = ray.get(keeper.get.remote())
+    return found
+
+
+def main(rounds: int, keep: bool) -> None:
+    """One and two ranks, both kinds of work."""
+    from trainers.torch_trainer import connect
+
+    connect(show_workers=False)
+    found: dict[str, Any] = {}
+    for world_size in (1, 2):
+        for work, summary in compare_on_ray(rounds, world_size).items():
+            found[f"{work}, {world_size} rank{'s' if world_size > 1 else ''}"] = summary
+            show(f"{work}, {world_size} rank(s): global batch {BATCH}, {EPOCHS[work]} epochs", "samples/s", summary)
     print(f"\nkept in {save('loop', found, keep)}")
 
 
 if __name__ == "__main__":
-    given = [int(arg) for arg in sys.argv[1:] if arg != "--keep"]
-    main(given[0] if given else 5, "--keep" in sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rounds", nargs="?", type=int, default=5)
+    parser.add_argument("--short", action="store_true", help="two rounds")
+    parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
+    given = parser.parse_args()
+    main(2 if given.short else given.rounds, given.keep)

@@ -1,10 +1,15 @@
-"""Checks cluster files, and says what fits on them for how many dollars an hour; nothing is started.
+"""Checks cluster files, says what fits on them for how many dollars an hour, and examines live clusters.
 
 run as:
     python -m cluster validate FILE... [--strict]
     python -m cluster plan FILE --workers N [--cpus-per-worker C] [--gpus-per-worker G] [--price TYPE=USD]...
+                           [--cpus-per-node C --gpus-per-node G]
+    python -m cluster check [--workers N] [--quick] [--storage_path URI] [--exclude-bad] [--json]
+    python -m cluster check --local [--json]
 
-Exit codes: 0 in order; 1 warnings, with --strict; 2 errors, or N workers never fit.
+`validate` and `plan` start nothing; `check` joins the cluster that RAY_ADDRESS names (as a Ray job: its own), and
+runs a few seconds on each node. Exit codes: 0 in order; 1 warnings, with --strict, a node that is not in order, or
+torch sees no GPU where the driver has one; 2 errors in a file, or N workers never fit.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import datetime as dt
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cluster.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_slots
@@ -21,7 +27,7 @@ from cluster.prices import STALE_AFTER_DAYS, Price, load_prices
 from trainers.errors import MISSING, ConfigError
 
 if TYPE_CHECKING:
-    from cluster.config import ClusterFile
+    from cluster.cluster_file import ClusterFile
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,33 +36,49 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.command == "validate":
             return validate(options.files, options.strict)
+        if options.command == "check":
+            return _check(options)
         worker = (options.cpus_per_worker, options.gpus_per_worker)
-        return plan(options.file, options.workers, *worker, dict(options.price))
+        per_node = {"CPU": options.cpus_per_node, "GPU": options.gpus_per_node}
+        return plan(options.file, options.workers, *worker, dict(options.price), per_node)
     except ConfigError as error:
         _say("error", str(error))
         return error.exit_code
 
 
+def _check(options: argparse.Namespace) -> int:
+    if options.local:
+        from cluster.local import check_local
+
+        return check_local(options.json)
+    from cluster.check import check
+
+    where = (options.storage_path, options.workers, options.wait_s)
+    return check(*where, options.json, options.exclude_bad, options.quick)
+
+
 def validate(files: Sequence[str], strict: bool) -> int:
     """Print every error and warning of every file on stderr; return the exit code."""
-    from cluster.config import load_cluster
+    from cluster.config import load_clusters
     from cluster.findings import findings
 
     num_errors = num_warnings = 0
     for file in files:
         try:
-            cluster = load_cluster(file)
+            clusters = load_clusters(file)
         except ConfigError as error:
             _say("error", str(error))
             num_errors += 1
             continue
-        found = findings(cluster)
-        for finding in found:
-            _say(finding.level, f"{file}: {finding}")
-        num_errors += sum(finding.level == "error" for finding in found)
-        num_warnings += sum(finding.level == "warning" for finding in found)
-        if not found:
-            print(f"{file}: in order ({cluster.provider}, up to {_workers_at_most(cluster)} worker nodes)")
+        for cluster in clusters:
+            found = findings(cluster)
+            for finding in found:
+                _say(finding.level, f"{cluster.source}: {finding}")
+            num_errors += sum(finding.level == "error" for finding in found)
+            num_warnings += sum(finding.level == "warning" for finding in found)
+            if not found:
+                at_most = _workers_at_most(cluster)
+                print(f"{cluster.source}: in order ({cluster.provider}, up to {at_most} worker nodes)")
     if num_errors:
         return 2
     return 1 if strict and num_warnings else 0
@@ -68,21 +90,24 @@ def plan(
     cpus_per_worker: float,
     gpus_per_worker: float | None,
     given_usd_per_hour: dict[str, float],
+    per_node: dict[str, float | None] | None = None,
 ) -> int:
     """Print what fits now, for one group and when fully grown; ConfigError when one group never fits.
 
-    `gpus_per_worker` None: 1 where a worker node has GPUs, else 0.
+    `gpus_per_worker` None: 1 where a worker node has GPUs, else 0. `per_node` holds the CPU and GPU of nodes whose
+    resources the file does not say.
     """
     from cluster.config import load_cluster
 
     cluster = load_cluster(file)
-    types = cluster.node_types
+    told = {name: amount for name, amount in (per_node or {}).items() if amount is not None}
+    types = tuple(replace(node_type, resources=told | dict(node_type.resources)) for node_type in cluster.node_types)
     if gpus_per_worker is None:
         gpus_per_worker = float(any(node_type.resources.get("GPU") for node_type in types))
     if cpus_per_worker == gpus_per_worker == 0:
         rule = "and --gpus-per-worker cannot both be 0"
         raise ConfigError("--cpus-per-worker", MISSING, rule, "give a worker a CPU or a GPU")
-    _resources_known(cluster)
+    _resources_known(cluster, types)
     prices = load_prices()
     usd_per_hour = {name: price.usd_per_hour for name, price in prices.items()} | given_usd_per_hour
 
@@ -102,7 +127,8 @@ def plan(
         nodes = nodes_of(types, counts)
         slots = worker_slots(nodes, cpus_per_worker, gpus_per_worker)
         bill = cost(types, counts, usd_per_hour)
-        shown = f"at least {bill.usd_per_hour:.2f}" if bill.missing else f"{bill.usd_per_hour:.2f}"
+        known = f"{'at least ' if bill.missing else ''}{bill.usd_per_hour:.2f}"
+        shown = "unknown" if bill.missing and not bill.usd_per_hour else known
         cells = f"{len(nodes):>7}{total(nodes, 'CPU'):>7g}{total(nodes, 'GPU'):>6g}{slots:>9}"
         print(f"{label:14}{cells}{slots // num_workers:>14}  {shown}")
     print("Nodes count the head. " + " ".join(_remarks(types, most)))
@@ -115,13 +141,14 @@ def _workers_at_most(cluster: ClusterFile) -> int:
     return min(cluster.max_workers, cluster.sum_max_workers)
 
 
-def _resources_known(cluster: ClusterFile) -> None:
-    for node_type in cluster.node_types:
+def _resources_known(cluster: ClusterFile, types: Iterable[NodeType]) -> None:
+    for node_type in types:
         if "CPU" not in node_type.resources:
             field = f"available_node_types.{node_type.name}.resources"
             fix = "write `resources: {CPU: n, GPU: n}`"
             if cluster.provider == "local":
-                fix = "ask the running cluster with `ray status`"
+                field = f"resources of a {node_type.name}"
+                fix = "give --cpus-per-node and --gpus-per-node"
             raise ConfigError(field, MISSING, "is not known before the node is up", fix, cluster.source)
 
 
@@ -155,15 +182,25 @@ def _price_lines(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cluster", description="Check and plan cluster files.")
     commands = parser.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("validate", help="check `ray up` files, offline")
-    check.add_argument("files", nargs="+", metavar="FILE")
-    check.add_argument("--strict", action="store_true", help="exit with 1 on warnings")
+    files = commands.add_parser("validate", help="check `ray up` and KubeRay files, offline")
+    files.add_argument("files", nargs="+", metavar="FILE")
+    files.add_argument("--strict", action="store_true", help="exit with 1 on warnings")
     sized = commands.add_parser("plan", help="what fits, for how many dollars an hour")
     sized.add_argument("file", metavar="FILE")
     sized.add_argument("--workers", type=_count, required=True, metavar="N", help="workers of one group")
     sized.add_argument("--cpus-per-worker", type=_amount, default=1.0, metavar="C", help="default: 1")
     sized.add_argument("--gpus-per-worker", type=_amount, metavar="G", help="default: 1 where a node has GPUs, else 0")
     sized.add_argument("--price", type=_price, action="append", default=[], metavar="TYPE=USD", help="dollars an hour")
+    sized.add_argument("--cpus-per-node", type=_amount, metavar="C", help="of hosts that the file says nothing of")
+    sized.add_argument("--gpus-per-node", type=_amount, metavar="G", help="of hosts that the file says nothing of")
+    check = commands.add_parser("check", help="the nodes of the cluster that RAY_ADDRESS names, or of this machine")
+    check.add_argument("--local", action="store_true", help="this machine alone: what it has, how fast it multiplies")
+    check.add_argument("--workers", type=_count, metavar="N", help="wait for N nodes that train; an error with fewer")
+    check.add_argument("--wait-s", type=_amount, default=120.0, metavar="S", help="how long, in seconds; default: 120")
+    check.add_argument("--storage_path", metavar="URI", help="what all nodes must share; default: $PACELINE_STORAGE")
+    check.add_argument("--quick", action="store_true", help="versions, clocks and storage alone")
+    check.add_argument("--exclude-bad", action="store_true", help="print the label selector of the nodes in order")
+    check.add_argument("--json", action="store_true", help="all of it as JSON")
     return parser
 
 

@@ -1,111 +1,68 @@
-"""Reads a `ray up` YAML through Ray's own schema and defaults, offline; every refusal is one sentence."""
+"""(Ray) Reads a `ray up` YAML through Ray's own schema and defaults, offline; every refusal is one sentence."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import io
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from cluster.capacity import NodeType
-from cluster.prices import load_prices
+from cluster.cluster_file import COMMAND_FIELDS, ClusterFile, join, near_miss, read_documents
+from cluster.kuberay import is_kuberay, kuberay_files
+from cluster.nodes import node_types
 from trainers.errors import MISSING, ConfigError, ConfigErrors
 
-COMMAND_FIELDS = (
-    "initialization_commands",
-    "setup_commands",
-    "head_setup_commands",
-    "worker_setup_commands",
-    "head_start_ray_commands",
-    "worker_start_ray_commands",
-)
 _PROVIDERS = ("aws", "azure", "gcp", "local", "vsphere", "aliyun")
 _SETUP_FIELDS = ("head_setup_commands", "worker_setup_commands")
 _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
 
 
-@dataclass(frozen=True)
-class ClusterFile:
-    """A cluster file that Ray would accept, with Ray's defaults filled in."""
-
-    source: str
-    """The path it was read from, for messages."""
-    name: str
-    provider: str
-    """aws, gcp, azure, local, ..."""
-    region: str | None
-    head_node_type: str
-    max_workers: int
-    """The most worker nodes that may be up at once, over all types."""
-    node_types: tuple[NodeType, ...]
-    written: Mapping[str, Any]
-    """What the file says."""
-    config: Mapping[str, Any]
-    """What Ray makes of it."""
-    commands: Mapping[str, tuple[str, ...]]
-    """The shell commands of each field of COMMAND_FIELDS, Ray's defaults where the file has none."""
-
-    @property
-    def head(self) -> NodeType:
-        """The type of the head node."""
-        return next(node_type for node_type in self.node_types if node_type.is_head)
-
-    @property
-    def sum_max_workers(self) -> int:
-        """The sum of all types' limits; `max_workers` may be lower or higher."""
-        return sum(node_type.max_workers for node_type in self.node_types)
-
-
 def load_cluster(path: str | Path) -> ClusterFile:
-    """Read and check a cluster file; needs neither network nor a cloud account.
+    """Read and check a cluster file, the first cluster in it; needs neither network nor a cloud account.
 
     Raises ConfigError (or ConfigErrors) for everything that makes the file unusable.
     """
+    return load_clusters(path)[0]
+
+
+def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
+    """All clusters of a file: one of a `ray up` YAML, one of each RayCluster and RayJob of a KubeRay YAML."""
     source = str(path)
-    written = _read(Path(path), source)
+    documents = read_documents(Path(path), source)
+    if is_kuberay(documents):
+        return kuberay_files(documents, source)
+    return (_ray_up(documents, source),)
+
+
+def _ray_up(documents: list[Any], source: str) -> ClusterFile:
+    written = documents[0] if documents else None
+    if len(documents) > 1:
+        rule = "must be one document for `ray up`"
+        raise ConfigError("the file", MISSING, rule, "remove the `---` in it", source)
+    if not isinstance(written, dict):
+        raise ConfigError("the file", written, "must be a mapping of fields to values", _HOW_TO_WRITE, source)
     _check_shape(written, source)
     _check_local(written, source)
     config = _prepare(written, source)
     _check_counts(written, config, source)
     _accept(config, source)
     provider = config["provider"]
+    commands = _commands(written, config)
     return ClusterFile(
         source=source,
         name=config["cluster_name"],
         provider=provider["type"],
-        region=provider.get("region"),
+        region=provider.get("region") or provider.get("location"),
         head_node_type=config["head_node_type"],
         max_workers=config["max_workers"],
-        node_types=_node_types(config),
+        node_types=node_types(config, commands),
         written=written,
         config=config,
-        commands=_commands(written, config),
+        commands=commands,
     )
-
-
-def _read(path: Path, source: str) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        rule = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise ConfigError("the file", MISSING, rule, "give the path of a `ray up` YAML", source) from error
-    try:
-        written = yaml.safe_load(text)  # YAML 1.1, unlike the rest of Paceline: Ray reads it so
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
-        rule = f"is not YAML ({getattr(error, 'problem', None) or error})"
-        raise ConfigError(place, MISSING, rule, "mend the syntax there", source) from error
-    if not isinstance(written, dict):
-        raise ConfigError("the file", written, "must be a mapping of fields to values", _HOW_TO_WRITE, source)
-    return written
 
 
 def _check_shape(written: dict[str, Any], source: str) -> None:
@@ -130,12 +87,11 @@ def _schema_error(error: Any, source: str) -> ConfigError:
     if error.validator == "additionalProperties":
         known = sorted(error.schema["properties"])
         unknown = next(key for key in error.instance if key not in known)
-        near = difflib.get_close_matches(str(unknown), known, n=1, cutoff=0.6)
-        fix = f"did you mean `{near[0]}`?" if near else f"the fields here are {', '.join(known)}"
-        return ConfigError(_join(field, unknown), error.instance[unknown], "is no such field", fix, source)
+        fix = near_miss(unknown, known, f"the fields here are {', '.join(known)}")
+        return ConfigError(join(field, unknown), error.instance[unknown], "is no such field", fix, source)
     if error.validator == "required":
         missing = next(key for key in error.validator_value if key not in error.instance)
-        return ConfigError(_join(field, missing), MISSING, "is required", f"add `{missing}`", source)
+        return ConfigError(join(field, missing), MISSING, "is required", f"add `{missing}`", source)
     rules = {
         "type": f"must be of the type {error.validator_value}",
         "minimum": f"must be at least {error.validator_value}",
@@ -167,7 +123,9 @@ def _prepare(written: dict[str, Any], source: str) -> dict[str, Any]:
 
     if written["provider"]["type"] == "kuberay":
         rule = "is not for `ray up`"
-        raise ConfigError("provider.type", "kuberay", rule, "check a RayCluster with kubectl", source)
+        raise ConfigError(
+            "provider.type", "kuberay", rule, "write a RayCluster, as in cluster/kuberay.yaml, for kubectl", source
+        )
     try:
         with _quiet():
             return prepare_config(copy.deepcopy(written))  # type: ignore[no-any-return,unused-ignore]
@@ -191,8 +149,7 @@ def _check_counts(written: Mapping[str, Any], config: Mapping[str, Any], source:
         fix = f"add `head_node_type: {next(iter(types), 'NAME')}`"
         refuse("head_node_type", MISSING, "is required with available_node_types", fix)
     elif head not in types:
-        near = difflib.get_close_matches(str(head), list(types), n=1, cutoff=0.6)
-        fix = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(types)}"
+        fix = near_miss(head, types, f"name one of {', '.join(types)}")
         refuse("head_node_type", head, "must be one of available_node_types", fix)
 
     is_local = config["provider"]["type"] == "local"  # one type, which Ray makes of the top-level fields
@@ -230,42 +187,11 @@ def _refused(error: Exception, source: str) -> ConfigError:
     return ConfigError("the file", MISSING, f"is refused by Ray ({reason})", _HOW_TO_WRITE, source)
 
 
-def _node_types(config: Mapping[str, Any]) -> tuple[NodeType, ...]:
-    known = load_prices()
-    result = []
-    for name, node_type in config["available_node_types"].items():
-        machine: Mapping[str, Any] = node_type["node_config"]
-        instance_type = machine.get("InstanceType") or machine.get("machineType")
-        price = known.get(instance_type) if instance_type else None
-        # AWS is asked for what a file leaves out; offline the price list knows it of some types.
-        detected = {"CPU": price.vcpus, "GPU": price.gpus} if price and price.provider == "aws" else {}
-        market = machine.get("InstanceMarketOptions") or {}
-        scheduling = machine.get("scheduling") or {}
-        parts = scheduling if isinstance(scheduling, list) else [scheduling]
-        result.append(
-            NodeType(
-                name=name,
-                resources={**detected, **node_type["resources"]},
-                min_workers=node_type["min_workers"],
-                max_workers=node_type["max_workers"],
-                is_head=name == config["head_node_type"],
-                instance_type=instance_type,
-                spot=market.get("MarketType") == "spot" or any(part.get("preemptible") for part in parts),
-                priority=node_type.get("priority", 0),
-            )
-        )
-    return tuple(result)
-
-
 def _commands(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Commands by the field they stand in; Ray puts setup_commands before those of head and workers."""
     shared = len(config["setup_commands"])
     defaults = {field: config[field][shared * (field in _SETUP_FIELDS) :] for field in COMMAND_FIELDS}
     return {field: tuple(written.get(field, defaults[field])) for field in COMMAND_FIELDS}
-
-
-def _join(field: str, key: object) -> str:
-    return f"{field}.{key}" if field else str(key)
 
 
 @contextlib.contextmanager

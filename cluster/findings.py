@@ -1,76 +1,53 @@
-"""What Ray does not check in a cluster file: what is unsafe in it, contradicts itself, or would be lost.
+"""What Ray and KubeRay do not check in a cluster file: what is unsafe in it, contradicts itself, or would be lost.
 
 Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provider local only).
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
+import ipaddress
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
 
-from cluster.config import COMMAND_FIELDS, ClusterFile
-from cluster.prices import load_prices
-from trainers.errors import MISSING, ConfigError
+import yaml
 
-Level = Literal["error", "warning"]
+from cluster.cluster_file import COMMAND_FIELDS, ClusterFile
+from cluster.finding import Finding
+from cluster.kuberay_findings import kuberay_findings
+from cluster.machines import access_findings, machine_findings
+from cluster.reaction import reaction_findings
+from cluster.versions import version_findings
+from trainers.errors import MISSING
 
-_CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
 _START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
-_PIP_INSTALL = re.compile(r"\bpip3?\s+install\b([^;&|\n]*)")
-_REQUIREMENT = re.compile(r"(ray|torch)(?:\[[^\]]*\])?\s*(?:==\s*([\w.+]+)|(.*))", re.DOTALL)
-_RAY_IMAGE = re.compile(r"rayproject/ray(?:-ml|-llm)?(?::(\d+\.\d+\.\d+)?.*)?$")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One remark on a cluster file: field, value, rule and fix.
-
-    An error is what would not work, or would run the code of strangers; a warning what may be meant so.
-    """
-
-    level: Level
-    field: str
-    value: Any
-    rule: str
-    fix: str
-
-    def __str__(self) -> str:
-        return str(ConfigError(self.field, self.value, self.rule, self.fix))
+# Keys of AWS, of Google and of anybody; what they match is never shown.
+_KEYS = re.compile(
+    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|PRIVATE KEY-----|\b(?:AWS_SECRET_ACCESS_KEY|AZURE_CLIENT_SECRET)=|"
+    r"\bAccountKey=|aws_secret_access_key"
+)
+_OWN_DISK = re.compile(r"(?:/tmp|/home|/root|~|\$HOME|/var/tmp)(?:/|$)")
 
 
 def findings(cluster: ClusterFile, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """All remarks on a file that Ray accepts, in the order of the fields they are about."""
+    """All remarks on a file that Ray (or Kubernetes) accepts, in the order of the fields they are about."""
+    if cluster.provider == "kuberay":
+        return [*_keys(cluster), *kuberay_findings(cluster)]
     return [
         *_limits(cluster),
-        *_provider(cluster, environ),
-        *_machines(cluster),
-        *_versions(cluster),
-        *_dashboard(cluster),
+        *_local(cluster, environ),
+        *_ports(cluster),
+        *_keys(cluster),
+        *machine_findings(cluster),
+        *version_findings(cluster),
+        *_head_start(cluster),
         *_token(cluster),
         *_storage(cluster),
     ]
-
-
-def expected_versions(constraints: Path = _CONSTRAINTS) -> dict[str, str]:
-    """The versions of ray and torch for every node: as in constraints.txt, else as installed here."""
-    lines = constraints.read_text(encoding="utf-8").splitlines() if constraints.is_file() else []
-    matches = [_REQUIREMENT.fullmatch(line.split("#")[0].strip()) for line in lines]
-    found = {match[1]: match[2] for match in matches if match and match[2]}
-    for package in ("ray", "torch"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.setdefault(package, importlib.metadata.version(package))
-    return found
 
 
 def _limits(cluster: ClusterFile) -> Iterator[Finding]:
@@ -86,11 +63,41 @@ def _limits(cluster: ClusterFile) -> Iterator[Finding]:
         yield Finding("warning", "max_workers", cluster.max_workers, rule, fix)
 
 
-def _provider(cluster: ClusterFile, environ: Mapping[str, str]) -> Iterator[Finding]:
-    if cluster.provider == "local" and environ.get("RAY_UP_enable_autoscaler_v2") != "0":
+def _local(cluster: ClusterFile, environ: Mapping[str, str]) -> Iterator[Finding]:
+    if cluster.provider != "local":
+        return
+    # `ray up` puts its export before the head's command, so one in the command itself has the last word.
+    off = "0" in (
+        environ.get("RAY_UP_enable_autoscaler_v2"),
+        exported(cluster, _START_FIELDS[0], "RAY_enable_autoscaler_v2"),
+    )
+    if not off:
         rule = "does not work with Ray's autoscaler v2, which is the default"
-        fix = "run `export RAY_UP_enable_autoscaler_v2=0` before `ray up` and `ray down`"
+        fix = f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {_START_FIELDS[0]}"
         yield Finding("warning", "provider.type", "local", rule, fix)
+    provider = cluster.config["provider"]
+    head, workers = provider.get("head_ip"), list(provider.get("worker_ips") or ())
+    if head in workers:
+        rule = "must not hold the head, which would stop itself to start as a worker"
+        yield Finding("error", "provider.worker_ips", head, rule, "remove it there")
+    for address in sorted({address for address in workers if workers.count(address) > 1}):
+        yield Finding("error", "provider.worker_ips", address, "must hold each address once", "remove the second")
+    for field, addresses in (("head_ip", [head]), ("worker_ips", workers)):
+        for address in addresses:
+            if _is_loopback(address):
+                rule = "must be an address that the other hosts reach"
+                yield Finding("error", f"provider.{field}", address, rule, "write the host's address in your network")
+
+
+def _is_loopback(address: object) -> bool:
+    try:
+        return ipaddress.ip_address(str(address)).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _ports(cluster: ClusterFile) -> Iterator[Finding]:
+    rule = "must not open a port to the world: the Jobs API runs any code that reaches it"
     group = cluster.config["provider"].get("security_group") or {}
     for permission in group.get("IpPermissions", []):
         ranges = [*permission.get("IpRanges", []), *permission.get("Ipv6Ranges", [])]
@@ -98,84 +105,45 @@ def _provider(cluster: ClusterFile, environ: Mapping[str, str]) -> Iterator[Find
         ports = (permission.get("FromPort"), permission.get("ToPort"))
         if is_open and ports != (_SSH_PORT, _SSH_PORT):
             value = f"ports {ports[0]} to {ports[1]} for everybody"
-            rule = "must not open a port to the world: the Jobs API runs any code that reaches it"
             fix = "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)"
             yield Finding("error", "provider.security_group.IpPermissions", value, rule, fix)
-
-
-def _machines(cluster: ClusterFile) -> Iterator[Finding]:
-    known = load_prices()
-    for node_type in cluster.node_types:
-        machine = known.get(node_type.instance_type or "")
-        if machine is None:
-            continue
-        for resource, actual in (("CPU", machine.vcpus), ("GPU", machine.gpus)):
-            said = node_type.resources.get(resource, 0)
-            field = f"available_node_types.{node_type.name}.resources.{resource}"
-            if said > actual:
-                rule = f"must be at most {actual}, which is what a {machine.instance_type} has"
-                yield Finding("error", field, said, rule, f"write {actual}, or take a larger machine")
-            elif resource == "GPU" and said < actual and not node_type.is_head:
-                rule = f"leaves GPUs idle that are paid for: a {machine.instance_type} has {actual}"
-                yield Finding("warning", field, said, rule, f"write {actual}")
-
-
-def _versions(cluster: ClusterFile) -> Iterator[Finding]:
-    expected = expected_versions()
-    for field, package, version in _installs(cluster):
-        right = expected.get(package)
-        fix = f"write {package}=={right}" if right else "write the version that you tested with"
-        if version is None:
-            rule = "must be pinned, or nodes that start later differ"
-            yield Finding("warning", field, package, rule, fix)
-        elif right is not None and version.split("+")[0] != right.split("+")[0]:
-            rule = f"differs from {right}, which Paceline has here"
-            # Ray's client and cluster must be the same version; torch merely should be.
-            level: Level = "error" if package == "ray" else "warning"
-            yield Finding(level, field, f"{package}=={version}", rule, fix)
-
-
-def _installs(cluster: ClusterFile) -> Iterator[tuple[str, str, str | None]]:
-    """(field, package, version or None) of each place where a node gets ray or torch from."""
-    fields = [(field, commands) for field, commands in cluster.commands.items()]
-    for name, node_type in cluster.config["available_node_types"].items():
-        for key in ("initialization_commands", "worker_setup_commands"):
-            fields.append((f"available_node_types.{name}.{key}", tuple(node_type.get(key, ()))))
-    for field, commands in fields:
-        for command in commands:
-            for arguments in _PIP_INSTALL.findall(command):
-                words = _words(arguments)
-                if {"-c", "-r", "--constraint", "--requirement"} & set(words):
-                    continue  # pinned by a file
-                for word in words:
-                    if match := _REQUIREMENT.fullmatch(word):
-                        if match[3] and match[3][0] not in "=~<>!@":
-                            continue  # another package, such as torchvision
-                        yield field, match[1], match[2]
     docker = cluster.config.get("docker") or {}
-    for key in ("image", "head_image", "worker_image"):
-        if match := _RAY_IMAGE.search(docker.get(key) or ""):
-            yield f"docker.{key}", "ray", match[1]
+    for key in ("run_options", "head_run_options", "worker_run_options"):
+        for option in docker.get(key) or ():
+            match = re.match(r"(?:-p|--publish)[=\s]*(\S+)", option)
+            if match and not match[1].startswith(("127.0.0.1:", "[::1]:")):
+                yield Finding("error", f"docker.{key}", option, rule, "remove it: Ray uses the host's own network")
 
 
-def _words(arguments: str) -> list[str]:
-    try:
-        return shlex.split(arguments)
-    except ValueError:  # an open quote: the shell would fail as well
-        return arguments.split()
+def _keys(cluster: ClusterFile) -> Iterator[Finding]:
+    rule = "must not stand in the file: it is a long-lived key, and is copied to every node"
+    provider = cluster.config.get("provider") or {}
+    for key in ("aws_credentials", "gcp_credentials"):
+        if key in provider:
+            fix = "log in on this machine, and give the nodes a role (instance profile, service account)"
+            yield Finding("error", f"provider.{key}", MISSING, rule, fix)
+            return
+    if _KEYS.search(yaml.safe_dump(dict(cluster.written), width=10**6)):
+        fix = "give the nodes a role (instance profile, service account, managed identity)"
+        yield Finding("error", "a cloud key", MISSING, rule, fix)
 
 
-def _dashboard(cluster: ClusterFile) -> Iterator[Finding]:
-    field = "head_start_ray_commands"
-    for host in re.findall(r"--dashboard-host[=\s]+(\S+)", "\n".join(cluster.commands[field])):
+def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
+    field = _START_FIELDS[0]
+    text = "\n".join(cluster.commands[field])
+    for host in re.findall(r"--dashboard-host[=\s]+(\S+)", text):
         if host.strip("'\"") not in _LOOPBACK:
             rule = "must be the head's loopback: the dashboard runs the code of whoever may use it"
             fix = "write --dashboard-host=127.0.0.1 and use `ray dashboard FILE`"
             yield Finding("warning", field, f"--dashboard-host={host}", rule, fix)
+    if "ray start" in text and "--autoscaling-config" not in text:
+        rule = "must give `ray start` its --autoscaling-config, or no worker is ever started"
+        yield Finding("error", field, MISSING, rule, "add --autoscaling-config=~/ray_bootstrap_config.yaml")
+    yield from reaction_findings(field, lambda name: exported(cluster, field, name))
 
 
 def _token(cluster: ClusterFile) -> Iterator[Finding]:
-    modes = {field: _exported(cluster, field, "RAY_AUTH_MODE") for field in _START_FIELDS}
+    modes = {field: exported(cluster, field, "RAY_AUTH_MODE") for field in _START_FIELDS}
     for field, mode in modes.items():
         if mode != "token":
             value = f"RAY_AUTH_MODE={mode}" if mode else MISSING
@@ -186,7 +154,7 @@ def _token(cluster: ClusterFile) -> Iterator[Finding]:
         fix = f"send the token by `file_mounts: {{{_TOKEN_FILE}: {_TOKEN_FILE}}}`"
         yield Finding("error", "RAY_AUTH_TOKEN", MISSING, "must not stand in the file: it is a secret", fix)
     elif "token" in modes.values():
-        place = _exported(cluster, "head_start_ray_commands", "RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
+        place = exported(cluster, _START_FIELDS[0], "RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
         if not any(_same_file(mount, place) for mount in cluster.config["file_mounts"]):
             rule = f"must bring the token to {place}, or no node can join"
             fix = f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)"
@@ -199,7 +167,7 @@ def _same_file(mount: str, place: str) -> bool:
 
 
 def _storage(cluster: ClusterFile) -> Iterator[Finding]:
-    values = {field: _exported(cluster, field, "PACELINE_STORAGE") for field in _START_FIELDS}
+    values = {field: exported(cluster, field, "PACELINE_STORAGE") for field in _START_FIELDS}
     for field, value in values.items():
         if not value:
             rule = "must export PACELINE_STORAGE, or checkpoints stay on one node and die with it"
@@ -208,10 +176,17 @@ def _storage(cluster: ClusterFile) -> Iterator[Finding]:
     head, worker = values.values()
     if head and worker and head != worker:
         value, rule = f"PACELINE_STORAGE={worker}", f"differs from the head's, {head}"
-        yield Finding("error", "worker_start_ray_commands", value, rule, "write the same place in both")
+        yield Finding("error", _START_FIELDS[1], value, rule, "write the same place in both")
+    elif head and worker and _OWN_DISK.match(head):
+        rule = "is on each node's own disk, where no other node finds a checkpoint"
+        yield Finding(
+            "error", _START_FIELDS[0], f"PACELINE_STORAGE={head}", rule, "name a bucket, or a directory on NFS"
+        )
+    elif worker:
+        yield from access_findings(cluster, worker)
 
 
-def _exported(cluster: ClusterFile, field: str, name: str) -> str | None:
+def exported(cluster: ClusterFile, field: str, name: str) -> str | None:
     """The value that `name` has where `ray start` runs: set in that command, or in a profile by set-up.
 
     Each command has a shell of its own, so an export in another start command does not count.

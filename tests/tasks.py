@@ -19,7 +19,10 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Blobs(Task):
-    """Four noisy clusters in D dimensions; an MLP. Every argument is one thing that a test needs to go wrong."""
+    """Four noisy clusters in D dimensions; an MLP. Every argument is one thing that a test needs to go wrong.
+
+    `fail_at` counts the forward passes of training on one rank, over restarts.
+    """
 
     def __init__(
         self,
@@ -31,12 +34,20 @@ class Blobs(Task):
         fits: int | None = None,
         marker: str | None = None,
         pids: str | None = None,
+        pause_s: float = 0.0,
     ) -> None:
         self.samples, self.features, self.dtype = samples, features, _DTYPES[dtype]
         self.fail_at, self.failure, self.fits = fail_at, failure, fits
         self.marker = Path(marker) if marker else None
         self.pids = Path(pids) if pids else None
-        self.forwards = 0
+        self.forwards, self.pause_s = 0, pause_s
+
+    def state_dict(self) -> dict[str, Any]:
+        """Passes that are thrown away (the probe's, the count's of FLOPs) put it back: only training counts."""
+        return {"forwards": self.forwards}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.forwards = state["forwards"]
 
     def setup(self) -> None:
         if self.pids is not None:
@@ -58,19 +69,22 @@ class Blobs(Task):
         if self.fits is not None and model.training and len(batch[0]) > self.fits:
             raise torch.OutOfMemoryError(f"injected: {len(batch[0])} samples, {self.fits} fit")
         if model.training:
+            time.sleep(self.pause_s)
             self.forwards += 1
             if self.forwards == self.fail_at:
                 self._fail()
         return model(batch[0])
 
     def _fail(self) -> None:
+        if self.failure == "oom on rank 1" and os.environ.get("RANK") != "1":
+            return
         if self.marker is not None:
             if self.marker.exists():  # it failed once already
                 return
             self.marker.touch()
         if self.failure == "raise":
             raise ValueError("injected: the task fails here")
-        if self.failure == "oom on rank 1" and os.environ.get("RANK") == "1":
+        if self.failure == "oom on rank 1":
             raise torch.OutOfMemoryError("injected: in the middle of training, on one rank")
         if self.failure == "exit":
             os._exit(3)

@@ -1,17 +1,22 @@
-"""Train one model.
+"""Train one model, and use what was trained.
 
 Run as:
-    python -m trainers CONFIG.yaml [--fresh] [--dotted.key value ...]
+    python -m trainers CONFIG.yaml [--fresh] [--profile] [--dotted.key value ...]
     torchrun --nproc-per-node 2 -m trainers CONFIG.yaml
-CONFIG may be a file or a URI (s3://bucket/sweep/best.yaml). Exit code 0: done or stopped; 1: the run failed;
-2: a value in the configuration cannot be used.
+    python -m trainers evaluate RUN [--split val] [--checkpoint newest|best|step-N] [--dotted.key value ...]
+    python -m trainers predict RUN --out FILE.parquet [the same]
+    python -m trainers export RUN --out FILE.safetensors [--checkpoint newest|best|step-N]
+CONFIG may be a file or a URI (s3://bucket/sweep/best.yaml), RUN is a run's directory or URI. `--profile` is
+`--profile_steps 5`. Exit code 0: done or stopped; 1: the run failed; 2: a value in the configuration cannot be used.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainers.config import TrainConfig
@@ -23,6 +28,15 @@ from trainers.settings import parse_overrides
 if TYPE_CHECKING:
     from trainers.metrics import RunResult
 
+PROFILE_STEPS = 5
+"""What `--profile` records."""
+COMMANDS = {
+    "evaluate": ("trainers.inference", "evaluate_command"),
+    "predict": ("trainers.inference", "predict_command"),
+    "export": ("trainers.export", "main"),
+}
+"""Module and function of each command; anything else is a CONFIG.yaml to train."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
@@ -30,10 +44,15 @@ def main(argv: list[str] | None = None) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(__doc__, reference(TrainConfig), sep="\n")
         return 0 if args else 2
+    training = args[0] not in COMMANDS
     try:
-        return _train(args[0], args[1:])
+        if training:
+            return _train(args[0], args[1:])
+        module, function = COMMANDS[args[0]]
+        command: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+        return command(args[1:])
     except PacelineError as error:
-        advice = POLICIES[error.status].advice if error.exit_code != ConfigError.exit_code else ""
+        advice = POLICIES[error.status].advice if training and error.exit_code != ConfigError.exit_code else ""
         complain(f"{error} ({advice})" if advice else str(error))
         return error.exit_code
     except KeyboardInterrupt:
@@ -50,7 +69,9 @@ def complain(sentences: str) -> None:
 
 def _train(location: str, rest: list[str]) -> int:
     fresh = "--fresh" in rest
-    overrides = parse_overrides([arg for arg in rest if arg != "--fresh"])
+    overrides = parse_overrides([arg for arg in rest if arg not in ("--fresh", "--profile")])
+    if "--profile" in rest:
+        overrides.setdefault("profile_steps", PROFILE_STEPS)
     torchrun = torchrun_world_size()
     spec = read_spec(location, overrides, torchrun)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
@@ -102,9 +123,25 @@ def summary(result: RunResult) -> str:
             f"(95 % interval +-{speed.step_time_ci95_s * 1e3:.2f}, n={speed.steps}); "
             f"{speed.data_wait_share:.0%} of it waiting for data"
         )
+    if result.compile is not None and result.first_step_s is not None:
+        counts = ", ".join(
+            f"{count} {name if count == 1 else name + 's'}"
+            for name, count in (
+                ("graph", result.compile["graphs"]),
+                ("graph break", result.compile["graph_breaks"]),
+                ("recompile", result.compile["recompiles"]),
+            )
+        )
+        lines.append(f"  first step {result.first_step_s:.1f} s (compile), {counts}")
+    if result.mfu is not None and result.flops_per_sample is not None:
+        lines.append(f"  MFU {result.mfu:.1%} ({result.flops_per_sample / 1e9:.4g} GFLOP a sample)")
     lines.append(f"  peak memory {result.peak_memory_bytes / 2**20:,.0f} MiB")
     if result.checkpoint:
         lines.append(f"  checkpoint {result.checkpoint}")
+    if result.world_size > 1 and result.ranks:
+        from trainers.balance import table
+
+        lines += [f"  {line}" for line in table(result.ranks)]
     return "\n".join(lines)
 
 

@@ -5,190 +5,27 @@ The descriptions below the fields are also the text of `--help` and of docs/conf
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainers.errors import MISSING, POLICIES, ConfigError
+from trainers.errors import MISSING, ConfigError
+from trainers.sections import (
+    CheckpointConfig,
+    DataConfig,
+    DdpConfig,
+    EvaluateConfig,
+    FailureConfig,
+    OptimizerConfig,
+    Positive,
+    ScalingConfig,
+    ScalingRule,
+    ScheduleConfig,
+)
 from trainers.settings import Settings, plain
 
-Positive = Annotated[int, Field(ge=1)]
 _SMALLEST_HALF = 2.0**-24
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]
-
-
-class OptimizerConfig(Settings):
-    """The optimizer; ignored when the task overrides `optimizer()`."""
-
-    name: Literal["sgd", "adam", "adamw"] = Field(default="adamw")
-    """The algorithm, as torch.optim has it."""
-    lr: float = Field(gt=0, examples=[0.001])
-    """Learning rate at `lr_scaling.base_batch_size` (at any batch size when the rule is none)."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay: L2 for sgd and adam, decoupled for adamw."""
-    momentum: float | None = Field(default=None, ge=0, lt=1, examples=[0.9])
-    """Momentum, sgd only."""
-    nesterov: bool | None = Field(default=None)
-    """Nesterov momentum, sgd only."""
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
-        default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]]
-    )
-    """Decay rates of the two moments, adam and adamw only."""
-    eps: float | None = Field(default=None, gt=0, examples=[1e-8])
-    """Term added to the denominator, adam and adamw only."""
-
-    @model_validator(mode="after")
-    def _only_what_is_used(self) -> Self:
-        unused = ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov")
-        for name in unused:
-            if (value := getattr(self, name)) is not None:
-                raise ConfigError(name, value, f"means nothing to optimizer {self.name}", "remove it")
-        if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov", True, "needs momentum", "set `momentum: 0.9`")
-        return self
-
-
-class ScheduleConfig(Settings):
-    """The learning rate's course; a pure function of the step."""
-
-    name: Literal["constant", "linear", "cosine"] = Field(default="constant")
-    """Course after the warm-up: constant, or falling to zero at the last step."""
-    warmup: int | float = Field(
-        default=0, ge=0, examples=[100], json_schema_extra={"rule": "must be a number of steps, or a share below 1"}
-    )
-    """Linear warm-up: a whole number of steps, or a share of all steps (0.05)."""
-
-    @model_validator(mode="after")
-    def _steps_or_share(self) -> Self:
-        if isinstance(self.warmup, float) and self.warmup >= 1:
-            raise ConfigError("warmup", self.warmup, "as a share must be below 1", "write steps as a whole number")
-        return self
-
-
-class ScalingRule(Settings):
-    """How the learning rate follows the batch size."""
-
-    rule: Literal["none", "linear", "sqrt"] = Field(default="none")
-    """linear for SGD (Goyal et al. 2017), sqrt for Adam (Malladi et al. 2022)."""
-    base_batch_size: Positive | None = Field(default=None, examples=[64])
-    """The global batch size that `optimizer.lr` was chosen for."""
-
-    @model_validator(mode="after")
-    def _base_is_known(self) -> Self:
-        if self.rule != "none" and self.base_batch_size is None:
-            raise ConfigError("base_batch_size", MISSING, "is what the rule scales from", "add `base_batch_size: 64`")
-        return self
-
-
-class EvaluateConfig(Settings):
-    """When, and in which batches, the validation split is evaluated."""
-
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("every_epochs", "every_steps"),)
-
-    every_epochs: Positive | None = Field(default=None)
-    """Evaluate after every so many epochs (1 when neither key is set)."""
-    every_steps: Positive | None = Field(default=None, examples=[500])
-    """Evaluate after every so many steps."""
-    microbatch_size: Positive = Field(default=256)
-    """Samples of one evaluation batch; fixed, so that figures do not depend on the number of workers."""
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if self.every_epochs and self.every_steps:
-            raise ConfigError("every_steps", self.every_steps, "cannot stand beside every_epochs", "keep one of them")
-        return self
-
-
-class DataConfig(Settings):
-    """How samples reach the device."""
-
-    num_workers: int = Field(default=0, ge=0)
-    """DataLoader processes of each worker; 0 loads in the worker itself."""
-    prefetch_factor: Positive | None = Field(default=None, examples=[2])
-    """Microbatches that each loader process prepares ahead (torch's default when not set)."""
-    pin_memory: Literal["auto"] | bool = Field(
-        default="auto", json_schema_extra={"rule": "must be auto, true or false"}
-    )
-    """Page-locked host memory for faster copies; auto: on CUDA."""
-    resident: Literal["auto"] | bool = Field(default="auto", json_schema_extra={"rule": "must be auto, true or false"})
-    """Whole split as tensors on the device; auto: a TensorDataset that takes at most a tenth of its memory."""
-
-    @model_validator(mode="after")
-    def _prefetch_has_workers(self) -> Self:
-        if self.prefetch_factor is not None and self.num_workers == 0:
-            raise ConfigError("prefetch_factor", self.prefetch_factor, "needs loader processes", "set `num_workers: 2`")
-        if self.resident is True and self.num_workers > 0:
-            raise ConfigError("num_workers", self.num_workers, "is of no use with resident data", "remove it")
-        return self
-
-
-class ScalingConfig(Settings):
-    """Workers and what each of them gets."""
-
-    num_workers: Positive | list[Positive] = Field(
-        default=1, examples=[2], json_schema_extra={"rule": "must be a whole number of at least 1, or [MIN, MAX]"}
-    )
-    """Worker processes, one for each GPU; [MIN, MAX] is elastic and needs `launcher: ray`."""
-    use_gpu: Literal["auto"] | bool = Field(default="auto", json_schema_extra={"rule": "must be auto, true or false"})
-    """GPUs for the workers; auto: when the cluster (or this machine) has any."""
-    cpus_per_worker: Positive = Field(default=1)
-    """CPU cores of one worker, and its number of compute threads under every launcher."""
-    gpus_per_worker: float = Field(default=1, gt=0)
-    """GPUs of one worker."""
-    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(default="PACK")
-    """Ray's placement of the workers on nodes."""
-
-    @model_validator(mode="after")
-    def _range(self) -> Self:
-        workers = self.num_workers
-        if isinstance(workers, list) and (len(workers) != 2 or workers[0] > workers[1]):
-            raise ConfigError("num_workers", workers, "must be [MIN, MAX] with MIN at most MAX", "write [1, 4]")
-        return self
-
-    @property
-    def min_workers(self) -> int:
-        """The fewest workers that the run may have."""
-        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
-
-    @property
-    def max_workers(self) -> int:
-        """The most workers that the run may have."""
-        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
-
-
-class CheckpointConfig(Settings):
-    """When training state goes to storage; the last step is always written."""
-
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("every_steps", "every_epochs", "every_s"),)
-
-    every_steps: Positive | None = Field(default=None, examples=[1000])
-    """Write after every so many steps."""
-    every_epochs: Positive | None = Field(default=None)
-    """Write after every so many epochs (1 when no key is set)."""
-    every_s: float | None = Field(default=None, gt=0, examples=[600])
-    """Write when so many seconds have passed since the last one."""
-    keep: Positive = Field(default=2)
-    """How many checkpoints are kept."""
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        chosen = [name for name in self.exclusive[0] if getattr(self, name) is not None]
-        if len(chosen) > 1:
-            raise ConfigError(chosen[1], getattr(self, chosen[1]), f"cannot stand beside {chosen[0]}", "keep one")
-        return self
-
-
-class FailureConfig(Settings):
-    """How many restarts from the newest checkpoint each kind of failure gets; -1: no limit."""
-
-    error: int = Field(default=POLICIES["error"].restarts, ge=-1)
-    """An exception in the task."""
-    node_lost: int = Field(default=POLICIES["node_lost"].restarts, ge=-1)
-    """A worker process or its node died."""
-    preempted: int = Field(default=POLICIES["preempted"].restarts, ge=-1)
-    """The node was drained or taken back."""
-    out_of_host_memory: int = Field(default=POLICIES["out_of_host_memory"].restarts, ge=-1)
-    """The host ran out of memory."""
 
 
 class TrainConfig(Settings):
@@ -254,8 +91,19 @@ class TrainConfig(Settings):
     """torch.compile of the model, by mode."""
     fullgraph: bool = Field(default=False)
     """Make a graph break an error."""
-    strategy: Literal["ddp", "none"] = Field(default="ddp")
-    """How workers share one model; none: a single worker, no wrapper."""
+    cuda_graphs: bool = Field(default=False)
+    """Capture whole steps as CUDA graphs and replay them: for small models that the host cannot feed. One worker, any
+    precision (fp16's loss scaler is captured too), a fused optimizer; steps of other shapes, as the short last one of
+    an epoch, run without. A replay runs no Python code of the task; activations may take their memory twice."""
+    channels_last: Literal["auto"] | bool = Field(
+        default="auto", json_schema_extra={"rule": "must be auto, true or false"}
+    )
+    """Memory format of 4-D parameters and batches; auto: channels last for convolutions on CUDA."""
+    strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
+    """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp: torch's DataParallel, one process
+    on all its GPUs; none: a single worker, no wrapper."""
+    ddp: DdpConfig = Field(default_factory=DdpConfig)
+    """What only `strategy: ddp` has."""
 
     optimizer: OptimizerConfig = Field(examples=[{"name": "adamw", "lr": 0.001}])
     """The optimizer."""
@@ -274,6 +122,16 @@ class TrainConfig(Settings):
     """When training state goes to storage."""
     failure: FailureConfig = Field(default_factory=FailureConfig)
     """Restarts for each kind of failure (`launcher: ray`)."""
+    tensorboard: bool = Field(default=False)
+    """Rank 0 writes the metrics as TensorBoard events too, to `tensorboard/` in the run's directory."""
+    profile_steps: int = Field(default=0, ge=0, examples=[5])
+    """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
+    noise_scale: bool = Field(default=False)
+    """Measure the gradient noise scale (trainers/noise.py): on workers or microbatches in every tenth step, at the cost
+    of two norms; on one worker without accumulation every 20th step is taken as two halves (the same but for rounding,
+    dropout masks and random transforms)."""
+    memory_history: bool = Field(default=False)
+    """Record the stack of every CUDA allocation, for the snapshot that is saved on out of memory. Costs some speed."""
     launcher: Literal["ray", "local", "spawn"] = Field(default="ray")
     """Who starts the workers; under torchrun: torchrun."""
 
@@ -293,8 +151,32 @@ class TrainConfig(Settings):
                     "keep exactly one of the two",
                 )
         scaling = self.scaling
-        if scaling.max_workers > 1 and self.strategy == "none":
-            raise ConfigError("strategy", "none", "is for one worker", "set `strategy: ddp`")
+        if scaling.max_workers > 1 and self.strategy in ("none", "dp"):
+            raise ConfigError("strategy", self.strategy, "is for one worker", "set `strategy: ddp`")
+        if self.ddp != DdpConfig() and self.strategy != "ddp":
+            raise ConfigError("ddp", plain(self.ddp), f"means nothing to strategy {self.strategy}", "remove it")
+        if self.cuda_graphs and self.compile in ("reduce-overhead", "max-autotune"):
+            raise ConfigError(
+                "cuda_graphs", True, f"is what compile {self.compile} does by itself", "set `cuda_graphs: false`"
+            )
+        if self.cuda_graphs and self.device in ("cpu", "mps"):
+            raise ConfigError("cuda_graphs", True, f"needs CUDA, not device {self.device}", "set `cuda_graphs: false`")
+        if self.cuda_graphs and scaling.max_workers > 1:
+            raise ConfigError(
+                "cuda_graphs", True, f"is for one worker, not for {scaling.max_workers}", "set `cuda_graphs: false`"
+            )
+        if self.cuda_graphs and self.strategy in ("fsdp", "dp"):
+            raise ConfigError(
+                "cuda_graphs", True, f"cannot follow strategy {self.strategy}, whose tensors move", "remove it"
+            )
+        if self.compile != "off" and self.strategy == "dp":
+            raise ConfigError(
+                "compile", self.compile, "cannot follow the replicas of strategy dp", "set `strategy: ddp`"
+            )
+        if self.compile in ("reduce-overhead", "max-autotune") and self.strategy == "fsdp":
+            raise ConfigError(
+                "compile", self.compile, "captures CUDA graphs, and fsdp moves its tensors", "set `compile: default`"
+            )
         if scaling.max_workers > 1 and self.launcher == "local":
             raise ConfigError(
                 "scaling.num_workers",

@@ -43,12 +43,22 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
     )
 
 
+def device_name(device: torch.device) -> str:
+    """What the device is called: the GPU's own name, else its type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
     """Process-wide settings that a run depends on, each set whatever it was before."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(torch.float32)
+    torch.backends.cudnn.enabled = True
     torch.backends.cudnn.benchmark = not deterministic
+    torch.backends.cudnn.deterministic = deterministic
+    # What half-precision products sum in: torch's own choice. fp32 products follow the precision (apply_matmul).
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if deterministic:
@@ -93,6 +103,26 @@ def peak_memory_bytes(device: torch.device) -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory_figures(device: torch.device) -> dict[str, int]:
+    """Bytes now `allocated`, `reserved` by torch's allocator (a GPU only), at `peak` and in `total`, as `NAME_bytes`.
+
+    On a CPU the resident memory of the process counts as allocated. Does not wait for the device.
+    """
+    figures = {"peak_bytes": peak_memory_bytes(device), "total_bytes": total_memory_bytes(device)}
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        allocated, reserved = stats.get("allocated_bytes.all.current", 0), stats.get("reserved_bytes.all.current", 0)
+        return {"allocated_bytes": allocated, "reserved_bytes": reserved, **figures}
+    if device.type == "mps":
+        return {"allocated_bytes": int(torch.mps.current_allocated_memory()), **figures}
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        resident = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        # The kernel writes its high-water mark down now and then only: it may lag behind.
+        figures |= {"allocated_bytes": resident, "peak_bytes": max(resident, figures["peak_bytes"])}
+    return figures
 
 
 def total_memory_bytes(device: torch.device) -> int:

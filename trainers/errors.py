@@ -103,18 +103,46 @@ class CheckpointError(PacelineError):
     """A checkpoint that is incomplete, damaged or not ours."""
 
 
+class DeviceMismatchError(PacelineError):
+    """Tensors of one computation lie on different devices; names those that are not where they belong."""
+
+
 class DivergedError(PacelineError):
     """The loss became NaN or infinite."""
 
     status: Status = "diverged"
 
 
-class RunFailedError(PacelineError):
-    """A run that ended; carries the status, the worker's own words, and when (Unix time) it failed."""
+class PreemptedError(PacelineError):
+    """A node of the run is about to be taken away, and a checkpoint is written: the group may leave."""
 
-    def __init__(self, status: Status, message: str, when: float = 0.0, config: bool = False) -> None:
-        super().__init__(status, message, when, config)
-        self.status, self.message, self.when, self.config = status, message, when, config
+    status: Status = "preempted"
+
+
+class TooLargeError(PacelineError):
+    """A microbatch ran out of memory in mid-training; the next start takes a smaller one."""
+
+    status: Status = "out_of_memory"
+
+    def __init__(self, microbatch_size: int, words: str) -> None:
+        super().__init__(microbatch_size, words)
+        self.microbatch_size, self.words = microbatch_size, words
+
+    def __str__(self) -> str:
+        return f"a microbatch of {self.microbatch_size} ran out of memory in mid-training ({self.words})"
+
+
+class RunFailedError(PacelineError):
+    """A run that ended; carries the status, the worker's own words, and when (Unix time) it failed.
+
+    `smaller`: the next start takes a smaller microbatch, so it is worth more than a retry.
+    """
+
+    def __init__(
+        self, status: Status, message: str, when: float = 0.0, config: bool = False, smaller: bool = False
+    ) -> None:
+        super().__init__(status, message, when, config, smaller)
+        self.status, self.message, self.when, self.config, self.smaller = status, message, when, config, smaller
         self.exit_code = ConfigError.exit_code if config else PacelineError.exit_code
 
     @staticmethod
@@ -127,13 +155,22 @@ class RunFailedError(PacelineError):
         frames = traceback.extract_tb(error.__traceback__)
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
         words = (str(error).splitlines() or [""])[0]
-        return RunFailedError(classify(error), f"rank {rank}: {type(error).__name__}: {words}{at}", time.time())
+        return RunFailedError(
+            classify(error),
+            f"rank {rank}: {type(error).__name__}: {words}{at}",
+            time.time(),
+            smaller=isinstance(error, TooLargeError),
+        )
 
     @staticmethod
     def first(errors: list[RunFailedError]) -> RunFailedError:
-        """The cause among the failures of several ranks: a lost worker, else the earliest; others follow from it."""
-        lost = [error for error in errors if error.status in ("node_lost", "preempted")]
-        return min(lost or errors, key=lambda error: error.when)
+        """The cause among the failures of several ranks: a lost worker, else the earliest; others follow from it.
+
+        A rank that ran out of memory and knows a smaller microbatch explains whatever the others met.
+        """
+        smaller = [error for error in errors if error.smaller]
+        lost = [error for error in errors if error.status in ("node_lost", "preempted", "hung")]
+        return min(smaller or lost or errors, key=lambda error: error.when)
 
     def __str__(self) -> str:
         if self.config:

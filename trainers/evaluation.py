@@ -1,7 +1,7 @@
 """Exact distributed evaluation: the same figures for any number of workers, to the last sample.
 
 Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own row of a table, which is added over
-ranks (to zeros, so exactly) and then summed without rounding.
+ranks (to zeros, so exactly) and then summed without rounding. For torchmetrics see trainers/metric_states.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import nn
 
 from trainers.errors import ConfigError
 from trainers.loader import Feed
-from trainers.parallel import Group
+from trainers.metric_states import MetricStates
+from trainers.moves import raise_if_mismatch
+from trainers.parallel import Group, is_sharded
 from trainers.precision import PrecisionSpec
 from trainers.task import Task
 
@@ -34,28 +36,38 @@ def evaluate(
 ) -> dict[str, float]:
     """`val_loss` and the task's metrics as `val_<name>`, over every sample once. Every rank must call it.
 
-    `model` is the bare module: nothing here is a collective until the end.
+    `model` is the bare module: nothing here is a collective until the end, but the forwards of a sharded one. Those are
+    equally many on every rank: a rank with a batch less runs one whose result is left out.
     """
     length = len(feed.dataset)  # type: ignore[arg-type]
     batches = list(torch.arange(length).split(microbatch_size))
     mine = range(group.rank, len(batches), group.world_size)
+    rounds = -(-len(batches) // group.world_size)
+    idle = batches[:1] if is_sharded(model) and len(mine) < rounds else []
     rows: list[torch.Tensor] = []
     names: list[str] = []
+    states = MetricStates()
     exact = torch.float32 if group.device.type == "mps" else torch.float64
     was_training = model.training
+    batch = None
     model.eval()
     try:
         with torch.no_grad():
-            for batch in feed.batches([batches[index] for index in mine], training=False):
+            for batch in feed.batches([batches[index] for index in mine] + idle, training=False):
                 with spec.autocast_context(group.device):
                     outputs = task.forward(model, spec.convert_batch(batch))
+                    if len(rows) == len(mine):
+                        continue
                     loss = task.loss(outputs, batch)
-                values = task.metrics(outputs, batch)
+                values = states.take(task.metrics(outputs, batch), mine[len(rows)])
                 _check_metrics(task, values, len(batches[mine[len(rows)]]))
                 names = list(values)
                 weight = task.weight(batch).to(loss.device, exact)
                 sums = [value.to(exact).sum() for value in values.values()]
                 rows.append(torch.stack([loss.to(exact) * weight, weight, *sums]))
+    except RuntimeError as error:
+        raise_if_mismatch(error, task, model, batch, group.device)
+        raise
     finally:
         model.train(was_training)
     names = next((known for known in group.gather(names) if known), names)
@@ -64,5 +76,6 @@ def evaluate(
         table[list(mine)] = torch.stack(rows).cpu().double()
     columns = group.sum(table).T.tolist()
     loss_sum, weight_sum, *sums_of = [math.fsum(column) for column in columns]
-    figures = {f"val_{name}": total / length for name, total in zip(names, sums_of, strict=True)}
-    return {"val_loss": loss_sum / weight_sum if weight_sum else math.nan, **figures}
+    figures = {name: total / length for name, total in zip(names, sums_of, strict=True)} | states.figures(group)
+    val_loss = loss_sum / weight_sum if weight_sum else math.nan
+    return {"val_loss": val_loss, **{f"val_{name}": figure for name, figure in figures.items()}}

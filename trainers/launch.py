@@ -16,20 +16,50 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from trainers.config import TrainConfig
+from trainers.context import RunContext
 from trainers.errors import RunFailedError
-from trainers.metrics import RunResult
-from trainers.run import RunSpec
 from trainers.storage import Storage
+from trainers.watchdog import HUNG_EXIT_CODE
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 1800
+
+
+class Result(Protocol):
+    """What a worker's work gave."""
+
+    def to_json(self) -> str:
+        """As it crosses between processes."""
+
+
+R = TypeVar("R", bound=Result)
+R_co = TypeVar("R_co", bound=Result, covariant=True)
+
+
+class Job(Protocol[R_co]):
+    """What the launchers start: a training run (trainers/run.py) or an inference pass (trainers/inference.py)."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """Device and workers."""
+
+    @property
+    def storage(self) -> Storage:
+        """The run's directory."""
+
+    def execute(self, context: RunContext) -> R_co:
+        """The work of one worker."""
+
+    def read_result(self, text: bytes) -> R_co:
+        """What `execute` gave, from its JSON."""
 
 
 class LocalContext:
@@ -46,14 +76,34 @@ class LocalContext:
     ) -> None:
         self.storage, self.launcher, self.rank, self.world_size = storage, launcher, rank, world_size
         self.local_rank, self.local_world_size, self.device_index = local_rank, local_world_size, local_rank
+        self.microbatch_ceiling: int | None = None
+        self.microbatch_bounds: tuple[int | None, int | None] = (None, None)
+        self.source: Storage | None = None
+        self.until_epoch: float | None = None
         self._stop = threading.Event()
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Nobody to tell: the loop has logged it."""
 
-    def should_stop(self) -> bool:
+    def observe(self, figures: dict[str, float]) -> None:
+        """Nobody watches."""
+
+    def should_stop(self, elapsed_s: float) -> bool:
         """Whether a signal came."""
         return self._stop.is_set()
+
+    def preempted(self, elapsed_s: float) -> bool:
+        """Nobody says so here: SIGTERM is how such a machine ends."""
+        return False
+
+    def fits(self, microbatch_size: int, fits: bool) -> None:
+        """Nobody else would use it."""
+
+    def too_large(self, microbatch_size: int) -> None:
+        """The run's directory knows it."""
+
+    def hung(self, words: str) -> None:
+        """The exit code says it."""
 
     def listen(self) -> None:
         """Take SIGTERM and SIGINT as the wish to stop; a second Ctrl-C interrupts at once."""
@@ -80,14 +130,14 @@ def setup_logging(rank: int) -> None:
         package.propagate = False
 
 
-def run_local(spec: RunSpec) -> RunResult:
+def run_local(spec: Job[R]) -> R:
     """One worker, in this process."""
     context = LocalContext(spec.storage, "local")
     context.listen()
     return spec.execute(context)
 
 
-def run_torchrun(spec: RunSpec) -> RunResult:
+def run_torchrun(spec: Job[R]) -> R:
     """This process is one of torchrun's workers; each of them calls this."""
     env = os.environ
     context = LocalContext(
@@ -101,11 +151,22 @@ def run_torchrun(spec: RunSpec) -> RunResult:
     return _run_in_group(spec, context, "env://")
 
 
-def run_spawn(spec: RunSpec) -> RunResult:
+def run_spawn(spec: Job[R]) -> R:
     """`scaling.num_workers` processes on this machine; the result is rank 0's.
 
-    Raises RunFailedError with the words of the rank that failed first.
+    A group that ran out of memory in mid-training starts again with a smaller microbatch. Raises RunFailedError with
+    the words of the rank that failed first.
     """
+    while True:
+        try:
+            return _spawn_group(spec)
+        except RunFailedError as failure:
+            if not failure.smaller:
+                raise
+            logger.warning("%s; the workers start again with a smaller one", failure.message)
+
+
+def _spawn_group(spec: Job[R]) -> R:
     workers = spec.config.scaling.max_workers
     with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory:
         processes = start_processes(
@@ -126,14 +187,16 @@ def run_spawn(spec: RunSpec) -> RunResult:
                 if process.is_alive():
                     process.kill()
                 process.join()
-    return RunResult.from_json(spec.storage.read("result.json"))
+        return spec.read_result(Path(directory, "result.json").read_bytes())
 
 
-def _spawned(rank: int, spec: RunSpec, world_size: int, directory: str) -> None:
+def _spawned(rank: int, spec: Job[Any], world_size: int, directory: str) -> None:
     setup_logging(rank)
     context = LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
     try:
-        _run_in_group(spec, context, f"file://{directory}/rendezvous")
+        result = _run_in_group(spec, context, f"file://{directory}/rendezvous")
+        if rank == 0:
+            Path(directory, "result.json").write_text(result.to_json())
     except BaseException as error:
         failure = RunFailedError.of(error, rank)
         Path(directory, f"failed-{rank}").write_text(json.dumps(failure.args))
@@ -145,7 +208,9 @@ def _failure(directory: Path, error: Exception, exits: dict[int, int | None]) ->
     failures = [RunFailedError(*json.loads(path.read_text())) for path in directory.glob("failed-*")]
     for rank, code in exits.items():
         # SIGTERM is how torch ends the ranks that are left.
-        if code not in (None, 0, -signal.SIGTERM) and not (directory / f"failed-{rank}").exists():
+        if code == HUNG_EXIT_CODE:
+            failures.append(RunFailedError("hung", f"rank {rank} made no step; see hangs/ in the run's directory"))
+        elif code not in (None, 0, -signal.SIGTERM) and not (directory / f"failed-{rank}").exists():
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             return RunFailedError("node_lost", f"rank {rank} died {how}")
     if not failures:
@@ -156,7 +221,7 @@ def _failure(directory: Path, error: Exception, exits: dict[int, int | None]) ->
     return first
 
 
-def _run_in_group(spec: RunSpec, context: LocalContext, init_method: str) -> RunResult:
+def _run_in_group(spec: Job[R], context: LocalContext, init_method: str) -> R:
     context.listen()
     use_cuda = spec.config.device in ("auto", "cuda") and torch.cuda.is_available()
     if use_cuda:

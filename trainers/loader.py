@@ -1,31 +1,46 @@
-"""Batches on the device: resident tensors that are indexed there, or a torch DataLoader that fetches whole batches."""
+"""Batches on the device: resident tensors that are indexed there, or whole batches fetched here or by a DataLoader.
+
+A dataset gives a whole batch at once by `gather(rows)` (an int64 array to a batch that is ready, as trainers/arrow.py
+has it), by torch's `__getitems__(indices)`, or by being a TensorDataset; any other is asked for a sample at a time.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trainers.config import DataConfig
 from trainers.device import total_memory_bytes
 from trainers.errors import ConfigError
+from trainers.moves import Pinnable, to_device
+from trainers.sections import DataConfig
 from trainers.task import Batch, Task, is_tensor_dataset, map_tensors, tensors_of
 
 _RESIDENT_SHARE = 0.1  # of the device's memory, over all workers of the device: leaves the rest to training
 _FETCH = 4096  # samples fetched at once while a dataset is made resident
 
 
-def fetch(dataset: Dataset[Any], indices: Sequence[int], collate: Callable[[list[Any]], Batch]) -> Batch:
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def fetch(dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Callable[[list[Any]], Batch]) -> Batch:
     """One batch of a map-style dataset, a whole batch at a time where the dataset can."""
+    rows = np.asarray(indices, dtype=np.int64)
     if is_tensor_dataset(dataset):
-        rows = torch.as_tensor(indices)
-        return tuple(tensor[rows] for tensor in dataset.tensors)  # type: ignore[attr-defined]
+        chosen = torch.from_numpy(rows)
+        # A copy a row: indexing with [] copies number by number, ten times slower.
+        return tuple(tensor.index_select(0, chosen) for tensor in dataset.tensors)  # type: ignore[attr-defined]
+    if hasattr(dataset, "gather"):
+        return dataset.gather(rows)
+    numbers: list[int] = rows.tolist()
     if hasattr(dataset, "__getitems__"):
-        return _collated(dataset.__getitems__(list(indices)), collate)
-    return collate([dataset[index] for index in indices])
+        return _collated(dataset.__getitems__(numbers), collate)
+    return collate([dataset[number] for number in numbers])
 
 
 def _collated(fetched: Any, collate: Callable[[list[Any]], Batch]) -> Batch:
@@ -34,26 +49,26 @@ def _collated(fetched: Any, collate: Callable[[list[Any]], Batch]) -> Batch:
 
 
 class _WholeBatches(Dataset[Any]):
-    """Seen by the DataLoader in place of a dataset: a list of indices gives one batch."""
+    """Seen by the DataLoader in place of a dataset: an array of indices gives one batch."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Batch]) -> None:
         self.dataset, self.collate = dataset, collate
 
     def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__([index])
+        return self.__getitems__(np.array([index]))
 
-    def __getitems__(self, indices: list[int]) -> Batch:
+    def __getitems__(self, indices: Rows) -> Batch:
         return fetch(self.dataset, indices, self.collate)
 
 
 class _Plan:
-    """The index lists of the coming microbatches; a DataLoader with persistent workers reads it anew each epoch."""
+    """The indices of the coming microbatches; a DataLoader with persistent workers reads it anew each epoch."""
 
     def __init__(self) -> None:
         self.microbatches: Sequence[Tensor] = ()
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (indices.tolist() for indices in self.microbatches)
+    def __iter__(self) -> Iterator[Rows]:
+        return (indices.numpy() for indices in self.microbatches)
 
     def __len__(self) -> int:
         return len(self.microbatches)
@@ -67,19 +82,24 @@ class Feed:
     ) -> None:
         """`sharers` is how many workers share the device's memory (those of one host, on a CPU)."""
         self.dataset, self.task, self.device = dataset, task, device
+        self.beat: Callable[[], None] = _nothing
+        """Called for every batch: the loop's sign of life."""
         self.resident = self._make_resident(config, sharers)
         self._plan = _Plan()
         self._loader: DataLoader[Any] | None = None
-        if self.resident is None:
-            pin = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
+        self._pins = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
+        if self._pins and self.resident is None and not torch.accelerator.is_available():
+            warnings.warn("`data.pin_memory` is true, but there is no accelerator: memory is not pinned", stacklevel=2)
+            self._pins = False
+        if self.resident is None and config.num_workers > 0:
             self._loader = DataLoader(
                 _WholeBatches(dataset, task.collate),
-                batch_sampler=self._plan,
-                collate_fn=_identity,
+                batch_sampler=self._plan,  # type: ignore[arg-type]
+                collate_fn=Pinnable if self._pins else _identity,
                 num_workers=config.num_workers,
                 prefetch_factor=config.prefetch_factor,
-                pin_memory=pin,
-                persistent_workers=config.num_workers > 0,
+                pin_memory=self._pins,
+                persistent_workers=True,
                 generator=torch.Generator().manual_seed(seed),
             )
 
@@ -113,11 +133,15 @@ class Feed:
 
     def batches(self, microbatches: Sequence[Tensor], training: bool) -> Iterator[Batch]:
         """One transformed batch on the device for each int64 index tensor, in order."""
-        source = self._resident_batches(microbatches) if self._loader is None else self._loaded_batches(microbatches)
+        resident = self.resident is not None
+        source = self._resident_batches(microbatches) if resident else self._loaded_batches(microbatches)
+        transforms = type(self.task).transform is not Task.transform
         for batch in source:
-            with torch.no_grad():
-                transformed = self.task.transform(batch, training)
-            yield transformed
+            self.beat()
+            if transforms:
+                with torch.no_grad():
+                    batch = self.task.transform(batch, training)
+            yield batch
 
     def _resident_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
         if not microbatches:
@@ -128,10 +152,18 @@ class Feed:
             yield map_tensors(lambda tensor, at=indices: tensor.index_select(0, at), self.resident)  # type: ignore[misc]
 
     def _loaded_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
-        assert self._loader is not None
-        self._plan.microbatches = microbatches
-        for batch in self._loader:
-            yield map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), batch)
+        if self._loader is None:
+            host = self._fetched_here(microbatches)
+        else:
+            self._plan.microbatches = microbatches
+            loaded = iter(self._loader)
+            host = (carried.batch for carried in loaded) if self._pins else loaded
+        yield from to_device(host, self.device, ahead=self._loader is not None)
+
+    def _fetched_here(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
+        for indices in microbatches:
+            batch = fetch(self.dataset, indices.numpy(), self.task.collate)
+            yield Pinnable(batch).pin_memory().batch if self._pins else batch
 
     def close(self) -> None:
         """End the loader's processes."""
@@ -151,6 +183,10 @@ def _indexable(data: Batch, length: int) -> bool:
         return all(_indexable(value, length) for value in data)
     fields = getattr(data, "__dataclass_fields__", None)
     return fields is not None and all(_indexable(getattr(data, name), length) for name in fields)
+
+
+def _nothing() -> None:
+    """Nobody listens."""
 
 
 def _identity(batch: Batch) -> Batch:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
-import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
+from trainers.balance import RankFigures
 from trainers.device import synchronize
 from trainers.errors import Status
+from trainers.sinks import encode_events, events_name
+from trainers.step_times import STRETCHES, StepTimes
 from trainers.storage import Storage
 
 WARMUP_STEPS = 5
 """Steps at the start of a run that no throughput counts: allocation, autotuning, compilation, first-touch."""
+SETTLED = 0.02
+"""Of the mean step time: the half width of its interval from which on it counts as measured."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,35 @@ class Throughput:
     step_time_s: float
     """Mean time of a step."""
     step_time_ci95_s: float
-    """Half width of the 95 % confidence interval of that mean (normal approximation)."""
+    """Half width of the 95 % confidence interval of that mean: from the means of up to 30 stretches of steps, because
+    neighbouring steps are slow or fast together."""
     data_wait_share: float
     """Share of the time that rank 0 waited for batches."""
     steps: int
     """Steps measured."""
+    step_time_stdev_s: float = 0.0
+    """Spread of single steps (on a GPU, of the means of steps that nobody waited between)."""
+    settled: bool = False
+    """Whether that interval is within 2 % of the mean: more steps would say little more."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a clock has counted since this launch began; two of them subtract to what lies between."""
+
+    steps: int = 0
+    samples: int = 0
+    """Of all ranks."""
+    own_samples: int = 0
+    """Of this rank."""
+    idle_steps: int = 0
+    """Steps in which this rank had no sample."""
+    time_s: float = 0.0
+    wait_s: float = 0.0
+    """Until batches were there."""
+
+    def __sub__(self, earlier: Totals) -> Totals:
+        return Totals(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
 
 
 class StepClock:
@@ -47,10 +74,15 @@ class StepClock:
         self.device = device
         self.train_time_s = 0.0
         self.running = False
-        self._times: list[float] = []
-        self._samples: list[int] = []
+        self.counting = True
+        """Whether steps count into the throughput: not those that a profiler slows."""
+        self.first_step_s: float | None = None
+        """Time of this launch's first step, which compiles, tunes and allocates."""
+        self._times = StepTimes()
         self._wait_s = 0.0
         self._measured_wait_s = 0.0
+        self._counted_s = self._counted_wait_s = 0.0
+        self._counted_steps = self._counted_samples = self._own_samples = self._idle_steps = 0
         self._open: list[int] = []
         self._began = 0.0
 
@@ -61,10 +93,14 @@ class StepClock:
         self.running = True
         self._began = time.perf_counter()
 
-    def step(self, samples: int) -> None:
-        """A step of `samples` global samples was issued."""
+    def step(self, samples: int, own_samples: int | None = None) -> None:
+        """A step of `samples` global samples was issued, `own_samples` (all, when not given) of them on this rank."""
         self._open.append(samples)
-        if self.device.type == "cpu":
+        if self.counting:
+            own = samples if own_samples is None else own_samples
+            self._own_samples += own
+            self._idle_steps += own == 0
+        if self.device.type == "cpu" or self.first_step_s is None:
             self.end_span()
             self.start_span()
 
@@ -76,12 +112,27 @@ class StepClock:
         synchronize(self.device)
         elapsed = time.perf_counter() - self._began
         self.train_time_s += elapsed
-        self._times += [elapsed / len(self._open)] * len(self._open)
-        self._samples += self._open
-        if len(self._times) > WARMUP_STEPS:
-            self._measured_wait_s += self._wait_s
+        if self.first_step_s is None:
+            self.first_step_s = elapsed
+        if self.counting:
+            self._times.add(elapsed, self._open)
+            self._counted_steps += len(self._open)
+            self._counted_samples += sum(self._open)
+            self._counted_s += elapsed
+            self._counted_wait_s += self._wait_s
+            if len(self._times) > WARMUP_STEPS:
+                self._measured_wait_s += self._wait_s
         self._wait_s = 0.0
         self._open.clear()
+
+    def leave_out(self) -> None:
+        """The last step compiled a graph again: it and those that share its span do not count into the throughput."""
+        spoilt = len(self._open) or 1
+        if self._open:
+            self.end_span()
+            self.start_span()
+        if self.counting:
+            self._times.cut(max(WARMUP_STEPS, len(self._times) - spoilt))
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time until each of them is there counts as waiting for data."""
@@ -94,48 +145,82 @@ class StepClock:
             self._wait_s += time.perf_counter() - began
             yield batch
 
+    def totals(self) -> Totals:
+        """All that was counted until the last `end_span`."""
+        return Totals(
+            self._counted_steps,
+            self._counted_samples,
+            self._own_samples,
+            self._idle_steps,
+            self._counted_s,
+            self._counted_wait_s,
+        )
+
     def throughput(self) -> Throughput | None:
         """Figures over the steps after warm-up (over all of them when there are no more); None before any."""
-        skip = WARMUP_STEPS if len(self._times) > WARMUP_STEPS else 0
-        times, samples = self._times[skip:], self._samples[skip:]
-        total_s = sum(times)
-        if not times or total_s <= 0:
+        times = self._times
+        skip = WARMUP_STEPS if len(times) > WARMUP_STEPS else 0
+        steps, total_s = len(times) - skip, times.total_s(skip)
+        if not steps or total_s <= 0:
             return None
-        spread = statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else 0.0
+        mean_s, half_s = total_s / steps, times.half_width_s(skip)
         return Throughput(
-            samples_per_s=sum(samples) / total_s,
-            step_time_s=total_s / len(times),
-            step_time_ci95_s=1.96 * spread,
+            samples_per_s=times.samples(skip) / total_s,
+            step_time_s=mean_s,
+            step_time_ci95_s=half_s,
             data_wait_share=min(1.0, self._measured_wait_s / total_s) if skip else 0.0,
-            steps=len(times),
+            steps=steps,
+            step_time_stdev_s=times.stdev_s(skip),
+            settled=steps >= STRETCHES and half_s <= SETTLED * mean_s,
         )
 
 
 class RunLog:
-    """The run's records: parts `log/<step>.jsonl` that each end at a flush, so object stores need no append."""
+    """The run's records: parts `log/<step>.jsonl` that each end at a flush, so object stores need no append.
 
-    def __init__(self, run: Storage) -> None:
+    With `tensorboard` the same parts go to `tensorboard/` as events.
+    """
+
+    def __init__(self, run: Storage, tensorboard: bool = False) -> None:
         self._storage = run.child("log")
-        self._open: list[dict[str, Any]] = []
+        self._events = run.child("tensorboard") if tensorboard else None
+        self._open: list[tuple[float, dict[str, Any]]] = []
 
     def add(self, record: dict[str, Any]) -> None:
         """Remember one record."""
-        self._open.append(record)
+        self._open.append((time.time(), record))
 
     def flush(self, step: int) -> None:
         """Write what was remembered, as the part that ends at `step`."""
-        if self._open:
-            name = f"{step:012d}.jsonl"
-            before = self._storage.read(name) if self._storage.exists(name) else b""
-            text = "".join(json.dumps(record) + "\n" for record in self._open)
-            self._storage.write(name, before + text.encode())
-            self._open.clear()
+        self.part(step)()
+
+    def part(self, step: int) -> Callable[[], None]:
+        """Take what was remembered; the function writes it, on any thread, as the part that ends at `step`."""
+        taken, self._open = self._open, []
+
+        def write() -> None:
+            if taken:
+                text = "".join(json.dumps(record) + "\n" for _, record in taken)
+                _extend(self._storage, f"{step:012d}.jsonl", text.encode())
+                if self._events is not None:
+                    _extend(self._events, events_name(step), encode_events(taken))
+
+        return write
 
     def cut(self, step: int) -> None:
         """Drop the parts that end after `step`: the run resumes there and will write them again."""
         for name in self._storage.names():
             if name.endswith(".jsonl") and int(name.removesuffix(".jsonl")) > step:
                 self._storage.delete(name)
+        if self._events is not None:
+            for name in self._events.names():
+                if name > events_name(step):
+                    self._events.delete(name)
+
+
+def _extend(storage: Storage, name: str, data: bytes) -> None:
+    before = storage.read(name) if storage.exists(name) else b""
+    storage.write(name, before + data)
 
 
 def read_log(run: Storage) -> list[dict[str, Any]]:
@@ -170,6 +255,19 @@ class RunResult:
     checkpoint: str | None = None
     """Where the newest checkpoint is."""
     message: str = ""
+    first_step_s: float | None = None
+    """Time of this launch's first step on rank 0, with the compilation of forward and backward."""
+    compile: dict[str, int] | None = None
+    """Of rank 0, with compile: graphs, graph_breaks (places), recompiles."""
+
+    flops_per_sample: float | None = None
+    """Of the forward and backward pass (trainers/flops.py)."""
+    mfu: float | None = None
+    """Model FLOPs utilisation of all workers, 0 to 1; None where the device's peak is not known."""
+    ranks: list[RankFigures] = field(default_factory=list)
+    """Every rank after warm-up, side by side (trainers/balance.py)."""
+    noise_scale: dict[str, float | None] | None = None
+    """With `noise_scale: true`, of this launch: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
 
     def to_json(self) -> str:
         """As `result.json` has it."""

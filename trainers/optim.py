@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainers.config import ScheduleConfig, TrainConfig
+from trainers.config import TrainConfig
+from trainers.parallel import is_shard
+from trainers.sections import ScheduleConfig
 
 _CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _FUSED_DEVICES = ("cpu", "cuda", "mps")
@@ -42,6 +44,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     if chosen.betas is not None:
         options["betas"] = tuple(chosen.betas)
     fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
+        fused = False  # torch 2.15 has no sharded form of it
     return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
 
 

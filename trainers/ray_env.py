@@ -1,13 +1,16 @@
 """What Ray reads from the environment at import; imported before Ray, and never overriding the user's own settings.
 
 RAY_TRAIN_ENABLE_STATE_TRACKING         runs are visible in the dashboard
-RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  imports take longer than Ray's 60 s on a busy node
+RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the size of the group is chosen anew
 RAY_TRAIN_HEALTH_CHECK_INTERVAL_S       a run's end is noticed sooner than after 2 s
 RAY_USAGE_STATS_ENABLED                 nothing is sent anywhere
 RAY_AIR_NEW_OUTPUT                      the terminal is Paceline's, not Tune's
 TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
                                         the journal is the record; a failed trial has no metric
 TUNE_DISABLE_SIGINT_HANDLER             Ctrl-C is Paceline's too
+on a cluster that RAY_ADDRESS names:
+RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     said aloud: Ray hands it to the run's controller, whose process has no
+                                        RAY_ADDRESS and would switch it off
 and, for an embedded cluster (no RAY_ADDRESS):
 RAY_AUTH_MODE                           token, as Ray's own default for a new cluster, without its warning
 RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     nobody drains an embedded node: one actor less for each worker group
@@ -18,7 +21,7 @@ import os
 
 _ALWAYS = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -26,11 +29,12 @@ _ALWAYS = {
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
+_CLUSTER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1"}
 _EMBEDDED = {
     "RAY_AUTH_MODE": "token",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
 }
 
-for _name, _value in (_ALWAYS if os.environ.get("RAY_ADDRESS") else _ALWAYS | _EMBEDDED).items():
+for _name, _value in (_ALWAYS | (_CLUSTER if os.environ.get("RAY_ADDRESS") else _EMBEDDED)).items():
     os.environ.setdefault(_name, _value)

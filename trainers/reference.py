@@ -9,12 +9,12 @@ from typing import Any, get_args, get_origin
 from pydantic_core import PydanticUndefined
 
 from trainers.errors import show
-from trainers.settings import Settings, child_model
+from trainers.settings import Settings, child_model, keys_of
 
 
 def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """(dotted key, default, description) of every key, depth first."""
-    for name, field in model.model_fields.items():
+    for name, field in keys_of(model).items():
         dotted = prefix + name
         below = child_model(model, name)
         if below is not None and get_origin(field.annotation) is not dict:
@@ -24,7 +24,7 @@ def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str,
             default = show(field.default)
         else:
             default = "required" if field.is_required() else show(field.get_default(call_default_factory=True))
-        description = field.description or ""
+        description = " ".join((field.description or "").split())  # a table's row is one line
         choices = _choices(field.annotation)
         yield dotted, default, description + (f" One of {', '.join(choices)}." if len(choices) > 1 else "")
 

@@ -69,6 +69,12 @@ class RunSpec:
         config = self.config
         return fit(load_task(config.task, config.task_args, self.source), config, context)
 
+    def read_result(self, text: bytes) -> RunResult:
+        """What `execute` gave, from its JSON."""
+        from trainers.metrics import RunResult
+
+        return RunResult.from_json(text)
+
 
 def torchrun_world_size() -> int | None:
     """The number of workers when torchrun (or what sets its variables) started this process."""
@@ -222,5 +228,7 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
         if same_length and (result := _finished(storage)) is not None:
             return result
         storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
-    storage.write("config.yaml", dump_yaml(spec.tree).encode())
+    # Where the task is, for whoever opens the run later from another directory.
+    found = {"task_dir": spec.path[0]} if spec.path else {}
+    storage.write("config.yaml", dump_yaml({**spec.tree, **found}).encode())
     return None

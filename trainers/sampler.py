@@ -23,14 +23,15 @@ class StepSampler(DistributedSampler[int]):
     def __init__(
         self,
         dataset: Dataset[object],
-        *,
-        global_batch_size: int,
-        num_replicas: int = 1,
-        rank: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        global_batch_size: int,
     ) -> None:
+        """All but `global_batch_size` as in torch's class, the process group as default of the first two included."""
         if not isinstance(dataset, Sized):
             raise TypeError("the training dataset has no length: Paceline needs a map-style dataset (`__len__`)")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
@@ -72,8 +73,21 @@ class StepSampler(DistributedSampler[int]):
         start = step * self.global_batch_size
         return self.permutation()[start : start + 1]
 
+    def plan(self, step: int, microbatch_size: int, even: bool = False) -> tuple[list[Tensor], list[int]]:
+        """This rank's microbatches of a step, and how many samples each of them counts: 0 for an anchor.
 
-def split_share(share: Tensor, microbatch_size: int) -> list[Tensor]:
-    """A share in as few microbatches as fit, of sizes that differ by at most one (so none is tiny)."""
-    count = max(1, -(-len(share) // microbatch_size))
-    return list(torch.tensor_split(share, count))
+        `even`: as many on every rank, for a model whose forward is a collective.
+        """
+        share = self.share(step)
+        largest = -(-self.step_size(step) // self.num_replicas) if even else len(share)
+        chunks = split_share(share, microbatch_size, largest)
+        return [chunk if len(chunk) else self.anchor(step) for chunk in chunks], [len(chunk) for chunk in chunks]
+
+
+def split_share(share: Tensor, microbatch_size: int, largest: int | None = None) -> list[Tensor]:
+    """A share in as few microbatches as fit, of sizes that differ by at most one (so none is tiny).
+
+    With `largest`, in as many as a share of so many samples needs; some may then be empty.
+    """
+    count = max(1, -(-(len(share) if largest is None else largest) // microbatch_size))
+    return [share] if count == 1 else list(torch.tensor_split(share, count))

@@ -33,7 +33,8 @@ class Settings(BaseModel):
 
 def plain(settings: Settings) -> Tree:
     """Plain data that builds the same settings again: keys without a value are left out, what users nest is kept."""
-    values = {name: getattr(settings, name) for name in type(settings).model_fields}
+    fields = type(settings).model_fields
+    values = {field.alias or name: getattr(settings, name) for name, field in fields.items()}
     return {
         name: plain(value) if isinstance(value, Settings) else _copy(value)
         for name, value in values.items()
@@ -42,6 +43,11 @@ def plain(settings: Settings) -> Tree:
 
 
 S = TypeVar("S", bound=Settings)
+
+
+def keys_of(model: type[Settings]) -> dict[str, FieldInfo]:
+    """The fields of a model by the keys that users write (`async`, which Python cannot name a field)."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 class _Loader(yaml.SafeLoader):
@@ -185,7 +191,7 @@ def _owner(model: type[Settings], tree: Tree, dotted: str) -> tuple[type[Setting
 
 def child_model(model: type[Settings] | None, name: str) -> type[Settings] | None:
     """The model of a field that holds one."""
-    field = model.model_fields.get(name) if model else None
+    field = keys_of(model).get(name) if model else None
     return next((t for t in _flatten(field.annotation) if _is_settings(t)), None) if field else None
 
 
@@ -246,7 +252,7 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     kind, context = problem["type"], problem.get("ctx", {})
     path, owner, field = _locate(model, problem["loc"], kind == "extra_forbidden")
     if kind == "extra_forbidden":
-        known = list(owner.model_fields)
+        known = list(keys_of(owner))
         name = path.rsplit(".", 1)[-1]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         fix = f"did you mean `{_sibling(path, near[0])}`?" if near else f"the keys here are {', '.join(known)}"
@@ -260,7 +266,7 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
         return ConfigError(dotted, error.value, error.rule, error.fix, source)
     rule = _RULES.get(kind, "{msg}").format(msg=problem["msg"], **context)
     options = _rule_of(field)
-    if field is not None and owner.model_fields.get(path.rsplit(".", 1)[-1].partition("[")[0]) is not field:
+    if field is not None and keys_of(owner).get(path.rsplit(".", 1)[-1].partition("[")[0]) is not field:
         field = None  # a key of a free mapping: the field's example is one of the whole mapping
     return ConfigError(path, problem["input"], options or rule, f"write {_example(path, field)}", source)
 
@@ -315,8 +321,8 @@ def _locate(
             parts.append(part)
             keyed = False
             current = next((t for t in _flatten(_mapping_values(field)) if _is_settings(t)), None)
-        elif current is not None and part in current.model_fields:
-            owner, field = current, current.model_fields[part]
+        elif current is not None and part in keys_of(current):
+            owner, field = current, keys_of(current)[part]
             parts.append(part)
             current = child_model(owner, part)
             keyed = _mapping_values(field) is not None

@@ -32,7 +32,11 @@ class Task:
         raise _missing(self, "dataset")
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Scalar: the mean over the batch's weight (see `weight`)."""
+        """Scalar: the mean over the batch's weight (see `weight`).
+
+        Where a batch may weigh nothing (all its tokens are padding), divide the sum by `weight.clamp(min=1)`: a mean
+        over nothing is NaN, and so is its gradient.
+        """
         raise _missing(self, "loss")
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
@@ -43,9 +47,15 @@ class Task:
         """Scalar: what the loss of this batch is a mean over. Samples; override it for tokens."""
         return torch.tensor(float(num_samples(batch)))
 
-    def metrics(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Evaluation metrics by name, [B] each: one value a sample, averaged exactly."""
+    def metrics(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+        """Evaluation metrics by name: a tensor [B] of one value a sample, which is averaged exactly, or a
+        torchmetrics.Metric that this batch alone has updated (new, or the task's own: it is reset after every batch).
+        """
         return {}
+
+    def predictions(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """What `predict` writes, a column each: [B] or [B, ...], of one shape in all batches."""
+        return dict(outputs) if isinstance(outputs, dict) else {"output": outputs}
 
     def transform(self, batch: Batch, training: bool) -> Batch:
         """The whole batch, on the device, before the model: augmentation, normalisation."""

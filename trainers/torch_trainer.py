@@ -8,10 +8,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
+import threading
 import time
 import traceback
 from collections import Counter
 from dataclasses import asdict
+from types import FrameType
 from typing import Any
 
 import trainers.ray_env  # noqa: F401 (before Ray, which reads it at import)
@@ -21,20 +24,23 @@ import ray
 import ray.train
 import ray.train.v2._internal.execution.context
 import torch
-from ray.train import Checkpoint, CheckpointUploadMode, UserCallback
+from ray.train import UserCallback
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from trainers.config import FailureConfig, ScalingConfig, TrainConfig
-from trainers.errors import POLICIES, ConfigError, RunFailedError, classify
+from trainers.config import TrainConfig
+from trainers.errors import POLICIES, ConfigError, PreemptedError, RunFailedError, classify
+from trainers.growth import nodes_at_most
 from trainers.launch import TIMEOUT_S, setup_logging
 from trainers.metrics import RunResult
+from trainers.ray_context import RayContext, request_stop
 from trainers.run import RunSpec
+from trainers.sections import FailureConfig, ScalingConfig
 from trainers.storage import Storage
+from trainers.watchdog import count_hangs
 
 logger = logging.getLogger(__name__)
 
-REPORT_EVERY_S = 20.0
-"""Between two reports to Ray's controller; each blocks for up to its polling interval of 0.5 s."""
+_COUNT_S = 10.0
 
 
 def connect(show_workers: bool = True) -> None:
@@ -54,10 +60,10 @@ def connect(show_workers: bool = True) -> None:
 
 def capacity() -> dict[str, float]:
     """All resources that the cluster has or may grow to, by its cluster file."""
-    from ray._private.state import state
-
     now = {name: float(amount) for name, amount in ray.cluster_resources().items()}
-    grown = state.get_max_resources_from_cluster_config() or {}
+    grown = Counter[str]()
+    for resources in nodes_at_most():
+        grown.update(resources)
     return {name: max(now.get(name, 0.0), float(grown.get(name, 0))) for name in now | grown}
 
 
@@ -100,54 +106,8 @@ def ray_scaling(scaling: ScalingConfig, gpu: bool) -> ray.train.ScalingConfig:
         use_gpu=gpu,
         resources_per_worker=resources,
         placement_strategy=scaling.placement_strategy,
+        label_selector=scaling.label_selector or None,  # type: ignore[call-arg]
     )
-
-
-class RayContext:
-    """RunContext of a worker of a Ray TorchTrainer."""
-
-    launcher = "ray"
-
-    def __init__(self, storage: Storage | None) -> None:
-        context = ray.train.get_context()
-        self.storage = storage
-        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        self.local_rank, self.local_world_size = context.get_local_rank(), context.get_local_world_size()
-        self.device_index = own_gpu()
-        self._told_s = -math.inf
-        self._untold: tuple[dict[str, Any], str | None] | None = None
-
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
-        """Give Ray the metrics, and a reference to a checkpoint that is on storage already; not more often than
-        every 20 s, because Ray's report waits for its controller's next look, and `flush` gives the last.
-        """
-        known = self._untold[1] if self._untold else None
-        self._untold = (metrics, checkpoint or known)
-        if elapsed_s - self._told_s >= REPORT_EVERY_S:
-            self._told_s = elapsed_s
-            self.flush()
-
-    def flush(self) -> None:
-        """Tell Ray what it has not been told. Every rank calls it."""
-        if self._untold is None:
-            return
-        (metrics, checkpoint), self._untold = self._untold, None
-        reference = None
-        if checkpoint is not None and self.rank == 0:
-            where = Storage(checkpoint)
-            reference = Checkpoint(where.path, filesystem=where.filesystem)
-        ray.train.report(metrics, checkpoint=reference, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
-
-    def should_stop(self) -> bool:
-        """Ray ends a run by ending its workers."""
-        return False
-
-
-def own_gpu() -> int:
-    """Index of this worker's GPU among those it sees; 0 without any."""
-    if not torch.cuda.is_available():
-        return 0
-    return int(ray.train.torch.get_device().index or 0)
 
 
 class FailurePolicy(UserCallback):
@@ -156,17 +116,26 @@ class FailurePolicy(UserCallback):
     Ray itself is told to retry for ever (`max_failures=-1`); an exception raised here ends the run.
     """
 
-    def __init__(self, budgets: FailureConfig) -> None:
+    def __init__(self, budgets: FailureConfig, storage: Storage) -> None:
         self._budgets = budgets.model_dump()
         self._met: Counter[str] = Counter()
+        self._uri, self._hangs = storage.uri, count_hangs(storage)
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called by Ray with the exception of each failed rank."""
         cause = RunFailedError.first([as_failure(rank, error) for rank, error in worker_exceptions.items()])
+        hangs = count_hangs(Storage(self._uri))
+        if cause.status == "node_lost" and hangs > self._hangs:
+            cause = RunFailedError("hung", f"no step was made; see {Storage(self._uri).locate('hangs')}", cause.when)
+        self._hangs = hangs
         self._met[cause.status] += 1
         budget = 0 if cause.config else self._budgets.get(cause.status, POLICIES[cause.status].restarts)
+        if cause.smaller:  # sizes halve: this ends by itself
+            budget = -1
         if budget != -1 and self._met[cause.status] > budget:
             raise cause
+        if cause.status in ("node_lost", "preempted"):
+            _count_nodes()
         logger.warning(
             "worker group failed as %s (%s); restart %d of %s from the newest checkpoint",
             cause.status,
@@ -174,6 +143,19 @@ class FailurePolicy(UserCallback):
             self._met[cause.status],
             "no limit" if budget == -1 else budget,
         )
+
+
+def _count_nodes() -> None:
+    """Let Ray count the nodes now. It does so every 20 s, and an elastic group that is started before the next count
+    waits for the dead node until RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
+    """
+    try:
+        from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as ray_coordinator
+
+        coordinator = ray_coordinator.get_or_create_autoscaling_coordinator()
+        ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=_COUNT_S)
+    except (ray.exceptions.RayError, ImportError, TypeError) as error:
+        logger.warning("Ray did not count the nodes again (%s): the group may wait for a dead one", error)
 
 
 def as_failure(rank: int, error: BaseException) -> RunFailedError:
@@ -194,13 +176,17 @@ def _worker(loop_config: dict[str, Any]) -> None:
     """What each worker of the TorchTrainer runs."""
     # A long line for every report, from every rank; the logger is named by its file.
     logging.getLogger(str(ray.train.v2._internal.execution.context.__file__)).setLevel(logging.WARNING)
-    context = RayContext(None)
-    setup_logging(context.rank)
     spec = RunSpec(**loop_config)
-    context.storage = spec.storage
+    context = RayContext(spec.storage)
+    setup_logging(context.rank)
     try:
         spec.execute(context)
         context.flush()
+    except PreemptedError as notice:
+        logger.warning("%s; waiting until Ray takes the node out and starts the group again", notice)
+        context.flush()
+        while True:  # returning would end the run, raising would start it again on the very node that is leaving
+            time.sleep(1)
     except Exception as error:
         failure = RunFailedError.of(error, context.rank)
         if not failure.config:
@@ -215,6 +201,9 @@ def run_on_ray(spec: RunSpec) -> RunResult:
     """
     config = spec.config
     gpu = wants_gpu(config, capacity())
+    # Ray's list of the checkpoints that it was told of: with one of them deleted, as ours are once newer ones are
+    # complete, it refuses to go on with the run.
+    spec.storage.delete("checkpoint_manager_snapshot.json")
     trainer = TorchTrainer(
         _worker,
         train_loop_config=asdict(spec),
@@ -227,15 +216,51 @@ def run_on_ray(spec: RunSpec) -> RunResult:
                 max_failures=-1,
                 max_preemption_failures=config.failure.preempted,  # type: ignore[call-arg]
             ),
-            callbacks=[FailurePolicy(config.failure)],  # type: ignore[list-item]
+            callbacks=[FailurePolicy(config.failure, spec.storage)],  # type: ignore[list-item]
         ),
     )
     try:
-        trainer.fit()
+        _fit(trainer, spec.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
-    except SystemExit:  # what Ray's handler of Ctrl-C raises once its controller has aborted
-        raise RunFailedError("stopped", "aborted before its last step") from None
-    if not spec.storage.exists("result.json"):  # Ray takes Ctrl-C as the wish to abort, and returns
-        raise RunFailedError("stopped", "aborted before its last step")
     return RunResult.from_json(spec.storage.read("result.json"))
+
+
+def _fit(trainer: TorchTrainer, storage: Storage) -> None:
+    """Ray's `fit` in a thread of its own, so that SIGTERM and the first Ctrl-C ask the workers to stop.
+
+    A second signal leaves at once; the workers die with this process.
+    """
+    request_stop(storage, False)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            failed.append(error)
+
+    asked = threading.Event()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    thread = threading.Thread(target=run, name="ray-train", daemon=True)
+    thread.start()
+    told = False
+    try:
+        while thread.is_alive():
+            thread.join(0.2)
+            if asked.is_set() and not told:
+                told = True
+                logger.info("asked to stop: the workers write a checkpoint first (Ctrl-C again leaves at once)")
+                request_stop(storage, True)
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+        request_stop(storage, False)
+    if failed:
+        raise failed[0]

@@ -1,11 +1,15 @@
 """Sweep batch size, precision and any other key of a training run.
 
 Run as:
-    python -m tune SWEEP.yaml [--fresh] [--dotted.key value ...] [--train.dotted.key value ...]
-    python -m tune resume DIRECTORY      go on with a sweep that was cut off
+    python -m tune SWEEP.yaml [--fresh] [--no-check] [--dotted.key value ...] [--train.dotted.key value ...]
+    python -m tune resume DIRECTORY [--no-check]      go on with a sweep that was cut off
     python -m tune report DIRECTORY      write the report again from the journal
-Exit code 0: the sweep has an answer; 1: no trial ended well; 2: a value in the configuration cannot be used;
-130: interrupted, and how to resume is said.
+    python -m tune plan SWEEP.yaml --cluster CLUSTER.yaml [--minutes_per_trial M] [--dotted.key value ...]
+                                         lanes, trials, hours and dollars on that cluster; starts nothing
+On a cluster of several nodes a sweep looks at their versions, clocks and storage first (`python -m cluster check`);
+--no-check leaves that out.
+Exit code 0: the sweep has an answer, or fits; 1: no trial ended well, or nodes are not in order; 2: a value in the
+configuration cannot be used, or the sweep never fits the cluster; 130: interrupted, and how to resume is said.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args, checked = [arg for arg in given if arg != "--no-check"], "--no-check" not in given
     if not args or args[0] in ("-h", "--help"):
         print(__doc__, reference(SweepConfig), sep="\n")
         return 0 if args else 2
@@ -37,9 +42,11 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"error: `{args[0]}` takes one directory", file=sys.stderr)
                 return 2
             spec = read_saved(args[1])
-            return _report(spec) if args[0] == "report" else _sweep(spec, fresh=False)
+            return _report(spec) if args[0] == "report" else _sweep(spec, False, checked)
+        if args[0] == "plan":
+            return _plan(args[1:])
         overrides = parse_overrides([arg for arg in args[1:] if arg != "--fresh"])
-        return _sweep(read_sweep(args[0], overrides), "--fresh" in args)
+        return _sweep(read_sweep(args[0], overrides), "--fresh" in args, checked)
     except PacelineError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -49,7 +56,22 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _sweep(spec: SweepSpec, fresh: bool) -> int:
+def _plan(args: list[str]) -> int:
+    from tune.plan import make_plan, parse_options
+
+    if not args or args[0].startswith("--"):
+        print("error: `plan` takes a sweep file first", file=sys.stderr)
+        return 2
+    file, minutes, overrides = parse_options(parse_overrides(args[1:]))
+    spec = read_sweep(args[0], overrides, own_workers=False)
+    from cluster.config import load_cluster
+
+    for line in make_plan(spec, load_cluster(file), minutes).lines():
+        print(line)
+    return 0
+
+
+def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
     from trainers.launch import setup_logging
 
     setup_logging(0)
@@ -62,7 +84,7 @@ def _sweep(spec: SweepSpec, fresh: bool) -> int:
     from tune.sweep import Interrupted, disconnect, environment, run_sweep
 
     try:
-        records = run_sweep(spec)
+        records = run_sweep(spec, checked)
         versions = environment()
     except (Interrupted, KeyboardInterrupt):
         disconnect()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from trainers.errors import POLICIES
 from tune.config import Objective, SweepConfig
+from tune.finals import Final, crowding, finals, pressure
 from tune.journal import TrialRecord
 
 FINISHED = ("done", "stopped")
@@ -16,6 +18,7 @@ FINISHED = ("done", "stopped")
 
 _EQUAL = 0.05  # a smaller margin is within what repeats of one configuration differ by
 _EQUAL_SCORE = 0.01
+_CROWDED = 0.25
 _MEASURED = {"time_to_target": "time_to_target_s", "samples_per_s": "samples_per_s", "step_time_s": "step_time_s"}
 
 
@@ -30,20 +33,36 @@ class Answer:
     """The throughput's winner; empty where it is the best trial, or about as fast as that."""
     ranking: list[TrialRecord]
     """All trials that have a value of the objective, best first."""
+    finals: list[Final] = field(default_factory=list)
+    """What repeats say of the first of them, fastest first."""
+    notes: str = ""
+    """How the machine was while this was measured, where that matters."""
+    ended: str = ""
+    """How much search frontier tried, and why it ended."""
 
     @property
     def sentence(self) -> str:
         """All that there is to say."""
-        return f"{self.verdict} {self.fastest}".rstrip()
+        return " ".join(part for part in (self.verdict, self.fastest, self.notes, self.ended) if part)
 
 
-def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
-    """Rank the trials by the objective and say the outcome."""
-    ranked = _ranked(config.objective, records)
+def answer(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, Any] | None = None) -> Answer:
+    """Rank the trials by the objective and say the outcome; finalists that were repeated, by their repeats.
+
+    `train` is the sweep's TrainConfig mapping, from which follows why search frontier has ended.
+    """
+    ranked, found = _ranked(config.objective, records), finals(config, records)
+    if found:
+        ids = [final.record.id for final in found]
+        ranked.sort(key=lambda pair: ids.index(pair[1].id) if pair[1].id in ids else len(ids))
+        verdict = _final_verdict(config, records, found)
+    else:
+        verdict = _verdict(config, records, ranked) if ranked else _why_none(config, records)
     best = ranked[0][1] if ranked else None
-    verdict = _verdict(config, records, ranked) if ranked else _why_none(config, records)
-    fastest = _fastest(config, records, best)
-    return Answer(best, printable(verdict), printable(fastest), [record for _, record in ranked])
+    fastest, notes = _fastest(config, records, best, found), _notes(records, best)
+    ended = _ended(config, records, train) if train is not None and config.search == "frontier" else ""
+    ranking = [record for _, record in ranked]
+    return Answer(best, printable(verdict), printable(fastest), ranking, found, notes, ended)
 
 
 def objective_value(objective: Objective, record: TrialRecord) -> float | None:
@@ -109,7 +128,7 @@ def duration(time_s: float) -> str:
 
 
 def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[float, TrialRecord]]:
-    pairs = [(objective_value(objective, record), record) for record in records]
+    pairs = [(objective_value(objective, record), record) for record in records if record.purpose != "repeat"]
     values = [(value, record) for value, record in pairs if value is not None]
     return sorted(values, key=lambda pair: pair[0], reverse=objective.direction == "max")
 
@@ -139,6 +158,61 @@ def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple
         f"{head}, but {following} {verb} {_amount(objective.metric, second)}: "
         f"the {group} are about equal, and one run each cannot tell them apart."
     )
+
+
+def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[Final]) -> str:
+    """The winner by its repeats, with its interval, and those that cannot be told apart from it."""
+    names, first = labels(config, records), found[0]
+    time_s = first.time_s
+    head = (
+        f"{_in_full(names, first.record)} reaches {_target(config.objective)} in {duration(time_s.value)} of training "
+        f"(95 % interval {duration(time_s.low)} to {duration(time_s.high)}, {first.repeats} repeats alone"
+        f"{_dollars(first.record, time_s.value)})"
+    )
+    equal = [f"{in_short(names, final.record)}: {duration(final.time_s.value)}" for final in found[1:] if final.equal]
+    if equal:
+        return f"{head}; it cannot be told apart from {' and '.join(equal)}: they count as equal."
+    ratio = number(found[1].time_s.value / time_s.value, 3)
+    return f"{head}, {ratio} times faster than the next ({in_short(names, found[1].record)})."
+
+
+def _dollars(record: TrialRecord, time_s: float) -> str:
+    """What a time of a trial's lane costs, in words; nothing without a price."""
+    usd = record.metrics.get("usd_to_target")
+    if usd is None or not record.time_to_target_s:
+        return ""
+    return f", {number(usd / record.time_to_target_s * time_s, 2)} USD"
+
+
+def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
+    """What the trials did to each other."""
+    ratio, waited = crowding(records), pressure(records)
+    notes = []
+    if best is not None and best.exploited_from is not None:
+        notes.append(
+            f"The best trial's values are its last: its weights went on from trial {best.exploited_from}'s at epoch "
+            f"{best.schedule[-1]['epoch']:g}, and best.yaml has their whole course."
+        )
+    if ratio is not None and ratio > 1 + _EQUAL:
+        notes.append(f"Alone, the finalists ran {number(ratio, 3)} times as fast as beside other trials.")
+    if waited is not None and waited > _CROWDED:
+        notes.append(
+            f"While trials ran, work on their node waited for a processor in {waited:.0%} of the time: "
+            "samples/s are those of a busy machine."
+        )
+    return " ".join(notes)
+
+
+def _ended(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, Any]) -> str:
+    """What the frontier's search tried of its grid, and why it ended."""
+    from tune.frontier import Ended
+    from tune.frontier_search import Frontier
+
+    frontier = Frontier(config, train)
+    whole = sum(record.purpose == "trial" for record in records)
+    step = frontier.next(records)
+    reason = step.reason if isinstance(step, Ended) else "its budget was used up before it was sure"
+    return f"Of {len(frontier.places)} configurations {whole} were trained to the target; {reason}."
 
 
 def _margin(metric: str, value: float, other: float) -> str | None:
@@ -186,10 +260,11 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
     return f"{text}; the closest, {who}, came to {number(value, 4)}."
 
 
-def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None) -> str:
+def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, found: list[Final]) -> str:
     """The throughput's winner, in a sentence of its own, where the best trial is not about as fast."""
     objective, throughput = config.objective, Objective(metric="samples_per_s")
-    ranked = _ranked(throughput, records)
+    trained = [record.config for record in records if record.purpose == "trial"]
+    ranked = _ranked(throughput, [r for r in records if r.purpose == "trial" or r.config not in trained])
     if not ranked or objective.metric == "samples_per_s":
         return ""
     rate, fastest = ranked[0]
@@ -198,12 +273,20 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
         return ""
     value = objective_value(objective, fastest)
     if objective.metric == "time_to_target":
-        rest = f"does not reach {_target(objective)}" if value is None else f"needs {duration(value)}"
+        if fastest.purpose == "probe" and value is None:
+            rest = "was only measured shortly: it could not be the first"
+        elif value is None:
+            rest = f"does not reach {_target(objective)}"
+        else:
+            repeated = next((final.time_s.value for final in found if final.record.id == fastest.id), value)
+            rest = f"needs {duration(repeated)}{_dollars(fastest, repeated)}"
     else:
         metric = objective.metric
         rest = f"has no {metric}" if value is None else f"has {metric} {number(value, 4)}"
     who = _in_full(labels(config, records), fastest)
-    return f"The highest throughput, {_amount('samples_per_s', rate)}, has {who}, which {rest}."
+    width = (fastest.step_time_ci95_s or 0.0) / fastest.step_time_s if fastest.step_time_s else 0.0
+    spread = f" (+-{width:.1%})" if width else ""
+    return f"The highest throughput, {_amount('samples_per_s', rate)}{spread}, has {who}, which {rest}."
 
 
 def _in_full(labels: dict[str, str], record: TrialRecord) -> str:
@@ -223,4 +306,6 @@ def _target(objective: Objective) -> str:
 def _amount(metric: str, value: float) -> str:
     if metric == "time_to_target":
         return duration(value)
+    if metric == "usd_to_target":
+        return f"{number(value, 3)} USD"
     return f"{number(value, 3)} samples/s" if metric == "samples_per_s" else number(value, 4)

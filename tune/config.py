@@ -9,6 +9,16 @@ from pydantic import Field, model_validator
 from trainers.errors import MISSING, ConfigError
 from trainers.settings import Settings
 
+BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
+TO_TARGET = ("time_to_target", "usd_to_target")
+
+
+def may_change(key: str) -> bool:
+    """Whether a run may go on from its checkpoint with another value of a dotted TrainConfig key: where neither the
+    model, nor the data's order, nor the optimizer's state depends on it.
+    """
+    return key == "clip_grad_norm" or (key.startswith("optimizer.") and key != "optimizer.name")
+
 
 class Range(Settings):
     """An interval to draw from; exactly one key."""
@@ -53,17 +63,17 @@ class Objective(Settings):
     """What the best trial is best at."""
 
     metric: str = Field(default="time_to_target", min_length=1, examples=["val_accuracy"])
-    """time_to_target, samples_per_s, or any metric that the task reports (val_loss, val_accuracy, ...)."""
+    """time_to_target, usd_to_target, samples_per_s, or any metric that the task reports (val_loss, ...)."""
     mode: Literal["min", "max"] | None = Field(default=None)
-    """min or max; known by itself for time_to_target, samples_per_s, *_loss and *_accuracy."""
+    """min or max; known by itself for *_to_target, samples_per_s, *_loss and *_accuracy."""
     target: dict[str, float] | None = Field(default=None, min_length=1, max_length=1, examples=[{"val_accuracy": 0.97}])
-    """The metric and the value to reach: time_to_target counts until then."""
+    """The metric and the value to reach: time_to_target and usd_to_target count until then."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.metric == "time_to_target" and self.target is None:
+        if self.metric in TO_TARGET and self.target is None:
             raise ConfigError(
-                "target", MISSING, "is what time_to_target counts to", "add `target: {val_accuracy: 0.97}`"
+                "target", MISSING, f"is what {self.metric} counts to", "add `target: {val_accuracy: 0.97}`"
             )
         if self.mode is None and _mode_of(self.metric) is None:
             raise ConfigError(
@@ -97,11 +107,37 @@ class Objective(Settings):
 
 
 def _mode_of(metric: str) -> Literal["min", "max"] | None:
-    if metric.endswith(("loss", "error", "perplexity")) or metric in ("time_to_target", "step_time_s"):
+    if metric.endswith(("loss", "error", "perplexity")) or metric in (
+        "time_to_target",
+        "usd_to_target",
+        "step_time_s",
+    ):
         return "min"
     if metric.endswith(("accuracy", "f1", "auc")) or metric == "samples_per_s":
         return "max"
     return None
+
+
+class Population(Settings):
+    """How `scheduler: pbt` trains its population (Jaderberg et al. 2017, arXiv 1711.09846)."""
+
+    perturbation_interval: float = Field(default=1.0, gt=0)
+    """Epochs between two looks at a trial: a checkpoint, and the worst go on with the weights of the best."""
+    quantile_fraction: float = Field(default=0.25, gt=0, le=0.5)
+    """Share of the population that counts as worst, and as best."""
+    resample_probability: float = Field(default=0.25, ge=0, le=1)
+    """How often a value is drawn anew, in place of 0.8 or 1.2 times the old (in a list, its neighbour)."""
+
+
+class Finalists(Settings):
+    """Trials that are repeated alone, with other seeds, once the search has ended (objectives *_to_target)."""
+
+    count: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto", examples=[3], json_schema_extra={"rule": "must be auto or a whole number of at least 0"}
+    )
+    """How many, the fastest first, where one run each cannot tell them apart; auto: 3 with search frontier, else 0."""
+    repeats: int = Field(default=2, ge=1)
+    """Repeats of each, in turn."""
 
 
 class Budget(Settings):
@@ -111,6 +147,8 @@ class Budget(Settings):
     """Trials."""
     time_s: float | None = Field(default=None, gt=0, examples=[3600])
     """Seconds."""
+    usd: float | None = Field(default=None, gt=0, examples=[50.0])
+    """Dollars, at `usd_per_hour`."""
 
 
 class SweepConfig(Settings):
@@ -139,20 +177,28 @@ class SweepConfig(Settings):
     """Dotted TrainConfig keys and their values: a list, {uniform|loguniform|choice: ...} or {min, max}."""
     objective: Objective = Field(default_factory=lambda: Objective(metric="val_loss"))
     """What the best trial is best at."""
-    search: Literal["grid", "random"] = Field(default="grid")
-    """How trials are chosen; grid tries every combination of the lists."""
+    search: Literal["grid", "random", "optuna", "frontier"] = Field(default="grid")
+    """How trials are chosen; grid tries every combination of the lists, optuna (TPE) draws where trials went well,
+    frontier measures a few batch sizes shortly and trains to the target only where the answer can still change."""
     seed: int = Field(default=0, ge=0)
     """Seed of the search."""
-    scheduler: Literal["none", "asha"] = Field(default="none")
-    """Who stops trials early: nobody, or ASHA by the objective's evaluations."""
+    scheduler: Literal["none", "asha", "pbt"] = Field(default="none")
+    """Who looks at trials while they run: nobody; ASHA, which stops early by the objective's evaluations; or PBT, where
+    all are trained side by side and bad ones go on from good ones, with other values of the optimizer's keys."""
+    pbt: Population = Field(default_factory=Population)
+    """How `scheduler: pbt` trains its population."""
     lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", examples=[2], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
     )
-    """Worker groups that run trials side by side; auto: as many as the cluster holds."""
+    """Worker groups that run trials side by side; auto: as many as the cluster holds, or may grow to by its file."""
     isolation: Literal["warm", "fresh"] = Field(default="warm")
     """warm: trial after trial in the same processes; fresh: a worker group of its own for each trial."""
+    finalists: Finalists = Field(default_factory=Finalists)
+    """The best trials once more, for an answer with an interval."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
+    usd_per_hour: float | None = Field(default=None, gt=0, examples=[9.69])
+    """Price of all that the sweep holds, dollars an hour; `python -m tune plan` says it of a cluster file."""
 
     @model_validator(mode="after")
     def _search_fits_space(self) -> Self:
@@ -161,6 +207,87 @@ class SweepConfig(Settings):
                 raise ConfigError(f"space.{key}", values, "has no values", "list at least one")
             if self.search == "grid" and isinstance(values, Range):
                 raise ConfigError("search", "grid", f"needs a list of values for space.{key}", "set `search: random`")
-        if self.search == "random" and self.budget.trials is None:
-            raise ConfigError("budget.trials", MISSING, "says how many random trials there are", "add `trials: 20`")
+        if self.search == "frontier":
+            self._frontier_fits()
+        elif self.search != "grid" and self.budget.trials is None:
+            raise ConfigError(
+                "budget.trials", MISSING, f"says how many trials search {self.search} makes", "add `trials: 20`"
+            )
         return self
+
+    def _frontier_fits(self) -> None:
+        if self.objective.metric not in TO_TARGET:
+            raise ConfigError(
+                "search", "frontier", f"looks for {' or '.join(TO_TARGET)}", "set `objective.metric: time_to_target`"
+            )
+        keys = [key for key in BATCH_KEYS if key in self.space]
+        if len(keys) != 1:
+            raise ConfigError(
+                "search",
+                "frontier",
+                f"needs one of {' and '.join(BATCH_KEYS)} in the space",
+                "add for example `global_batch_size: {min: 16, max: 1024}`",
+            )
+        for key, values in self.space.items():
+            if isinstance(values, Range) and (key != keys[0] or values.min is None):
+                raise ConfigError("search", "frontier", f"needs a list of values for space.{key}", "list them")
+        if self.scheduler != "none":
+            raise ConfigError("scheduler", self.scheduler, "means nothing to search frontier", "remove it")
+
+    @model_validator(mode="after")
+    def _population_fits(self) -> Self:
+        if self.scheduler != "pbt":
+            if self.pbt != Population():
+                raise ConfigError("pbt", self.pbt.model_dump(), "means nothing without PBT", "set `scheduler: pbt`")
+            return self
+        if self.search not in ("grid", "random"):
+            raise ConfigError("search", self.search, "cannot draw a population", "set `search: random`")
+        if self.objective.metric in (*TO_TARGET, "samples_per_s", "step_time_s"):
+            raise ConfigError(
+                "objective.metric",
+                self.objective.metric,
+                "is not known at every evaluation, which PBT needs",
+                "name a metric that the task reports, as `val_loss`",
+            )
+        if self.finalists.count not in ("auto", 0):
+            rule = "means nothing to scheduler pbt, whose best is a course of values"
+            raise ConfigError("finalists.count", self.finalists.count, rule, "remove it")
+        if not any(may_change(key) for key in self.space):
+            raise ConfigError(
+                "scheduler",
+                "pbt",
+                "needs a key in the space that may change in mid-run: one of the optimizer's, or clip_grad_norm (any "
+                "other key is part of what a checkpoint was trained with)",
+                "add for example `optimizer.lr: {loguniform: [1e-4, 1e-1]}`",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dollars_have_a_price(self) -> Self:
+        needs = None
+        if self.budget.usd is not None:
+            needs = "budget.usd"
+        elif self.objective.metric == "usd_to_target":
+            needs = "objective.metric usd_to_target"
+        if needs and self.usd_per_hour is None:
+            raise ConfigError(
+                "usd_per_hour",
+                MISSING,
+                f"is needed for {needs}",
+                "add for example `usd_per_hour: 9.69`; `python -m cluster plan` says what a cluster costs",
+            )
+        return self
+
+    @property
+    def num_finalists(self) -> int:
+        """The most trials that are repeated."""
+        count = self.finalists.count
+        return (3 if self.search == "frontier" else 0) if count == "auto" else count
+
+    @property
+    def time_budget_s(self) -> float | None:
+        """Seconds until the budget of time or of dollars is used up, whichever is first; None without either."""
+        limits = [] if self.budget.time_s is None else [self.budget.time_s]
+        if self.budget.usd is not None and self.usd_per_hour is not None:
+            limits.append(self.budget.usd / self.usd_per_hour * 3600)
+        return min(limits, default=None)

@@ -1,12 +1,25 @@
-"""The mailbox between trials and lanes: an actor that hands trials out, and what they report back (Ray)."""
+"""The mailbox between trials and lanes: an actor that hands trials out, and what they report back (Ray).
+
+It owns what the sweep knows of which microbatches fit: every running trial tells it, every trial that starts is told,
+and one that is known not to fit never starts.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from trainers.ceiling import next_smaller
+from trainers.errors import StorageError
+from trainers.storage import Storage
+from tune.boundary import Boundary, fixed_size, key_of
+from tune.journal import read_boundary, write_boundary
+from tune.until import Until
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +37,18 @@ class Assignment:
     """The trial's id."""
     tree: dict[str, Any]
     """Its whole TrainConfig."""
+    microbatch_ceiling: int | None = None
+    """The largest microbatch that may still fit, where one is known not to."""
+    microbatch_bounds: tuple[int | None, int | None] = (None, None)
+    """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
+    until: Until = field(default_factory=Until)
+    """What ends it before its last step."""
+    storage: str | None = None
+    """Directory of its run; None: it keeps nothing."""
+    source: str | None = None
+    """Directory of the run whose newest checkpoint it begins with."""
+    until_epoch: float | None = None
+    """Where the stage of a population's trial ends."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +66,10 @@ class _Trial:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
     losses: int = 0
+    restarting: bool = False
+    started: float = 0.0
+    keys: dict[str, str] = field(default_factory=dict)
+    """Its key in the boundary on each model of device: slow to make, and asked for often."""
 
     @property
     def ended(self) -> bool:
@@ -52,15 +81,33 @@ class _Trial:
             self.changed.set()
             self.changed = asyncio.Event()
 
+    def key(self, device: str) -> str:
+        if device not in self.keys:
+            own = "cpu" if self.assignment.tree["device"] == "cpu" else device
+            self.keys[device] = key_of(self.assignment.tree, own)
+        return self.keys[device]
+
+    @functools.cached_property
+    def smallest(self) -> int:
+        """The smallest microbatch that it can do with."""
+        return fixed_size(self.assignment.tree) or 1
+
 
 class Mailbox:
     """One for each sweep; every call is short or waits without holding a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, sweep: Storage | None = None) -> None:
+        """`sweep` is the directory that keeps the boundary; None: nothing is kept."""
+        self._sweep = sweep
+        self._boundary = Boundary() if sweep is None else read_boundary(sweep)
+        self._labels: dict[str, str] = {}
+        self._writing = asyncio.Lock()
         self._trials: dict[str, _Trial] = {}
         self._queue: deque[str] = deque()
         self._arrived = asyncio.Condition()
         self._running: dict[int, str] = {}
+        self._devices: dict[int, str] = {}
+        self._notes: list[str] = []
         self._closed = False
         self._broken: str | None = None
 
@@ -69,8 +116,8 @@ class Mailbox:
         trial = self._trials[assignment.ticket] = _Trial(assignment)
         if self._broken is not None:
             trial.tell(Event(outcome={"status": "error", "message": self._broken}))
-            return
-        await self._enqueue(assignment.ticket)
+        elif not self._refused(trial):
+            await self._enqueue(assignment.ticket)
 
     async def _enqueue(self, ticket: str, first: bool = False) -> None:
         async with self._arrived:
@@ -80,36 +127,102 @@ class Mailbox:
                 self._queue.append(ticket)
             self._arrived.notify_all()
 
-    async def hello(self, lane: int) -> None:
-        """A lane's worker group has started; a trial that it was running before was lost with the old group."""
+    async def hello(self, lane: int, device: str = "") -> None:
+        """A lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that it was
+        running before was lost with the old group.
+        """
+        await self.lost(lane)
+        self._devices[lane] = device
+
+    async def lost(self, lane: int) -> None:
+        """A lane's worker group is gone: its trial waits for whichever lane is free first."""
+        self._devices.pop(lane, None)
         lost = self._running.pop(lane, None)
-        if lost is None or self._trials[lost].ended:
+        if lost is None or lost not in self._trials or self._trials[lost].ended:
             return
         trial = self._trials[lost]
+        if trial.restarting:
+            trial.restarting = False
+            await self._enqueue(lost, first=True)
+            return
         trial.losses += 1
         if trial.losses >= MAX_LOSSES:
             message = f"its worker group died {trial.losses} times under it"
             trial.tell(Event(outcome={"status": "node_lost", "message": message, "lane": lane}))
         else:
-            logger.warning("lane %d died under trial %s: starting the trial again", lane, trial.assignment.trial)
+            self.say(f"lane {lane} died under trial {trial.assignment.trial}: the trial starts again")
             await self._enqueue(lost, first=True)
 
     async def take(self, lane: int, wait_s: float) -> Assignment | str | None:
         """The next trial for a lane; "close" when there will be none; None when `wait_s` passed without one."""
+        deadline = time.monotonic() + wait_s
         async with self._arrived:
             while True:
                 if self._closed:
                     return "close"
-                while self._queue:
-                    ticket = self._queue.popleft()
-                    trial = self._trials[ticket]
-                    if not trial.cancelled:
-                        self._running[lane] = ticket
-                        return trial.assignment
+                trial = self._next(self._devices.get(lane, ""))
+                if trial is not None:
+                    self._running[lane], trial.started = trial.assignment.ticket, time.time()
+                    return trial.assignment
                 try:
-                    await asyncio.wait_for(self._arrived.wait(), wait_s)
+                    await asyncio.wait_for(self._arrived.wait(), deadline - time.monotonic())
                 except TimeoutError:
                     return None
+
+    def _next(self, device: str) -> _Trial | None:
+        """The first trial in the queue that may fit on a device, with what is known of its microbatches."""
+        for ticket in list(self._queue):
+            trial = self._trials[ticket]
+            if not (trial.cancelled or trial.ended) and self._misfit(trial, device) is not None:
+                continue  # a lane on another device may still run it
+            self._queue.remove(ticket)
+            if trial.cancelled or trial.ended:
+                continue
+            if device:
+                key = trial.key(device)
+                bounds = self._boundary.largest_fit(key), self._boundary.smallest_misfit(key)
+                trial.assignment = replace(trial.assignment, microbatch_bounds=bounds)
+            return trial
+        return None
+
+    def _misfit(self, trial: _Trial, device: str) -> str | None:
+        """Why a trial need not be tried on a device; None when it may fit."""
+        if not device:
+            return None
+        size, key = trial.smallest, trial.key(device)
+        if self._boundary.fits(key, size) is not False:
+            return None
+        failed = self._boundary.smallest_misfit(key)
+        return f"a microbatch of {size} is not tried: one of {failed} ran out of memory ({_label(trial, device)})"
+
+    def _refused(self, trial: _Trial) -> bool:
+        """End a trial that is known to fit on none of the lanes' devices; whether it was."""
+        reasons = [self._misfit(trial, device) for device in sorted(set(self._devices.values()))]
+        if not reasons or None in reasons:
+            return False
+        trial.tell(Event(outcome={"status": "out_of_memory", "message": str(reasons[0])}))
+        return True
+
+    async def observe(self, lane: int, ticket: str, size: int, fits: bool) -> None:
+        """A running trial has found out that a microbatch fits, or does not; returns when that is durable."""
+        device, trial = self._devices.get(lane), self._trials[ticket]
+        if not device:
+            return
+        key = trial.key(device)
+        self._labels[key] = _label(trial, device)
+        known = self._boundary.fits(key, size)
+        contradiction = self._boundary.observe(key, size, fits)
+        if contradiction is not None:
+            self.say(f"{self._labels[key]}: {contradiction}")
+        if known is fits:
+            return
+        self._queue = deque(waiting for waiting in self._queue if not self._refused(self._trials[waiting]))
+        if self._sweep is not None:
+            async with self._writing:
+                try:
+                    await asyncio.to_thread(write_boundary, self._sweep, self._boundary)
+                except StorageError as error:
+                    self.say(f"what is known of microbatches could not be kept: {error}")
 
     async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
         """A running trial's evaluation; whether the trial should go on. One that is started again repeats itself."""
@@ -118,8 +231,19 @@ class Mailbox:
             trial.tell(Event(metrics))
         return not (trial.cancelled or self._closed)
 
+    async def too_large(self, ticket: str, microbatch_size: int) -> None:
+        """A rank ran out of memory in mid-trial: when its lane is back, the trial starts with a smaller microbatch.
+
+        What the other ranks say of their broken collectives until then is no end of the trial.
+        """
+        trial = self._trials[ticket]
+        trial.assignment = replace(trial.assignment, microbatch_ceiling=next_smaller(microbatch_size))
+        trial.restarting = True
+
     async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
         """A trial has ended on its lane."""
+        if self._trials[ticket].restarting:
+            return
         if self._running.get(lane) == ticket:
             del self._running[lane]
         self._trials[ticket].tell(Event(outcome={"lane": lane, **outcome}))
@@ -137,6 +261,11 @@ class Mailbox:
         if state is not None:
             state.cancelled = True
 
+    async def forget(self, ticket: str) -> None:
+        """The end of this submission is in the journal: nothing of it is needed here."""
+        if ticket not in self._running.values():
+            self._trials.pop(ticket, None)
+
     async def close(self, broken: str | None = None) -> None:
         """Send the lanes home; with `broken`, end every trial with that message."""
         if broken is not None:
@@ -147,12 +276,52 @@ class Mailbox:
             self._closed = True
             self._arrived.notify_all()
 
+    async def sources(self) -> set[str]:
+        """The runs that some trial, which waits or runs, begins with: they must not be deleted."""
+        live = [self._trials[ticket] for ticket in (*self._queue, *self._running.values()) if ticket in self._trials]
+        return {trial.assignment.source for trial in live if trial.assignment.source is not None}
+
     async def reports(self, trial: str) -> list[dict[str, Any]]:
         """The evaluations of a trial so far, of the submission that got furthest; none when it never started."""
         submissions = [state for state in self._trials.values() if state.assignment.trial == trial]
         rows = [[event.metrics for event in state.events if event.outcome is None] for state in submissions]
         return max(rows, key=len, default=[])
 
+    def say(self, words: str) -> None:
+        """A line for the driver's terminal."""
+        logger.warning("%s", words)
+        self._notes.append(words)
+
+    async def note(self, words: str) -> None:
+        """A lane has something to say to the user."""
+        self.say(words)
+
     async def state(self) -> dict[str, Any]:
-        """For tests and the terminal: what waits and what runs."""
+        """What waits and what runs."""
         return {"queued": list(self._queue), "running": dict(self._running)}
+
+    async def watch(self, notes: int = 0) -> dict[str, Any]:
+        """For the terminal and the metrics: lanes that are up, their trials with their newest reports, what is known
+        of microbatches, and the notes from number `notes` on.
+        """
+        running = {}
+        for lane, ticket in self._running.items():
+            trial = self._trials[ticket]
+            newest = next((event.metrics for event in reversed(trial.events) if event.outcome is None), {})
+            running[lane] = {"trial": trial.assignment.trial, "started": trial.started, "metrics": newest}
+        boundary = {
+            label: (self._boundary.largest_fit(key), self._boundary.smallest_misfit(key))
+            for key, label in sorted(self._labels.items(), key=lambda item: item[1])
+        }
+        return {
+            "lanes": sorted(self._devices),
+            "queued": len(self._queue),
+            "running": running,
+            "boundary": boundary,
+            "notes": self._notes[notes:],
+        }
+
+
+def _label(trial: _Trial, device: str) -> str:
+    """A key of the boundary in words."""
+    return f"{trial.assignment.tree['precision']} on {device}"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from statistics import median
 from typing import Any
 
 from tune.answer import FINISHED, in_short, is_number, labels, printable, shown
-from tune.config import SweepConfig
+from tune.config import BATCH_KEYS, SweepConfig
+from tune.fronts import beliefs, course, pareto, time_unit
 from tune.journal import TrialRecord
 from tune.svg import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
 
-_BATCH_KEYS = ("global_batch_size", "batch_size_per_worker", "microbatch_size")
+_BATCH_KEYS = (*BATCH_KEYS, "microbatch_size")
 _MARKERS = "os^Dv*"
 _MAX_BARS = 24
 _TICK_CHARS = 56  # as many as stand side by side below the axes
@@ -22,15 +23,21 @@ Points = list[tuple[float, float]]
 """A trial's evaluations: training time, s, and a metric."""
 
 
-def figures(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None) -> list[Figure]:
-    """The figures that the records have data for."""
-    plot = _Plot(config, records, best)
+def figures(
+    config: SweepConfig,
+    records: list[TrialRecord],
+    best: TrialRecord | None,
+    train: Mapping[str, Any] | None = None,
+) -> list[Figure]:
+    """The figures that the records have data for; `train`, the TrainConfig mapping, is what search frontier needs."""
+    plot = Plot(config, records, best)
     with styled():
-        drawn = [plot.throughput(), plot.memory(), plot.curves(), plot.targets()]
+        believed = beliefs(plot, train) if config.search == "frontier" and train is not None else None
+        drawn = [plot.throughput(), plot.memory(), plot.curves(), plot.targets(), believed, pareto(plot), course(plot)]
     return [figure for figure in drawn if figure]
 
 
-class _Plot:
+class Plot:
     """What the figures share: which key is the x axis, which one the colour."""
 
     def __init__(self, config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None) -> None:
@@ -62,6 +69,8 @@ class _Plot:
         canvas.axes.set_ylabel("samples/s")
         canvas.legend()
         best = " The largest mark is the best trial." if self.best else ""
+        if any(record.status == "out_of_memory" for record in self.records):
+            best += " Beyond a dotted line memory runs out."
         return canvas.figure("Throughput", f"After warm-up, evaluation left out{self._each()}.{best}")
 
     def memory(self) -> Figure | None:
@@ -80,15 +89,15 @@ class _Plot:
         cross: dict[str, Any] = {"marker": "X", "markersize": 8}
         for record in failed:
             height = 0.96 - _ROW * rows.index(self._series_of(record))
-            text = self._tip(record, "out of memory")
-            canvas.mark(self._position(record), height, text, self._color(record), transform=top, **cross)
+            text = self.tip(record, "out of memory")
+            canvas.mark(self._position(record), height, text, self.color(record), transform=top, **cross)
         if failed:
             canvas.axes.plot([], [], FG, linestyle="none", label="out of memory", **cross)
         canvas.axes.set_ylim(0, most / size * 1.08 / (0.96 - _ROW * len(rows)) or 1)
         canvas.axes.yaxis.set_visible(bool(peaks))
         canvas.axes.set_ylabel(f"peak memory, {unit}")
         canvas.legend()
-        crosses = " Trials that ran out of memory are on top." if failed else ""
+        crosses = " Trials that ran out of memory are on top, beyond the dotted line of their colour." if failed else ""
         return canvas.figure("Peak memory", f"Largest over the workers{self._each()}.{crosses}")
 
     def curves(self) -> Figure | None:
@@ -101,8 +110,8 @@ class _Plot:
         if not lines:
             return None
         canvas = Canvas("curves")
-        unit, size = _time_unit(max(x for _, points in lines for x, _ in points))
-        for record, points in sorted(lines, key=lambda line: self._is_best(line[0])):
+        size, unit = time_unit(max(x for _, points in lines for x, _ in points))
+        for record, points in sorted(lines, key=lambda line: self.is_best(line[0])):
             self._curve(canvas, record, [(x / size, y) for x, y in points])
         target = (objective.target or {}).get(metric)
         target = target if is_number(target) else None
@@ -114,7 +123,7 @@ class _Plot:
         canvas.axes.set_xlim(left=0)
         canvas.axes.set_xlabel(f"training time, {unit}")
         canvas.axes.set_ylabel(printable(metric))
-        self._series_legend(canvas, [record for record, _ in lines])
+        self.series_legend(canvas, [record for record, _ in lines])
         notes = [
             f"{printable(metric)} at each evaluation, a line a trial.",
             f"The thick line is the best ({self.words[self.best.id]})." if self.best else "",
@@ -125,36 +134,37 @@ class _Plot:
         return canvas.figure("Learning curves", " ".join(note for note in notes if note))
 
     def _curve(self, canvas: Canvas, record: TrialRecord, points: Points) -> None:
-        best, (end_x, end_y) = self._is_best(record), points[-1]
+        best, (end_x, end_y) = self.is_best(record), points[-1]
         canvas.axes.plot(
             *zip(*points, strict=True),
-            color=self._color(record),
+            color=self.color(record),
             linewidth=2.8 if best else 1.1,
             alpha=1 if best else 0.75,
             marker="." if len(points) == 1 else None,
             zorder=3 if best else 2,
-            gid=canvas.tip(self._tip(record, f"ends at {end_y:.4g}")),
+            gid=canvas.tip(self.tip(record, f"ends at {end_y:.4g}")),
         )
         if record.status not in FINISHED:
-            canvas.mark(end_x, end_y, self._tip(record, record.status), BAD, marker="X", markersize=7, zorder=4)
+            canvas.mark(end_x, end_y, self.tip(record, record.status), BAD, marker="X", markersize=7, zorder=4)
 
     def targets(self) -> Figure | None:
-        """Training time until the target, a bar a trial, the best first."""
-        finished = [record for record in self.records if record.status in FINISHED]
+        """Training time until the target, a bar a trial, the best first; repeats and short trials have none."""
+        trials = [record for record in self.records if record.purpose == "trial"]
+        finished = [record for record in trials if record.status in FINISHED]
         times = {record.id: time_s for record in finished if is_number(time_s := record.time_to_target_s)}
         if not times or not self.config.objective.target:
             return None
-        rows = sorted(self.records, key=lambda record: times.get(record.id, math.inf))[:_MAX_BARS]
+        rows = sorted(trials, key=lambda record: times.get(record.id, math.inf))[:_MAX_BARS]
         canvas = Canvas("targets", 0.7 + 0.21 * max(len(rows), 4))
-        unit, size = _time_unit(max(times[record.id] for record in rows if record.id in times))
+        size, unit = time_unit(max(times[record.id] for record in rows if record.id in times))
         for row, record in enumerate(rows):
             length, color = times.get(record.id, 0.0) / size, MUTED
             text: str = "not reached" if record.status in FINISHED else record.status
             if record.id in times:
                 text, color = f"{length:.3g} {unit}", FG
-                (bar,) = canvas.axes.barh(row, length, height=0.68, color=self._color(record))
-                bar.set_gid(canvas.tip(self._tip(record, text)))
-            weight = "bold" if self._is_best(record) else "normal"
+                (bar,) = canvas.axes.barh(row, length, height=0.68, color=self.color(record))
+                bar.set_gid(canvas.tip(self.tip(record, text)))
+            weight = "bold" if self.is_best(record) else "normal"
             look: dict[str, Any] = {"va": "center", "color": color, "fontsize": 8, "fontweight": weight}
             canvas.axes.annotate(text, (length, row), (4, 0), textcoords="offset points", **look)
         canvas.axes.set_yticks(range(len(rows)), [_cut(self.words[record.id]) for record in rows])
@@ -164,9 +174,9 @@ class _Plot:
         canvas.axes.grid(visible=True, axis="x")
         canvas.axes.set_axisbelow(True)
         canvas.axes.set_xlabel(f"training time, {unit}")
-        self._series_legend(canvas, [record for record in rows if record.id in times])
+        self.series_legend(canvas, [record for record in rows if record.id in times])
         ((name, value),) = self.config.objective.target.items()
-        cut = f" The first {len(rows)} of {len(self.records)} trials." if self.records[len(rows) :] else ""
+        cut = f" The first {len(rows)} of {len(trials)} trials." if trials[len(rows) :] else ""
         caption = f"Training time until {printable(name)} first reached {value:g}.{cut}"
         return canvas.figure("Time to target", caption)
 
@@ -191,10 +201,24 @@ class _Plot:
             look: dict[str, Any] = {"linestyle": line, "linewidth": 1.6, "marker": marker, "markevery": []}
             canvas.axes.plot(xs, [median(found[x]) for x in xs], color=color, label=name, **look)
             for record, y, text in own:
-                look = {"marker": marker, "markersize": 8.5 if self._is_best(record) else 5.5}
-                tip = self._tip(record, text)
+                look = {"marker": marker, "markersize": 8.5 if self.is_best(record) else 5.5}
+                tip = self.tip(record, text)
                 canvas.mark(self._position(record), y, tip, color, clip_on=False, zorder=3, **look)
         self._x_axis(canvas)
+        self._boundary(canvas)
+
+    def _boundary(self, canvas: Canvas) -> None:
+        """A line for each series between the largest value that fitted and the smallest that ran out of memory."""
+        if not self.is_numeric:
+            return
+        for at in range(len(self.names)):
+            own = [record for record in self.records if self._series_of(record) == at]
+            failed = [self._position(record) for record in own if record.status == "out_of_memory"]
+            fitted = [self._position(record) for record in own if record.status in FINISHED]
+            below = [x for x in fitted if failed and x < min(failed)]
+            if below and max(below) > 0:
+                x = math.sqrt(max(below) * min(failed))
+                canvas.axes.axvline(x, color=SERIES[at], linewidth=1.1, linestyle=(0, (2, 2)), zorder=1)
 
     def _x_axis(self, canvas: Canvas) -> None:
         """Ticks at the values that were tried; logarithmic to base 2 for batch sizes."""
@@ -220,7 +244,8 @@ class _Plot:
         canvas.axes.minorticks_off()
         canvas.axes.set_xlabel(self.labels[self.x])
 
-    def _series_legend(self, canvas: Canvas, present: list[TrialRecord]) -> None:
+    def series_legend(self, canvas: Canvas, present: list[TrialRecord]) -> None:
+        """The names of the series that these trials belong to."""
         for at in sorted({self._series_of(record) for record in present}):
             canvas.axes.plot([], [], color=SERIES[at], linewidth=2.5, label=self.names[at])
         canvas.legend()
@@ -233,9 +258,14 @@ class _Plot:
         return f", for each {self.labels[self.by]}" if self.by else ""
 
     def _series_of(self, record: TrialRecord) -> int:
-        return self.series[repr(record.config.get(self.by))] if self.by else 0
+        return self.series_at(record.config)
 
-    def _color(self, record: TrialRecord) -> str:
+    def series_at(self, trial: Mapping[str, Any]) -> int:
+        """Which series a configuration belongs to; -1: one that no trial has."""
+        return self.series.get(repr(trial.get(self.by)), -1) if self.by else 0
+
+    def color(self, record: TrialRecord) -> str:
+        """Of a trial's series."""
         return SERIES[self._series_of(record)]
 
     def _position(self, record: TrialRecord) -> float:
@@ -251,10 +281,12 @@ class _Plot:
         listed = {repr(value): at for at, value in enumerate(space)} if isinstance(space, list) else {}
         return sorted(tried, key=lambda value: (listed.get(repr(value), math.inf), str(value)))
 
-    def _is_best(self, record: TrialRecord) -> bool:
+    def is_best(self, record: TrialRecord) -> bool:
+        """Whether the trial is the sweep's best."""
         return self.best is not None and record.id == self.best.id
 
-    def _tip(self, record: TrialRecord, text: str) -> str:
+    def tip(self, record: TrialRecord, text: str) -> str:
+        """What is shown when the mouse is over a trial's mark."""
         return f"{self.words[record.id]}: {text}"
 
 
@@ -273,13 +305,8 @@ def _closer(lines: list[Points], target: float | None) -> tuple[float, float]:
     fifth = len(values) // 5
     rises = sum(points[-1][1] - points[0][1] for points in lines) > 0
     kept = values[fifth:] if rises else values[: len(values) - fifth]
-    if target is not None:
-        kept.append(target)
+    if target is not None:  # and a way to go up to it: where it is crossed is what counts
+        beyond = (max if rises else min)(kept) - target
+        kept += [target, target - 0.35 * beyond]
     margin = 0.05 * (max(kept) - min(kept)) or 0.05 * abs(kept[0]) or 1.0
     return min(kept) - margin, max(kept) + margin
-
-
-def _time_unit(longest_s: float) -> tuple[str, float]:
-    if longest_s < 300:
-        return "s", 1.0
-    return ("min", 60.0) if longest_s < 3 * 3600 else ("h", 3600.0)

@@ -31,6 +31,7 @@ from tune.answer import (
 from tune.config import Range, SweepConfig
 from tune.journal import TrialRecord
 from tune.plots import figures
+from tune.svg import Figure
 
 if TYPE_CHECKING:
     import rich.table
@@ -47,7 +48,9 @@ def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> ri
 
     columns = _columns(config, records)
     result = Table(box=SIMPLE, show_edge=False, padding=0)
-    result.title = f"{config.name}: {len(records)} trials"
+    counts = {purpose: sum(record.purpose == purpose for record in records) for purpose in ("trial", "probe", "repeat")}
+    said = [f"{n} {purpose}{'s' if n > 1 else ''}" for purpose, n in counts.items() if n]
+    result.title = f"{config.name}: {', '.join(said) or 'no trials'}"
     if answer.best is not None:
         result.caption = Text(f"* best by {printable(config.objective.metric)}", "table.caption")
     for header, is_figure, _ in columns:
@@ -76,7 +79,7 @@ def write_report(
     `train` is the sweep's TrainConfig mapping, `environment` the names and versions to show. Without a best
     trial there is no best.yaml: one that an earlier report left is deleted.
     """
-    found = answer(config, records)
+    found = answer(config, records, train)
     sweep.write("results.parquet", _parquet(config, records))
     resolved = train
     if found.best:
@@ -88,14 +91,26 @@ def write_report(
         value = objective_value(config.objective, found.best)
         what = f"The best trial of the sweep {config.name}: {found.best.id}, {config.objective.metric} {value:.6g}."
         header = f"# {printable(what)}\n# Run as: {printable(_command(sweep))}\n"
+        if len(found.best.schedule) > 1:
+            header += (
+                "# The values are its last ones. Its weights had the course below, which this run does not have:\n"
+            )
+            header += "".join(f"#   {printable(_part(part))}\n" for part in found.best.schedule)
         sweep.write("best.yaml", (header + dump_yaml(tree)).encode())
     else:
         sweep.delete("best.yaml")
     summary = _summary(config, records, environment, found)
     sweep.write("summary.json", (json.dumps(_strict(summary), indent=2, allow_nan=False) + "\n").encode())
-    page = _html(config, records, found, summary, dump_yaml(resolved), _command(sweep))
+    drawn = figures(config, records, found.best, train)
+    page = _html(config, records, found, drawn, summary, dump_yaml(resolved), _command(sweep))
     sweep.write("report.html", page.encode(errors="backslashreplace"))
     return found
+
+
+def _part(part: dict[str, Any]) -> str:
+    """A part of the course of a population's weights."""
+    values = ", ".join(f"{key}: {shown(value)}" for key, value in part["config"].items())
+    return f"from epoch {part['epoch']:g} in trial {part['trial']}: {values}"
 
 
 def _command(sweep: Storage) -> str:
@@ -117,6 +132,8 @@ def _in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialReco
 def _columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
     """The table's columns; the objective is one of them."""
     columns: list[Column] = [(label, False, partial(_setting, key)) for key, label in labels(config, records).items()]
+    if any(record.purpose != "trial" for record in records):
+        columns.append(("run", False, _purpose))
     columns.append(("status", False, lambda record: record.status))
 
     def add(header: str, find: Callable[[TrialRecord], float | None], form: Callable[[float], str]) -> None:
@@ -133,6 +150,10 @@ def _columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
     if config.objective.target:
         add("time to target", lambda record: record.time_to_target_s, duration)
     return columns
+
+
+def _purpose(record: TrialRecord) -> str:
+    return record.purpose if record.seed is None else f"{record.purpose}, seed {record.seed}"
 
 
 def _setting(key: str, record: TrialRecord) -> str:
@@ -163,7 +184,13 @@ def _parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     for key in labels(config, records):
         columns[key] = _config_column(config, key, [record.config.get(key) for record in records])
     add(pa.float64(), "samples_per_s", "step_time_s", "time_to_target_s")
-    add(pa.int64(), "peak_memory_bytes", "lane")
+    add(pa.int64(), "peak_memory_bytes", "lane", "seed")
+    add(pa.string(), "purpose", "exploited_from")
+    add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure")
+    for name, figure in (("noise_scale", "value"), ("noise_scale_low", "low"), ("noise_scale_high", "high")):
+        columns[name] = pa.array([_noise(record, figure) for record in records], pa.float64())
+    schedules = [json.dumps(record.schedule) if record.schedule else None for record in records]
+    columns["schedule"] = pa.array(schedules, pa.string())
     columns["message"] = pa.array([_encodable(record.message) for record in records], pa.string())
     for name in ("start_time", "end_time"):
         times = [round(getattr(record, name) * 1e6) for record in records]
@@ -177,6 +204,14 @@ def _parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     sink = pa.BufferOutputStream()
     parquet.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
+
+
+def _noise(record: TrialRecord, figure: str) -> float | None:
+    """A figure of the gradient noise scale; None where it was not measured."""
+    if record.noise_scale is None:
+        return None
+    value = record.noise_scale[figure]
+    return math.inf if value is None else value
 
 
 def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:
@@ -225,6 +260,18 @@ def _summary(
         "sentence": found.sentence,
         "objective": config.objective.model_dump(exclude_none=True) | {"mode": config.objective.direction},
         "best": {"id": best.id, "config": best.config, "value": value} if best else None,
+        "finalists": [
+            {
+                "id": final.record.id,
+                "config": final.record.config,
+                "time_s": [final.time_s.low, final.time_s.value, final.time_s.high],
+                "samples_per_s": final.samples_per_s,
+                "repeats": final.repeats,
+                "equal_to_best": final.equal,
+            }
+            for final in found.finals
+        ],
+        "search_ended": found.ended,
         "trials": len(records),
         "status": {status: counts[status] for status in STATUSES if counts[status]},
         "wall_time_s": round(last - first, 3),
@@ -237,6 +284,7 @@ def _html(
     config: SweepConfig,
     records: list[TrialRecord],
     found: Answer,
+    drawn: list[Figure],
     summary: dict[str, Any],
     train: str,
     command: str,
@@ -251,8 +299,8 @@ def _html(
         best=found.best,
         columns=_columns(config, records),
         command=command,
-        fastest=found.fastest,
-        figures=figures(config, records, found.best),
+        fastest=" ".join(part for part in (found.fastest, found.notes, found.ended) if part),
+        figures=drawn,
         finished=FINISHED,
         records=_in_order(config, records),
         summary=summary,

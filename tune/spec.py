@@ -13,7 +13,10 @@ from trainers.run import delete_own, make_spec, read_file, read_mapping
 from trainers.settings import build, dump_yaml, override, parse_mapping
 from trainers.storage import Storage, storage_uri
 from tune.config import SweepConfig
+from tune.finals import repeats_to_run
+from tune.frontier import Ended
 from tune.journal import Journal, trial_id
+from tune.population import population
 from tune.space import check_space, grid, planned_trials
 
 _SAVED = "sweep.yaml"
@@ -44,10 +47,11 @@ class SweepSpec:
         return {**sweep, "train": {**self.train, "task_dir": self.path[0] if self.path else None}}
 
 
-def read_sweep(location: str, overrides: Mapping[str, Any]) -> SweepSpec:
+def read_sweep(location: str, overrides: Mapping[str, Any], own_workers: bool = True) -> SweepSpec:
     """Read and check a sweep file; ConfigError says what is wrong, before torch or Ray is imported.
 
     Overrides mean keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or, below `train.`, of the run.
+    `own_workers`: it will run from here; one that is only planned for a cluster need not fit on this machine.
     """
     text, directory = read_file(location)
     tree = parse_mapping(text, location)
@@ -60,11 +64,16 @@ def read_sweep(location: str, overrides: Mapping[str, Any]) -> SweepSpec:
         train, source = parse_mapping(text, file), file
     else:
         train, source = config.train, location
-    return _spec(config, override(TrainConfig, train, of_train), source, location, directory)
+    return _spec(config, override(TrainConfig, train, of_train), source, location, directory, own_workers)
 
 
 def _spec(
-    config: SweepConfig, train: dict[str, Any], train_source: str, source: str, directory: Path | None
+    config: SweepConfig,
+    train: dict[str, Any],
+    train_source: str,
+    source: str,
+    directory: Path | None,
+    own_workers: bool = True,
 ) -> SweepSpec:
     # A trial's own name and storage mean nothing: it keeps nothing, the journal does.
     given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
@@ -74,7 +83,7 @@ def _spec(
     except ConfigError as error:
         raise error.at(source) from error
     try:
-        run = make_spec({**base, "storage_path": uri}, train_source, directory)
+        run = make_spec({**base, "storage_path": uri}, train_source, directory, own_workers)
     except ConfigError as error:
         if error.field in config.space:
             raise ConfigError(f"space.{error.field}", error.value, error.rule, error.fix, source) from error
@@ -118,8 +127,22 @@ def read_saved(location: str) -> SweepSpec:
 
 def is_complete(spec: SweepSpec) -> bool:
     """Whether every trial has a record; a random search is known to be complete only by running it."""
-    journal, trials = Journal(spec.storage), grid(spec.config)[: planned_trials(spec.config)]
-    return bool(trials) and all(journal.find(trial_id(trial)) is not None for trial in trials)
+    journal = Journal(spec.storage)
+    if spec.config.search == "frontier":
+        from tune.frontier_search import Frontier
+
+        records = journal.records()
+        over = isinstance(Frontier(spec.config, spec.train).next(records), Ended)
+        return bool(records) and over and not repeats_to_run(spec.config, spec.train, records)
+    if spec.config.search == "optuna":
+        return _num_records(spec) >= (planned_trials(spec.config) or 1)
+    if spec.config.scheduler == "pbt":
+        names = [name for name, _ in population(spec.config)]
+    else:
+        names = [trial_id(trial) for trial in grid(spec.config)[: planned_trials(spec.config)]]
+    if not names or any(journal.find(name) is None for name in names):
+        return False
+    return not repeats_to_run(spec.config, spec.train, journal.records())
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
@@ -134,7 +157,8 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if storage.exists(_SAVED):
         before = read_mapping(storage, _SAVED)
         now = spec.saved()
-        for key in ("space", "search", "seed", "objective"):
+        is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
+        for key in ("space", "search", "seed", "objective", *(["scheduler"] if is_population else [])):
             if before.get(key) != now.get(key):
                 raise ConfigError(
                     key,
@@ -158,4 +182,8 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
             )
     else:
         storage.write(_SAVED, dump_yaml(spec.saved()).encode())
-    return sum(name.endswith(".json") for name in storage.names("trials"))
+    return _num_records(spec)
+
+
+def _num_records(spec: SweepSpec) -> int:
+    return sum(name.endswith(".json") for name in spec.storage.names("trials"))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import signal
+import math
 import time
-from dataclasses import dataclass, field, replace
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import trainers.ray_env  # noqa: F401 (before Ray, which reads it at import)
@@ -15,53 +16,62 @@ import trainers.ray_env  # noqa: F401 (before Ray, which reads it at import)
 import ray
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler
-from ray.tune.search import BasicVariantGenerator
 
 from cluster.capacity import worker_groups
+from cluster.check import require_sound
 from trainers.config import TrainConfig
-from trainers.errors import ConfigError
+from trainers.growth import nodes_at_most
 from trainers.run import RunSpec, check_precision, check_task
 from trainers.torch_trainer import capacity, check_cluster, connect, wants_gpu
-from tune.journal import Journal, TrialRecord, trial_id
+from tune.answer import objective_value
+from tune.journal import Journal, TrialRecord
 from tune.lanes import Lanes, start_mailbox
-from tune.space import chosen, planned_trials, tune_space
+from tune.plan import lanes_for, starts_at_once
+from tune.population import member_name, population_scheduler, population_space
+from tune.population_trial import PopulationTrial
+from tune.progress import Interrupted, Progress
+from tune.repeats import run_repeats
+from tune.space import num_samples, planned_trials, searcher, tune_space
 from tune.spec import SweepSpec
-from tune.trial import LaneTrial, make_record
+from tune.trial import LaneTrial
 
 logger = logging.getLogger(__name__)
 
-
-class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
-    """Ctrl-C, or SIGTERM from `ray job stop`."""
+__all__ = ["Interrupted", "disconnect", "environment", "run_sweep"]
 
 
-def run_sweep(spec: SweepSpec) -> list[TrialRecord]:
-    """Run every trial that has no record yet; returns the records of all.
+def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
+    """Run every trial that has no record yet; returns the records of all. `checked`: after a look at the nodes.
 
-    Raises ConfigError (the cluster can never hold a trial), and Interrupted when asked to stop: what has ended until
-    then is in the journal.
+    Raises ConfigError (the cluster can never hold a trial), ClusterError (nodes are not in order), and Interrupted when
+    asked to stop: what has ended until then is in the journal.
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
     run = RunSpec(spec.train, spec.path, spec.source, spec.uri)
     check_task(run)
     connect(show_workers=False)
     device_type = check_cluster(run)
+    if checked:
+        require_sound(spec.uri)
     for precision in _precisions(spec):
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
     train = run.config
     lanes_wanted = _lanes(spec, train)
     journal = Journal(spec.storage)
-    mailbox = start_mailbox()
+    mailbox = start_mailbox(spec.storage)
     lanes = Lanes(
         mailbox,
         lanes_wanted,
         train,
         spec.path,
         wants_gpu(train, capacity()),
-        spec.storage.child("lanes").uri,
+        spec.storage,
         spec.config.isolation == "fresh",
+        starts_at_once(
+            lanes_wanted, _fits(train, _nodes_up()), ray.cluster_resources().get("CPU", 0), train.scaling.max_workers
+        ),
     )
-    total = planned_trials(spec.config)
+    total = None if spec.config.search == "frontier" else planned_trials(spec.config)  # it ends when it is sure
     workers = train.scaling.max_workers
     logger.info(
         "%s: %s trials in %d lane%s of %d worker%s; the lanes are starting",
@@ -72,16 +82,35 @@ def run_sweep(spec: SweepSpec) -> list[TrialRecord]:
         workers,
         "s" if workers > 1 else "",
     )
-    progress = _Progress(spec, journal, mailbox, total)
+    usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes_wanted
+    # A grid and a random search come to their old trials again; optuna and frontier go on from them.
+    before = journal.records() if spec.config.search in ("optuna", "frontier") else []
+    worst = math.inf if spec.config.objective.direction == "min" else -math.inf
+    values = [objective_value(spec.config.objective, record) for record in before]
+    told = [(record.config, worst if value is None else value) for record, value in zip(before, values, strict=True)]
+    search = searcher(spec.config, lanes_wanted, told, spec.train, journal.records)
+
+    def grow() -> None:
+        """Further lanes where the cluster has grown, and as many trials at a time."""
+        if spec.config.lanes == "auto":
+            lanes.grow(_lanes(spec, train))
+            search.max_concurrent = max(search.max_concurrent, lanes.count)
+
+    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow)
+    progress.seen.update({record.id: record.config for record in before})
     try:
-        with progress.interrupts:
+        with progress.interrupts, progress.terminal:
             lanes.start()
-            _tuner(spec, mailbox, lanes_wanted, progress).fit()
+            began = time.monotonic()
+            _tuner(spec, mailbox, search, progress, len(before)).fit()
+            progress.record_stopped()
+            if time.monotonic() - began < (spec.config.time_budget_s or math.inf):
+                look = functools.partial(progress.on_step_begin, 0, [])
+                progress.seen |= run_repeats(spec, mailbox, usd_per_hour, look, progress.terminal.say)
         lanes.close()
     except BaseException:
         lanes.abandon()
         raise
-    progress.record_stopped()
     records = {record.id: record for record in journal.records()}
     return [records[trial] for trial in progress.seen if trial in records]
 
@@ -93,136 +122,56 @@ def _precisions(spec: SweepSpec) -> list[str]:
 
 
 def _lanes(spec: SweepSpec, train: TrainConfig) -> int:
-    """As many lanes as asked for, or as the cluster's nodes hold now; never more than there are trials."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    """As many lanes as asked for, or as the cluster holds or may grow to; never more than there are trials.
+
+    Those for which there is no node yet wait for one: that is what makes the cluster grow.
+    """
+    most = max(_fits(train, _nodes_up()), _fits(train, nodes_at_most()))
+    return lanes_for(spec.config.lanes, most, planned_trials(spec.config), spec.source)
+
+
+def _nodes_up() -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _fits(train: TrainConfig, nodes: Sequence[Mapping[str, float]]) -> int:
     gpus = train.scaling.gpus_per_worker if wants_gpu(train, capacity()) else 0.0
-    fits = worker_groups(nodes, train.scaling.min_workers, train.scaling.cpus_per_worker, gpus)
-    if spec.config.lanes != "auto":
-        if spec.config.lanes > max(fits, 1):
-            raise ConfigError(
-                "lanes",
-                spec.config.lanes,
-                f"must be at most the {fits} worker groups that fit on the cluster now",
-                "lower it, or set `lanes: auto`",
-                spec.source,
-            )
-        return spec.config.lanes
-    return max(1, min(fits, planned_trials(spec.config) or fits))
+    return worker_groups(nodes, train.scaling.min_workers, train.scaling.cpus_per_worker, gpus)
 
 
-def _tuner(spec: SweepSpec, mailbox: Any, lanes: int, progress: _Progress) -> tune.Tuner:
+def _tuner(spec: SweepSpec, mailbox: Any, search: Any, progress: Progress, before: int) -> tune.Tuner:
     config, objective = spec.config, spec.config.objective
+    population = config.scheduler == "pbt"
     trainable = tune.with_resources(
         tune.with_parameters(
-            LaneTrial, mailbox=mailbox, uri=spec.uri, train=spec.train, objective=objective.model_dump()
+            PopulationTrial if population else LaneTrial,
+            mailbox=mailbox,
+            uri=spec.uri,
+            train=spec.train,
+            objective=objective.model_dump(),
+            usd_per_hour=progress.usd_per_hour,
+            **({"interval": config.pbt.perturbation_interval} if population else {}),
         ),
         {"memory": 1},  # Tune refuses a trial without resources; a byte takes nothing from the lanes
     )
     scheduler = None
     if config.scheduler == "asha":
         scheduler = AsyncHyperBandScheduler(metric="objective", mode=objective.direction, max_t=10_000)
+    elif population:
+        scheduler = population_scheduler(config)
     return tune.Tuner(
         trainable,
-        param_space=tune_space(config),
+        param_space=population_space(config, Journal(spec.storage)) if population else tune_space(config),
         tune_config=tune.TuneConfig(
-            num_samples=config.budget.trials or 1 if config.search == "random" else 1,
-            search_alg=BasicVariantGenerator(max_concurrent=lanes, random_state=config.seed),
+            num_samples=num_samples(config, before),
+            search_alg=search,
             scheduler=scheduler,
             reuse_actors=True,
-            time_budget_s=config.budget.time_s,
+            time_budget_s=config.time_budget_s,
+            trial_name_creator=member_name if population else None,
         ),
         run_config=tune.RunConfig(name="tune", storage_path=spec.uri, verbose=0, callbacks=[progress]),
     )
-
-
-class _Interrupts:
-    """SIGINT and SIGTERM while the sweep runs: noted here, acted on between two of Tune's steps.
-
-    Raising from the handler itself would be lost in whatever `except` happens to be running.
-    """
-
-    def __init__(self) -> None:
-        self.signal_name: str | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Interrupts, ())  # Tune pickles its callbacks; the handlers found here belong to this process
-
-    def __enter__(self) -> _Interrupts:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name is not None:
-            raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
-
-    def __exit__(self, *exc: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-
-@dataclass
-class _Progress(tune.Callback):
-    """A line on the terminal as each trial ends; records the trials that the search stopped."""
-
-    spec: SweepSpec
-    journal: Journal
-    mailbox: Any
-    total: int | None
-    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
-    started: dict[str, float] = field(default_factory=dict)
-    ended: int = 0
-    interrupts: _Interrupts = field(default_factory=_Interrupts)
-
-    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        if self.interrupts.signal_name is not None:
-            raise Interrupted(self.interrupts.signal_name)
-
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        name = trial_id(chosen(trial.config))
-        self.seen[name] = chosen(trial.config)
-        self.started.setdefault(name, time.time())
-
-    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        name = trial_id(chosen(trial.config))
-        record = self.journal.find(name) or self._stopped(name)
-        if record is None:
-            return
-        self.ended += 1
-        shown = "  ".join(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in record.config.items())
-        figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
-        speed = f"{record.samples_per_s:,.0f} samples/s  " if record.samples_per_s else ""
-        logger.info(
-            "trial %d/%s  %s  %s  %s%s%s",
-            self.ended,
-            self.total or "?",
-            shown,
-            record.status,
-            speed,
-            figures,
-            f"  {record.message}" if record.message else "",
-        )
-
-    def _stopped(self, name: str) -> TrialRecord | None:
-        reports = ray.get(self.mailbox.reports.remote(name))
-        if not reports:
-            return None
-        record = make_record(
-            name,
-            self.seen[name],
-            self.spec.config.objective,
-            self.started[name],
-            reports,
-            {"status": "stopped", "message": "stopped by the search"},
-        )
-        self.journal.append(record)
-        return record
-
-    def record_stopped(self) -> None:
-        """Record what the end of a budget cut off."""
-        for name in self.seen:
-            if self.journal.find(name) is None:
-                self._stopped(name)
 
 
 def environment() -> dict[str, str]:

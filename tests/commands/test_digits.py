@@ -63,7 +63,7 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Do
     done = command("-m", "tune", "resume", str(tmp_path / "digits-sweep"))
     assert done.code == 0, done.err
     trials = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "digits-sweep/trials").iterdir()}
-    assert len(trials) == 8
+    assert len(trials) >= 8  # and the repeats of the finalists
     assert kept.items() <= trials.items(), "no finished trial was run again"
     check_answer(tmp_path / "digits-sweep", done, command, tmp_path)
     again = command("-m", "tune", SWEEP, "--storage_path", str(tmp_path))
@@ -78,8 +78,11 @@ def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path
 
     assert "digits-sweep: 8 trials" in done.out
     assert done.out.rstrip().splitlines()[-1] == f"report.html: {sweep}/report.html"
-    frame = pd.read_parquet(sweep / "results.parquet")
+    rows = pd.read_parquet(sweep / "results.parquet")
+    frame = rows[rows["purpose"] == "trial"]
     assert len(frame) == 8
+    repeated = rows[rows["purpose"] == "repeat"]
+    assert len(repeated) in (0, 4, 6), "two repeats of two or three finalists, where single runs are near each other"
     assert set(frame["status"]) == {"done"}
     assert sorted(frame["global_batch_size"].unique()) == [16, 32, 64, 128]
     assert sorted(frame["precision"].unique()) == ["bf16", "fp32"]
@@ -88,7 +91,8 @@ def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path
     assert (frame["end_time"] > frame["start_time"]).all()
     summary = json.loads((sweep / "summary.json").read_text())
     best = frame[frame["id"] == summary["best"]["id"]].iloc[0]
-    assert best["time_to_target_s"] == frame["time_to_target_s"].min()
+    assert best["time_to_target_s"] <= 1.3 * frame["time_to_target_s"].min()
+    assert len(repeated) or best["time_to_target_s"] == frame["time_to_target_s"].min()
 
     trained = command("-m", "trainers", str(sweep / "best.yaml"), "--launcher", "local", cwd=tmp_path)
     assert trained.code == 0, trained.err

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tests.distributed.processes import run_processes
 from tests.tasks import Blobs
-from trainers.config import DataConfig
 from trainers.evaluation import evaluate
 from trainers.loader import Feed
 from trainers.parallel import Group, wrap_model
 from trainers.precision import TABLE
 from trainers.sampler import StepSampler, split_share
+from trainers.sections import DataConfig
 from trainers.step import TrainStep
 
 pytestmark = pytest.mark.slow

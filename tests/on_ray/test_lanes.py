@@ -56,9 +56,10 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None
         "fits none": {"fits": 0},
         "killed once": {"fail_at": 4, "failure": "kill", "marker": str(tmp_path / "killed")},
         "exits always": {"fail_at": 2, "failure": "exit"},
+        "hangs": {"fail_at": 4, "failure": "sleep"},
         "last, same as first": {"samples": 203},
     }
-    records = run(sweep(tmp_path, {"task_args": list(trials.values())}))
+    records = run(sweep(tmp_path, {"task_args": list(trials.values())}, {"failure": {"hang_timeout_s": 4.0}}))
     by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}
 
     assert {name: record.status for name, record in by_name.items()} == {
@@ -69,10 +70,12 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None
         "fits none": "out_of_memory",
         "killed once": "done",
         "exits always": "node_lost",
+        "hangs": "hung",
         "last, same as first": "done",
     }
     assert by_name["raises"].message.startswith("rank 0: ValueError: injected: the task fails here (tasks.py:")
     assert "in _fail" in by_name["raises"].traceback
+    assert "made no step for" in by_name["hangs"].message
     assert "injected: 1 samples, 0 fit" in by_name["fits none"].message
     # Warm equals fresh: the last trial of the lane, after all of the above, has the first one's curve, and both have
     # the one that a process of its own gives.

@@ -31,6 +31,17 @@ def test_worker_killed_resumes_with_an_equal_curve(tmp_path: Path, driver: Any) 
     assert result.checkpoint.endswith("step-000000000030")
 
 
+def test_a_run_goes_on_after_checkpoints_that_ray_knows_of_are_gone(tmp_path: Path, driver: Any) -> None:
+    from trainers.torch_trainer import run_on_ray
+
+    first = make(tmp_path, launcher="ray", max_steps=12, checkpoint__every_steps=3, checkpoint__keep=1)
+    run_on_ray(first)
+    known = json.loads(first.storage.read("checkpoint_manager_snapshot.json"))["checkpoint_results"]
+    assert not (tmp_path / "run" / known[0]["checkpoint_dir_name"]).exists()
+    result = run_on_ray(make(tmp_path, launcher="ray", max_steps=15, checkpoint__every_steps=3, checkpoint__keep=1))
+    assert (result.status, result.steps) == ("done", 15)
+
+
 def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> None:
     from trainers.torch_trainer import run_on_ray
 
@@ -64,8 +75,7 @@ def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> 
     assert check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=2)) == "cpu"
 
 
-def test_what_a_cluster_file_allows_counts_before_it_is_up(tmp_path: Path, driver: Any) -> None:
-    """The autoscaler publishes its file's limits in the GCS: those count, not only the nodes that are up."""
+def test_the_limits_in_ray_count_before_they_are_up(tmp_path: Path, driver: Any) -> None:
     from ray._private.state import state
     from ray.core.generated.autoscaler_pb2 import ClusterConfig
 
@@ -85,3 +95,26 @@ def test_what_a_cluster_file_allows_counts_before_it_is_up(tmp_path: Path, drive
             check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=9))
     finally:
         gcs.internal_kv_del(key, False, namespace)
+
+
+def test_what_the_cluster_file_allows_counts_before_it_is_up(
+    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the head of a `ray up` cluster that grows from zero."""
+    from trainers import growth
+    from trainers.torch_trainer import capacity
+
+    types = {
+        "head": {"resources": {"CPU": 0}, "max_workers": 0},
+        "spot": {"resources": {"CPU": 8, "GPU": 1}, "max_workers": 3},
+    }
+    file = tmp_path / "ray_bootstrap_config.yaml"
+    file.write_text(json.dumps({"available_node_types": types, "head_node_type": "head", "max_workers": 2}))
+    monkeypatch.setattr(growth, "BOOTSTRAP", file)
+    growth._file.cache_clear()
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert capacity().get("GPU") is None, "an embedded cluster is not the one of the file"
+    growth._file.cache_clear()
+    monkeypatch.setenv("RAY_ADDRESS", driver.get_runtime_context().gcs_address)
+    assert (capacity()["CPU"], capacity()["GPU"]) == (16, 2)
+    growth._file.cache_clear()

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainers.checkpoint import FORMAT, Checkpoints
+from trainers.archive import Archive
+from trainers.checkpoint import Checkpoints
 from trainers.errors import CheckpointError, StorageError
+from trainers.manifest import FORMAT
 from trainers.parallel import Group
 from trainers.rng import get_rng_state
 from trainers.storage import Storage
@@ -75,7 +77,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 
 def test_an_empty_run_has_no_checkpoint(tmp_path: Path) -> None:
     assert make(tmp_path).load() is None
-    assert make(tmp_path).newest() is None
+    assert make(tmp_path).archive.newest() is None
 
 
 def test_the_manifest_names_each_file_with_size_and_checksum(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatc
 
 def test_writing_over_a_whole_one_never_leaves_a_mixed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(make(tmp_path), 1, 2)
-    monkeypatch.setattr(Checkpoints, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Archive, "seal", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path).save(2, state(99), {})
     assert loaded_step(make(tmp_path)) == 1

@@ -1,51 +1,34 @@
-"""Cluster files: what is refused, what is remarked on, and that aws.yaml has neither."""
+"""Cluster files: what is read of them, and what is refused."""
 
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from cluster.__main__ import main
 from cluster.config import load_cluster
-from cluster.findings import Finding, expected_versions, findings
+from cluster.findings import findings
+from cluster.versions import expected_versions
+from tests.specs import REPOSITORY
+from tests.unit.cluster_files import LOCAL, Change, Tree, drop, put, remarks, shipped, write
 from trainers.errors import ConfigError, ConfigErrors
 
-Tree = dict[str, Any]
-Change = Callable[[Tree], object]
-
-AWS = Path(__file__).parents[2] / "cluster" / "aws.yaml"
-LOCAL: Tree = {
-    "cluster_name": "lab",
-    "provider": {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2", "10.0.0.3"]},
-    "auth": {"ssh_user": "root"},
-    "file_mounts": {"/root/.ray/auth_token": "~/.ray/auth_token"},
-    "head_start_ray_commands": [
-        "ray stop",
-        "export RAY_AUTH_MODE=token; export PACELINE_STORAGE=/nfs; ray start --head --autoscaling-config=x",
-    ],
-    "worker_start_ray_commands": ["RAY_AUTH_MODE=token PACELINE_STORAGE='/nfs' ray start --address=$RAY_HEAD_IP:6379"],
-}
+AWS = REPOSITORY / "cluster" / "aws.yaml"
 V2_OFF = {"RAY_UP_enable_autoscaler_v2": "0"}
-HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in file_mounts are relative to where `ray up` runs."""
+    monkeypatch.chdir(REPOSITORY)
 
 
 @pytest.fixture
 def aws() -> Tree:
-    tree: Tree = yaml.safe_load(AWS.read_text(encoding="utf-8"))
-    return tree
-
-
-def write(tmp_path: Path, tree: object) -> str:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
-    return str(path)
+    return shipped("aws")
 
 
 def refused(tmp_path: Path, tree: object) -> list[ConfigError]:
@@ -60,39 +43,6 @@ def refused(tmp_path: Path, tree: object) -> list[ConfigError]:
         assert one.rule
         assert one.fix
     return errors
-
-
-def remarks(tmp_path: Path, tree: Tree, environ: dict[str, str] | None = None) -> list[Finding]:
-    return findings(load_cluster(write(tmp_path, tree)), environ or {})
-
-
-def replace(field: str, old: str, new: str) -> Change:
-    def change(tree: Tree) -> None:
-        before = list(tree[field])
-        tree[field] = [command.replace(old, new) for command in before]
-        assert tree[field] != before
-
-    return change
-
-
-def put(dotted: str, value: object) -> Change:
-    def change(tree: Tree) -> None:
-        *path, last = dotted.split(".")
-        for part in path:
-            tree = tree[part]
-        tree[last] = value
-
-    return change
-
-
-def drop(dotted: str) -> Change:
-    def change(tree: Tree) -> None:
-        *path, last = dotted.split(".")
-        for part in path:
-            tree = tree[part]
-        del tree[last]
-
-    return change
 
 
 def test_aws_yaml_is_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,148 +168,9 @@ def test_a_missing_file_or_a_directory(tmp_path: Path) -> None:
         load_cluster(tmp_path)
 
 
-TYPES = "available_node_types"
-TOKEN = "export RAY_AUTH_MODE=token;"  # noqa: S105
-STORAGE = "export PACELINE_STORAGE=s3://MY-BUCKET/paceline;"
-
-
-def opened(port: int, addresses: str) -> Change:
-    entry = {"FromPort": port, "ToPort": port, "IpProtocol": "tcp", "IpRanges": [{"CidrIp": addresses}]}
-    return put("provider.security_group", {"GroupName": "g", "IpPermissions": [entry]})
-
-
-REMARKS: list[tuple[str, Change, str, str]] = [
-    ("limit_never_reached", put("max_workers", 13), "warning", "max_workers"),
-    ("ray_older", replace("setup_commands", "tune]==2.60.0", "tune]==2.59.0"), "error", "setup_commands"),
-    ("ray_not_pinned", replace("setup_commands", "tune]==2.60.0", "tune]"), "warning", "setup_commands"),
-    ("ray_at_least", replace("setup_commands", "tune]==2.60.0", "tune]>=2.60"), "warning", "setup_commands"),
-    ("ray_wheel", replace("setup_commands", "]==2.60.0", "] @ https://x/r.whl"), "warning", "setup_commands"),
-    ("torch_older", replace("setup_commands", "torch==2.15.0", "torch==2.11.0"), "warning", "setup_commands"),
-    (
-        "ray_older_on_workers",
-        put("worker_setup_commands", ["pip install 'ray==2.1.0' && ray stop"]),
-        "error",
-        "worker_setup_commands",
-    ),
-    (
-        "torch_older_in_initialization",
-        put("initialization_commands", ["uv pip install torch==2.11.0"]),
-        "warning",
-        "initialization_commands",
-    ),
-    (
-        "ray_older_in_a_type",
-        put(f"{TYPES}.gpu_spot.worker_setup_commands", ["pip install ray==2.1.0"]),
-        "error",
-        f"{TYPES}.gpu_spot.worker_setup_commands",
-    ),
-    (
-        "image_older",
-        put("docker", {"image": "rayproject/ray:2.59.0-py312-gpu", "container_name": "ray"}),
-        "error",
-        "docker.image",
-    ),
-    (
-        "image_not_pinned",
-        put("docker", {"image": "rayproject/ray:latest-gpu", "container_name": "ray"}),
-        "warning",
-        "docker.image",
-    ),
-    (
-        "more_gpus_than_the_machine",
-        put(f"{TYPES}.gpu_spot.resources.GPU", 4),
-        "error",
-        f"{TYPES}.gpu_spot.resources.GPU",
-    ),
-    ("idle_gpus", put(f"{TYPES}.gpu_spot.resources.GPU", 0), "warning", f"{TYPES}.gpu_spot.resources.GPU"),
-    ("more_cpus", put(f"{TYPES}.gpu_spot.resources.CPU", 16), "error", f"{TYPES}.gpu_spot.resources.CPU"),
-    ("gpu_on_the_head", put(f"{TYPES}.head.resources.GPU", 1), "error", f"{TYPES}.head.resources.GPU"),
-    ("open_dashboard", replace(HEAD, "host=127.0.0.1", "host=0.0.0.0"), "warning", HEAD),
-    ("open_dashboard_6", replace(HEAD, "host=127.0.0.1", "host '::'"), "warning", HEAD),
-    ("no_token_on_the_head", replace(HEAD, TOKEN, ""), "error", HEAD),
-    ("no_token_on_workers", replace(WORKER, TOKEN, ""), "error", WORKER),
-    ("token_off", replace(WORKER, "MODE=token", "MODE=disabled"), "error", WORKER),
-    ("token_stays_at_home", put("file_mounts", {}), "error", "file_mounts"),
-    ("token_elsewhere", put("file_mounts", {"~/token": "~/.ray/auth_token"}), "error", "file_mounts"),
-    ("token_in_the_file", replace(HEAD, TOKEN, "RAY_AUTH_TOKEN=a " + TOKEN), "error", "RAY_AUTH_TOKEN"),
-    ("no_storage_on_the_head", replace(HEAD, STORAGE, ""), "warning", HEAD),
-    ("no_storage_on_workers", replace(WORKER, STORAGE, ""), "warning", WORKER),
-    ("empty_storage", replace(WORKER, "=s3://MY-BUCKET/paceline", "="), "warning", WORKER),
-    ("two_storages", replace(WORKER, "MY-BUCKET", "other"), "error", WORKER),
-    (
-        "port_open_to_the_world",
-        opened(8265, "0.0.0.0/0"),
-        "error",
-        "provider.security_group.IpPermissions",
-    ),
-]
-
-
-@pytest.mark.parametrize(("change", "level", "field"), [r[1:] for r in REMARKS], ids=[r[0] for r in REMARKS])
-def test_remarked(aws: Tree, tmp_path: Path, change: Change, level: str, field: str) -> None:
-    change(aws)
-    found = remarks(tmp_path, aws)
-    assert [(finding.level, finding.field) for finding in found] == [(level, field)]
-    assert str(found[0]).startswith(f"`{field}` ")
-    assert found[0].rule
-    assert found[0].fix
-
-
-NO_REMARK: list[tuple[str, Change]] = [
-    ("limit_reached", put("max_workers", 12)),
-    ("local_build", replace("setup_commands", "torch==2.15.0", "torch==2.15.0+cu130")),
-    ("pinned_by_a_file", put("worker_setup_commands", ["pip install -c constraints.txt ray torch"])),
-    ("other_packages", put("worker_setup_commands", ["pip install torchvision ray_lightning raytune-x"])),
-    ("no_install", put("worker_setup_commands", ["echo ray torch==1.0", "ray stop"])),
-    ("image", put("docker", {"image": "rayproject/ray:2.60.0-py312-gpu", "container_name": "ray"})),
-    ("other_image", put("docker", {"image": "my.registry/ray-train:7", "container_name": "ray"})),
-    ("unknown_machine", put(f"{TYPES}.gpu_spot.node_config.InstanceType", "z9.huge")),
-    ("detected", put(f"{TYPES}.gpu_spot.resources", {})),
-    ("head_gpu_unused", put(f"{TYPES}.head.node_config.InstanceType", "g5.2xlarge")),
-    ("localhost", replace(HEAD, "host=127.0.0.1", "host=localhost")),
-    ("default_host", replace(HEAD, "--dashboard-host=127.0.0.1", "")),
-    ("home_written_out", put("file_mounts", {"/home/ubuntu/.ray/auth_token": "~/.ray/auth_token"})),
-    ("ssh_for_everybody", opened(22, "0.0.0.0/0")),
-    ("own_addresses", opened(8265, "10.0.0.0/8")),
-]
-
-
-@pytest.mark.parametrize("change", [r[1] for r in NO_REMARK], ids=[r[0] for r in NO_REMARK])
-def test_not_remarked(aws: Tree, tmp_path: Path, change: Change) -> None:
-    change(aws)
-    assert remarks(tmp_path, aws) == []
-
-
-def test_settings_in_a_profile_count(aws: Tree, tmp_path: Path) -> None:
-    for field in (HEAD, WORKER):
-        replace(field, STORAGE, "")(aws)
-        replace(field, TOKEN, "")(aws)
-    aws["setup_commands"].append(f"echo '{TOKEN} {STORAGE}' >> ~/.bashrc")
-    assert remarks(tmp_path, aws) == []
-
-
-def test_an_export_in_another_command_does_not_count(aws: Tree, tmp_path: Path) -> None:
-    replace(HEAD, STORAGE, "")(aws)
-    aws[HEAD].insert(1, STORAGE)
-    assert [finding.field for finding in remarks(tmp_path, aws)] == [HEAD]
-
-
-def test_ray_defaults_are_remarked_on(tmp_path: Path) -> None:
-    """Ray's own commands: an open dashboard, no token, a wheel from a branch."""
-    found = remarks(tmp_path, {"cluster_name": "a", "provider": {"type": "aws", "region": "us-east-1"}})
-    assert {(finding.level, finding.field) for finding in found} == {
-        ("warning", "setup_commands"),
-        ("warning", HEAD),  # the dashboard; and no storage
-        ("error", HEAD),
-        ("error", WORKER),
-        ("warning", WORKER),
-    }
-    assert len(found) == 6
-
-
 def test_local(tmp_path: Path) -> None:
     cluster = load_cluster(write(tmp_path, LOCAL))
-    assert [(node_type.min_workers, node_type.max_workers) for node_type in cluster.node_types] == [(2, 2)]
+    assert [(node_type.min_workers, node_type.max_workers) for node_type in cluster.node_types] == [(0, 0), (2, 2)]
     assert findings(cluster, V2_OFF) == []
     for environ in ({}, {"RAY_UP_enable_autoscaler_v2": "1"}):
         assert [(f.level, f.field) for f in findings(cluster, environ)] == [("warning", "provider.type")]
@@ -400,30 +211,3 @@ def test_loading_changes_and_prints_nothing(tmp_path: Path, capfd: pytest.Captur
     assert Path(file).read_bytes() == before
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger("ray.autoscaler").level == level
-
-
-def test_exit_codes(aws: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    aws["max_workers"] = 13
-    file = write(tmp_path, aws)
-    assert main(["validate", file]) == 0
-    assert main(["validate", file, "--strict"]) == 1
-    line = capsys.readouterr().err.splitlines()[0]
-    assert line.startswith(f"warning: {file}: `max_workers` is 13, but can never be reached")
-
-    aws["file_mounts"] = {}
-    assert main(["validate", write(tmp_path, aws)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2
-
-    aws["zebra"] = 1
-    assert main(["validate", write(tmp_path, aws), str(AWS)]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: {file}: `zebra`")
-    assert str(AWS) in captured.out  # the next file is checked all the same
-
-
-def test_expected_versions_come_from_the_constraints_first(tmp_path: Path) -> None:
-    constraints = tmp_path / "constraints.txt"
-    constraints.write_text("numpy==2.0\nray[default]==9.8.7  # why\ntorchvision==0.1\n", encoding="utf-8")
-    assert expected_versions(constraints) == {"ray": "9.8.7", "torch": importlib.metadata.version("torch")}
-    installed = {package: importlib.metadata.version(package) for package in ("ray", "torch")}
-    assert expected_versions(tmp_path / "nope.txt") == installed

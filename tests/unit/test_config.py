@@ -85,6 +85,14 @@ def test_the_defaults_are_a_run() -> None:
         ({"scaling": {"num_workers": [0, 2]}}, "scaling.num_workers", "[MIN, MAX]"),
         ({"scaling": {"num_workers": "all"}}, "scaling.num_workers", "[MIN, MAX]"),
         ({"scaling": {"num_workers": 2}, "strategy": "none"}, "strategy", "for one worker"),
+        (
+            {"strategy": "fsdp", "compile": "max-autotune"},
+            "compile",
+            "captures CUDA graphs, and fsdp moves its tensors",
+        ),
+        ({"strategy": "fsdp", "cuda_graphs": True}, "cuda_graphs", "cannot follow strategy fsdp"),
+        ({"strategy": "dp", "compile": "default"}, "compile", "cannot follow the replicas of strategy dp"),
+        ({"strategy": "fsdp", "ddp": {"static_graph": True}}, "ddp", "means nothing to strategy fsdp"),
         ({"scaling": {"num_workers": 2}, "launcher": "local"}, "scaling.num_workers", "must be 1"),
         ({"scaling": {"num_workers": [1, 2]}, "launcher": "spawn"}, "scaling.num_workers", "needs Ray"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 
 import pytest
@@ -29,7 +30,7 @@ def flags_come_back() -> Iterator[None]:
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, False
 
 
 def test_a_forced_cpu_is_a_cpu() -> None:
@@ -62,7 +63,8 @@ def test_flags_are_set_whatever_they_were() -> None:
 def test_memory_figures_are_of_this_process() -> None:
     reset_peak_memory(CPU)
     before = peak_memory_bytes(CPU)
-    block = torch.ones(50_000_000, dtype=torch.uint8)
+    block = mmap.mmap(-1, 50_000_000)  # pages that no earlier test's freed memory can stand in for
+    block.write(b"1" * 50_000_000)
     after = peak_memory_bytes(CPU)
     assert 10_000_000 < before < total_memory_bytes(CPU)
     assert after >= before + 40_000_000
@@ -75,3 +77,15 @@ def test_the_environment_says_what_a_figure_depends_on() -> None:
     assert {"python", "platform", "cpus", "torch", "ray", "pyarrow", "device"} <= set(report)
     assert report["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert all(isinstance(value, str) for value in report.values())
+
+
+def test_cudnn_and_half_precision_switches_are_set_whatever_they_were() -> None:
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    for deterministic in (True, False):
+        cudnn.enabled, cudnn.deterministic = False, not deterministic
+        matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = False
+        set_flags(CPU, threads=1, deterministic=deterministic)
+        assert cudnn.enabled
+        assert (cudnn.deterministic, cudnn.benchmark) == (deterministic, not deterministic)
+        assert matmul.allow_fp16_reduced_precision_reduction
+        assert matmul.allow_bf16_reduced_precision_reduction

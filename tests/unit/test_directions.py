@@ -19,13 +19,23 @@ MAY_IMPORT = {
     "tune": {"tune", "cluster", "trainers"},
 }
 WITH_RAY = {
+    "trainers/growth.py",
+    "trainers/ray_context.py",
+    "trainers/ray_group.py",
     "trainers/torch_trainer.py",
     "cluster/config.py",
+    "cluster/actors.py",
     "cluster/check.py",
+    "tune/lane.py",
     "tune/lanes.py",
     "tune/sweep.py",
     "tune/trial.py",
+    "tune/population.py",
+    "tune/population_trial.py",
     "tune/space.py",
+    "tune/frontier_search.py",
+    "tune/progress.py",
+    "tune/repeats.py",
 }
 
 
@@ -128,6 +138,12 @@ def test_the_loop_runs_where_ray_cannot_be_imported(tmp_path: Path) -> None:
         """
     )
     assert run(script, tmp_path) == "done 3 blocked: ray"
+
+
+def test_a_lanes_controller_needs_no_torch(tmp_path: Path) -> None:
+    """What Ray's controller of a lane imports: it has no torch to wait for."""
+    script = BLOCK.format(blocked={"torch"}) + "import tune.lanes, trainers.ray_group; print('done')"
+    assert run(script, tmp_path) == "done"
 
 
 def test_a_mistake_is_said_before_torch_and_ray_are_imported(tmp_path: Path) -> None:

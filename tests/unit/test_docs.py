@@ -8,6 +8,8 @@ import runpy
 
 from tests.specs import REPOSITORY
 
+PEERS = ("paceline", "ray prepare", "accelerate", "fabric", "lightning")
+
 
 def test_the_configuration_reference_is_current() -> None:
     page = runpy.run_path(str(REPOSITORY / "docs/make.py"))["page"]()
@@ -30,6 +32,18 @@ def test_the_readmes_figures_are_the_newest_results() -> None:
     text = (REPOSITORY / "README.md").read_text()
     for found in json.loads(newest.read_text())["results"].values():
         rows = found["rows"]
-        ratios = " | ".join(f"{rows[peer]['ratio']:.2f} x" for peer in ("paceline", "accelerate", "fabric"))
+        ratios = " | ".join(f"{rows[peer]['ratio']:.2f} x" for peer in PEERS)
         assert f"| {rows['plain']['median']:,.0f} | {ratios} | {found['floor']:.1%} |" in text
         assert f"medians of {rows['plain']['n']}" in text
+
+
+def test_the_readmes_sweep_is_the_newest_result() -> None:
+    results = REPOSITORY / "benchmarks/results"
+    text = " ".join((REPOSITORY / "README.md").read_text().split())
+    found = json.loads(max(results.glob("sweep-2*-cpu.json")).read_text())["results"]
+    few, many = found["rows"]
+    ray = f"{few['ray_s']:.0f} s as Ray documents it ({'two of them measured' if few['ray_measured'] == 2 else 'all'}"
+    assert f"took {few['lanes_s']:.0f} s through two lanes, start included, and {ray}" in text
+    assert f"24 trials {many['lanes_s']:.0f} s and {many['ray_s']:.0f} s" in text
+    noop = json.loads(max(results.glob("sweep-noop-*-cpu.json")).read_text())["results"]
+    assert f"the last cost {noop['last_s']:.2f} s each, the first {noop['first_s']:.2f} s" in text

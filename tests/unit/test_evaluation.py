@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trainers.config import DataConfig
+from trainers.errors import ConfigError
 from trainers.evaluation import evaluate
 from trainers.loader import Feed
 from trainers.parallel import Group
 from trainers.precision import resolve_precision
+from trainers.sections import DataConfig
 from trainers.task import Task
 
 torch.set_num_threads(1)
@@ -94,7 +96,7 @@ def test_any_number_of_ranks_gives_the_same_figures_to_the_bit(workers: int) -> 
             return tensor
 
         def gather(self, value: Any) -> list[Any]:
-            return [value, ["accuracy", "confidence"]]
+            return [value, ["accuracy", "confidence"]] if isinstance(value, list) else [value]
 
     class Last(Rank):
         def sum(self, tensor: Tensor) -> Tensor:
@@ -159,6 +161,75 @@ def test_an_infinite_loss_is_reported_as_it_is() -> None:
             return super().loss(outputs, batch) * math.inf
 
     assert run(Infinite(), data(9), 4)["val_loss"] == math.inf
+
+
+class WithTorchmetrics(Labels):
+    """One metric made anew for each batch, one that the task keeps."""
+
+    def __init__(self) -> None:
+        self.auroc = torchmetrics.classification.MulticlassAUROC(3)
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        self.auroc.update(outputs.softmax(1), batch[1])
+        return {**super().metrics(outputs, batch), **all_metrics(outputs, batch[1]), "auroc": self.auroc}
+
+
+def all_metrics(outputs: Tensor, labels: Tensor) -> dict[str, Any]:
+    """Of every kind of state: counts, floating sums, whole data, states that torchmetrics itself merges."""
+    made = {
+        "recall": torchmetrics.classification.MulticlassRecall(3, average=None),
+        "calibration": torchmetrics.classification.MulticlassCalibrationError(3),
+    }
+    for metric in made.values():
+        metric.update(outputs.softmax(1), labels)
+    error = torchmetrics.MeanSquaredError()
+    error.update(outputs[:, 0].float(), labels.float())
+    correlation = torchmetrics.PearsonCorrCoef()
+    correlation.update(outputs[:, 0].float(), labels.float())
+    return {**made, "error": error, "correlation": correlation}
+
+
+@pytest.mark.parametrize("microbatch", [7, 64, 500])
+def test_torchmetrics_give_what_they_give_in_one_pass(microbatch: int) -> None:
+    dataset, model = data(300), small_model()
+    figures = run(WithTorchmetrics(), dataset, microbatch, model)
+    with torch.no_grad():
+        outputs = model.eval()(dataset.tensors[0])
+    expected = {f"val_{name}": metric.compute() for name, metric in all_metrics(outputs, dataset.tensors[1]).items()}
+    for index, value in enumerate(expected.pop("val_recall")):
+        expected[f"val_recall_{index}"] = value
+    auroc = torchmetrics.classification.MulticlassAUROC(3)
+    expected["val_auroc"] = auroc(outputs.softmax(1), dataset.tensors[1])
+    assert set(figures) == {"val_loss", "val_accuracy", "val_confidence", *expected}
+    for name, value in expected.items():
+        assert figures[name] == pytest.approx(float(value), rel=1e-5), name
+
+
+def test_torchmetrics_are_ready_for_the_next_evaluation() -> None:
+    task, model = WithTorchmetrics(), small_model()
+    assert run(task, data(100), 16, model) == run(task, data(100), 16, model)
+    assert task.auroc.metric_state == {"preds": [], "target": []}
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (torchmetrics.classification.MulticlassConfusionMatrix(3), "[3, 3]"),
+        (torchmetrics.MetricCollection([torchmetrics.classification.MulticlassAccuracy(3)]), "one by one"),
+        (0.5, "float"),
+    ],
+    ids=["matrix", "collection", "number"],
+)
+def test_a_metric_of_another_kind_is_refused(metric: Any, words: str) -> None:
+    class Other(Labels):
+        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+            if not isinstance(metric, float):
+                metric.update(outputs, batch[1])
+            return {"mine": metric}
+
+    with pytest.raises(ConfigError, match="metric mine") as met:
+        run(Other(), data(30), 8)
+    assert words in str(met.value)
 
 
 def test_a_metric_that_is_not_one_value_a_sample_is_refused() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from trainers import loader
-from trainers.config import DataConfig
 from trainers.loader import Feed, concatenate, fetch
+from trainers.sections import DataConfig
 from trainers.task import Task, map_tensors, tensors_of
 
 torch.set_num_threads(1)

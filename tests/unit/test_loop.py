@@ -82,7 +82,7 @@ class Context(LocalContext):
         if checkpoint is not None and metrics["step"] == self.cut_at_step:
             raise Power
 
-    def should_stop(self) -> bool:
+    def should_stop(self, elapsed_s: float) -> bool:
         return self.stop()
 
 
@@ -341,7 +341,7 @@ class Poisoned(Tiny):
     def __init__(self, good_steps: int, factor: float = math.nan) -> None:
         super().__init__()
         self.good_steps, self.factor = good_steps, factor
-        self.steps = -1  # the probe of the microbatch size is no step
+        self.steps = -3  # the two passes of the probe and the count of FLOPs are no steps
 
     def transform(self, batch: Any, training: bool) -> Any:
         self.steps += training
@@ -465,7 +465,7 @@ class Counting(Tiny):
 def test_each_sample_is_trained_once_an_epoch() -> None:
     task = Counting()
     train(None, task, epochs=2)
-    rows = task.rows[3:]  # the first three were the probe's
+    rows = task.rows[9:]  # six were the probe's, three the count's of FLOPs
     assert len(rows) == 2 * SAMPLES
     assert sorted(rows[:SAMPLES]) == sorted(rows[SAMPLES:]) == list(range(SAMPLES))
     assert rows[:SAMPLES] != rows[SAMPLES:]
@@ -476,7 +476,7 @@ def test_each_sample_is_trained_once_though_the_run_was_cut(tmp_path: Path) -> N
     with pytest.raises(Power):
         fit(first, config(epochs=1), Context(tmp_path, cut_at_step=3))
     train(tmp_path, second, epochs=1)
-    assert sorted(first.rows[3:] + second.rows[3:]) == list(range(SAMPLES))
+    assert sorted(first.rows[9:] + second.rows[9:]) == list(range(SAMPLES))
 
 
 class Endless(IterableDataset[Any]):

@@ -77,7 +77,29 @@ def test_the_interval_is_that_of_a_mean(time: Time) -> None:
     steps(clock, time, [1.0] * WARMUP_STEPS + [1.0, 2.0, 3.0, 4.0])
     speed = clock.throughput()
     assert speed is not None
-    assert speed.step_time_ci95_s == pytest.approx(1.96 * math.sqrt(5 / 3) / 2)
+    assert speed.step_time_ci95_s == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)  # Student, 3 degrees
+
+
+def test_slow_and_fast_stretches_widen_the_interval(time: Time) -> None:
+    """Half the steps are slow, all at the end: taken for independent, they would promise +-0.03."""
+    clock = StepClock(CPU)
+    steps(clock, time, [1.0] * WARMUP_STEPS + [1.0] * 600 + [2.0] * 600)
+    speed = clock.throughput()
+    assert speed is not None
+    assert speed.step_time_ci95_s > 0.15
+    assert not speed.settled
+    assert speed.step_time_stdev_s == pytest.approx(0.5, rel=0.01)
+
+
+@pytest.mark.parametrize(("count", "noise_s", "settled"), [(29, 0.0, False), (30, 0.0, True), (40, 0.2, False)])
+def test_enough_steps_of_one_length_settle_the_throughput(
+    time: Time, count: int, noise_s: float, settled: bool
+) -> None:
+    clock = StepClock(CPU)
+    steps(clock, time, [9.0] * WARMUP_STEPS + [1.0 + noise_s * (index % 3) for index in range(count)])
+    speed = clock.throughput()
+    assert speed is not None
+    assert speed.settled == settled
 
 
 def test_time_between_spans_is_no_training(time: Time) -> None:
@@ -97,11 +119,53 @@ def test_on_a_device_the_steps_of_a_span_share_its_time(time: Time, monkeypatch:
     clock = StepClock(torch.device("meta"))  # not a CPU: steps are only issued, and done when the device is waited for
     for _ in range(4):
         steps(clock, time, [0.0, 0.0, 3.0])
-    assert len(waited) == 8
+    assert len(waited) == 8 + 2  # the first step is timed by itself
     assert clock.train_time_s == 12.0
     speed = clock.throughput()
     assert speed is not None
     assert (speed.step_time_s, speed.step_time_ci95_s, speed.steps) == (1.0, 0.0, 12 - WARMUP_STEPS)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_first_step_is_told_apart(time: Time, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr("trainers.metrics.synchronize", lambda _: None)
+    clock = StepClock(torch.device(device))
+    assert clock.first_step_s is None
+    steps(clock, time, [60.0, 1.0, 1.0])
+    steps(clock, time, [2.0, 2.0])
+    assert clock.first_step_s == 60.0
+
+
+def test_steps_under_a_profiler_train_and_do_not_count(time: Time) -> None:
+    clock = StepClock(CPU)
+    steps(clock, time, [1.0] * WARMUP_STEPS + [2.0])
+    clock.counting = False
+    steps(clock, time, [50.0, 50.0])
+    clock.counting = True
+    steps(clock, time, [2.0])
+    speed = clock.throughput()
+    assert speed is not None
+    assert (speed.step_time_s, speed.steps) == (2.0, 2)
+    assert clock.train_time_s == WARMUP_STEPS + 104.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_step_that_compiles_again_does_not_count(time: Time, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setattr("trainers.metrics.synchronize", lambda _: None)
+    clock = StepClock(torch.device(device))
+    clock.start_span()
+    for index in range(WARMUP_STEPS + 6):
+        compiles = index in (0, WARMUP_STEPS + 2)
+        time.now += 30.0 if compiles else 1.0
+        clock.step(10)
+        if compiles:
+            clock.leave_out()
+    clock.end_span()
+    speed = clock.throughput()
+    assert speed is not None
+    assert speed.samples_per_s == pytest.approx(10.0)
+    assert clock.train_time_s == 60.0 + WARMUP_STEPS + 4
+    assert speed.steps == (5 if device == "cpu" else 3)  # on a device, those of the span that it spoilt are left out
 
 
 def test_waiting_for_data_is_a_share_of_the_measured_time(time: Time) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from trainers.microbatch import choose_microbatch
+from trainers.microbatch import choose_microbatch, fewest_parts
 from trainers.parallel import Group
 from trainers.precision import resolve_precision
 from trainers.task import Task
@@ -87,25 +89,32 @@ def choose(
         (64, 64, 64, [64]),
         (64, 100, 64, [64]),
         (64, 63, 32, [64, 32]),
-        (64, 5, 4, [64, 32, 16, 8, 4]),
-        (50, 7, 7, [50, 25, 13, 7]),
-        (7, 3, 2, [7, 4, 2]),
+        (64, 5, 5, [64, 32, 16, 8, 4, 6, 5]),
+        (50, 7, 7, [50, 25, 13, 7, 9, 8]),
+        (7, 3, 3, [7, 4, 2, 3]),
         (100, 60, 50, [100, 50]),  # more than the dataset has: samples repeat
     ],
 )
-def test_auto_lands_on_the_first_half_that_fits(
+def test_auto_lands_on_the_largest_part_that_fits(
     where: str, share: int, fits: int, expected: int, tried: list[int]
 ) -> None:
     task = Hungry(fits, where)
     assert choose(task, "auto", share) == expected
-    assert task.tried == tried
+    assert sizes(task) == tried
+    # What fits is tried twice: the second step has the optimizer's state in memory, as all later ones have.
+    assert all(task.tried.count(size) == 1 + (size <= fits) for size in tried)
+
+
+def sizes(task: Hungry) -> list[int]:
+    """The sizes in the order in which they were tried."""
+    return [size for size, _ in itertools.groupby(task.tried)]
 
 
 def test_a_fixed_size_that_fits_is_taken_and_never_larger_than_the_share() -> None:
     task = Hungry(16)
     assert choose(task, 16, 64) == 16
     assert choose(task, 16, 12) == 12
-    assert task.tried == [16, 12]
+    assert sizes(task) == [16, 12]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -254,3 +263,19 @@ def test_a_rank_that_has_no_room_lowers_it_for_all() -> None:
     assert run("auto") == 8
     with pytest.raises(torch.OutOfMemoryError, match="did not fit on another rank"):
         run(16)
+
+
+@pytest.mark.parametrize("share", [*range(1, 60), 96, 1000])
+def test_auto_takes_as_few_parts_as_fit(share: int) -> None:
+    """The largest even part that fits, for every limit; no size is tried twice, and few that do not fit."""
+    for limit in range(1, share + 1):
+        tried: list[int] = []
+
+        def fits(size: int, limit: int = limit, tried: list[int] = tried) -> bool:
+            tried.append(size)
+            return size <= limit
+
+        fewest = next(parts for parts in range(1, share + 1) if -(-share // parts) <= limit)
+        assert fewest_parts(share, fits) == -(-share // fewest)
+        assert len(set(tried)) == len(tried)
+        assert len(tried) <= 2 * math.ceil(math.log2(fewest)) + 1

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainers.config import ScheduleConfig, TrainConfig
+from trainers.config import TrainConfig
 from trainers.optim import build_optimizer, lr_factor, scaled_lr
+from trainers.sections import ScheduleConfig
 from trainers.settings import build
 
 

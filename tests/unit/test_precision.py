@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -83,7 +86,71 @@ def test_other_formats_leave_the_batch_as_it_is() -> None:
     assert resolve_precision("bf16", CPU).convert_batch(batch) is batch
 
 
-def test_matmul_settings_are_left_alone_on_a_cpu() -> None:
-    before = torch.backends.cuda.matmul.fp32_precision
-    apply_matmul(TABLE["tf32"], CPU)
-    assert torch.backends.cuda.matmul.fp32_precision == before
+@pytest.fixture
+def switches_come_back() -> Iterator[None]:
+    yield
+    apply_matmul(TABLE["fp32"])
+
+
+@pytest.mark.usefixtures("switches_come_back")
+@pytest.mark.parametrize("before", ["older", "newer", "everything"])
+@pytest.mark.parametrize(("name", "expected"), [("fp32", False), ("bf16", False), ("tf32", True)])
+def test_matmul_switches_are_set_whatever_they_were(name: str, expected: bool, before: str) -> None:
+    """By every name that torch has for them: reading one that contradicts another raises."""
+    if before == "older":
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.allow_tf32 = not expected
+    elif before == "newer":
+        torch.backends.cuda.matmul.fp32_precision = "ieee" if expected else "tf32"
+        torch.backends.cudnn.conv.fp32_precision = "ieee" if expected else "tf32"  # type: ignore[attr-defined]
+    else:
+        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        torch.backends.mkldnn.conv.fp32_precision = "bf16"  # type: ignore[attr-defined]
+    apply_matmul(TABLE[name])
+    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is expected
+    for part in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):  # type: ignore[attr-defined]
+        assert (part.fp32_precision == "tf32") is expected
+    assert torch.get_float32_matmul_precision() == ("high" if expected else "highest")
+    assert torch.backends.mkldnn.conv.fp32_precision == "none"  # type: ignore[attr-defined]
+
+
+class Mixed(nn.Module):
+    """Parameters of four and of five dimensions, and a buffer of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.deep = nn.Conv2d(3, 8, 3), nn.Conv3d(3, 8, 3)
+        self.register_buffer("picture", torch.randn(1, 3, 4, 4))
+
+
+def test_channels_last_is_the_layout_of_4d_tensors_only() -> None:
+    before = Mixed()
+    spec = resolve_precision("fp32", CPU).with_layout(True, before, CPU)
+    weight = before.flat.weight.detach().clone()
+    model = spec.convert_model(before)
+    for tensor in (model.flat.weight, model.picture):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)  # type: ignore[operator, union-attr]
+        assert not tensor.is_contiguous()  # type: ignore[operator, union-attr]
+    assert model.deep.weight.is_contiguous()  # type: ignore[operator, union-attr]
+    assert torch.equal(model.flat.weight, weight)  # type: ignore[arg-type]
+    images, labels, mask = torch.randn(2, 3, 4, 4), torch.arange(2), torch.ones(2, 3, 4, 4, dtype=torch.int64)
+    converted = spec.convert_batch({"images": images, "labels": labels, "mask": mask})
+    assert converted["images"].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(converted["images"], images)
+    assert converted["labels"] is labels
+    assert converted["mask"] is mask
+
+
+@pytest.mark.parametrize(("wanted", "device", "expected"), [("auto", "cuda", True), ("auto", "cpu", False)])
+def test_channels_last_by_itself_is_for_convolutions_on_cuda(
+    wanted: Literal["auto"], device: str, expected: bool
+) -> None:
+    spec, where = TABLE["fp32"], torch.device(device)
+    assert spec.with_layout(wanted, Mixed(), where).channels_last is expected
+    assert not spec.with_layout(wanted, nn.Linear(4, 4), where).channels_last
+    assert not spec.with_layout(False, Mixed(), where).channels_last
+
+
+def test_channels_last_that_means_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    TABLE["fp32"].with_layout(True, nn.Linear(4, 4), CPU)
+    assert "no 4-D parameter" in caplog.text

@@ -6,13 +6,13 @@ import pytest
 
 from trainers.config import TrainConfig
 from trainers.reference import entries, reference
-from trainers.settings import Settings, build, child_model, parse_yaml, set_key
+from trainers.settings import Settings, build, child_model, keys_of, parse_yaml, set_key
 from tune.config import SweepConfig
 
 
 def keys(model: type[Settings], prefix: str = "") -> list[str]:
     found = []
-    for name in model.model_fields:
+    for name in keys_of(model):
         below = child_model(model, name)
         found += keys(below, f"{prefix}{name}.") if below else [prefix + name]
     return found

@@ -176,7 +176,8 @@ def test_a_new_run_leaves_its_configuration(user: Path) -> None:
     spec = read(user)
     assert prepare_storage(spec, fresh=False) is None
     assert spec.storage.names() == ["config.yaml"]
-    assert parse_mapping(spec.storage.read("config.yaml").decode(), "f") == spec.tree
+    kept = parse_mapping(spec.storage.read("config.yaml").decode(), "f")
+    assert kept == {**spec.tree, "task_dir": spec.path[0]}, "and where its task is"
 
 
 def test_a_complete_run_is_not_run_again(user: Path) -> None:

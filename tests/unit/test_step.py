@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from trainers.parallel import Group
 from trainers.precision import resolve_precision
 from trainers.step import TrainStep
-from trainers.task import Task
+from trainers.task import Task, tensors_of
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ class Tokens(Task):
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         counts = (batch[1] > 0).to(outputs)
-        return (outputs.squeeze(-1).square() * counts).sum() / counts.sum()
+        return (outputs.squeeze(-1).square() * counts).sum() / counts.sum().clamp(min=1)
 
     def weight(self, batch: Batch) -> Tensor:
         return (batch[1] > 0).sum()
@@ -164,7 +164,7 @@ def poisoned(value: float) -> Batch:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_is_not_finite_changes_nothing(name: str, value: float) -> None:
-    """Neither weights nor moments: the next good step is what it would have been without the bad one."""
+    """Neither weights nor moments, and no step after it does: what is kept is the last good state."""
     good = tuple(tensor.float() for tensor in regression_data())
 
     def train(plan: list[Batch]) -> tuple[nn.Module, TrainStep]:
@@ -174,12 +174,30 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, value: float) -> N
             run_step(step, data, [6, 6])
         return model, step
 
-    clean, fine = train([good, good, good])
-    hurt, step = train([good, poisoned(value), good, good])
+    clean, fine = train([good, good])
+    hurt, step = train([good, good, poisoned(value), good, good])
     assert not bool(fine.bad)
     assert bool(step.bad)
     for ours, reference in zip(hurt.parameters(), clean.parameters(), strict=True):
         assert torch.equal(ours, reference)
+    moments, expected = (tensors_of(list(one.optimizer.state.values())) for one in (step, fine))
+    assert all(torch.equal(a, b) for a, b in zip(moments, expected, strict=True))
+
+
+def test_what_weighs_nothing_changes_nothing() -> None:
+    """A microbatch of padding among others, and a step of nothing but padding."""
+    inputs, counted = token_data()
+    model = small_model()
+    step = make_step(model, Tokens(), SGD(model.parameters(), lr=0.0, fused=True))
+    run_step(step, (inputs, counted), [SAMPLES])
+    expected = gradients(model)
+    padded = (torch.cat([inputs, inputs[:3]]), torch.cat([counted, torch.zeros_like(counted[:3])]))
+    run_step(step, padded, [SAMPLES, 3])
+    for ours, one in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(ours, one, rtol=0, atol=1e-15)
+    run_step(step, (inputs, torch.zeros_like(counted)), [4, SAMPLES - 4])
+    assert all(not gradient.any() for gradient in gradients(model))
+    assert not step.bad
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -267,3 +285,39 @@ def test_set_lr_multiplies_each_groups_own_rate() -> None:
     for factor in (0.5, 0.25, 1.0):  # from the base each time, never from the last value
         step.set_lr(factor)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * factor, 0.5 * factor])
+
+
+def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() -> None:
+    """Fused SGD would allocate the buffers in it and write them in none."""
+
+    def train(skipped: int) -> list[Tensor]:
+        model = small_model(torch.float32)
+        step = make_step(model, Regression(), SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True), "fp16")
+        inputs, targets = (tensor.float() for tensor in regression_data())
+        del [torch.full((64, 64), 7e7) for _ in range(50)][:]  # what new memory is likely to hold
+        for _ in range(skipped):
+            run_step(step, (inputs, targets * 1e30), [SAMPLES])
+        step.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(3):
+            run_step(step, (inputs, targets), [SAMPLES])
+        return [parameter.detach() for parameter in model.parameters()]
+
+    for skipped, clean in zip(train(1), train(0), strict=True):
+        torch.testing.assert_close(skipped, clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "by the norm"])
+def test_a_gradient_that_is_not_finite_is_found_either_way(one_pass: bool) -> None:
+    """CUDA has no one-pass check of bfloat16 gradients: there the norm says it."""
+    model = small_model()
+    step = make_step(model, Regression(), SGD(model.parameters(), lr=0.1, fused=True))
+    step._one_pass = one_pass
+    inputs, targets = regression_data()
+    run_step(step, (inputs, targets), [SAMPLES])
+    assert not bool(step.bad)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    run_step(step, (inputs * float("inf"), targets), [SAMPLES])
+    run_step(step, (inputs, targets), [SAMPLES])  # no step after a bad one changes anything
+    assert bool(step.bad)
+    assert float(step._found_inf) == 1.0  # what fused optimizers compare it with
+    assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), before, strict=True))

@@ -52,7 +52,13 @@ def test_the_defaults_are_a_sweep() -> None:
         ({"space": {"global_batch_size": {"min": 0, "max": 8}}}, "space.global_batch_size.min", "at least 1"),
         ({"space": {"optimizer.lr": {"uniform": [0.1, 0.2]}}}, "search", "search: random"),
         ({"search": "random"}, "budget.trials", "how many"),
-        ({"search": "gird"}, "search", "'grid' or 'random'"),
+        ({"search": "optuna"}, "budget.trials", "how many"),
+        ({"search": "gird"}, "search", "'grid', 'random', 'optuna' or 'frontier'"),
+        ({"objective": {"metric": "usd_to_target"}}, "objective.target", "usd_to_target counts to"),
+        ({"objective": {"metric": "usd_to_target", "target": {"val_loss": 1.0}}}, "usd_per_hour", "is needed for"),
+        ({"budget": {"usd": 5.0}}, "usd_per_hour", "is needed for budget.usd"),
+        ({"budget": {"usd": 0}, "usd_per_hour": 1.0}, "budget.usd", "greater than 0"),
+        ({"usd_per_hour": -1}, "usd_per_hour", "greater than 0"),
         ({"lanes": 0}, "lanes", "auto or a whole number"),
         ({"train": 3}, "train", "the name of a file, or a mapping"),
         ({"objective": {}}, "objective.target", "time_to_target"),
@@ -83,6 +89,8 @@ def test_what_cannot_be_is_said_in_one_sentence(changes: dict[str, Any], field: 
         {"space": {"clip_grad_norm": [None, 1.0], "compile": ["off"]}, "lanes": 2, "seed": 5},
         {"objective": {"metric": "time_to_target", "target": {"val_accuracy": 0.97}}, "scheduler": "asha"},
         {"train": {"task": "t:T", "task_args": {"x": None}}},
+        {"search": "optuna", "budget": {"trials": 3, "usd": 2.5}, "usd_per_hour": 10.0},
+        {"objective": {"metric": "usd_to_target", "target": {"val_accuracy": 0.97}}, "usd_per_hour": 10.0},
     ],
 )
 def test_its_plain_data_builds_it_again(changes: dict[str, Any]) -> None:
@@ -101,11 +109,13 @@ def test_its_plain_data_builds_it_again(changes: dict[str, Any]) -> None:
         ("val_f1", "max"),
         ("samples_per_s", "max"),
         ("step_time_s", "min"),
+        ("usd_to_target", "min"),
     ],
 )
 def test_the_direction_of_known_metrics(metric: str, direction: str) -> None:
-    assert Objective(metric=metric).direction == direction
-    assert Objective(metric=metric, mode="max").direction == "max"
+    target = {"val_loss": 1.0}
+    assert Objective(metric=metric, target=target).direction == direction
+    assert Objective(metric=metric, target=target, mode="max").direction == "max"
 
 
 @pytest.mark.parametrize(
@@ -130,3 +140,17 @@ def test_overrides_mean_keys_of_the_sweep() -> None:
     changed = override(SweepConfig, BASE, {"lanes": 2, "objective.metric": "val_accuracy", "budget.trials": 4})
     config = build(SweepConfig, changed, "f")
     assert (config.lanes, config.objective.metric, config.budget.trials) == (2, "val_accuracy", 4)
+
+
+@pytest.mark.parametrize(
+    ("budget", "time_s"),
+    [
+        ({}, None),
+        ({"time_s": 100}, 100),
+        ({"usd": 2.0}, 720),
+        ({"usd": 2.0, "time_s": 100}, 100),
+        ({"trials": 3}, None),
+    ],
+)
+def test_a_budget_of_dollars_is_one_of_time(budget: dict[str, float], time_s: float | None) -> None:
+    assert make(budget=budget, usd_per_hour=10.0).time_budget_s == time_s

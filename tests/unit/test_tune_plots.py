@@ -14,9 +14,10 @@ from tests.unit.report_records import config, done, failed, trial
 from tune.answer import answer
 from tune.config import SweepConfig
 from tune.journal import TrialRecord
-from tune.plots import figures
+from tune.plots import _closer, figures
 from tune.svg import Figure
 
+FRONT = "Time to target against memory"
 CURVE = [{"train_time_s": 1.0, "val_loss": 0.5}, {"train_time_s": 2.0, "val_loss": 0.4}]
 
 
@@ -46,9 +47,9 @@ def texts(figure: Figure) -> list[str]:
 
 def test_the_figures_stand_in_one_page() -> None:
     drawn = draw(config(), done() + failed())
-    assert list(drawn) == ["Throughput", "Peak memory", "Learning curves", "Time to target"]
+    assert list(drawn) == ["Throughput", "Peak memory", "Learning curves", "Time to target", FRONT]
     text = "".join(figure.svg for figure in drawn.values())
-    assert len(re.findall(r"<svg\s", text)) == 4
+    assert len(re.findall(r"<svg\s", text)) == 5
     ids = re.findall(r'\sid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) <= set(ids)
@@ -94,7 +95,7 @@ def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]]) -> None:
     ]
     space = {key: [record.config[key] for record in records] for key in settings(0)}
     drawn = draw(config("val_loss", space=space, objective={"target": {"val_loss": 0.5}}), records)
-    assert len(drawn) == 4
+    assert len(drawn) == 5
     assert all(len(texts(figure)) < 90 for figure in drawn.values())
     assert "The first 24 of 300 trials." in drawn["Time to target"].caption
 
@@ -145,7 +146,7 @@ def test_figures_without_what_is_not_finite(value: float) -> None:
         metrics={"val_accuracy": value},
         curve=[{"train_time_s": value, "val_accuracy": 0.5}, {"train_time_s": 1.0, "val_accuracy": value}],
     )
-    assert [figure.svg.count("32, fp16:") for figure in draw(config(), [*done(), odd]).values()] == [0, 0, 0, 0]
+    assert [figure.svg.count("32, fp16:") for figure in draw(config(), [*done(), odd]).values()] == [0] * 5
     assert draw(config(), [odd]) == {}
 
 
@@ -165,3 +166,14 @@ def test_text_stays_text(text: str) -> None:
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     escaped = escaped.replace("\x00", r"\x00").replace("\x1b", r"\x1b")
     assert escaped in texts(drawn["Throughput"])
+
+
+@pytest.mark.parametrize(("first", "last", "target"), [(0.2, 0.99, 0.97), (2.0, 0.1, 0.3)])
+def test_the_way_up_to_the_target_is_on_the_axis(first: float, last: float, target: float) -> None:
+    """Runs that are past the target at nearly every evaluation: where they cross it must still be seen."""
+    points = [(float(at), last + (first - last) * 0.2**at) for at in range(1, 30)]
+    low, high = _closer([points], target)
+    past, before = (high - target, target - low) if last > first else (target - low, high - target)
+    assert past > 0
+    assert 0.2 * past < before < 0.6 * past
+    assert low < points[-1][1] < high

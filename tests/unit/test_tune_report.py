@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -166,6 +167,26 @@ def test_best_yaml_is_a_run(sweep: Storage) -> None:
     assert (best.task_dir, best.epochs, best.optimizer.lr) == ("/home/me/digits", 30, 0.002)
 
 
+def test_a_populations_best_says_what_its_weights_went_through(sweep: Storage) -> None:
+    records = done()
+    course = [
+        {"trial": records[0].id, "step": 0, "epoch": 0.0, "config": records[0].config},
+        {"trial": records[3].id, "step": 40, "epoch": 2.5, "config": records[3].config},
+    ]
+    records[3] = replace(records[3], schedule=course)
+    found = written(sweep, records)
+    assert found.best == records[3]
+    assert f"its weights went on from trial {records[0].id}'s at epoch 2.5" in found.sentence
+    text = sweep.read("best.yaml").decode()
+    assert f"#   from epoch 0 in trial {records[0].id}: global_batch_size: 32, precision: fp32\n" in text
+    assert f"#   from epoch 2.5 in trial {records[3].id}: global_batch_size: 64, precision: bf16\n" in text
+    assert build(TrainConfig, parse_mapping(text, "best.yaml"), "best.yaml").global_batch_size == 64
+    rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet"))).to_pylist()
+    assert rows[3]["exploited_from"] == records[0].id
+    assert json.loads(rows[3]["schedule"]) == course
+    assert rows[0]["exploited_from"] is rows[0]["schedule"] is None
+
+
 def test_summary_is_plain_data(sweep: Storage) -> None:
     found = written(sweep, done() + failed())
     summary = json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
@@ -209,7 +230,7 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing(sweep: Storage) -> N
     assert "@import" not in text
     assert "<link" not in text.replace('<link rel="icon" href="data:,">', "")
     assert "<script" not in text
-    assert len(re.findall(r"<svg\s", text)) == len(re.findall(r"<figure\s", text)) == 4
+    assert len(re.findall(r"<svg\s", text)) == len(re.findall(r"<figure\s", text)) == 5
     assert text.count("&lt;script&gt;") >= 3
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text

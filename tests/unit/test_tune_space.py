@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from trainers.errors import ConfigError
 from trainers.settings import build
 from tune.config import SweepConfig
-from tune.space import check_space, chosen, grid, planned_trials, trial_config, tune_space
+from tune.space import check_space, chosen, grid, planned_trials, searcher, trial_config, tune_space
 
 TRAIN: dict[str, Any] = {
     "task": "t:T",
@@ -46,6 +48,7 @@ def test_how_many_trials_there_will_be() -> None:
     assert planned_trials(make(space, budget={"trials": 4})) == 4
     assert planned_trials(make(space, budget={"trials": 40})) == 6
     assert planned_trials(random(space, 7)) == 7
+    assert planned_trials(make(space, search="optuna", budget={"trials": 7})) == 7
 
 
 def test_a_trial_is_the_run_with_its_values() -> None:
@@ -130,3 +133,52 @@ def test_ranges_go_to_tune_with_their_bounds() -> None:
     assert 60 < below < 140  # evenly in the logarithm
     for row in drawn[:20]:
         trial_config(TRAIN, chosen(row))
+
+
+WIDE: dict[str, Any] = {
+    "optimizer.lr": {"loguniform": [1e-6, 1.0]},
+    "optimizer.weight_decay": {"uniform": [0.0, 0.5]},
+    "global_batch_size": {"min": 3, "max": 500},
+    "precision": ["fp32", "bf16"],
+    "clip_grad_norm": {"choice": [None, 1.0]},
+}
+
+
+def optuna_trials(config: SweepConfig, count: int, before: list[tuple[dict[str, Any], float]]) -> list[dict[str, Any]]:
+    """What optuna chooses when a trial's objective is its learning rate's distance from 1e-3, in decades."""
+    search = searcher(config, 2, before)
+    assert search.set_search_properties(None, None, tune_space(config))  # what the Tuner does
+    found = []
+    for number in range(count):
+        trial = chosen(search.suggest(str(number)))
+        found.append(trial)
+        search.on_trial_complete(str(number), {"objective": distance(trial), "training_iteration": 1})
+    return found
+
+
+def distance(trial: dict[str, Any]) -> float:
+    return abs(math.log10(trial["optimizer.lr"]) + 3)
+
+
+def test_optuna_learns_from_trials_and_goes_on_from_those_of_an_earlier_start() -> None:
+    config = make(WIDE, search="optuna", budget={"trials": 60})
+    first = optuna_trials(config, 30, [])
+    for trial in first:
+        assert trial_config(TRAIN, trial).optimizer.lr == trial["optimizer.lr"]
+    before = [(trial, distance(trial)) for trial in first]
+    before[3] = (first[3], math.inf)  # ran out of memory
+    resumed, anew = optuna_trials(config, 10, before), optuna_trials(config, 10, [])
+    assert not any(trial in first for trial in resumed)
+    assert anew == first[:10]  # the seed decides
+    assert sum(map(distance, resumed)) < 0.6 * sum(map(distance, anew))
+
+
+def test_optuna_that_is_not_installed_is_said_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as raised:
+        check_space(make(WIDE, search="optuna", budget={"trials": 3}), TRAIN, "sweep.yaml")
+    assert str(raised.value) == (
+        'sweep.yaml: `search` is "optuna", but the package optuna is not installed; '
+        "run `pip install 'paceline[optuna]'`."
+    )
+    check_space(random(WIDE), TRAIN, "sweep.yaml")

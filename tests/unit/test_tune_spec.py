@@ -12,7 +12,8 @@ from trainers.errors import ConfigError
 from trainers.settings import dump_yaml, parse_mapping
 from trainers.storage import Storage
 from tune.journal import Journal, TrialRecord, trial_id
-from tune.spec import SweepSpec, prepare, read_saved, read_sweep
+from tune.population import population as members
+from tune.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
 
 MODULE = "task_of_test_tune_spec"
 TRAIN: dict[str, Any] = {
@@ -204,6 +205,21 @@ def test_another_sweep_of_the_same_name_is_refused(user: Path, overrides: dict[s
     assert raised.value.field == field
     assert prepare(read(user, **overrides), fresh=True) == 0
     assert prepare(read(user, name="other"), fresh=False) == 0
+
+
+def test_a_population_is_another_sweep_than_one_of_single_trials(user: Path) -> None:
+    space = {"optimizer.lr": [0.1, 0.2]}
+    prepare(read(user, space=space), fresh=False)
+    with pytest.raises(ConfigError, match=r"`scheduler` is \"pbt\", but differs from none"):
+        prepare(read(user, space=space, scheduler="pbt"), fresh=False)
+    population = read(user, space=space, scheduler="pbt", name="population")
+    assert prepare(population, fresh=False) == 0
+    assert prepare(read(user, space=space, scheduler="pbt", name="population", lanes=1), fresh=False) == 0
+    assert not is_complete(population)
+    journal = Journal(population.storage)
+    for name in [name for name, _ in members(population.config)]:
+        journal.append(TrialRecord(name, {"optimizer.lr": 0.15}, "done", 1.0, 2.0))
+    assert is_complete(population), "whatever values its trials have come to"
 
 
 def test_speed_may_change_between_launches(user: Path) -> None:

@@ -1,0 +1,207 @@
+"""Runs of the product's own loop that a benchmark measures: an example's train.yaml with changes, for so many seconds.
+
+Without Ray, storage, evaluation and checkpoints: `fit` itself, in this process, with nobody above it. Data and initial
+weights of a work are made once, each run starts from a copy. All data is synthetic, of the real shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cluster.local import measure
+from trainers.config import TrainConfig
+from trainers.device import synchronize
+from trainers.launch import LocalContext
+from trainers.locate import load_task
+from trainers.loop import fit
+from trainers.metrics import WARMUP_STEPS, RunResult
+from trainers.precision import TABLE, apply_matmul
+from trainers.settings import build, override, parse_mapping
+from trainers.training import AGREE_EVERY_STEPS
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+_ENDLESS = 10**6
+# fmt: off
+_SAME: dict[str, Any] = {
+    "launcher": "local", "max_steps": _ENDLESS, "evaluate.every_steps": _ENDLESS, "drop_last": True,
+    "data.num_workers": 0, "data.resident": True,
+}
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained: a train.yaml, and what is changed in it for every run."""
+
+    file: Path
+    batch: int
+    """Global batch and microbatch."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    long_steps: bool = False
+    """Steps of tens of milliseconds and more: five of them after five of warm-up may be all that there is time for."""
+
+    def config(self, changes: dict[str, Any]) -> TrainConfig:
+        """The configuration of a run with dotted changes; raises ConfigError."""
+        log_every = {"log_every_steps": WARMUP_STEPS if self.long_steps else 100}
+        sizes = {"global_batch_size": self.batch, "microbatch_size": self.batch}
+        source = f"{self.file.parent.name}/{self.file.name}"  # results are kept: no path of a machine in them
+        tree = parse_mapping(self.file.read_text(encoding="utf-8"), source)
+        tree = override(TrainConfig, tree, {**_SAME, **log_every, **sizes, **self.changes, **changes})
+        return build(TrainConfig, tree, source)
+
+
+def example(name: str, batch: int, long_steps: bool = False, **task_args: Any) -> Work:
+    """A work from examples/."""
+    changes = {f"task_args.{key}": value for key, value in task_args.items()}
+    return Work(EXAMPLES / name / "train.yaml", batch, changes, long_steps)
+
+
+class TimedContext(LocalContext):
+    """Asks to stop after so many seconds beyond the warm-up; the loop looks every ten steps, the device waited for."""
+
+    def __init__(self, seconds: float, microbatch_size: int) -> None:
+        super().__init__(None, "local")
+        self.microbatch_bounds = (microbatch_size, None)  # no probe: what does not fit fails in the step
+        self.seconds = seconds
+        self.looks: list[float] = []
+        self._warm: float | None = None
+
+    def observe(self, figures: dict[str, float]) -> None:
+        """A log window has ended: with windows as long as the warm-up, so has that."""
+        self._warm = self._warm or time.perf_counter()
+
+    def should_stop(self, elapsed_s: float) -> bool:
+        """Whether the time is over."""
+        self.looks.append(time.perf_counter())
+        self._warm = self._warm or self.looks[0]
+        return self.looks[-1] - self._warm >= self.seconds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run that has ended."""
+
+    result: RunResult
+    looks: list[float]
+    """When the loop looked up, every ten steps."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """By the loop's own clock: steps after warm-up."""
+        assert self.result.throughput is not None
+        return self.result.throughput.samples_per_s
+
+    @property
+    def wall_samples_per_s(self) -> float:
+        """By a clock on the wall, from the first look to the last: whatever the loop does between steps is in it."""
+        steps = (len(self.looks) - 1) * AGREE_EVERY_STEPS
+        return steps * self.result.global_batch_size / (self.looks[-1] - self.looks[0])
+
+
+class Runs:
+    """Runs of one work on one device."""
+
+    def __init__(self, work: Work, device: torch.device) -> None:
+        self.work, self.device = work, device
+        config = work.config({"device": device.type, "precision": "fp32"})
+        self.task: Any = load_task(config.task, config.task_args, str(work.file))
+        self.new_optimizer: Callable[[nn.Module, TrainConfig], Optimizer] = self.task.optimizer
+        self.task.dataset = functools.cache(self.task.dataset)  # type: ignore[method-assign]
+        first_model = functools.cache(self.task.model)
+        self.task.model = lambda: copy.deepcopy(first_model())  # type: ignore[method-assign]
+
+    def run(self, changes: dict[str, Any], seconds: float, fused: bool = True) -> Measured:
+        """Train for so long with dotted changes. Raises what `fit` raises: call `release` once that is handled."""
+        config = self.work.config({"device": self.device.type, **changes})
+        new = self.new_optimizer
+        self.task.optimizer = new if fused else lambda model, config: unfused(new(model, config))
+        context = TimedContext(seconds, self.work.batch)
+        measured = Measured(fit(self.task, config, context), context.looks)
+        release()
+        return measured
+
+
+def unfused(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer before its first step as torch makes it by itself: a few calls for all parameters together."""
+    groups = [{**group, "fused": False} for group in optimizer.param_groups]
+    return type(optimizer)(groups)  # type: ignore[call-arg]
+
+
+def release() -> None:
+    """Forget compiled code, and give memory back to the device."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def matmul_flops(precision: str, device: torch.device, n: int) -> float:
+    """FLOP/s of a product of two random n x n matrices in this precision: the median of several samples."""
+    return 2 * n**3 / statistics.median(matmul_times(precision, device, n))
+
+
+def matmul_times(precision: str, device: torch.device, n: int) -> list[float]:
+    """Seconds of that product, a sample each; on a CPU with as many threads as torch has at the time."""
+    spec = TABLE[precision]
+    apply_matmul(spec)
+    left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
+    out = torch.empty_like(left)
+    return measure(lambda: torch.mm(left, right, out=out), lambda: synchronize(device))
+
+
+class Budget:
+    """A limit to the whole of a benchmark: what would not fit any more is dropped, and said."""
+
+    def __init__(self, minutes: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.minutes, self._clock, self._began = minutes, clock, clock()
+        self.dropped: list[str] = []
+
+    def affords(self, name: str, cost_s: float) -> bool:
+        """Whether so many seconds are left; otherwise `name` is dropped."""
+        if self.minutes is None or self.spent_s() + cost_s <= self.minutes * 60:
+            return True
+        self.dropped.append(name)
+        return False
+
+    def spent_s(self) -> float:
+        """Since the beginning."""
+        return self._clock() - self._began
+
+    def say(self) -> None:
+        """What was dropped."""
+        if self.dropped:
+            print(f"\nDROPPED for want of time ({self.minutes:g} minutes in all): {', '.join(self.dropped)}")
+
+
+@contextlib.contextmanager
+def quiet_and_cold() -> Iterator[None]:
+    """torch.compile begins without a cache, and tasks do not repeat in every run that their data is synthetic."""
+    print("all data is SYNTHETIC, of the real shapes", flush=True)
+    logger = logging.getLogger("examples")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="compiled-", ignore_cleanup_errors=True) as directory:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+        try:
+            yield
+        finally:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+            logger.setLevel(before)

@@ -1,0 +1,223 @@
+"""What does a trial cost besides its training? A sweep as Ray documents it, and through lanes, on one cluster.
+
+Run as: python -m benchmarks.sweep [--full] [--keep]        8 and 24 trials; without --full two of Ray's, multiplied
+        python -m benchmarks.sweep --noop [1000] [--keep]   trials without training: is the last as cheap as the first?
+A trial is three short epochs of an MLP on 2,000 rows; 4 or 12 batch sizes, each in fp32 and bf16. Both ways run the
+same loop with the same configurations, and must end with the same losses. Ray's way is a function trainable that
+builds a TorchTrainer with TuneReportCallback, as many at a time as the cluster's CPUs hold with their workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.measure import save
+from trainers.task import Task
+
+BATCHES = {8: [16, 64, 256, 1000], 24: [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1000]}
+PRECISIONS = ["fp32", "bf16"]
+LANES = 2
+RAYS_OWN = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "2.0",
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
+}
+"""What Ray does by itself, where Paceline (trainers/ray_env.py) has set something else."""
+_EDGE = 100
+"""Of a thousand trials: so many at the beginning and at the end are compared."""
+
+
+class Rows(Task):
+    """2,000 rows of 32 numbers in ten classes, and an MLP."""
+
+    def __init__(self, rows: int = 2000) -> None:
+        self.rows = rows
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def dataset(self, split: str) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1 if split == "train" else 2)
+        labels = torch.randint(0, 10, (self.rows,), generator=generator)
+        centres = torch.randn(10, 32, generator=torch.Generator().manual_seed(7))
+        return TensorDataset(centres[labels] + 2 * torch.randn(self.rows, 32, generator=generator), labels)
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+
+def sweep_file(directory: Path, name: str, space: dict[str, Any], train: dict[str, Any]) -> Path:
+    """A sweep's YAML."""
+    tree = {
+        "name": name,
+        "storage_path": str(directory),
+        "train": {
+            "task": "benchmarks.sweep:Rows",
+            "task_dir": str(Path(__file__).parents[1]),
+            "epochs": 3,
+            "global_batch_size": 64,
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+            **train,
+        },
+        "space": space,
+        "objective": {"metric": "val_loss"},
+        "lanes": LANES,
+    }
+    path = directory / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def through_lanes(file: Path) -> tuple[float, list[Any]]:
+    """Wall time of a sweep from its call to its last record, and the records."""
+    from tune.spec import prepare, read_sweep
+    from tune.sweep import run_sweep
+
+    spec = read_sweep(str(file), {})
+    began = time.perf_counter()
+    prepare(spec, fresh=True)
+    records = run_sweep(spec)
+    return time.perf_counter() - began, records
+
+
+def train_one(loop_config: dict[str, Any]) -> None:
+    """What each worker of Ray's way runs: the same loop."""
+    from trainers.ray_context import RayContext
+    from trainers.run import RunSpec
+
+    context = RayContext(None)
+    RunSpec(loop_config["tree"], tuple(loop_config["path"]), "benchmark", "").execute(context)
+    context.flush()
+
+
+def as_documented(file: Path, limit: int | None) -> tuple[float, list[tuple[dict[str, Any], float]]]:
+    """Wall time of the same sweep, or of its first `limit` trials, a TorchTrainer each; configurations and losses."""
+    import ray
+    import ray.train
+    from ray import tune
+    from ray.train.torch import TorchTrainer
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    from trainers.config import TrainConfig
+    from trainers.settings import override
+    from tune.space import grid
+    from tune.spec import read_sweep
+
+    spec = read_sweep(str(file), {})
+    storage = str(file.parent / f"{spec.config.name}-ray")
+
+    def trial(config: dict[str, Any]) -> None:
+        os.environ.update(RAYS_OWN)
+        trainer = TorchTrainer(
+            train_one,
+            train_loop_config=config["run"],
+            scaling_config=ray.train.ScalingConfig(num_workers=1),
+            run_config=ray.train.RunConfig(
+                name=f"train-{tune.get_context().get_trial_id()}",
+                storage_path=storage,
+                callbacks=[TuneReportCallback()],
+            ),
+        )
+        trainer.fit()
+
+    trials = grid(spec.config)[:limit]
+    runs = [{"tree": override(TrainConfig, spec.train, one), "path": list(spec.path)} for one in trials]
+    # A trial's function holds one CPU and its worker another: any more of them at a time would wait for ever.
+    at_a_time = max(1, int(ray.cluster_resources()["CPU"]) // 2)
+    tuner = tune.Tuner(
+        trial,
+        param_space={"run": tune.grid_search(runs)},
+        tune_config=tune.TuneConfig(max_concurrent_trials=at_a_time),
+        run_config=tune.RunConfig(name="tune", storage_path=storage, verbose=0),
+    )
+    began = time.perf_counter()
+    results = tuner.fit()
+    elapsed_s = time.perf_counter() - began
+    found = [(trials[runs.index(result.config["run"])], float(result.metrics["val_loss"])) for result in results]
+    return elapsed_s, found
+
+
+def compare(directory: Path, count: int, full: bool) -> dict[str, Any]:
+    """Both ways, the same trials."""
+    space = {"global_batch_size": BATCHES[count], "precision": PRECISIONS}
+    file = sweep_file(directory, f"sweep-{count}", space, {})
+    lanes_s, records = through_lanes(file)
+    assert [record.status for record in records] == ["done"] * count, [record.message for record in records]
+    limit = None if full else 2
+    ray_s, found = as_documented(file, limit)
+    for config, loss in found:
+        ours = next(record for record in records if record.config == config)
+        assert ours.metrics["val_loss"] == loss, (config, ours.metrics["val_loss"], loss)
+    ray_trial_s = ray_s / len(found)
+    row = {
+        "trials": count,
+        "lanes_s": lanes_s,
+        "ray_s": ray_trial_s * count,
+        "ray_measured": len(found),
+        "ray_trial_s": ray_trial_s,
+        "speedup": ray_trial_s * count / lanes_s,
+        "train_s": statistics.mean(record.metrics["train_time_s"] for record in records),
+    }
+    print(
+        f"{count:5d} trials   lanes {lanes_s:7.1f} s   Ray {row['ray_s']:7.1f} s"
+        f"{'' if full else f' ({len(found)} measured)'}   {row['speedup']:5.1f} x   equal losses",
+        flush=True,
+    )
+    return row
+
+
+def constant_cost(directory: Path, count: int) -> dict[str, Any]:
+    """Trials that train one step of one row: what the last ones cost, beside the first."""
+    train = {"task_args": {"rows": 1}, "epochs": None, "max_steps": 1, "global_batch_size": 1}
+    file = sweep_file(directory, f"noop-{count}", {"seed": list(range(count))}, train)
+    elapsed_s, records = through_lanes(file)
+    ends = sorted(record.end_time for record in records)
+    edge = min(_EDGE, count // 4)
+    # The very first still share the machine with the start.
+    first_s, last_s = ((span[-1] - span[0]) / edge for span in (ends[edge : 2 * edge + 1], ends[-edge - 1 :]))
+    print(
+        f"{count} trials without training in {elapsed_s:.1f} s: {first_s:.3f} s each at the beginning, {last_s:.3f} s "
+        f"at the end ({last_s / first_s:.2f} x)",
+        flush=True,
+    )
+    return {"trials": count, "elapsed_s": elapsed_s, "first_s": first_s, "last_s": last_s, "ratio": last_s / first_s}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="every trial of Ray's way too")
+    parser.add_argument("--noop", type=int, nargs="?", const=1000, default=0, help="so many trials without training")
+    parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
+    args = parser.parse_args()
+
+    from trainers.torch_trainer import connect
+
+    connect(show_workers=False)
+    directory = Path(tempfile.mkdtemp(prefix="paceline-sweep-"))
+    try:
+        if args.noop:
+            print(save("sweep-noop", constant_cost(directory, args.noop), args.keep))
+            return
+        rows = [compare(directory, count, args.full) for count in BATCHES]
+        few, many = rows
+        marginal_s = (many["lanes_s"] - few["lanes_s"]) / (many["trials"] - few["trials"]) * LANES - many["train_s"]
+        print(f"a further trial costs a lane {marginal_s:.2f} s beyond its own {many['train_s']:.2f} s of training")
+        print(save("sweep", {"rows": rows, "marginal_s": marginal_s}, args.keep))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

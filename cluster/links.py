@@ -1,0 +1,116 @@
+"""What nodes measure together: the link from one to the next, and all-reduce between and within nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from datetime import timedelta
+
+_LINK_S = 0.5
+_LINK_TIMEOUT_S = 15
+_BLOCK_BYTES = 2**20
+
+
+class Link:
+    """One TCP connection's receiver: it counts what arrives until the sender closes."""
+
+    def __init__(self, address: str) -> None:
+        self._listener = socket.create_server((address, 0))
+        self._listener.settimeout(_LINK_TIMEOUT_S)
+        self.port: int = self._listener.getsockname()[1]
+        self._mb_per_s = 0.0
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+        self._thread.start()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(OSError), self._listener, self._listener.accept()[0] as connection:
+            connection.settimeout(_LINK_TIMEOUT_S)
+            buffer, received, began = bytearray(_BLOCK_BYTES), 0, time.perf_counter()
+            while num_bytes := connection.recv_into(buffer):
+                received += num_bytes
+            self._mb_per_s = received / (time.perf_counter() - began) / 1e6
+
+    def rate(self) -> float:
+        """MB/s that arrived; 0 when nothing did."""
+        self._thread.join(2 * _LINK_TIMEOUT_S)
+        return self._mb_per_s
+
+
+def send(address: str, port: int) -> None:
+    """Send to another node's Link for half a second."""
+    block = bytes(_BLOCK_BYTES)
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection((address, port), timeout=_LINK_TIMEOUT_S) as connection,
+    ):
+        deadline = time.perf_counter() + _LINK_S
+        while time.perf_counter() < deadline:
+            connection.sendall(block)
+
+
+def free_port(address: str) -> int:
+    """A port that is free there now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def all_reduce(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> tuple[bool, float]:
+    """(whether the sum was right, MB/s of bus bandwidth) of an all-reduce over one device of each node.
+
+    NCCL between GPUs, gloo between CPUs; every rank must call it. Integers in float32 have only one right sum.
+    """
+    import torch
+    import torch.distributed as dist
+
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+    backend = "nccl" if gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    try:
+        pattern = torch.arange(2**26 if gpu else 2**21, device=device, dtype=torch.float32) % 251
+        right = pattern * (world_size * (world_size + 1) // 2)
+        best, correct = 0.0, True
+        for _ in range(4):  # the first one connects
+            tensor = pattern * (rank + 1)
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            if gpu:
+                torch.cuda.synchronize(device)
+            took_s = time.perf_counter() - began
+            correct = correct and torch.equal(tensor, right)
+            best = max(best, tensor.nbytes / took_s * 2 * (world_size - 1) / world_size / 1e6)
+        return correct, best
+    finally:
+        dist.destroy_process_group()
+
+
+def all_reduce_within() -> tuple[int, bool, float] | None:
+    """(GPUs, whether the sum was right, MB/s of bus bandwidth) over this node's GPUs; None with fewer than two."""
+    import torch
+
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus < 2:
+        return None
+    from torch.cuda import nccl
+
+    pattern = torch.arange(2**26, dtype=torch.float32) % 251
+    best, correct = 0.0, True
+    for _ in range(4):
+        tensors = [(pattern * (index + 1)).to(f"cuda:{index}") for index in range(num_gpus)]
+        for index in range(num_gpus):
+            torch.cuda.synchronize(index)
+        began = time.perf_counter()
+        nccl.all_reduce(tensors)
+        for index in range(num_gpus):
+            torch.cuda.synchronize(index)
+        took_s = time.perf_counter() - began
+        right = pattern * (num_gpus * (num_gpus + 1) // 2)
+        correct = correct and all(torch.equal(tensor.cpu(), right) for tensor in tensors)
+        best = max(best, pattern.nbytes / took_s * 2 * (num_gpus - 1) / num_gpus / 1e6)
+    return num_gpus, correct, best

@@ -1,0 +1,1 @@
+"""BERT, fine-tuned."""

@@ -1,0 +1,24 @@
+"""Fashion-MNIST: ten kinds of clothing in MNIST's format. Only data and statistics differ from MNIST's task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from examples.mnist.task import Mnist
+
+
+class FashionMnist(Mnist):
+    """Classify B images of clothing [B, 1, 28, 28] (uint8); training images are mirrored at random."""
+
+    source = "FashionMNIST"
+    mean, deviation = 0.2860, 0.3530
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        """Normalised floats; in training every other image, at random, is mirrored."""
+        images, labels = super().transform(batch, training)
+        if training:
+            mirrored = torch.rand(len(images), 1, 1, 1, device=images.device) < 0.5
+            images = torch.where(mirrored, images.flip(3), images)
+        return images, labels

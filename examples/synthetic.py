@@ -1,0 +1,63 @@
+"""Data of the right shapes where the real one cannot be had, marked as such in every output."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.task import Task, num_samples, tensors_of
+
+logger = logging.getLogger(__name__)
+
+_COARSE = 4  # pixels of a class's picture before it is enlarged
+_NOISE = 0.5  # share of a synthetic image that is noise
+
+
+class MaySynthesize(Task):
+    """A task whose `synthetic: true` needs no data and no network.
+
+    Every output of such a run says so: a warning at the start, the metric `val_synthetic` (the share of samples that
+    are synthetic) in each evaluation, in result.json, in summaries and in a sweep's table, and a column of predictions.
+    """
+
+    def __init__(self, synthetic: bool = False) -> None:
+        self.synthetic = synthetic
+
+    def setup(self) -> None:
+        """Warn; subclasses that hold real data fetch it here."""
+        if self.synthetic:
+            logger.warning(
+                "%s: the data is SYNTHETIC, of the real shapes; accuracy and loss say nothing of the real problem, and "
+                "every result is marked `val_synthetic 1`",
+                type(self).__name__,
+            )
+
+    def metrics(self, outputs: Any, batch: Any) -> dict[str, Any]:
+        """The mark."""
+        if not self.synthetic:
+            return {}
+        return {"synthetic": torch.ones(num_samples(batch), device=tensors_of(batch)[0].device)}
+
+    def predictions(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
+        """The model's outputs, and the mark."""
+        return super().predictions(outputs, batch) | {
+            name: mark.bool() for name, mark in MaySynthesize.metrics(self, outputs, batch).items()
+        }
+
+
+def synthetic_images(count: int, shape: tuple[int, int, int], classes: int, seed: int) -> tuple[Tensor, Tensor]:
+    """uint8 [count, C, H, W] and labels [count]: a coarse picture for each class under noise, so learnable.
+
+    The pictures are the same for every seed, so that a validation split can be drawn with another one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    channels, height, width = shape
+    coarse = torch.rand(classes, channels, _COARSE, _COARSE, generator=torch.Generator().manual_seed(0))
+    pictures = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bilinear")
+    pictures = (pictures * 255 * (1 - _NOISE)).to(torch.uint8)
+    labels = torch.randint(classes, (count,), generator=generator)
+    noise = torch.randint(int(255 * _NOISE), (count, *shape), dtype=torch.uint8, generator=generator)
+    return noise.add_(pictures[labels]), labels

@@ -1,0 +1,89 @@
+"""A table in Parquet files and an MLP: so little work a row that reading the rows decides the speed.
+
+The table is made by `setup()`, from a seed, where it is not there: 100,000 rows of 64 columns; the class of a row is
+the largest of eight linear functions of it, so that it can be learned to near 100 %.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainers.arrow import ArrowDataset
+from trainers.task import Task
+
+_CLASSES = 8
+_FILES = 4  # of the training split
+_VALIDATION_SHARE = 0.1
+
+
+class Tabular(Task):
+    """Classify B rows [B, F] (float32) into eight classes.
+
+    `root`: where the table is on each node. `rows`: of the training split. `features`: columns of a row. `width`,
+    `depth`: of the MLP. `seed`: of the table.
+    """
+
+    def __init__(
+        self,
+        root: str = "~/.cache/paceline",
+        rows: int = 100_000,
+        features: int = 64,
+        width: int = 256,
+        depth: int = 2,
+        seed: int = 0,
+    ) -> None:
+        self.rows, self.features, self.width, self.depth, self.seed = rows, features, width, depth, seed
+        self.directory = Path(root).expanduser() / f"tabular-{rows}x{features}-{seed}"
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of a row's columns."""
+        return [f"f{index:03d}" for index in range(self.features)]
+
+    def setup(self) -> None:
+        """Write the table as Parquet, unless it is there: whole or not at all."""
+        if self.directory.exists():
+            return
+        aside = self.directory.with_name(f"{self.directory.name}.{os.getpid()}.tmp")
+        aside.mkdir(parents=True)
+        rng = np.random.default_rng(self.seed)
+        teacher = rng.standard_normal((self.features, _CLASSES), dtype=np.float32)
+        for name, rows in self._files():
+            table = rng.standard_normal((rows, self.features), dtype=np.float32)
+            columns = {column: table[:, index] for index, column in enumerate(self.columns)}
+            columns["label"] = (table @ teacher).argmax(1)
+            pq.write_table(pa.table(columns), aside / name)
+        aside.rename(self.directory)
+
+    def _files(self) -> list[tuple[str, int]]:
+        bounds = [self.rows * index // _FILES for index in range(_FILES + 1)]
+        parts = [(f"train-{index}.parquet", bounds[index + 1] - bounds[index]) for index in range(_FILES)]
+        return [*parts, ("val-0.parquet", max(1, int(self.rows * _VALIDATION_SHARE)))]
+
+    def dataset(self, split: str) -> ArrowDataset:
+        """Rows as one tensor [B, F] and their classes [B]; memory-mapped, a whole batch at a time."""
+        return ArrowDataset(self.directory / f"{split}-*.parquet", [self.columns, "label"])
+
+    def model(self) -> nn.Module:
+        """An MLP: logits [B, 8]."""
+        layers: list[nn.Module] = []
+        for wide_in, wide in pairwise([self.features, *[self.width] * self.depth]):
+            layers += [nn.Linear(wide_in, wide), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(self.width, _CLASSES))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        """Cross entropy."""
+        return F.cross_entropy(outputs, batch[1])
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        """Accuracy, one value a sample."""
+        return {"accuracy": outputs.argmax(1) == batch[1]}

@@ -1,0 +1,1 @@
+"""From an existing training script to a task."""

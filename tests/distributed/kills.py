@@ -1,0 +1,136 @@
+"""Run as: python -m tests.distributed.kills DIRECTORY. Kills a run many times and prints, as JSON, what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tests.distributed.forked import run_forked
+from tests.specs import REPOSITORY, evaluations, losses, tree
+from tests.tasks import Blobs
+from trainers.run import RunSpec, make_spec
+from trainers.step import TrainStep
+from trainers.storage import Storage
+
+SAMPLES, BATCH, EPOCHS = 99, 12, 8
+STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
+
+
+class Recorded(Blobs):
+    """Writes down which samples each rank trains in each step, and kills its own process before a given step."""
+
+    def __init__(self, record: str, kill_rank: int, kill_after: int) -> None:
+        super().__init__(samples=SAMPLES, dtype="float64")
+        self.record, self.kill_rank, self.kill_after = Path(record), kill_rank, kill_after
+        self.steps, self.rank = 0, 0
+
+    def dataset(self, split: str) -> TensorDataset:
+        data = super().dataset(split)
+        return TensorDataset(*data.tensors, torch.arange(len(data)))
+
+    def begin_step(self) -> None:
+        """Called by the loop's step, which the parent has wrapped."""
+        self.steps += 1
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        if self.steps == self.kill_after and self.rank == self.kill_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.steps and model.training:
+            with (self.record / f"rank-{self.rank}").open("a") as file:
+                file.write(json.dumps([self.steps, batch[2].tolist()]) + "\n")
+        return super().forward(model, batch)
+
+
+def count_steps() -> None:
+    """From now on every training step tells its task that it begins; the probe's passes do not."""
+    original = TrainStep.__call__
+
+    def counted(self: TrainStep, *args: Any, **kwargs: Any) -> None:
+        cast("Recorded", self.task).begin_step()
+        original(self, *args, **kwargs)
+
+    TrainStep.__call__ = counted  # type: ignore[method-assign]
+
+
+def spec(directory: Path, name: str, **args: Any) -> RunSpec:
+    changes: dict[str, Any] = {
+        "task": "tests.distributed.kills:Recorded",
+        "task_args": {"kill_rank": -1, "kill_after": -1, **args},
+        "global_batch_size": BATCH,
+        "max_steps": EPOCHS * STEPS_PER_EPOCH,
+        "checkpoint__every_steps": 3,
+        "evaluate__every_steps": 9,
+        "launcher": "spawn",
+        "name": name,
+    }
+    return make_spec(tree(directory, **changes), "test", REPOSITORY, own_workers=False)
+
+
+def newest_step(run: Storage) -> int:
+    """The step of the newest checkpoint that has its manifest; 0 without any."""
+    names = [name for name in run.names("checkpoints") if run.exists(f"checkpoints/{name}/manifest.json")]
+    return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+
+def run_killed(directory: Path, name: str, worlds: list[int], kills: int) -> dict[str, Any]:
+    """One run, killed `kills` times, on each number of workers in turn; which samples counted in the end."""
+    chance = random.Random(f"20261121 {name}")
+    counted: dict[int, list[int]] = {}
+    ends = []
+    for attempt in range(kills + 1):
+        world_size = worlds[attempt % len(worlds)]
+        record = directory / f"{name}-{attempt}"
+        record.mkdir()
+        last = attempt == kills
+        args = {"kill_rank": chance.randrange(world_size), "kill_after": chance.randint(1, 7)}
+        run = spec(directory, name, record=str(record), **({} if last else args))
+        start = newest_step(run.storage)
+        codes = run_forked(run, world_size, record / "rendezvous")
+        ends.append({"workers": world_size, "start": start, "codes": codes, **({} if last else args)})
+        steps: dict[int, list[int]] = {}
+        for rank in range(world_size):
+            path = record / f"rank-{rank}"
+            for line in path.read_text().splitlines() if path.exists() else ():
+                step, samples = json.loads(line)
+                steps.setdefault(start + step, []).extend(samples)
+        for step in [known for known in counted if known > start]:
+            del counted[step]  # not in the checkpoint that this attempt started from
+        counted |= steps
+    finished = spec(directory, name, record=str(directory))
+    per_epoch: list[Counter[int]] = [Counter() for _ in range(EPOCHS)]
+    for step, samples in counted.items():
+        per_epoch[(step - 1) // STEPS_PER_EPOCH].update(samples)
+    return {
+        "ends": ends,
+        "once": [sorted(epoch.elements()) == list(range(SAMPLES)) for epoch in per_epoch],
+        "losses": losses(finished),
+        "evaluations": evaluations(finished),
+    }
+
+
+def main(directory: Path) -> None:
+    count_steps()
+    found = {
+        "unbroken 1": run_killed(directory, "unbroken-1", [1], 0),
+        "moved": run_killed(directory, "moved", [1, 2, 3], 20),
+    }
+    for workers in (2, 3):
+        found[f"unbroken {workers}"] = run_killed(directory, f"unbroken-{workers}", [workers], 0)
+        found[f"fixed {workers}"] = run_killed(directory, f"fixed-{workers}", [workers], 4)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

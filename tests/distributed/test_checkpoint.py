@@ -1,0 +1,104 @@
+"""Checkpoints of two ranks, written in the background: whole on both or an error on both; killed, and resumed."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.processes import run_processes
+from tests.distributed.test_resume import run_killed, spec
+from tests.specs import evaluations, losses
+from trainers.archive import Archive
+from trainers.checkpoint import Checkpoints
+from trainers.errors import StorageError
+from trainers.launch import run_spawn
+from trainers.manifest import Best
+from trainers.parallel import Group
+from trainers.storage import Storage
+
+pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
+STATE = {"model": {"weight": torch.ones(1000)}, "position": {"step": 1}}
+
+
+def write_beside_collectives(rank: int, world_size: int, path: str) -> list[Any]:
+    """Collectives go on while files are written, rank 1's slowly; then rank 1's disk is full."""
+    write = Archive.write
+
+    def slow(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
+        if rank == 1:
+            time.sleep(0.3)
+            if name.endswith("2"):
+                raise StorageError("injected: rank 1 has no room")
+        return write(archive, name, file, state)
+
+    Archive.write = slow  # type: ignore[method-assign]
+    group = Group(rank, world_size, CPU)
+    checkpoints = Checkpoints(Storage(path), group, 2)
+    steps = 0
+    checkpoints.start(1, STATE, {"rank": rank}, {})
+    where = None
+    while checkpoints.pending:
+        (busy,) = group.max(torch.tensor([float(checkpoints.busy)])).tolist()
+        steps += 1
+        if not busy:
+            where = checkpoints.advance()
+    found = checkpoints.load()
+    assert found is not None
+    checkpoints.start(2, STATE, {"rank": rank}, {})
+    try:
+        checkpoints.finish()
+    except StorageError as error:
+        return [where, steps, found.rank_state, str(error)]
+    return [where, steps, found.rank_state, None]
+
+
+def test_both_ranks_hear_of_the_end_and_of_an_error_in_the_same_call(tmp_path: Path) -> None:
+    answers = run_processes(2, write_beside_collectives, tmp_path, str(tmp_path / "run"))
+    for rank, (where, steps, rank_state, words) in enumerate(answers):
+        assert where == str(tmp_path / "run/checkpoints/step-000000000001")
+        assert steps > 5  # nobody waited for rank 1
+        assert rank_state == {"rank": rank}
+        assert "step-000000000002 could not be written: injected: rank 1 has no room" in words
+    assert answers[0][1] == answers[1][1]
+    assert not (tmp_path / "run/checkpoints/step-000000000002/manifest.json").exists()
+
+
+def lookup(rank: int, world_size: int, path: str) -> list[Any]:
+    checkpoints = Checkpoints(Storage(path), Group(rank, world_size, CPU), 2, Best("val_accuracy", smaller=False))
+    best = checkpoints.load("best")
+    assert best is not None
+    try:
+        checkpoints.load("step-99")
+    except Exception as error:
+        return [best.name, type(error).__name__, checkpoints.improves({"val_accuracy": 2.0})]
+    return []
+
+
+def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(tmp_path: Path) -> None:
+    settings = {"checkpoint__async": True, "checkpoint__best": "val_accuracy", "checkpoint__keep": 1}
+    unbroken = spec(tmp_path, "unbroken", 2, checkpoint__keep=1, checkpoint__best="val_accuracy")
+    broken = spec(tmp_path, "broken", 2, kill_at=22, **settings)
+    run_spawn(unbroken)
+    run_killed(broken)
+    result = run_spawn(broken)
+    assert (result.status, result.steps) == ("done", 40)
+    assert losses(broken) == losses(unbroken)
+    assert evaluations(broken) == evaluations(unbroken)
+
+    accuracies = {int(found["step"]): found["val_accuracy"] for found in evaluations(broken)}
+    best = max(accuracies, key=lambda step: (accuracies[step], -step))
+    for run in (broken, unbroken):
+        kept = run.storage.names("checkpoints")
+        assert kept == sorted({f"step-{best:012d}", "step-000000000040"})
+        manifest = json.loads(run.storage.read(f"checkpoints/step-{best:012d}/manifest.json"))
+        assert manifest["metrics"]["val_accuracy"] == accuracies[best]
+        assert manifest["world_size"] == 2
+    # A choice that cannot be met is an error on both ranks, not a wait of one for the other.
+    found = run_processes(2, lookup, tmp_path, broken.uri)
+    assert found == [[f"step-{best:012d}", "CheckpointError", True]] * 2

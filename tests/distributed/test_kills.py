@@ -1,0 +1,60 @@
+"""Killed at twenty random steps, and resumed with 1, 2 and 3 workers in turn: every sample once, the same curve."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.specs import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("kills")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.kills", str(directory)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("name", "kills"), [("moved", 20), ("fixed 2", 4), ("fixed 3", 4)])
+def test_each_kill_killed_and_the_run_came_to_its_end(found: Any, name: str, kills: int) -> None:
+    *killed, last = found[name]["ends"]
+    assert len(killed) == kills
+    for end in killed:
+        assert end["codes"][end["kill_rank"]] == -9, end
+        assert all(end["codes"]), f"no rank may take a broken group's step for a good one: {end}"
+    assert set(last["codes"]) == {0}
+
+
+def test_every_sample_is_trained_exactly_once_an_epoch(found: Any) -> None:
+    for name, run in found.items():
+        assert run["once"] == [True] * 8, name
+
+
+def test_the_curve_is_the_unbroken_one(found: Any) -> None:
+    unbroken = found["unbroken 1"]
+    for name, run in found.items():
+        assert run["losses"] == pytest.approx(unbroken["losses"], rel=1e-12), name
+        assert len(run["losses"]) == 72
+        for ours, theirs in zip(run["evaluations"], unbroken["evaluations"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-10), name
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_at_a_fixed_number_of_workers_it_is_bit_equal(found: Any, workers: int) -> None:
+    broken, unbroken = found[f"fixed {workers}"], found[f"unbroken {workers}"]
+    assert broken["losses"] == unbroken["losses"]
+    assert broken["evaluations"] == unbroken["evaluations"]

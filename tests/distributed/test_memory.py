@@ -1,0 +1,209 @@
+"""Out of memory in forward, backward and optimizer, on one rank and on all: no hang, the largest size that fits, and
+the training result of the same global batch. Injected here; real in `test_real_memory_ends_the_same_way`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from tests.distributed.processes import run_processes
+from tests.specs import BASE, REPOSITORY, losses, tree
+from tests.tasks import Blobs
+from trainers.config import TrainConfig
+from trainers.launch import LocalContext, run_local, run_spawn
+from trainers.loop import fit
+from trainers.run import RunSpec, make_spec
+from trainers.settings import build, override
+
+pytestmark = pytest.mark.slow
+
+PHASES = ("forward", "backward", "optimizer")
+BATCH = 50  # shares of 25 with two workers, of 17 and 16 with three
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        raise torch.OutOfMemoryError("injected: in the backward pass")
+
+
+class Limited(Blobs):
+    """Runs out of memory above `limit` samples, in one phase, on one rank or (rank None) on all."""
+
+    def __init__(self, phase: str, limit: int, rank: int | None) -> None:
+        super().__init__(samples=170, dtype="float64")
+        self.phase, self.limit, self.only = phase, limit, rank
+        self.largest = 0
+
+    def too_many(self) -> bool:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return self.largest > self.limit and self.only in (None, rank)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training:
+            self.largest = len(batch[0])
+            if self.phase == "forward" and self.too_many():
+                raise torch.OutOfMemoryError("injected: in the forward pass")
+        outputs = super().forward(model, batch)
+        return _Fails.apply(outputs) if model.training and self.phase == "backward" and self.too_many() else outputs
+
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+        task = self
+
+        class Checked(AdamW):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                if task.phase == "optimizer" and task.too_many():
+                    raise torch.OutOfMemoryError("injected: in the optimizer")
+                super().step(closure)
+
+        return Checked(model.parameters(), lr=0.01, fused=True)
+
+
+def largest_part(share: int, limit: int) -> int:
+    """The size that `auto` must find."""
+    return next(-(-share // parts) for parts in range(1, share + 1) if -(-share // parts) <= limit)
+
+
+def cases(world_size: int) -> list[tuple[str, int, int | None]]:
+    """(phase, limit, rank): with two and three workers 54 of them."""
+    ranks: list[int | None] = [None, 0, world_size - 1]
+    return list(itertools.product(PHASES, (1, 9, 13), ranks))
+
+
+def train(task: Blobs, rank: int, world_size: int) -> tuple[int, float, float]:
+    """Microbatch size, final training loss, and a checksum of where the weights have come to."""
+    changes = {"global_batch_size": BATCH, "max_steps": 7, "evaluate.every_steps": 7, "log_every_steps": 7}
+    config = build(TrainConfig, override(TrainConfig, BASE, changes), "test")
+    context = LocalContext(None, "spawn", rank, world_size, rank, world_size)
+    result = fit(task, config, context)
+    return result.microbatch_size, result.metrics["train_loss"], result.metrics["val_loss"]
+
+
+def train_all(rank: int, world_size: int) -> list[tuple[int, float, float]]:
+    plain = train(Limited("none", 0, None), rank, world_size)
+    return [plain, *(train(Limited(*case), rank, world_size) for case in cases(world_size))]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_hang_the_largest_size_and_the_same_result(world_size: int, tmp_path: Path) -> None:
+    began = time.monotonic()
+    plain, *found = run_processes(world_size, train_all, tmp_path)[0]
+    share = -(-BATCH // world_size)
+    assert plain[0] == share
+    assert len(found) == 27
+    for (phase, limit, rank), (size, train_loss, val_loss) in zip(cases(world_size), found, strict=True):
+        assert size == largest_part(share, limit), (phase, limit, rank)
+        assert train_loss == pytest.approx(plain[1], rel=1e-12), (phase, limit, rank)
+        assert val_loss == pytest.approx(plain[2], rel=1e-11), (phase, limit, rank)
+    assert time.monotonic() - began < 120
+
+
+class Later(Blobs):
+    """Runs out of memory in a later step than the first, in one phase on one rank, until the microbatch is small."""
+
+    def __init__(self, phase: str, step: int, rank: int, limit: int) -> None:
+        super().__init__(samples=170, dtype="float64")
+        self.phase, self.at, self.only, self.limit = phase, step, rank, limit
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        outputs = super().forward(model, batch)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if not model.training or rank != self.only or self.forwards < self.at or len(batch[0]) <= self.limit:
+            return outputs
+        if self.phase == "backward":
+            return _Fails.apply(outputs)
+        raise torch.OutOfMemoryError("injected: in mid-training")
+
+
+def mid_training(tmp_path: Path, name: str, workers: int, **task_args: Any) -> RunSpec:
+    changes: dict[str, Any] = {"name": name, "max_steps": 20, "global_batch_size": BATCH, "checkpoint__every_steps": 4}
+    if task_args:
+        changes |= {"task": "tests.distributed.test_memory:Later", "task_args": task_args}
+    else:
+        changes |= {"task_args": {"samples": 170, "dtype": "float64"}}
+    launcher = "spawn" if workers > 1 else "local"
+    made = tree(tmp_path, scaling__num_workers=workers, launcher=launcher, **changes)
+    return make_spec(made, "test", REPOSITORY, own_workers=False)
+
+
+@pytest.mark.parametrize(("workers", "phase"), [(1, "forward"), (1, "backward"), (2, "forward"), (3, "backward")])
+def test_in_mid_training_the_next_smaller_microbatch_goes_on(workers: int, phase: str, tmp_path: Path) -> None:
+    spec = mid_training(tmp_path, "hurt", workers, phase=phase, step=9, rank=workers - 1, limit=9)
+    result = (run_spawn if workers > 1 else run_local)(spec)
+    share = -(-BATCH // workers)
+    expected = share
+    while expected > 9:
+        expected = -(-expected // 2)
+    assert (result.status, result.microbatch_size) == ("done", expected)
+    plain = mid_training(tmp_path, "plain", 1)
+    run_local(plain)
+    assert losses(spec) == pytest.approx(losses(plain), rel=1e-12)
+    assert len(losses(spec)) == 20
+
+
+REAL = """
+import resource, sys, threading
+threading.stack_size(2**18)
+import torch
+torch.set_num_threads(1)
+torch.ones(2, 2) @ torch.ones(2, 2)
+from tests.distributed.test_memory import Wide
+from tests.specs import BASE
+from trainers.config import TrainConfig
+from trainers.launch import LocalContext
+from trainers.loop import fit
+from trainers.settings import build, override
+
+changes = {"global_batch_size": 4096, "max_steps": 2, "evaluate.every_steps": 2, "log_every_steps": 2,
+           "evaluate.microbatch_size": 64, "data.resident": False}
+config = build(TrainConfig, override(TrainConfig, BASE, changes), "test")
+if sys.argv[1] == "limited":
+    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + 160 * 2**20, resource.RLIM_INFINITY))
+result = fit(Wide(), config, LocalContext(None, "local"))
+print(result.status, result.microbatch_size, repr(result.metrics["val_loss"]))
+"""
+
+
+class Wide(Blobs):
+    """A hidden layer of 4,096: a microbatch of n samples holds some 100 KiB n of activations."""
+
+    def __init__(self) -> None:
+        super().__init__(samples=4096, dtype="float64")
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 4096), nn.Tanh(), nn.Linear(4096, 4)).double()
+
+
+def run_real(how: str) -> tuple[str, int, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", REAL, how], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    status, size, loss = done.stdout.split()[-3:]
+    return status, int(size), float(loss)
+
+
+def test_real_memory_ends_the_same_way() -> None:
+    """Under a hard limit of its address space the process takes a smaller microbatch, and learns the same."""
+    status, size, loss = run_real("limited")
+    free_status, free_size, free_loss = run_real("free")
+    assert (status, free_status, free_size) == ("done", "done", 4096)
+    assert 64 <= size < 4096
+    assert math.isclose(loss, free_loss, rel_tol=1e-9)

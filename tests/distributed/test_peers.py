@@ -1,0 +1,54 @@
+"""Ranks on several hosts: other versions and storage that is not shared are errors on every rank, before training."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.processes import run_processes
+from trainers import peers
+from trainers.errors import ConfigError
+from trainers.parallel import Group
+from trainers.storage import Storage
+
+pytestmark = pytest.mark.slow
+
+
+def outcome(rank: int, world_size: int, directories: list[str], torch_versions: list[str]) -> tuple[str, float, float]:
+    """(error, seconds of the first check, of the second) of a rank with this storage and this torch."""
+    found = peers.own_versions() | {"torch": torch_versions[rank]}
+    peers.own_versions = lambda: found
+    peers._SEEN_WITHIN_S = 0.5
+    group, took_s = Group(rank, world_size, torch.device("cpu")), []
+    for _ in range(2):
+        began = time.perf_counter()
+        try:
+            peers.check_peers(group, Storage(directories[rank]))
+        except ConfigError as error:
+            return str(error), 0.0, 0.0
+        took_s.append(time.perf_counter() - began)
+    return "", took_s[0], took_s[1]
+
+
+def test_what_ranks_must_have_in_common(tmp_path: Path) -> None:
+    shared, own = str(tmp_path / "shared"), str(tmp_path / "own")
+    same = ["2.15.0"] * 3
+    for name in ("equal", "storage", "versions"):
+        (tmp_path / name).mkdir()
+    equal = run_processes(3, outcome, tmp_path / "equal", [shared] * 3, same)
+    assert [words for words, *_ in equal] == ["", "", ""]
+    assert max(second_s for *_, second_s in equal) < 0.5
+    print(f"\ncheck of three ranks: {max(second_s for *_, second_s in equal) * 1e3:.1f} ms")
+    assert list((tmp_path / "shared").iterdir()) == [], "no marker is left"
+
+    apart = run_processes(3, outcome, tmp_path / "storage", [shared, shared, own], same)
+    assert len({words.replace(own, shared) for words, *_ in apart}) == 1, "all ranks end with the same words"
+    assert "must be shared by all nodes, and does not hold what rank 0 has written" in apart[0][0]
+
+    other = run_processes(3, outcome, tmp_path / "versions", [shared] * 3, ["2.15.0", "2.14.1", "2.15.0"])
+    assert len({words for words, *_ in other}) == 1
+    assert "`torch of rank 1 on" in other[0][0]
+    assert "must be 2.15.0 as on the other ranks" in other[0][0]

@@ -1,0 +1,368 @@
+"""ddp, fsdp, dp and none are one training: the same gradients, curves, figures and checkpoints, in real processes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.distributed.processes import run_processes
+from tests.distributed.test_gradients import SPLITS, Tokens
+from tests.specs import REPOSITORY, evaluations, losses, tree
+from tests.tasks import Blobs
+from trainers.checkpoint import Checkpoints
+from trainers.config import TrainConfig
+from trainers.errors import ConfigError, RunFailedError
+from trainers.evaluation import evaluate
+from trainers.launch import LocalContext, run_spawn
+from trainers.loader import Feed
+from trainers.metrics import RunResult
+from trainers.parallel import Group, compile_model, is_sharded, local, place_model, share_buffers, whole, wrap_model
+from trainers.precision import TABLE
+from trainers.run import RunSpec, make_spec
+from trainers.sampler import StepSampler
+from trainers.sections import DataConfig, DdpConfig
+from trainers.step import TrainStep
+
+pytestmark = pytest.mark.slow
+
+CPU = torch.device("cpu")
+
+
+class Normed(Blobs):
+    """Statistics that differ between ranks while training, and a module that is frozen."""
+
+    def model(self) -> nn.Module:
+        frozen = nn.Linear(16, 16).requires_grad_(False)
+        layers = nn.Sequential(nn.Linear(self.features, 16), nn.BatchNorm1d(16), frozen, nn.Tanh(), nn.Linear(16, 4))
+        return layers.to(self.dtype)
+
+
+class Poisoned(Blobs):
+    """The loss is finite; of its gradient the first row alone is not, which is rank 0's."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(self.features, 4, bias=False)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs[:, 1:].square().mean() + (outputs[:, 0] * 0.0).sqrt().mean()
+
+
+class Averaged(Blobs):
+    """Keeps a running average of its weights, as a task's own state: of shards where the model is sharded."""
+
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+        optimizer = super().optimizer(model, config)
+        live = [parameter.detach() for parameter in model.parameters()]
+        self.kept = [torch.zeros_like(parameter) for parameter in live]
+        optimizer.register_step_post_hook(lambda *_: torch._foreach_lerp_(self.kept, live, 0.1))
+        return optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": getattr(self, "kept", [])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for ours, theirs in zip(getattr(self, "kept", []), state["kept"], strict=False):
+            ours.copy_(theirs)
+
+
+class Greedy(Blobs):
+    """Rank 1 has room for so many samples as `fits`, and another rank for any number."""
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        room, self.fits = self.fits, None
+        try:
+            if room is not None and dist.get_rank() == 1 and model.training and len(batch[0]) > room:
+                raise torch.OutOfMemoryError("injected: on rank 1")
+            return super().forward(model, batch)
+        finally:
+            self.fits = room
+
+
+def spec(tmp_path: Path, name: str, workers: int, strategy: str, task: str = "Blobs", **changes: Any) -> RunSpec:
+    args = {"dtype": "float64", **changes.pop("args", {})}
+    where = "tests.tasks" if task == "Blobs" else "tests.distributed.test_strategies"
+    changes = {"max_steps": 20, "microbatch_size": 5, "clip_grad_norm": 0.5, **changes}
+    launcher = "spawn" if workers > 1 else "local"
+    made = tree(
+        tmp_path,
+        task=f"{where}:{task}",
+        task_args=args,
+        name=name,
+        strategy=strategy,
+        scaling__num_workers=workers,
+        launcher=launcher,
+        **changes,
+    )
+    return make_spec(made, "test", REPOSITORY, own_workers=False)  # three workers on two cores will do
+
+
+def execute(rank: int, world_size: int, specs: list[RunSpec]) -> list[RunResult | str]:
+    """One run after another in one process group; a ConfigError as its words."""
+    results: list[RunResult | str] = []
+    for each in specs:
+        try:
+            results.append(each.execute(LocalContext(each.storage, "test", rank, world_size, rank, world_size)))
+        except ConfigError as error:
+            results.append(str(error))
+    return results
+
+
+def run(tmp_path: Path, *specs: RunSpec) -> list[RunResult | str]:
+    """The specs, all for one number of workers: in one group of new processes, or in this process."""
+    workers = specs[0].config.scaling.max_workers
+    if workers == 1:
+        return execute(0, 1, list(specs))
+    directory = tmp_path / f"processes-{specs[0].config.name}-{workers}-{specs[0].config.max_steps}"
+    directory.mkdir()
+    found: list[RunResult | str] = run_processes(workers, execute, directory, list(specs))[0]
+    return found
+
+
+def same_curve(one: RunSpec, other: RunSpec, rel: float = 1e-10) -> None:
+    ours, theirs = losses(one), losses(other)
+    assert len(ours) == one.config.max_steps
+    assert ours == pytest.approx(theirs, rel=rel)
+    assert len(evaluations(one)) == len(evaluations(other)) > 0
+    for mine, expected in zip(evaluations(one), evaluations(other), strict=True):
+        assert mine == pytest.approx(expected, rel=rel)
+
+
+# --- gradients and figures ---------------------------------------------------------------------------------------
+
+
+def gradient(task: Blobs, rank: int, world_size: int, split: tuple[int, int, int]) -> tuple[list[Tensor], float]:
+    """Gradient and loss of one step of the sharded model (whole, on rank 0), before any update."""
+    size, step, microbatch = split
+    group = Group(rank, world_size, CPU)
+    torch.manual_seed(0)
+    model = place_model(task.model(), group, "fsdp")
+    data = task.dataset("train")
+    sampler = StepSampler(data, global_batch_size=size, num_replicas=world_size, rank=rank, seed=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train = TrainStep(wrap_model(model, group, "fsdp"), task, optimizer, TABLE["fp32"], group)
+    microbatches, sizes = sampler.plan(step, microbatch, even=is_sharded(model))
+    feed = Feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
+    train(feed.batches(microbatches, training=True), sizes, sampler.step_size(step), idle=not any(sizes))
+    found = whole([p.grad for p in model.parameters()], group)
+    return [g.clone() for g in found if g is not None], train.take_loss()
+
+
+def figures(rank: int, world_size: int) -> list[dict[str, float]]:
+    group = Group(rank, world_size, CPU)
+    found = []
+    for samples in (1, 7, 64, 1797):  # 1, 1, 2 and 57 batches
+        for task in (Tokens(samples=samples), Normed(samples=samples)):
+            torch.manual_seed(0)
+            model = place_model(task.model(), group, "fsdp")
+            for buffer in model.buffers():
+                buffer.add_(rank)
+            share_buffers(model, group)
+            feed = Feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
+            found.append(evaluate(model, task, feed, 32, TABLE["fp32"], group))
+    return found
+
+
+def steps_taken(rank: int, world_size: int) -> list[tuple[bool, bool]]:
+    """Whether a step is called bad, and whether it moved this rank's part, for a sound and for a poisoned gradient."""
+    found = []
+    group = Group(rank, world_size, CPU)
+    for fused, task in itertools.product((True, False), (Blobs(), Poisoned())):
+        model = place_model(task.model(), group, "fsdp")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        train = TrainStep(model, task, optimizer, TABLE["fp32"], group)
+        before = [local(parameter).clone() for parameter in model.parameters()]
+        feed = Feed(task.dataset("train"), task, DataConfig(), CPU, sharers=1, seed=0)
+        train(feed.batches([torch.arange(8)], training=True), [8], 8 * world_size, idle=False)
+        same = all(torch.equal(local(p), value) for p, value in zip(model.parameters(), before, strict=True))
+        found.append((bool(train.bad), not same))
+    return found
+
+
+def measure(rank: int, world_size: int) -> tuple[list[Any], list[dict[str, float]], list[tuple[bool, bool]]]:
+    tasks = [cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")]
+    gradients = [gradient(task, rank, world_size, split) for task in tasks for split in SPLITS]
+    return gradients, figures(rank, world_size), steps_taken(rank, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(world_size: int, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    alone, alone_figures, _ = measure(0, 1)
+    ranks = run_processes(world_size, measure, tmp_path)
+    for (expected, loss), (found, found_loss) in zip(alone, ranks[0][0], strict=True):
+        assert len(found) == len(expected) == 4
+        for ours, theirs in zip(found, expected, strict=True):
+            tolerance = 1e-12 if theirs.dtype == torch.float64 else 1e-6
+            assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+    for _, found_figures, taken in ranks:
+        assert found_figures == alone_figures
+        assert taken == [(False, True), (True, False)] * 2
+
+
+# --- curves ------------------------------------------------------------------------------------------------------
+
+
+def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"microbatch_size": "auto", "global_batch_size": 2},
+        {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
+    ]
+    pairs = [
+        [spec(tmp_path, f"{strategy}-{i}", 3, strategy, **kind) for strategy in ("fsdp", "ddp")]
+        for i, kind in enumerate(kinds)
+    ]
+    normed = [spec(tmp_path, f"{each}-normed", 3, each, task="Normed", microbatch_size=8) for each in ("fsdp", "ddp")]
+    halves = [
+        spec(tmp_path, f"{each}-fp16", 3, each, precision="fp16", args={"dtype": "float32"}) for each in ("fsdp", "ddp")
+    ]
+    run(tmp_path, *[one for pair in [*pairs, normed, halves] for one in pair])
+    for sharded, replicated in [*pairs, normed]:
+        same_curve(sharded, replicated)
+    same_curve(*halves, rel=2e-2)
+
+
+def test_a_static_graph_and_rounded_gradients(tmp_path: Path) -> None:
+    plain, static, resumed = (
+        spec(tmp_path, name, 3, "ddp", microbatch_size="auto", ddp__static_graph=name != "plain")
+        for name in ("plain", "static", "resumed")
+    )
+    begun = spec(tmp_path, "resumed", 3, "ddp", microbatch_size="auto", ddp__static_graph=True, max_steps=11)
+    full = spec(tmp_path, "full", 3, "ddp", args={"dtype": "float32"})
+    rounded = spec(tmp_path, "rounded", 3, "ddp", args={"dtype": "float32"}, ddp__compression="bf16")
+    accumulating = spec(tmp_path, "accumulating", 3, "ddp", ddp__static_graph=True)
+    *_, refused = run(tmp_path, plain, static, begun, resumed, full, rounded, accumulating)
+
+    same_curve(static, plain, rel=1e-12)
+    assert losses(resumed) == losses(static)  # to the bit: its buckets were settled too
+    assert losses(rounded) != losses(full)
+    same_curve(rounded, full, rel=2e-2)
+    assert "`ddp.static_graph` is true, but cannot accumulate, and microbatches of 5 make 2" in str(refused)
+
+
+def rounded_gradients(rank: int, world_size: int) -> list[Tensor]:
+    group = Group(rank, world_size, CPU)
+    torch.manual_seed(0)
+    model = nn.Linear(9, 5)
+    wrapped = wrap_model(model, group, "ddp", DdpConfig(compression="bf16"))
+    wrapped(torch.randn(7, 9, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_compressed_gradients_are_bfloat16_sums_in_the_parameters_own_format(tmp_path: Path) -> None:
+    ranks = run_processes(2, rounded_gradients, tmp_path)
+    torch.manual_seed(0)
+    model = nn.Linear(9, 5)
+    for rank in range(2):
+        inputs = torch.randn(7, 9, generator=torch.Generator().manual_seed(rank))
+        (model(inputs).square().mean() / 2).backward()
+    for found in ranks:
+        for ours, parameter in zip(found, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert ours.dtype == torch.float32
+            assert torch.equal(ours, ours.bfloat16().float())
+            assert not torch.equal(ours, parameter.grad)
+            assert (ours - parameter.grad).abs().max() < 2e-2 * parameter.grad.abs().max()
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------------
+
+CHAINS = {
+    "adamw": [("ddp", 2), ("fsdp", 3), ("dp", 1), ("fsdp", 2), ("none", 1), ("ddp", 2)],
+    "sgd": [("none", 1), ("fsdp", 2), ("none", 1)],
+}
+
+
+def outline(value: Any) -> Any:
+    """Names, shapes and formats of a nested state, without the values."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: outline(entry) for key, entry in value.items()}
+    return [outline(entry) for entry in value] if isinstance(value, (tuple, list)) else type(value)
+
+
+def kept_state(each: RunSpec) -> dict[str, Any]:
+    loaded = Checkpoints(each.storage, Group(0, 1, CPU), 1).load()
+    assert loaded is not None
+    return loaded.state
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_run_moves_from_strategy_to_strategy(optimizer: str, tmp_path: Path) -> None:
+    chosen = {"name": "adamw", "lr": 0.01} if optimizer == "adamw" else {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    common: dict[str, Any] = {"task": "Averaged", "optimizer": chosen, "microbatch_size": 24}
+    chain = CHAINS[optimizer]
+    strategy, workers = chain[0]
+    unbroken = spec(tmp_path, "unbroken", workers, strategy, max_steps=7 * len(chain), **common)
+    run(tmp_path, unbroken)
+    expected = kept_state(unbroken)
+    for index, (strategy, workers) in enumerate(chain, 1):
+        moved = spec(tmp_path, "moved", workers, strategy, max_steps=7 * index, **common)
+        run(tmp_path, moved)
+        state = kept_state(moved)
+        assert state["position"]["step"] == 7 * index
+        for section in ("model", "task"):
+            assert outline(state[section]) == outline(expected[section]), strategy
+        assert outline(state["optimizer"]["state"]) == outline(expected["optimizer"]["state"]), strategy
+        assert [*state["model"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+    assert losses(moved) == pytest.approx(losses(unbroken), rel=1e-10)
+    for section in ("model", "task", "optimizer"):
+        pairs = zip(tensors(state[section]), tensors(expected[section]), strict=True)
+        assert all(torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10) for ours, theirs in pairs), section
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    nested = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for entry in nested for tensor in tensors(entry)]
+
+
+# --- memory and compilation --------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_room_for_its_shard_starts_the_group_again(tmp_path: Path) -> None:
+    adaptive = spec(tmp_path, "adaptive", 2, "fsdp", task="Greedy", args={"fits": 7}, microbatch_size="auto")
+    assert run_spawn(adaptive).microbatch_size == 6  # of a share of 12
+    reference = spec(tmp_path, "reference", 1, "none")
+    run(tmp_path, reference)
+    same_curve(adaptive, reference)
+
+    with pytest.raises(RunFailedError) as met:
+        run_spawn(spec(tmp_path, "fixed", 2, "fsdp", task="Greedy", args={"fits": 7}, microbatch_size=8))
+    assert met.value.status == "out_of_memory"
+
+
+def compiled(rank: int, world_size: int) -> list[list[Tensor]]:
+    """Gradients of a sharded model, eager and compiled without a graph break."""
+    found = []
+    group, inputs = Group(rank, world_size, CPU), torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
+        model = place_model(nn.Sequential(*blocks, nn.Linear(6, 2)), group, "fsdp")
+        names = [*model.state_dict()]
+        if compiles:
+            compile_model(model, "default", fullgraph=True)
+        model(inputs).square().mean().backward()
+        assert [*model.state_dict()] == names == [*nn.Sequential(*blocks, nn.Linear(6, 2)).state_dict()]
+        found.append(whole([p.grad for p in model.parameters()], group))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    return found
+
+
+def test_a_sharded_model_compiles_without_a_graph_break(tmp_path: Path) -> None:
+    eager, fast = run_processes(2, compiled, tmp_path)[0]
+    assert len(eager) == 6
+    for ours, theirs in zip(fast, eager, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)

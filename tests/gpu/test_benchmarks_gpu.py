@@ -1,0 +1,48 @@
+"""The GPU benchmarks in miniature, on a GPU: every rung runs there, captured and compiled ones too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import ladder, resident
+from benchmarks.runs import Budget, Runs
+from tests.gpu.runs import CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ladder.SMALL)
+def test_every_rung_but_the_compiled_is_done(name: str) -> None:
+    only = ["fp32", "tf32", "bf16", "fp16", "channels_last", "fused", "bf16 again"]
+    found = ladder.measure({name: ladder.SMALL[name]}, only, CUDA, 0.1, Budget(None), n=1024)
+    rows = {row["rung"]: row for row in found["works"][name]["rows"]}
+    assert {rung: row["message"] for rung, row in rows.items() if row["status"] != "done"} == {}
+    assert all(0 < row["figures"]["mfu_matmul"] < 1 for row in rows.values())
+
+
+@pytest.mark.gpu
+def test_the_small_models_compiled_and_captured_rungs_are_done() -> None:
+    only = ["fused", "compile", "cuda_graph"]
+    found = ladder.measure({"cnn": ladder.SMALL["cnn"]}, only, CUDA, 0.2, Budget(None), n=1024)
+    rows = {row["rung"]: row for row in found["works"]["cnn"]["rows"]}
+    assert {rung: row["message"] for rung, row in rows.items() if row["status"] != "done"} == {}
+    compiled = rows["compile"]["figures"]
+    assert compiled["compile_s"] > 0
+    assert (compiled["break_even_steps"] is None) == (compiled["ratio_to_rung_below"] <= 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ladder.SMALL)
+def test_flops_are_counted_alike_on_both(name: str) -> None:
+    """Attention aside, which other kernels compute there: they recompute in the backward pass."""
+    counts = []
+    for device in (torch.device("cpu"), CUDA):
+        runs = Runs(ladder.SMALL[name], device)
+        counts.append(runs.run({"precision": "fp32", "max_steps": 10}, 60.0).result.flops_per_sample)
+    assert counts[0] == pytest.approx(counts[1], rel=0.1)
+
+
+@pytest.mark.gpu
+def test_the_loop_and_the_captured_one_train_as_the_bare_one() -> None:
+    found = resident.measure(resident.SMALL, CUDA, rounds=1, steps=60, budget=Budget(None))
+    assert found["rows"].keys() == {"bare", "paceline", "bare again", "captured"}

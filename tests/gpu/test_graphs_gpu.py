@@ -1,0 +1,177 @@
+"""Whole steps as CUDA graphs: the curve of the steps that are not captured, to the last bit, and sooner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.gpu.runs import CUDA, Images, curve, make, stepper, train
+from tests.tasks import Blobs
+from trainers import graphs
+from trainers.device import synchronize
+from trainers.errors import ConfigError
+
+pytestmark = pytest.mark.gpu
+
+# 123 samples in steps of 24: five of them and a short one of 3 an epoch; the rate changes with every step.
+OPTIONS: dict[str, Any] = {"cuda_graphs": True, "deterministic": True, "max_steps": 40, "clip_grad_norm": 1.0}
+
+
+class Uncaptured(graphs.CudaCapture):
+    """The same steps on the same stream with the same learning rate, launched one kernel at a time."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        return lambda: self.run(work)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every graph that was replayed."""
+    seen: list[int] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(self: torch.cuda.CUDAGraph) -> None:
+        seen.append(1)
+        replay(self)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    return seen
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.9}},
+    "adam, accumulated": {"optimizer": {"name": "adam", "lr": 0.01}, "microbatch_size": 7},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "bf16-pure": {"precision": "bf16-pure", "optimizer__eps": 1e-4},
+    "tf32, loader processes": {"precision": "tf32", "data__num_workers": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_captured_steps_have_the_curve_of_the_same_steps_uncaptured(
+    way: str, replays: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout, BatchNorm and a random transform among them: random numbers go on as if nothing was captured."""
+    options = OPTIONS | WAYS[way]
+    captured = train(CUDA, tmp_path / "captured", Images(samples=123), **options)
+    # 7 epochs begin in 40 steps: the last short step is the 36th, and three full ones are the warm-up.
+    assert len(replays) == 40 - 6 - 3
+    monkeypatch.setattr(graphs, "CudaCapture", Uncaptured)
+    uncaptured = train(CUDA, tmp_path / "uncaptured", Images(samples=123), **options)
+    assert len(replays) == 40 - 6 - 3
+    assert len(curve(tmp_path / "captured")) == 40
+    assert curve(tmp_path / "captured") == curve(tmp_path / "uncaptured")
+    assert captured.metrics["val_loss"] == uncaptured.metrics["val_loss"]
+
+
+@pytest.mark.parametrize("way", ["adamw", "sgd", "fp16"])
+def test_captured_steps_train_as_plain_ones(way: str, replays: list[int], tmp_path: Path) -> None:
+    """Close, not equal: the learning rate of a captured step is a float32."""
+    options = OPTIONS | WAYS[way]
+    train(CUDA, tmp_path / "captured", Images(samples=123, random=False), **options)
+    assert replays
+    train(CUDA, tmp_path / "plain", Images(samples=123, random=False), **options | {"cuda_graphs": False})
+    assert curve(tmp_path / "captured") == pytest.approx(curve(tmp_path / "plain"), rel=2e-2)
+
+
+def test_a_captured_run_that_was_stopped_goes_on_as_if_it_was_not(replays: list[int], tmp_path: Path) -> None:
+    options = OPTIONS | {"checkpoint__every_steps": 10}
+    train(CUDA, tmp_path / "whole", Images(samples=123), **options)
+    unbroken = len(replays)
+    assert train(CUDA, tmp_path / "cut", Images(samples=123), looks=2, **options).status == "stopped"
+    assert train(CUDA, tmp_path / "cut", Images(samples=123), **options).status == "done"
+    assert unbroken < len(replays) < 2 * unbroken  # it warms up anew
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+
+
+def test_a_run_goes_on_without_graphs_and_with_them_again(tmp_path: Path) -> None:
+    """What a captured run keeps is what any run keeps."""
+    plain = OPTIONS | {"cuda_graphs": False, "checkpoint__every_steps": 10}
+    captured = plain | {"cuda_graphs": True}
+    task = Images(samples=123, random=False)
+    train(CUDA, tmp_path / "plain", task, **plain)
+    train(CUDA, tmp_path / "mixed", task, looks=1, **captured)
+    train(CUDA, tmp_path / "mixed", task, looks=1, **plain)
+    assert train(CUDA, tmp_path / "mixed", task, **captured).status == "done"
+    assert curve(tmp_path / "mixed") == pytest.approx(curve(tmp_path / "plain"), rel=2e-2)
+
+
+def test_a_compiled_model_is_captured(replays: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    options = OPTIONS | {"deterministic": False, "max_steps": 16}
+    train(CUDA, tmp_path / "eager", Blobs(), **options)
+    before = len(replays)
+    train(CUDA, tmp_path / "compiled", Blobs(), compile="default", **options)
+    assert len(replays) == 2 * before > 0
+    assert curve(tmp_path / "compiled") == pytest.approx(curve(tmp_path / "eager"), rel=1e-2)
+
+
+class Waits(Blobs):
+    """Reads its loss on the host."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss = super().loss(outputs, batch)
+        return loss * (2.0 if float(loss.detach()) > 100.0 else 1.0)
+
+
+def test_a_step_that_waits_is_an_error_that_says_so() -> None:
+    with pytest.raises(ConfigError) as raised:
+        train(CUDA, task=Waits(), cuda_graphs=True)
+    text = str(raised.value)
+    print(text)
+    assert text.startswith("`cuda_graphs` is true, but needs a step that the host never waits in")
+    assert "captur" in text
+    assert train(CUDA, task=Blobs(), max_steps=12).status == "done"  # the device is none the worse
+
+
+def test_a_gradient_that_is_not_finite_is_seen_in_a_replay() -> None:
+    parts, config = make(CUDA, Blobs(samples=24 * 12), cuda_graphs=True)
+    step = stepper(parts, config, 12)
+    for _ in range(8):
+        step()
+    assert not bool(parts.step.bad)
+    weights = [parameter.detach().clone() for parameter in parts.model.parameters()]
+    batch = next(iter(parts.train_feed.batches([torch.arange(24)], training=True)))
+    parts.step(iter([(batch[0] * float("nan"), batch[1])]), [24], 24, idle=False)
+    step()
+    assert bool(parts.step.bad)
+    assert all(torch.equal(ours, kept) for ours, kept in zip(parts.model.parameters(), weights, strict=True))
+    parts.close()
+
+
+def step_time_s(captured: bool) -> float:
+    steps = 400
+    parts, config = make(CUDA, Deep(samples=24 * steps), cuda_graphs=captured)
+    step = stepper(parts, config, steps)
+    for _ in range(100):
+        step()
+    synchronize(CUDA)
+    began = time.perf_counter()
+    for _ in range(300):
+        step()
+    synchronize(CUDA)
+    elapsed = time.perf_counter() - began
+    parts.close()
+    return elapsed / 300
+
+
+class Deep(Blobs):
+    """Many small layers: all launches, no work."""
+
+    def model(self) -> nn.Module:
+        hidden = [layer for _ in range(20) for layer in (nn.Linear(32, 32), nn.Tanh())]
+        return nn.Sequential(nn.Linear(self.features, 32), nn.Tanh(), *hidden, nn.Linear(32, 4))
+
+
+def test_a_small_model_is_faster_captured() -> None:
+    plain, captured = step_time_s(False), step_time_s(True)
+    print(f"a step of 22 small layers: {plain * 1e6:.0f} us plain, {captured * 1e6:.0f} us captured")
+    assert captured < plain

@@ -1,0 +1,137 @@
+"""Real memory: what fits is found, running out in mid-training takes a smaller microbatch, and nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.runs import CUDA, Hungry, Images, curve, train
+from tests.tasks import Blobs
+from trainers.device import memory_figures, peak_memory_bytes, reset_peak_memory, total_memory_bytes
+from trainers.errors import classify
+
+pytestmark = pytest.mark.gpu
+
+MB = 2**20
+LIMIT_BYTES = 1024 * MB
+
+
+@pytest.fixture
+def limited() -> None:
+    """A GPU of one gigabyte, as far as torch is concerned (the context is not counted)."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(LIMIT_BYTES / torch.cuda.get_device_properties(CUDA).total_memory)
+
+
+# 16 MB a sample: 64 samples take the whole gigabyte and 32 half of it.
+TASK: dict[str, Any] = {"bytes_per_sample": 16 * MB, "samples": 128}
+OPTIONS: dict[str, Any] = {"global_batch_size": 128, "max_steps": 8, "evaluate__microbatch_size": 16}
+
+
+@pytest.mark.usefixtures("limited")
+def test_auto_lands_on_a_microbatch_that_trains(tmp_path: Path) -> None:
+    result = train(CUDA, tmp_path / "auto", Hungry(**TASK), **OPTIONS)
+    print(f"microbatch {result.microbatch_size}, peak {result.peak_memory_bytes / MB:.0f} MB")
+    assert result.status == "done"
+    assert result.microbatch_size == 32
+    assert result.accumulation == 4
+    assert 32 * 16 * MB < result.peak_memory_bytes < LIMIT_BYTES
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    whole = train(CUDA, tmp_path / "whole", Hungry(**TASK), **OPTIONS)
+    assert whole.microbatch_size == 128
+    assert curve(tmp_path / "auto") == pytest.approx(curve(tmp_path / "whole"), rel=1e-3)
+
+
+@pytest.mark.usefixtures("limited")
+@pytest.mark.parametrize("wanted", [64, 128])
+def test_a_microbatch_that_does_not_fit_is_said_before_training(wanted: int) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        train(CUDA, task=Hungry(**TASK), microbatch_size=wanted, **OPTIONS)
+
+
+@pytest.mark.usefixtures("limited")
+def test_out_of_memory_in_mid_training_goes_on_with_a_smaller_microbatch(tmp_path: Path) -> None:
+    """From its 30th forward on the task takes four times as much, so that a microbatch of 32 does not fit any more."""
+    task = Hungry(**TASK, turns=30, later=4)
+    options = OPTIONS | {"max_steps": 12, "checkpoint__every_steps": 2}
+    result = train(CUDA, tmp_path / "run", task, **options)
+    print(f"microbatch {result.microbatch_size} at the end")
+    assert result.status == "done"
+    assert result.steps == 12
+    assert result.microbatch_size <= 16
+    assert len(curve(tmp_path / "run")) == 12
+    assert result.peak_memory_bytes < LIMIT_BYTES
+
+
+@pytest.mark.usefixtures("limited")
+def test_what_never_fits_ends_as_out_of_memory() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        train(CUDA, task=Hungry(bytes_per_sample=4096 * MB, samples=32), **OPTIONS)
+    assert classify(raised.value) == "out_of_memory"
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}, {"precision": "fp16", "data__resident": False}])
+def test_a_run_leaves_no_memory_behind(options: dict[str, Any], tmp_path: Path) -> None:
+    """Equal to the byte after the first run, which leaves cuBLAS its workspaces."""
+
+    def left(number: int) -> int:
+        train(CUDA, tmp_path / str(number), Images(), **options)
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(CUDA)
+
+    left(0)
+    floor = left(1)
+    print(f"{floor / MB:.1f} MB stay, of cuBLAS and of torch's generators")
+    assert floor < 512 * MB
+    assert [left(2), left(3)] == [floor, floor]
+
+
+def test_a_failed_run_leaves_no_memory_behind() -> None:
+    def left() -> int:
+        with pytest.raises(ValueError, match="injected"):
+            train(CUDA, task=Blobs(fail_at=15, samples=20_000), data__resident=True)
+        gc.collect()
+        return torch.cuda.memory_allocated(CUDA)
+
+    left()
+    floor = left()
+    assert left() == floor
+
+
+def test_peak_memory_is_the_runs_own() -> None:
+    """It counts what was freed again, and starts anew with every run."""
+    options = OPTIONS | {"microbatch_size": 32}
+
+    def peak(bytes_per_sample: int) -> int:
+        return train(CUDA, task=Hungry(bytes_per_sample=bytes_per_sample, samples=128), **options).peak_memory_bytes
+
+    peak(MB)
+    gc.collect()
+    floor = torch.cuda.memory_allocated(CUDA)
+    large, small = peak(8 * MB) - floor, peak(MB) - floor
+    print(f"peaks {large / MB:.0f} and {small / MB:.0f} MB above {floor / MB:.0f} MB")
+    assert 256 * MB <= large <= 256 * MB + 32 * MB
+    assert 32 * MB <= small <= 32 * MB + 32 * MB
+
+
+def test_memory_figures() -> None:
+    gc.collect()
+    reset_peak_memory(CUDA)
+    before = memory_figures(CUDA)
+    block = torch.empty(64 * MB, dtype=torch.uint8, device=CUDA)
+    during = memory_figures(CUDA)
+    assert during["allocated_bytes"] - before["allocated_bytes"] == 64 * MB
+    assert during["reserved_bytes"] >= during["allocated_bytes"]
+    del block
+    after = memory_figures(CUDA)
+    assert after["allocated_bytes"] == before["allocated_bytes"]
+    assert after["peak_bytes"] == peak_memory_bytes(CUDA) == before["allocated_bytes"] + 64 * MB
+    assert after["total_bytes"] == total_memory_bytes(CUDA) == torch.cuda.get_device_properties(CUDA).total_memory
+    assert math.isclose(torch.cuda.mem_get_info(CUDA)[1], after["total_bytes"], rel_tol=0.05)

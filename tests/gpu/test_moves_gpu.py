@@ -1,0 +1,200 @@
+"""Batches on CUDA: the same ones by every way, while the stream that copies runs ahead; layouts; named mismatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from tests.gpu.runs import CUDA, Images, curve, make, train
+from tests.tasks import Blobs
+from trainers import moves
+from trainers.errors import DeviceMismatchError
+from trainers.loader import Feed
+from trainers.sections import DataConfig
+from trainers.task import Task, map_tensors, tensors_of
+
+CPU = torch.device("cpu")
+ROWS, WIDTH, BATCH = 96, 250_000, 8  # 8 MB a batch: its copy takes longer than the launch of a kernel
+
+
+@dataclass
+class Sample:
+    """A batch of a class of its own, which torch's pinning passes by."""
+
+    inputs: Tensor
+    labels: Tensor
+
+
+class Rows(Dataset[Any]):
+    """One sample at a time, each of its own values."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((WIDTH,), float(index)), torch.tensor(index)
+
+
+class Nested(Task):
+    def collate(self, samples: list[Any]) -> Any:
+        inputs, labels = super().collate(samples)
+        return {"pair": Sample(inputs, labels), "more": [inputs[:, :10].clone()]}
+
+
+def order() -> list[Tensor]:
+    return list(torch.randperm(ROWS, generator=torch.Generator().manual_seed(1)).split(BATCH))
+
+
+WAYS: dict[str, DataConfig] = {
+    "pinned, two processes": DataConfig(num_workers=2, resident=False),
+    "pinned, in this process": DataConfig(resident=False),
+    "not pinned, one process": DataConfig(num_workers=1, resident=False, pin_memory=False),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("task", [Task(), Nested()], ids=["tuple", "nested"])
+def test_batches_are_right_though_the_device_is_late(task: Task, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The computing stream is held up, so that a copy which did not wait, or memory freed too soon, shows."""
+    pinned: list[bool] = []
+    begin = moves._CudaCopies.begin
+
+    def spy(self: Any, batch: Any) -> Any:
+        pinned.extend(tensor.is_pinned() for tensor in tensors_of(batch))
+        return begin(self, batch)
+
+    monkeypatch.setattr(moves._CudaCopies, "begin", spy)
+    feed = Feed(Rows(), task, WAYS[way], CUDA, sharers=1, seed=0)
+    sums: list[Tensor] = []
+    for _ in range(2):
+        for batch in feed.batches(order(), training=True):
+            torch.cuda._sleep(20_000_000)  # about ten milliseconds
+            tensors = tensors_of(batch)
+            assert all(tensor.device == CUDA for tensor in tensors)
+            sums.append(torch.stack([tensors[0].double().sum(), tensors[1].double().sum()]))
+            del batch, tensors
+    feed.close()
+    expected = [[float(rows.sum()) * WIDTH, float(rows.sum())] for rows in order()] * 2
+    assert torch.stack(sums).tolist() == expected
+    assert all(pinned) is way.startswith("pinned")
+
+
+@pytest.mark.gpu
+def test_resident_and_loaded_batches_are_equal() -> None:
+    data = TensorDataset(torch.randn(203, 12), torch.arange(203))
+    asked = list(torch.randperm(203, generator=torch.Generator().manual_seed(1)).split(24))
+
+    def batches(device: torch.device, **options: Any) -> list[list[Tensor]]:
+        feed = Feed(data, Task(), DataConfig(**options), device, sharers=1, seed=0)
+        found = [[tensor.cpu() for tensor in tensors_of(batch)] for batch in feed.batches(asked, training=True)]
+        feed.close()
+        return found
+
+    expected = batches(CPU, resident=False)
+    ways = ({"resident": True}, {"resident": False}, {"resident": False, "num_workers": 2})
+    for found in (batches(CUDA, **way) for way in ways):
+        assert len(found) == len(expected) == 9
+        for ours, theirs in zip(found, expected, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_resident_and_loaded_runs_have_one_loss_curve(device: torch.device, tmp_path: Any) -> None:
+    ways = {"resident": {}, "loaded": {"data__resident": False}, "workers": {"data__num_workers": 2}}
+    curves = []
+    for name, options in ways.items():
+        train(device, tmp_path / name, deterministic=True, **options)
+        curves.append(curve(tmp_path / name))
+    assert len(curves[0]) == 30
+    assert curves[0] == curves[1] == curves[2]
+
+
+def layouts(parts: Any) -> list[Tensor]:
+    return [parameter for parameter in parts.model.parameters() if parameter.ndim == 4]
+
+
+@pytest.mark.gpu
+def test_convolutions_train_channels_last_by_default() -> None:
+    parts, _ = make(CUDA, Images())
+    assert parts.spec.channels_last
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in layouts(parts))
+    seen: list[bool] = []
+    first = next(module for module in parts.model.modules() if isinstance(module, nn.Conv2d))
+    first.register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    for batch in parts.train_feed.batches([torch.arange(8)], training=True):
+        parts.step(iter([batch]), [8], 8, idle=False)
+    parts.close()
+    assert seen == [True]
+    parts, _ = make(CUDA, Blobs())
+    assert not parts.spec.channels_last
+    parts.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_channels_last_trains_the_same(device: torch.device, precision: str, tmp_path: Any) -> None:
+    options = {"max_steps": 12, "precision": precision, "deterministic": True}
+    for name, wanted in (("last", True), ("first", False)):
+        train(device, tmp_path / name, Images(random=False), channels_last=wanted, **options)
+    tolerance = 1e-2 if precision == "fp32" else 1e-1
+    assert curve(tmp_path / "last") == pytest.approx(curve(tmp_path / "first"), rel=tolerance)
+
+
+def test_a_run_goes_on_in_another_memory_format(device: torch.device, tmp_path: Any) -> None:
+    """Weights and moments of a checkpoint keep their own format; a fused step would mix up elements of two."""
+    task = Images(random=False)
+    options = {"max_steps": 30, "deterministic": True, "checkpoint__every_steps": 10}
+    train(device, tmp_path / "whole", task, channels_last=False, **options)
+    assert train(device, tmp_path / "cut", task, looks=1, channels_last=True, **options).status == "stopped"
+    assert train(device, tmp_path / "cut", task, channels_last=False, **options).status == "done"
+    assert curve(tmp_path / "cut") == pytest.approx(curve(tmp_path / "whole"), rel=2e-2)
+
+
+class Left(Blobs):
+    """Its weights of the loss stay on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = torch.ones(4)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1], weight=self.classes)
+
+
+class Masked(Blobs):
+    """A plain attribute of a module stays there too."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[0].mask = torch.ones(32)  # type: ignore[index, assignment]
+        model[0].register_forward_hook(lambda module, _, outputs: outputs * module.mask)  # type: ignore[index]
+        return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Left(), "`Left.classes` on cpu cannot meet the rest on cuda:0"),
+        (Masked(), "attribute `0.mask` on cpu cannot meet the rest on cuda:0"),
+    ],
+    ids=["task", "attribute"],
+)
+def test_a_tensor_left_on_the_cpu_is_named(task: Task, words: str) -> None:
+    with pytest.raises(DeviceMismatchError) as raised:
+        train(CUDA, task=task)
+    assert words in str(raised.value)
+
+
+@pytest.mark.gpu
+def test_every_nesting_is_moved() -> None:
+    batch = {"a": [torch.ones(2), (torch.ones(1),)], "b": Sample(torch.ones(2), torch.zeros(2)), "c": "word"}
+    (moved,) = moves.to_device(iter([batch]), CUDA, ahead=False)
+    assert all(tensor.device == CUDA for tensor in tensors_of(moved))
+    assert map_tensors(Tensor.cpu, moved)["c"] == "word"

@@ -1,0 +1,114 @@
+"""What each precision computes in on CUDA, by the size of its errors; and that each of them trains."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.gpu.runs import CUDA, train
+from trainers.device import set_flags
+from trainers.precision import TABLE, apply_matmul, resolve_precision
+
+CPU = torch.device("cpu")
+
+# Relative Frobenius errors of a product of normal numbers, from the formats' unit roundoffs (2^-24 for fp32, 2^-11 for
+# tf32 and fp16, 2^-8 for bf16), with a wide margin on both sides.
+ERRORS = {
+    "fp32": (1e-9, 1e-5),
+    "tf32": (5e-5, 2e-3),
+    "fp16": (5e-5, 2e-3),
+    "fp16-pure": (5e-5, 2e-3),
+    "bf16": (5e-4, 2e-2),
+    "bf16-pure": (5e-4, 2e-2),
+}
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def linear_error(name: str) -> float:
+    spec = resolve_precision(name, CUDA)
+    apply_matmul(spec)
+    torch.manual_seed(0)
+    inputs, layer = torch.randn(512, 1024, device=CUDA), nn.Linear(1024, 512, bias=False, device=CUDA)
+    exact = inputs.double() @ layer.weight.detach().double().T
+    model = spec.convert_model(layer)
+    with torch.no_grad(), spec.autocast_context(CUDA):
+        return error(model(spec.convert_batch(inputs)), exact)
+
+
+def convolution_error(name: str) -> float:
+    spec = resolve_precision(name, CUDA)
+    apply_matmul(spec)
+    torch.manual_seed(0)
+    inputs, layer = torch.randn(16, 64, 32, 32, device=CUDA), nn.Conv2d(64, 64, 3, bias=False, device=CUDA)
+    exact = nn.functional.conv2d(inputs.double(), layer.weight.detach().double())
+    model = spec.convert_model(layer)
+    with torch.no_grad(), spec.autocast_context(CUDA):
+        return error(model(spec.convert_batch(inputs)), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_products_have_the_precisions_own_error(name: str) -> None:
+    low, high = ERRORS[name]
+    found = linear_error(name)
+    print(f"{name}: relative error of a product {found:.2e}")
+    assert low < found < high
+
+
+@pytest.mark.gpu
+def test_convolutions_follow_the_same_switch() -> None:
+    set_flags(CUDA, threads=1, deterministic=False)
+    errors = {name: convolution_error(name) for name in ("tf32", "fp32", "bf16")}
+    print(f"relative errors of a convolution: {errors}")
+    assert errors["fp32"] < 3e-5 < errors["tf32"] < errors["bf16"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", ["fp32", "tf32"])
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16"])
+def test_one_runs_switches_are_not_the_nexts(name: str, before: str) -> None:
+    linear_error(before)
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if name == "tf32" else "tf32"
+    low, high = ERRORS[name]
+    assert low < linear_error(name) < high
+    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is (name == "tf32")
+
+
+@pytest.mark.parametrize("name", ["tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"])
+def test_every_precision_trains_to_the_loss_of_fp32(name: str, device: torch.device) -> None:
+    if device.type not in TABLE[name].devices:
+        pytest.skip(f"{name} is not something that a {device.type} can do")
+    options = {"max_steps": 120, "log_every_steps": 40, "optimizer__eps": 1e-4}  # 1e-8 is zero in float16
+    expected = train(device, precision="fp32", **options).metrics
+    found = train(device, precision=name, **options).metrics
+    print(f"{name}: val_loss {found['val_loss']:.4f}, in fp32 {expected['val_loss']:.4f}")
+    assert expected["val_accuracy"] > 0.9
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=0.05)
+    assert found["val_accuracy"] == pytest.approx(expected["val_accuracy"], abs=0.03)
+
+
+@pytest.mark.gpu
+def test_the_gpu_multiplies_as_the_cpu_does_and_faster() -> None:
+    apply_matmul(TABLE["fp32"])
+    size = 3000
+    left, right = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    far = left.to(CUDA), right.to(CUDA)
+    for _ in range(3):
+        there = far[0] @ far[1]
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    there = far[0] @ far[1]
+    end.record()
+    end.synchronize()
+    began = time.perf_counter()
+    here = left @ right
+    cpu_s, gpu_s = time.perf_counter() - began, begin.elapsed_time(end) / 1000
+    print(f"{size} x {size} fp32 product: CPU {cpu_s:.4f} s ({torch.get_num_threads()} threads), GPU {gpu_s:.4f} s")
+    assert error(there.cpu(), here.double()) < 1e-5
+    assert gpu_s < cpu_s

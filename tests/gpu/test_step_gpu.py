@@ -1,0 +1,166 @@
+"""A step on CUDA: the host never waits in it, memory is settled after warm-up, and a bad step changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.gpu.runs import CUDA, Images, make, stepper, train
+from tests.tasks import Blobs
+from trainers.build import Parts
+from trainers.device import synchronize
+from trainers.errors import DivergedError
+from trainers.parallel import Group
+from trainers.precision import resolve_precision
+from trainers.step import TrainStep
+
+WARM, MEASURED = 24, 12
+
+KINDS: dict[str, tuple[type[Blobs] | type[Images], dict[str, Any]]] = {
+    "resident": (Blobs, {}),
+    "loaded": (Blobs, {"data__resident": False}),
+    "loader processes": (Images, {"data__num_workers": 2}),
+    "accumulated and clipped": (Images, {"microbatch_size": 8, "clip_grad_norm": 0.5}),
+    "bf16": (Images, {"precision": "bf16"}),
+    "fp16": (Images, {"precision": "fp16"}),
+    "bf16-pure": (Blobs, {"precision": "bf16-pure"}),
+    "sgd": (Images, {"optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}}),
+    "captured": (Images, {"cuda_graphs": True, "clip_grad_norm": 0.5}),
+    "captured fp16": (Images, {"cuda_graphs": True, "precision": "fp16"}),
+}
+
+
+def prepared(kind: str, steps: int) -> tuple[Parts, Callable[[], None]]:
+    """The parts of a run, and its step. All steps are one epoch's: an epoch's order is copied to the device once, at
+    its start, where the host may wait.
+    """
+    task, options = KINDS[kind]
+    parts, config = make(CUDA, task(samples=24 * steps), **options)
+    return parts, stepper(parts, config, steps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_never_waits_in_a_step(kind: str) -> None:
+    parts, step = prepared(kind, WARM + MEASURED)
+    for _ in range(WARM):
+        step()
+    synchronize(CUDA)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(MEASURED):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    synchronize(CUDA)
+    assert not bool(parts.step.bad)
+    parts.close()
+
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["resident", "loaded", "accumulated and clipped", "fp16", "captured"])
+def test_the_profiler_sees_no_wait_and_no_copy_to_the_host(kind: str) -> None:
+    """What torch's own check does not know of: waits inside libraries."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    parts, step = prepared(kind, WARM + MEASURED)
+    for _ in range(WARM):
+        step()
+    synchronize(CUDA)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function("the steps"):
+            for _ in range(MEASURED):
+                step()
+        synchronize(CUDA)
+    parts.close()
+    events = profiler.events()
+    assert events is not None
+    (span,) = [event.time_range for event in events if event.name == "the steps" and "CPU" in str(event.device_type)]
+    inside = [event.name for event in events if span.start <= event.time_range.start <= span.end]
+    launches = [name for name in inside if "Launch" in name]
+    if not launches:
+        pytest.skip("the profiler records no CUDA calls on this machine")
+    print(f"{kind}: {len(launches) / MEASURED:.1f} launches a step")
+    assert not [name for name in inside if name in WAITS]
+    assert not [event.name for event in events if "DtoH" in event.name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_new_is_allocated_after_the_warm_up(kind: str) -> None:
+    """Segments are what torch takes from CUDA: the blocks in them go round."""
+    parts, step = prepared(kind, 4 * WARM)
+
+    def some() -> dict[str, int]:
+        for number in range(WARM):
+            step()
+            if number % 10 == 9:  # as the loop looks at the device
+                synchronize(CUDA)
+        synchronize(CUDA)
+        stats = torch.cuda.memory_stats(CUDA)
+        return {name: stats[name] for name in ("segment.all.allocated", "num_alloc_retries", "num_ooms")}
+
+    some()
+    before = some()
+    after = some()
+    assert after == before
+    assert not bool(parts.step.bad)
+    parts.close()
+
+
+def optimizers(parameters: Any) -> dict[str, Optimizer]:
+    return {"sgd": SGD(parameters, lr=0.1, momentum=0.9, fused=True), "adamw": AdamW(parameters, lr=0.1, fused=True)}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_step_that_is_not_finite_changes_nothing(kind: str, precision: str, device: torch.device) -> None:
+    task, spec = Blobs(), resolve_precision(precision, device)
+    model = spec.convert_model(task.model().to(device))
+    step = TrainStep(model, task, optimizers(list(model.parameters()))[kind], spec, Group(0, 1, device))
+    inputs, labels = (tensor[:24].to(device) for tensor in task.dataset("train").tensors)
+    for _ in range(3):
+        step(iter([(inputs, labels)]), [24], 24, idle=False)
+    assert not bool(step.bad)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    moments = [value.clone() for state in step.optimizer.state.values() for value in state.values()]
+    step(iter([(inputs * float("nan"), labels)]), [24], 24, idle=False)
+    assert bool(step.bad)
+    assert all(torch.equal(ours, kept) for ours, kept in zip(model.parameters(), weights, strict=True))
+    after = [value for state in step.optimizer.state.values() for value in state.values()]
+    assert all(torch.equal(ours, kept) for ours, kept in zip(after, moments, strict=True))
+
+
+def test_a_diverged_run_ends_within_ten_steps(device: torch.device) -> None:
+    with pytest.raises(DivergedError, match="between steps 10 and 20"):
+        train(device, task=Blobs(failure="nan", fail_at=14), microbatch_size=24)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_steps_that_the_scaler_skips_are_no_divergence(optimizer: str, device: torch.device) -> None:
+    """A scale that is far too large: it falls by half a step until the gradients fit float16, and training begins."""
+    options: dict[str, Any] = {"name": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "sgd" else {})
+    parts, config = make(device, precision="fp16", optimizer=options, max_steps=60)
+    parts.step.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**30)
+    step = stepper(parts, config, 60)
+    losses = []
+    for _ in range(60):
+        step()
+        losses.append(parts.step.take_loss())
+    skipped = 30 - torch.log2(torch.tensor(parts.step.scaler.get_scale())).item()
+    print(f"{optimizer}: {skipped:.0f} steps skipped, loss {losses[0]:.3f} to {losses[-1]:.3f}")
+    assert skipped >= 3
+    assert not bool(parts.step.bad)
+    assert losses[0] == pytest.approx(losses[1], rel=0.5)
+    assert losses[-1] < 0.7 * losses[0]
+    if optimizer == "adamw":
+        made = {float(state["step"]) for state in parts.optimizer.state.values()}
+        assert made == {60 - skipped}
+    parts.close()

@@ -1,0 +1,1 @@
+"""Hosts made on this machine, and `ray up` on them."""

@@ -1,0 +1,304 @@
+"""Hosts on one machine: namespaces of their own on one bridge, with an sshd, a home, a /tmp and a /dev/shm each.
+
+    with Lab(num_hosts=3) as lab:
+        lab.run("ctl", "ssh", "h0", "hostname")
+        lab.power_cut("h2")
+        lab.start("h2")
+
+`ctl` is the user's laptop and holds the bridge; h0, h1, ... are the hosts, at 10.77.0.10 and up. Packets stay on the
+bridge. All that a lab makes lies in its namespaces and in one temporary directory: with the lab's processes it is gone,
+and they end with the process that made them, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from tests.lab import host
+
+T = TypeVar("T")
+
+NETWORK = "10.77.0"
+CONTROL = "ctl"
+REPOSITORY = Path(__file__).parents[2]
+NEEDED = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "rsync", "ip", "unshare", "nsenter", "setpriv", "mount")
+SSHD = """
+Port 22
+ListenAddress {address}
+HostKey /root/.ssh/hostkey
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+AuthorizedKeysFile /root/.ssh/authorized_keys
+UsePAM no
+UseDNS no
+PidFile none
+MaxStartups 100:30:200
+Subsystem sftp internal-sftp
+"""
+PULSE = """
+import os, pathlib, signal, sys, time
+share = float(sys.argv[1])
+def end(number, frame):
+    tell(signal.SIGCONT)
+    sys.exit()
+def tell(number):
+    for entry in pathlib.Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cmdline").read_bytes().startswith(b"ray::"):
+                os.kill(int(entry.name), number)
+        except (FileNotFoundError, ProcessLookupError):
+            pass
+signal.signal(signal.SIGTERM, end)
+while True:
+    tell(signal.SIGSTOP)
+    time.sleep(0.1 * (1 - share))
+    tell(signal.SIGCONT)
+    time.sleep(0.1 * share)
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no lab on this machine; None when there can."""
+    if sys.platform != "linux":
+        return "hosts are Linux namespaces"
+    if os.geteuid() != 0:
+        return "namespaces with a network need root"
+    absent = [name for name in NEEDED if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None]
+    if absent:
+        return f"not installed: {', '.join(absent)} (apt-get install openssh-server rsync iproute2 util-linux)"
+    # What follows is refused in most containers.
+    script = "mount -t tmpfs none /srv && ip link add eth0 type bridge"
+    tried = subprocess.run([*_unshare(), "sh", "-c", script], capture_output=True, text=True)
+    return f"namespaces are refused ({tried.stderr.strip()})" if tried.returncode else None
+
+
+def outside() -> tuple[str, str]:
+    """What a lab must leave as it was: mounts and network links of this machine."""
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    return Path("/proc/self/mountinfo").read_text(), links
+
+
+def address_of(name: str) -> str:
+    """A host's address on the bridge."""
+    return f"{NETWORK}.1" if name == CONTROL else f"{NETWORK}.{10 + int(name[1:])}"
+
+
+def _card(name: str) -> str:
+    """A host's hardware address: a new one after a power cut would not be known to the others for seconds."""
+    return f"02:00:00:00:00:{int(address_of(name).rpartition('.')[2]):02x}"
+
+
+class Lab:
+    """The hosts, from `with` until its end."""
+
+    def __init__(self, num_hosts: int) -> None:
+        self.names = [f"h{index}" for index in range(num_hosts)]
+        self.directory = Path()
+        self._inits: dict[str, int] = {}
+        self._outer: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: list[subprocess.Popen[str]] = []
+        self.namespaces: set[int] = set()
+        """Network namespaces (inodes) that the lab has made, gone ones too."""
+
+    def __enter__(self) -> Lab:
+        self.directory = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
+        try:
+            (self.directory / "shared").mkdir()
+            self._keygen(self.directory / "id")
+            for name in (CONTROL, *self.names):
+                self._prepare(name)
+                self.start(name)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Switch everything off, and delete its files."""
+        for name in (*self.names, CONTROL):
+            if name in self._outer:
+                self._kill(name)
+        for process in self._started:  # they ended with their hosts
+            process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def shared(self) -> Path:
+        """What the hosts see as /srv/nfs."""
+        return self.directory / "shared"
+
+    def home(self, name: str) -> Path:
+        """A host's /root, as this process sees it."""
+        return self.directory / name / "root"
+
+    def start(self, name: str) -> None:
+        """Switch a host on, with the files that it had; nothing happens to one that is on."""
+        if name in self._outer:
+            return
+        directory = self.directory / name
+        (directory / "run" / "ready").unlink(missing_ok=True)
+        visible = list(dict.fromkeys([sys.base_prefix, sys.prefix, str(REPOSITORY)]))
+        script = [sys.executable, "-I", str(Path(host.__file__)), str(directory), name]
+        with (directory / "init.log").open("wb") as log:
+            outer = subprocess.Popen(
+                [*_unshare(), *script, address_of(name), address_of(CONTROL), *visible],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._outer[name] = outer
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
+        self._inits[name] = _wait(lambda: int(children.read_text() or 0), name, directory / "init.log")
+        # The child is there a moment before its namespaces are.
+        _wait(lambda: _namespace(self._inits[name]) != _namespace(os.getpid()), name, directory / "init.log")
+        self.namespaces.add(_namespace(self._inits[name]))
+        if name == CONTROL:
+            self._ip(CONTROL, "link", "add", "eth0", "address", _card(name), "type", "bridge")
+        else:
+            card = ["name", "eth0", "address", _card(name), "netns", str(self._inits[name])]
+            self._ip(CONTROL, "link", "add", f"v{name}", "type", "veth", "peer", *card)
+            self._ip(CONTROL, "link", "set", f"v{name}", "master", "eth0")
+            self.heal(name)
+        _wait(lambda: (directory / "run" / "ready").exists(), name, directory / "init.log")
+
+    def power_cut(self, name: str) -> None:
+        """Switch a host off at once: no process and no packet of it leaves a word."""
+        # The link would go with the last process, which may take a while.
+        self._ip(CONTROL, "link", "delete", f"v{name}")
+        self._kill(name)
+
+    def partition(self, name: str) -> None:
+        """Pull a host's cable; what runs on it goes on."""
+        self._ip(CONTROL, "link", "set", f"v{name}", "down")
+
+    def heal(self, name: str) -> None:
+        """Plug the cable in."""
+        self._ip(CONTROL, "link", "set", f"v{name}", "up")
+
+    @contextlib.contextmanager
+    def slowed(self, name: str, share: float) -> Iterator[None]:
+        """Ray's workers on a host run for `share` of the time: stopped and continued ten times a second."""
+        pulse = self.popen(name, sys.executable, "-I", "-c", PULSE, str(share))
+        try:
+            yield
+        finally:
+            # nsenter does not pass signals on: its child is the one that pulses.
+            [child] = Path(f"/proc/{pulse.pid}/task/{pulse.pid}/children").read_text().split()
+            os.kill(int(child), signal.SIGTERM)
+            pulse.wait()
+
+    def run(
+        self, name: str, *command: str, timeout_s: float = 120, check: bool = True, cwd: str = "/root"
+    ) -> subprocess.CompletedProcess[str]:
+        """A command on a host, with what it printed; a failing one raises with it."""
+        limited = ["timeout", "--kill-after=5", f"{timeout_s:g}", *command]
+        done = subprocess.run(
+            [*self._enter(name, cwd), *limited],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout_s + 20,
+        )
+        if check and done.returncode:
+            raise AssertionError(f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}")
+        return done
+
+    def popen(self, name: str, *command: str, cwd: str = "/root", **keywords: object) -> subprocess.Popen[str]:
+        """A command on a host that goes on; it ends with the host at the latest."""
+        process: subprocess.Popen[str] = subprocess.Popen(  # type: ignore[call-overload]
+            [*self._enter(name, cwd), *command], stdin=subprocess.DEVNULL, text=True, **keywords
+        )
+        self._started.append(process)
+        return process
+
+    def processes(self) -> list[int]:
+        """Every process of this machine that lives in a namespace of the lab."""
+        return [
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit() and _namespace(int(entry.name)) in self.namespaces
+        ]
+
+    def _enter(self, name: str, cwd: str) -> list[str]:
+        settings = {
+            "HOME": "/root",
+            "USER": "root",
+            "TERM": "xterm",
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PATH": f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        }
+        assignments = [f"{key}={value}" for key, value in settings.items()]
+        spaces = ["--mount", "--pid", "--net", "--uts", "--ipc", f"--wd={cwd}"]
+        return ["nsenter", f"--target={self._inits[name]}", *spaces, "env", "-i", *assignments]
+
+    def _ip(self, name: str, *arguments: str) -> None:
+        subprocess.run(["nsenter", f"--target={self._inits[name]}", "--net", "ip", *arguments], check=True)
+
+    def _kill(self, name: str) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._inits.pop(name, self._outer[name].pid), signal.SIGKILL)
+        self._outer.pop(name).wait()
+
+    def _keygen(self, file: Path) -> None:
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(file)], check=True)
+
+    def _prepare(self, name: str) -> None:
+        """A host's files, before it is switched on for the first time."""
+        directory = self.directory / name
+        ssh = directory / "root" / ".ssh"
+        for path, mode in ((ssh, 0o700), (ssh.parent, 0o700), (directory / "tmp", 0o1777)):
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(mode)
+        (directory / "run" / "sshd").mkdir(parents=True, mode=0o755)
+        known = [("127.0.0.1", "localhost"), *((address_of(each), each) for each in (CONTROL, *self.names))]
+        (directory / "hosts").write_text("".join(f"{address} {each}\n" for address, each in known))
+        if name == CONTROL:
+            shutil.copy(self.directory / "id", ssh / "paceline")
+            return
+        shutil.copy(self.directory / "id.pub", ssh / "authorized_keys")
+        self._keygen(ssh / "hostkey")
+        (ssh / "sshd_config").write_text(SSHD.format(address=address_of(name)))
+        # As if it had been installed there.
+        (directory / "root" / "paceline").symlink_to(sys.prefix)
+
+
+def _unshare() -> list[str]:
+    """New namespaces whose processes end with this one."""
+    spaces = ["--mount", "--pid", "--net", "--uts", "--ipc", "--fork", "--kill-child=KILL", "--mount-proc"]
+    return ["setpriv", "--pdeathsig=KILL", "unshare", *spaces, "--propagation=private"]
+
+
+def _namespace(pid: int) -> int:
+    try:
+        return Path(f"/proc/{pid}/ns/net").stat().st_ino
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+
+
+def _wait(condition: Callable[[], T], name: str, log: Path, timeout_s: float = 20) -> T:
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{name} did not start: {log.read_text()}")
+        time.sleep(0.02)
+    return value

@@ -1,0 +1,156 @@
+"""The user's day with cluster/onprem.yaml on the lab's hosts: `ray up`, the tunnel, jobs, `ray down`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of
+
+FILE = "/root/onprem.yaml"
+HEAD = "h0"
+DASHBOARD = "http://127.0.0.1:8265"
+SSH_KEY = "~/.ssh/paceline"
+FETCH = """
+import sys, urllib.error, urllib.request
+url, token = sys.argv[1:]
+request = urllib.request.Request(url, headers={"Authorization": "Bearer " + token} if token else {})
+try:
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        status, body = answer.status, answer.read().decode()
+except urllib.error.HTTPError as error:
+    status, body = error.code, error.read().decode()
+except OSError as error:
+    status, body = 0, str(error)
+print(status, body)
+"""
+
+
+def derived(workers: list[str]) -> dict[str, Any]:
+    """cluster/onprem.yaml for the lab: its addresses, its login, its shared directory, and nothing to install."""
+    text = (REPOSITORY / "cluster" / "onprem.yaml").read_text(encoding="utf-8")
+    tree: dict[str, Any] = yaml.safe_load(re.sub(r"(?<=[\s=])/nfs\b", "/srv/nfs", text))
+    tree["provider"] |= {"head_ip": address_of(HEAD), "worker_ips": [address_of(name) for name in workers]}
+    tree["auth"] |= {"ssh_user": "root", "ssh_private_key": SSH_KEY}
+    # There is no package index: the hosts show this environment as ~/paceline.
+    [install] = [command for command in tree["setup_commands"] if " install " in command]
+    tree["setup_commands"][tree["setup_commands"].index(install)] = "test -x ~/paceline/bin/ray"
+    for field in ("head_start_ray_commands", "worker_start_ray_commands"):
+        # Three hosts share one machine's memory.
+        tree[field] = [
+            command.replace("ray start ", "ray start --object-store-memory=200000000 ") for command in tree[field]
+        ]
+    return tree
+
+
+class OnPremises:
+    """A cluster that `ray up` made of a lab's hosts; commands are typed on `ctl`, in the repository."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self._tunnel: subprocess.Popen[str] | None = None
+        self._hosts = {address_of(name): name for name in lab.names}
+        tree = derived(lab.names[1:])
+        (lab.home(CONTROL) / Path(FILE).name).write_text(yaml.safe_dump(tree, sort_keys=False))
+
+    def type(self, *command: str, timeout_s: float = 120, check: bool = True, **settings: str) -> str:
+        """A command of the user's; what it printed. `settings` are environment variables."""
+        settings = {"RAY_AUTH_MODE": "token", **settings}
+        line = ["env", *(f"{name}={value}" for name, value in settings.items()), *command]
+        return self.lab.run(CONTROL, *line, timeout_s=timeout_s, check=check, cwd=str(REPOSITORY)).stdout
+
+    def up(self) -> str:
+        """A token, `ray up -y`, and `ray dashboard`, which stays."""
+        self.type("ray", "get-auth-token", "--generate")
+        printed = self.type("ray", "up", "-y", FILE, timeout_s=240)
+        self._tunnel = self.lab.popen(
+            CONTROL, "ray", "dashboard", FILE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        wait_for(lambda: self.fetch("/api/version")[0] == 200, 60, "the dashboard's tunnel")
+        return printed
+
+    def down(self) -> str:
+        """`ray down -y`, and the end of the tunnel."""
+        printed = self.type("ray", "down", "-y", FILE, timeout_s=120)
+        if self._tunnel is not None:
+            self._tunnel.terminate()
+            self._tunnel.wait()
+        return printed
+
+    @property
+    def token(self) -> str:
+        """The cluster's token, as the user's laptop holds it."""
+        return (self.lab.home(CONTROL) / ".ray" / "auth_token").read_text().strip()
+
+    def fetch(self, path: str, token: bool = True, name: str = CONTROL, base: str = DASHBOARD) -> tuple[int, str]:
+        """(status, body) of the dashboard's answer to a host; (0, reason) where nothing answers."""
+        command = [sys.executable, "-I", "-c", FETCH, base + path, self.token if token else ""]
+        status, _, body = self.lab.run(name, *command, timeout_s=20).stdout.partition(" ")
+        return int(status), body
+
+    def get(self, path: str) -> Any:
+        """The dashboard's JSON."""
+        status, body = self.fetch(path)
+        assert status == 200, body
+        return json.loads(body)
+
+    def submit(self, *entrypoint: str, timeout_s: float = 180, wait: bool = True) -> str:
+        """`ray job submit --working-dir .` through the tunnel; its log, or the id where it is not waited for."""
+        options = ["--address", DASHBOARD, "--working-dir", ".", *([] if wait else ["--no-wait"])]
+        printed = self.type("ray", "job", "submit", *options, "--", *entrypoint, timeout_s=timeout_s)
+        if wait:
+            return printed
+        match = re.search(r"'(raysubmit_\w+)'", printed)
+        assert match, printed
+        return match[1]
+
+    def job(self, job_id: str) -> str:
+        """The status of a job: RUNNING, SUCCEEDED, ..."""
+        return str(self.get(f"/api/jobs/{job_id}")["status"])
+
+    def log(self, job_id: str) -> str:
+        """What a job has printed."""
+        return str(self.get(f"/api/jobs/{job_id}/logs")["logs"])
+
+    def stop(self, job_id: str) -> None:
+        """`ray job stop`, which waits for the job's end."""
+        self.type("ray", "job", "stop", "--address", DASHBOARD, job_id, timeout_s=150)
+
+    def driver(self, job_id: str) -> tuple[str, int]:
+        """(host, process id) of a job's driver; the id is that in the host's own process namespace."""
+        info = self.get(f"/api/jobs/{job_id}")["driver_info"]
+        return self._hosts[info["node_ip_address"]], int(info["pid"])
+
+    def actors(self) -> set[tuple[str, str, int]]:
+        """(class, host, process id) of every living actor."""
+        listed = self.get("/api/v0/actors?detail=1&limit=1000")["data"]["result"]["result"]
+        hosts = {node["node_id"]: name for name, node in self.nodes().items()}
+        alive = [row for row in listed if row["state"] == "ALIVE" and row["node_id"] in hosts]
+        return {(row["class_name"], hosts[row["node_id"]], row["pid"]) for row in alive}
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """The newest node of each host, as the dashboard's API knows them: state, node_id."""
+        listed = self.get("/api/v0/nodes?detail=1&limit=100")["data"]["result"]["result"]
+        listed.sort(key=lambda node: node.get("start_time_ms") or 0)
+        return {self._hosts[node["node_ip"]]: node for node in listed}
+
+    def alive(self) -> list[str]:
+        """Hosts whose node is alive."""
+        return sorted(name for name, node in self.nodes().items() if node["state"] == "ALIVE")
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float, what: str, every_s: float = 0.3) -> float:
+    """Seconds until something is so; AssertionError when that takes too long."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"after {timeout_s:g} s still not: {what}"
+        time.sleep(every_s)
+    return time.monotonic() - began

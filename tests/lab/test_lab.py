@@ -1,0 +1,324 @@
+"""The user's day, for real: `ray up`, `cluster check`, jobs, the dashboard, faults, `ray down`; and nothing is left.
+
+Three hosts on one machine (tests/lab/hosts.py), a head and two workers. The tests of this file build on each other:
+a host that has left in one of them returns in the next, because each return takes half a minute.
+
+Environment read: PACELINE_LAB_CLEAN_RUNS, how often a cluster without a fault is checked (2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+
+from tests.lab import hosts
+from tests.lab.hosts import REPOSITORY, Lab, address_of, outside
+from tests.lab.on_premises import DASHBOARD, HEAD, OnPremises, derived, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.lab]
+
+WORKERS = ["h1", "h2"]
+PROMETHEUS = "http://127.0.0.1:9090"
+DIGITS = ("python", "-m", "trainers", "examples/digits/train.yaml", "--launcher", "ray")
+CLEAN_RUNS = int(os.environ.get("PACELINE_LAB_CLEAN_RUNS", "2"))
+INTERVAL = 500
+"""Steps between the checkpoints of the run that loses its hosts: three seconds or so."""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if why := hosts.missing():
+        pytest.skip(f"there can be no lab here: {why}")
+    before = outside()
+    with Lab(num_hosts=3) as lab:
+        yield lab
+    assert lab.processes() == []
+    assert not lab.directory.exists()
+    assert outside() == before
+
+
+@pytest.fixture(scope="module")
+def cluster(lab: Lab) -> OnPremises:
+    cluster = OnPremises(lab)
+    began = time.monotonic()
+    cluster.up()
+    print(f"\nray up and the tunnel: {time.monotonic() - began:.1f} s")
+    if shutil.which("prometheus"):
+        config = f"--config.file={REPOSITORY}/cluster/monitoring/prometheus.yml"
+        where = ("--web.listen-address=127.0.0.1:9090", "--storage.tsdb.path=/tmp/prometheus")
+        lab.popen(HEAD, "prometheus", config, *where, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def elastic(cluster: OnPremises) -> str:
+    """A run without end on one or two workers, a host each; it has both, and has written a checkpoint."""
+    long = ("--max_steps", "100000000", "--max_time_s", "600", "--evaluate.every_steps", "100000000")
+    every = ("--checkpoint.every_steps", str(INTERVAL), "--log_every_steps", "50")
+    size = ("--scaling.num_workers", "[1, 2]", "--scaling.cpus_per_worker", "2")
+    job = cluster.submit(*DIGITS, "--name", "elastic", *long, *every, *size, wait=False)
+    wait_for(lambda: steps_of(cluster.log(job))[-1:] > [INTERVAL], 120, "steps after a checkpoint")
+    assert "worker group of size 2" in cluster.log(job)
+    return job
+
+
+def check(cluster: OnPremises, *options: str) -> tuple[int, dict[str, Any]]:
+    """(exit code, findings and verdicts) of `python -m cluster check`, typed on the head."""
+    settings = ("RAY_AUTH_MODE=token", f"RAY_ADDRESS={address_of(HEAD)}:6379", "PACELINE_STORAGE=/srv/nfs/paceline")
+    command = (*settings, "python", "-m", "cluster", "check", "--json", *options)
+    done = cluster.lab.run(HEAD, "env", *command, check=False, cwd=str(REPOSITORY))
+    assert "{" in done.stdout, done.stdout
+    report: dict[str, Any] = json.loads(done.stdout[done.stdout.index("\n{") + 1 if done.stdout[0] != "{" else 0 :])
+    return done.returncode, report
+
+
+def named(report: dict[str, Any]) -> set[tuple[str, str]]:
+    """(host, field) of every error."""
+    return {(found["host"], found["field"]) for found in report["findings"] if found["level"] == "error"}
+
+
+def steps_of(log: str) -> list[int]:
+    """The steps that a job's log tells of."""
+    return [int(step) for step in re.findall(r"\bstep (\d+)/", log)]
+
+
+def resumed_at(log: str) -> list[int]:
+    """The steps at which worker groups went on."""
+    return [int(step) for step in re.findall(r"resumed at step (\d+) ", log)]
+
+
+def finish(cluster: OnPremises, job: str, timeout_s: float = 120) -> str:
+    """A job's log, once it has ended well."""
+    wait_for(lambda: cluster.job(job) not in ("PENDING", "RUNNING"), timeout_s, f"the end of {job}", every_s=1)
+    log = cluster.log(job)
+    assert cluster.job(job) == "SUCCEEDED", log[-6000:]
+    return log
+
+
+def asked(cluster: OnPremises, query: str) -> list[dict[str, str]]:
+    """The labels of every series that Prometheus finds for a query."""
+    path = f"/api/v1/query?{urlencode({'query': query})}"
+    status, body = cluster.fetch(path, token=False, name=HEAD, base=PROMETHEUS)
+    assert status == 200, body
+    return [found["metric"] for found in json.loads(body)["data"]["result"]]
+
+
+def test_the_file_of_the_lab_is_the_shipped_one_but_for_the_hosts() -> None:
+    from cluster.config import load_cluster
+
+    shipped, ours = load_cluster(str(REPOSITORY / "cluster" / "onprem.yaml")), derived(WORKERS)
+    for field in ("head_start_ray_commands", "worker_start_ray_commands"):
+        for theirs, own in zip(shipped.commands[field], ours[field], strict=True):
+            assert own.replace("/srv/nfs", "/nfs").replace(" --object-store-memory=200000000", "") == theirs
+
+
+def test_every_node_is_in_order(cluster: OnPremises) -> None:
+    began = time.monotonic()
+    printed = cluster.submit("python", "-m", "cluster", "check", "--workers", "2")
+    assert "3 of 3 nodes in order" in printed, printed
+    assert re.search(r"all-reduce between nodes: 2 ranks, right, [\d,]+ MB/s", printed)
+    table = printed[printed.index("node  ") : printed.index("nodes in order")]
+    print(f"\n{table}nodes in order; as a job, with the wait for the workers: {time.monotonic() - began:.1f} s")
+    assert cluster.alive() == ["h0", "h1", "h2"]
+
+
+def test_a_cluster_in_order_raises_no_alarm(cluster: OnPremises) -> None:
+    took_s = []
+    for _ in range(CLEAN_RUNS):
+        code, report = check(cluster)
+        took_s.append(report["seconds"])
+        assert (code, report["findings"]) == (0, [])
+    print(f"\n{CLEAN_RUNS} checks of a cluster in order: none raised an alarm, {min(took_s)} to {max(took_s)} s each")
+    assert min(took_s) < 60
+
+
+def test_a_job_trains_on_two_hosts(cluster: OnPremises) -> None:
+    wait_for(lambda: cluster.alive() == ["h0", "h1", "h2"], 90, "all hosts", every_s=1)
+    began = time.monotonic()
+    log = cluster.submit(*DIGITS, "--epochs", "6", "--scaling.num_workers", "2", "--scaling.cpus_per_worker", "2")
+    print(f"\na run of six epochs on two hosts: {time.monotonic() - began:.1f} s")
+    assert re.search(r"done: 138 steps, 6 epochs", log), log[-6000:]
+    assert re.search(r"0\s+h[12]\s.*\n\s+1\s+h[12]\s", log), "a rank on each host"
+    runs = {run["name"]: run["status"] for run in cluster.get("/api/train/v2/runs/v1")["train_runs"]}
+    assert runs["digits"] == "FINISHED"
+
+
+def test_nobody_gets_in_without_the_token(cluster: OnPremises) -> None:
+    for path in ("/api/version", "/api/jobs/", "/api/train/v2/runs/v1", "/api/v0/nodes"):
+        assert cluster.fetch(path, token=False)[0] in (401, 403), path
+        assert cluster.fetch(path)[0] == 200, path
+    wrong = cluster.type("ray", "job", "list", "--address", DASHBOARD, check=False, RAY_AUTH_TOKEN="f" * 64)
+    assert "Invalid authentication token" in wrong or "401" in wrong or "403" in wrong, wrong
+
+
+def test_the_dashboard_answers_on_the_loopback_alone(cluster: OnPremises) -> None:
+    assert cluster.fetch("/api/version", name=HEAD)[0] == 200
+    for name in ("ctl", "h1", HEAD):
+        status, reason = cluster.fetch("/api/version", name=name, base=f"http://{address_of(HEAD)}:8265")
+        assert (status, "refused" in reason) == (0, True), name
+
+
+def test_a_sweep_trains_in_two_lanes_which_are_processes_of_their_own(cluster: OnPremises) -> None:
+    began = time.monotonic()
+    space = "{precision: [fp32, bf16], global_batch_size: [32, 64]}"
+    # Long enough for the second lane, which starts when the first is up.
+    size = ("--train.epochs", "16", "--train.scaling.cpus_per_worker", "2", "--lanes", "2")
+    words = ("python", "-m", "tune", "examples/digits/sweep.yaml", "--space", space, *size)
+    job = cluster.submit(*words, "--objective", "{metric: val_loss}", wait=False)
+    seen: set[tuple[str, str, int]] = set()
+
+    def ended() -> bool:
+        seen.update(cluster.actors())
+        return cluster.job(job) not in ("PENDING", "RUNNING")
+
+    wait_for(ended, 240, "the end of the sweep", every_s=2)
+    driver, log = cluster.driver(job), finish(cluster, job)
+    print(f"\na sweep of four trials in two lanes: {time.monotonic() - began:.1f} s")
+    assert "4 trials in 2 lanes of 1 worker" in log
+    assert len(re.findall(r"trial \d/4 .* done", log)) == 4, log[-6000:]
+    assert (cluster.lab.shared / "paceline" / "digits-sweep" / "best.yaml").exists()
+    runs = {run["name"] for run in cluster.get("/api/train/v2/runs/v1")["train_runs"]}
+    assert {"lane-0", "lane-1"} <= runs, "the lanes are runs of their own"
+
+    lanes = {(host, pid) for kind, host, pid in seen if kind == "RayTrainWorker"}
+    # A class that Tune has given resources goes by the name of Tune's wrapper.
+    trials = {(host, pid) for kind, host, pid in seen if kind.endswith("ResourceTrainable")}
+    print(f"driver {driver}, trial actors {sorted(trials)}, workers of the lanes {sorted(lanes)}")
+    assert driver[0] == HEAD
+    assert sorted(host for host, _ in lanes) == WORKERS, "a lane on each host, and one process for all of its trials"
+    assert 1 <= len(trials) <= 2, f"an actor runs trial after trial; there were {seen}"
+    assert not trials & lanes
+    assert driver not in trials | lanes
+
+
+def test_prometheus_has_every_node_and_the_runs(cluster: OnPremises) -> None:
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (apt-get install prometheus)")
+    instances = {found["instance"].partition(":")[0] for found in asked(cluster, "ray_node_cpu_utilization")}
+    assert instances == {address_of(name) for name in cluster.lab.names}
+    newest = "last_over_time(ray_paceline_{}[30m])".format
+    runs = {found["run"] for found in asked(cluster, newest("samples_per_s"))}
+    print(f"\nPrometheus: samples per second of {sorted(runs)}")
+    assert "digits" in runs
+    assert runs & {"digits-sweep/lane-0", "digits-sweep/lane-1"}
+    assert {found["run"] for found in asked(cluster, newest("trials"))} == {"digits-sweep"}
+
+
+def test_check_names_another_torch_and_storage_that_is_not_shared_and_a_slow_host(cluster: OnPremises) -> None:
+    lab = cluster.lab
+    metadata = next(file for file in importlib.metadata.files("torch") or [] if file.name == "METADATA").locate()
+    version = importlib.metadata.version("torch")
+    text = Path(str(metadata)).read_text(encoding="utf-8").replace(f"Version: {version}", "Version: 2.14.1", 1)
+    (lab.home("h2") / "METADATA").write_text(text, encoding="utf-8")
+    lab.run("h2", "mount", "--bind", "/root/METADATA", str(metadata))
+    lab.run("h1", "mount", "-t", "tmpfs", "none", "/srv/nfs")
+    try:
+        with lab.slowed("h1", share=0.2):
+            code, report = check(cluster)
+    finally:
+        lab.run("h1", "umount", "/srv/nfs")
+        lab.run("h2", "umount", str(metadata))
+    print(f"\ncheck with three faults: {report['seconds']} s; {sorted(named(report))}")
+    assert code == 1
+    assert {("h2", "torch"), ("h1", "storage"), ("h1", "matmul of one core")} <= named(report)
+    assert named(report) <= {("h2", "torch"), ("h1", "storage"), ("h1", "matmul of one core"), ("h1", "network")}
+    assert {node["host"]: node["verdict"] for node in report["nodes"]} == {"h0": "ok", "h1": "bad", "h2": "bad"}
+    ids = [cluster.nodes()[name]["node_id"] for name in WORKERS]
+    assert report["label_selector"]["ray.io/node-id"] == f"!in({','.join(sorted(ids))})"
+
+
+def test_a_drained_host_loses_nothing(cluster: OnPremises, elastic: str) -> None:
+    notice_s = 15
+    # fmt: off
+    cluster.lab.run(
+        HEAD, "env", "RAY_AUTH_MODE=token", "ray", "drain-node", f"--address={address_of(HEAD)}:6379",
+        f"--node-id={cluster.nodes()['h2']['node_id']}", "--reason=DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message=spot", f"--deadline-remaining-seconds={notice_s}",
+    )
+    # fmt: on
+    time.sleep(notice_s)
+    ended = time.monotonic()
+    last = steps_of(cluster.log(elastic))[-1]
+    cluster.lab.power_cut("h2")
+    cluster.lab.start("h2")
+    wait_for(lambda: resumed_at(cluster.log(elastic)), 100, "the run's return")
+    [at] = resumed_at(cluster.log(elastic))
+    print(f"\ndrained in {notice_s} s: went on {time.monotonic() - ended:.1f} s after them, at step {at}")
+    assert f"a node is being taken away; step {at} is kept" in cluster.log(elastic)
+    assert at == last, "no step was made after it"
+
+
+def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster: OnPremises, elastic: str) -> None:
+    wait_for(lambda: cluster.alive() == ["h0", "h1", "h2"], 90, "the host's return", every_s=1)
+    before = resumed_at(cluster.log(elastic))
+    wait_for(lambda: steps_of(cluster.log(elastic))[-1] > before[-1] + INTERVAL, 60, "a checkpoint since then")
+    cluster.lab.power_cut("h1")
+    cut = time.monotonic()
+    wait_for(lambda: cluster.nodes()["h1"]["state"] == "DEAD", 60, "the node's death")
+    noticed_s = time.monotonic() - cut
+    last = steps_of(cluster.log(elastic))[-1]
+    wait_for(lambda: len(resumed_at(cluster.log(elastic))) > len(before), 100, "the run's return")
+    resumed_s = time.monotonic() - cut
+    at = resumed_at(cluster.log(elastic))[-1]
+    print(
+        f"\na power cut at step {last}: noticed after {noticed_s:.1f} s, resumed after {resumed_s:.1f} s at step {at}"
+    )
+    assert noticed_s < 20
+    assert last - INTERVAL - 50 <= at <= last + 50
+
+
+def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(cluster: OnPremises, elastic: str) -> None:
+    wait_for(lambda: steps_of(cluster.log(elastic))[-1] > resumed_at(cluster.log(elastic))[-1], 60, "a step")
+    cluster.stop(elastic)
+    assert cluster.job(elastic) == "STOPPED"
+    log, run = cluster.log(elastic), cluster.lab.shared / "paceline" / "elastic"
+    stopped = re.search(r"stopped: (\d+) steps", log)
+    assert stopped, log[-6000:]
+    assert (run / "checkpoints" / f"step-{int(stopped[1]):012}" / "manifest.json").exists()
+    lines = [line for file in sorted((run / "log").glob("*.jsonl")) for line in file.read_text().splitlines()]
+    steps = [record["step"] for record in map(json.loads, lines) if "train_loss" in record]
+    assert steps == sorted(set(steps)), "no step is in the log twice"
+
+
+def test_check_names_a_host_that_is_off_and_one_out_of_reach(cluster: OnPremises) -> None:
+    cluster.lab.partition("h2")
+    began = time.monotonic()
+    try:
+        code, report = check(cluster, "--quick")
+    finally:
+        cluster.lab.heal("h2")
+        cluster.lab.start("h1")
+    print(f"\ncheck with a host off and one out of reach: {time.monotonic() - began:.1f} s")
+    assert (code, named(report)) == (1, {("h1", "node"), ("h2", "node")})
+    back_s = wait_for(lambda: cluster.alive() == ["h0", "h1", "h2"], 120, "the hosts' return", every_s=1)
+    print(f"both back in the cluster after {back_s:.1f} s")
+
+
+def test_ray_down_leaves_nothing(cluster: OnPremises) -> None:
+    began = time.monotonic()
+    printed = cluster.down()
+    print(f"\nray down: {time.monotonic() - began:.1f} s")
+    assert "No nodes remaining" in printed
+
+    def left() -> list[str]:
+        outputs = [cluster.lab.run(name, "ps", "-eo", "args").stdout for name in cluster.lab.names]
+        return [line for line in "\n".join(outputs).splitlines() if re.search(r"raylet|gcs_server|ray::|/ray/", line)]
+
+    with contextlib.suppress(AssertionError):
+        after_s = wait_for(lambda: not left(), 60, "the workers' end", every_s=1)
+        print(f"nothing of Ray is left on any host {after_s:.1f} s later")
+    assert left() == []
+    cluster.lab.close()
+    assert cluster.lab.processes() == []

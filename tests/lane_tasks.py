@@ -1,0 +1,140 @@
+"""Tasks that are hard on a lane: memory that depends on the precision, and poison for whatever trial comes next."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.tasks import Blobs
+
+COUNT = 0
+"""Module state, as careless tasks keep it."""
+
+
+class Limited(Blobs):
+    """Runs out of memory above `fp32_fits` samples, above `bf16_fits` under autocast; each time leaves a line."""
+
+    def __init__(self, fp32_fits: int, bf16_fits: int, log: str, **args: Any) -> None:
+        super().__init__(**args)
+        self.limits, self.log = {False: fp32_fits, True: bf16_fits}, Path(log)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        half, size = torch.is_autocast_enabled("cpu"), len(batch[0])
+        if model.training and size > self.limits[half]:
+            with self.log.open("a") as file:
+                file.write(f"{'bf16' if half else 'fp32'} {size}\n")
+            raise torch.OutOfMemoryError(f"injected: {size} samples, {self.limits[half]} fit")
+        return super().forward(model, batch)
+
+
+class Poison(Blobs):
+    """Leaves its process as no trial should find it. `drawn` samples of its data depend on every generator."""
+
+    def __init__(self, poison: list[str] | None = None, drawn: int = 0, **args: Any) -> None:
+        super().__init__(**args)
+        self.poison, self.drawn = poison or [], drawn
+
+    def dataset(self, split: str) -> Any:
+        global COUNT
+        data = super().dataset(split)
+        if self.drawn:  # without a generator of its own: what a fresh process draws
+            data.tensors[0][: self.drawn] += torch.randn(self.drawn, self.features)
+        data.tensors[0][0] += COUNT
+        if split == "val":
+            COUNT += 1
+            for name in self.poison:
+                getattr(self, f"_{name}")()
+        return data
+
+    def _flags(self) -> None:
+        torch.set_num_threads(2)
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = True
+        torch.set_flush_denormal(True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.autograd.set_detect_anomaly(True)
+        torch.set_autocast_dtype("cpu", torch.float16)
+        torch.set_autocast_cache_enabled(False)
+        torch.backends.mkldnn.set_flags(False)
+
+    def _grad(self) -> None:
+        torch.set_default_device("meta")
+        torch.set_default_device("cpu")
+        threading.stack_size(1 << 20)
+
+    def _rng(self) -> None:
+        torch.manual_seed(99)
+        random.seed(99)
+        np.random.seed(99)
+
+    def _hooks(self) -> None:
+        nn.modules.module.register_module_forward_hook(lambda module, args, outputs: outputs * 0.5)
+        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *args: None)
+        F.cross_entropy = lambda *args, **kwargs: torch.zeros((), requires_grad=True)
+        nn.Linear.forward = lambda self, inputs: inputs @ self.weight.T
+        torch.tanh = torch.sigmoid
+
+    def _process(self) -> None:
+        os.environ["OMP_NUM_THREADS"] = "7"
+        os.environ["POISON"] = "1"
+        os.chdir("/")
+        sys.path.insert(0, "/nowhere")
+        sys.setrecursionlimit(5000)
+        warnings.simplefilter("error")
+        np.seterr(all="raise")
+
+    def _modules(self) -> None:
+        sys.modules["json"] = types.ModuleType("json")
+
+    def _thread(self) -> None:
+        threading.Thread(target=time.sleep, args=(3600,), name="leaked", daemon=True).start()
+
+    def _child(self) -> None:
+        torch.multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True).start()
+
+    def _popen(self) -> None:
+        subprocess.Popen(["sleep", "3600"])
+
+    def _group(self) -> None:
+        torch.distributed.destroy_process_group()
+
+
+class Weighed(Blobs):
+    """Writes the resident memory of its process, in pages, as each trial starts."""
+
+    def __init__(self, file: str, **args: Any) -> None:
+        super().__init__(**args)
+        self.file = Path(file)
+
+    def setup(self) -> None:
+        with self.file.open("a") as file:
+            file.write(f"{Path('/proc/self/statm').read_text().split()[1]}\n")
+
+
+class Signed(Blobs):
+    """Writes its seed once it trains."""
+
+    def __init__(self, file: str, **args: Any) -> None:
+        super().__init__(**args)
+        self.file = Path(file)
+
+    def dataset(self, split: str) -> Any:
+        if split == "train":  # the loop has seeded torch with the trial's seed by now
+            with self.file.open("a") as file:
+                file.write(f"{torch.initial_seed()}\n")
+        return super().dataset(split)

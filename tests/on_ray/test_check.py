@@ -1,0 +1,109 @@
+"""`python -m cluster check` on a live cluster: two raylets of this machine under examination."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Cluster, Done
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def second_node(cluster: Cluster, driver: Any) -> Iterator[str]:
+    """Another raylet on this machine; its node id."""
+    known = {node["NodeID"] for node in driver.nodes() if node["Alive"]}
+    ray = str(Path(sys.executable).parent / "ray")
+    node = subprocess.Popen(
+        [ray, "start", f"--address={cluster.address}", "--num-cpus=1", "--block", "--disable-usage-stats"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (new := {node["NodeID"] for node in driver.nodes() if node["Alive"]} - known):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield new.pop()
+    finally:
+        node.send_signal(signal.SIGTERM)
+        try:
+            node.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+
+
+def test_two_nodes_are_examined_in_less_than_a_minute(
+    tmp_path: Path, cluster: Cluster, second_node: str, command: Callable[..., Done]
+) -> None:
+    options = ("--workers", "2", "--storage_path", str(tmp_path / "shared"), "--json")
+    done = command("-m", "cluster", "check", *options, ray_address=cluster.address)
+    report = json.loads(done.out)
+    assert done.code == 0, report["findings"]
+    assert len(report["nodes"]) == 2
+    assert report["seconds"] < 60
+    [between] = report["all_reduce"]
+    assert (between["num_ranks"], between["wrong_on"]) == (2, [])
+    assert between["mb_per_s"] > 0
+    for node in report["nodes"]:
+        assert node["verdict"] != "bad"
+        assert abs(node["clock_offset_s"]) < 0.5, "one machine has one clock"
+        assert {rate["kind"] for rate in node["rates"]} == {"matmul", "network", "local disk", "storage"}
+        assert all(rate["value"] > 0 for rate in node["rates"])
+    assert list((tmp_path / "shared").iterdir()) == [], "no marker is left"
+
+
+def test_more_workers_than_there_are_is_an_error(
+    cluster: Cluster, second_node: str, command: Callable[..., Done]
+) -> None:
+    done = command("-m", "cluster", "check", "--workers", "5", "--wait-s", "0", "--quick", ray_address=cluster.address)
+    assert done.code == 1
+    assert "`worker nodes` is 2, but must be at least 5" in done.out
+
+
+def test_the_quick_part_costs_a_sweep_little(tmp_path: Path, second_node: str, driver: Any) -> None:
+    from cluster.check import quick_check
+
+    def check(where: Path) -> list[Any]:
+        """Without what is said of this machine's own name, which may resolve to its loopback."""
+        return [found for found in quick_check(str(where)) if "/etc/hosts" not in str(found)]
+
+    check(tmp_path)  # processes are started, and modules read
+    began = time.monotonic()
+    assert check(tmp_path) == []
+    assert time.monotonic() - began < 30
+    unwritable = tmp_path / "file"
+    unwritable.write_text("in the way")
+    found = check(unwritable)
+    assert {each.finding.field for each in found} == {"storage"}
+    assert len(found) == 2
+    assert "cannot be written" in str(found[0])
+
+
+def test_a_probe_that_fails_names_its_node(second_node: str, driver: Any) -> None:
+    from cluster.actors import Nodes
+
+    nodes = Nodes()
+    nodes.start()
+    try:
+        answers = nodes.ask("dividing", 30, {node: (divmod, 1, node == second_node) for node in nodes.facts})
+        assert list(answers) == [second_node]
+        [failed] = [facts for facts in nodes.facts.values() if facts.node_id != second_node]
+        assert failed.failure == "dividing: ZeroDivisionError: integer division or modulo by zero"
+        nodes.ask("sleeping", 0.5, {second_node: (time.sleep, 5)})
+        assert nodes.facts[second_node].silent_in == "sleeping"
+        assert nodes.answering() == []
+    finally:
+        nodes.close()

@@ -1,0 +1,175 @@
+"""What befalls a Ray run: asked to stop, drained, hung, out of memory in mid-training. The curve stays the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import Cluster
+from tests.specs import evaluations, losses, make
+from trainers.launch import run_local
+from trainers.metrics import read_log
+from trainers.run import RunSpec
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def when(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
+    """Do something in the background once something else is there."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
+        action()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def has_checkpoint(spec: RunSpec) -> bool:
+    return any(spec.storage.exists(f"checkpoints/{name}/manifest.json") for name in spec.storage.names("checkpoints"))
+
+
+def assert_equal_curves(spec: RunSpec, tmp_path: Path, **changes: Any) -> None:
+    unbroken = make(tmp_path, name="unbroken", **changes)
+    run_local(unbroken)
+    assert losses(spec) == pytest.approx(losses(unbroken), rel=1e-5)
+    assert len(losses(spec)) == len(losses(unbroken))
+    for ours, theirs in zip(evaluations(spec), evaluations(unbroken), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_asked_to_stop_it_keeps_its_state_and_goes_on(tmp_path: Path, driver: Any) -> None:
+    """SIGTERM is what `ray job stop` sends to the driver."""
+    from trainers.torch_trainer import run_on_ray
+
+    endless = make(tmp_path, name="stopped", launcher="ray", max_steps=1_000_000, log_every_steps=10)
+    when(lambda: has_checkpoint(endless), lambda: os.kill(os.getpid(), signal.SIGTERM))
+    began = time.monotonic()
+    result = run_on_ray(endless)
+    assert result.status == "stopped"
+    assert time.monotonic() - began < 60
+    assert result.checkpoint is not None
+    assert result.checkpoint.endswith(f"step-{result.steps:012d}"), "nothing before the stop is done again"
+
+    steps = result.steps + 20 - result.steps % 10
+    rest = make(tmp_path, name="stopped", launcher="ray", max_steps=steps, log_every_steps=10)
+    assert run_on_ray(rest).status == "done"
+    assert_equal_curves(rest, tmp_path, max_steps=steps, log_every_steps=10)
+
+
+def test_a_hang_is_noticed_and_the_group_starts_again(tmp_path: Path, driver: Any) -> None:
+    from trainers.torch_trainer import run_on_ray
+
+    args = {"fail_at": 17, "failure": "sleep", "marker": str(tmp_path / "hung")}
+    spec = make(tmp_path, name="hung", launcher="ray", task_args=args, failure__hang_timeout_s=3.0)
+    result = run_on_ray(spec)
+    assert (tmp_path / "hung").exists()
+    assert result.status == "done"
+    [name] = spec.storage.names("hangs")
+    stacks = spec.storage.read(f"hangs/{name}").decode()
+    assert "rank 0 made no step for" in stacks
+    assert "_fail" in stacks, "the line that hangs"
+    assert_equal_curves(spec, tmp_path)
+
+
+def test_out_of_memory_on_one_rank_in_mid_training(tmp_path: Path, driver: Any) -> None:
+    """The group starts again with half the microbatch; the result is that of the same global batch."""
+    from trainers.torch_trainer import run_on_ray
+
+    args = {"fail_at": 17, "failure": "oom on rank 1", "marker": str(tmp_path / "oom")}
+    spec = make(tmp_path, name="oom", launcher="ray", task_args=args, scaling__num_workers=2)
+    result = run_on_ray(spec)
+    assert (tmp_path / "oom").exists()
+    assert (result.status, result.microbatch_size, result.accumulation) == ("done", 6, 2)
+    assert_equal_curves(spec, tmp_path)
+
+
+@pytest.fixture
+def second_node(cluster: Cluster, driver: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Another raylet on this machine, of two CPUs: its node id, and what switches it off."""
+    known = {node["NodeID"] for node in driver.nodes() if node["Alive"]}
+    ray = str(Path(sys.executable).parent / "ray")
+    node = subprocess.Popen(
+        [ray, "start", f"--address={cluster.address}", "--num-cpus=2", "--block", "--disable-usage-stats"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (new := {node["NodeID"] for node in driver.nodes() if node["Alive"]} - known):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        time.sleep(25)  # Ray's coordinator of elastic groups counts nodes every 20 s
+        yield new.pop(), lambda: os.killpg(node.pid, signal.SIGKILL)
+    finally:
+        family = [*psutil.Process(node.pid).children(recursive=True)] if node.poll() is None else []
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        node.wait()
+
+
+def test_a_drained_node_costs_no_step(
+    tmp_path: Path, cluster: Cluster, second_node: tuple[str, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray says that a node will be taken: all ranks keep the state at once, and go on with one worker less."""
+    from trainers.torch_trainer import run_on_ray
+
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")  # off where the cluster is embedded
+    monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")  # Ray counts the leaving node at first
+    started = tmp_path / "started"
+    spec = make(
+        tmp_path,
+        name="drained",
+        launcher="ray",
+        scaling__num_workers=[1, 2],
+        scaling__cpus_per_worker=2,
+        max_steps=1500,
+        max_time_s=240.0,
+        log_every_steps=100,
+        evaluate__every_steps=500,
+        checkpoint__every_steps=100_000,
+        task_args={"pause_s": 0.01, "pids": str(started)},
+    )
+    ray = str(Path(sys.executable).parent / "ray")
+    node_id, switch_off = second_node
+    # fmt: off
+    drain = [
+        ray, "drain-node", f"--address={cluster.address}", f"--node-id={node_id}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=8",
+    ]
+    # fmt: on
+
+    def take_away() -> None:
+        time.sleep(2)
+        subprocess.run(drain, check=True, capture_output=True)
+        time.sleep(8)
+        switch_off()
+
+    when(started.exists, take_away)
+    result = run_on_ray(spec)
+    assert (result.status, result.world_size) == ("done", 1)
+    records = [record["step"] for record in read_log(spec.storage) if "train_loss" in record]
+    assert records == sorted(set(records)), "no step is logged twice"
+    kept = [step for step in records if step % 100]
+    assert len(kept) == 1, "one window was cut short: at the checkpoint that the notice asked for"

@@ -1,0 +1,141 @@
+"""Warm equals fresh: a lane's 50th trial, after all that trials can do to a process, has the first one's losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.on_ray.test_lanes import rows, run, sweep
+from tests.specs import BASE, REPOSITORY
+from trainers.metrics import read_log
+from trainers.storage import Storage
+from tune.journal import TrialRecord
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+# Those from which the process recovers, and those that make the lane start again.
+MILD = ["flags", "grad", "rng", "hooks", "process", "child"]
+TRAIN = {"task": "tests.lane_tasks:Poison", "max_steps": 6, "evaluate": {"every_steps": 3}, "log_every_steps": 3}
+
+
+def of(records: list[TrialRecord], args: dict[str, Any]) -> TrialRecord:
+    return next(record for record in records if record.config["task_args"] == args)
+
+
+def alone(tmp_path: Path, args: dict[str, Any]) -> list[dict[str, float]]:
+    """The evaluations of the same run in a process of its own, by the command that trains."""
+    file = tmp_path / "alone.yaml"
+    keys = {key: value for key, value in BASE.items() if key not in ("checkpoint", "evaluate")}
+    tree = {**keys, **TRAIN, "task_args": args, "storage_path": str(tmp_path / "runs"), "name": "alone"}
+    file.write_text(json.dumps(tree))
+    done = subprocess.run(
+        [sys.executable, "-m", "trainers", str(file)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return rows([record for record in read_log(Storage(str(tmp_path / "runs" / "alone"))) if "val_loss" in record])
+
+
+def test_the_fiftieth_trial_is_the_first(tmp_path: Path, driver: Any) -> None:
+    """Poison that can be put back, over and over; the same configuration first, last, and in a process of its own."""
+    first, last = {"drawn": 5}, {"drawn": 5, "samples": 203}
+    poisoned = [{"poison": [MILD[index % len(MILD)]], "samples": 100 + index} for index in range(48)]
+    records = run(sweep(tmp_path, {"task_args": [first, *poisoned, last]}, TRAIN))
+    assert len(records) == 50
+    assert {record.status for record in records if "poison" not in record.config["task_args"]} == {"done"}
+    assert rows(of(records, last).curve) == rows(of(records, first).curve) == alone(tmp_path, first)
+
+
+def test_what_cannot_be_put_back_costs_a_restart_and_nothing_else(tmp_path: Path, driver: Any) -> None:
+    """A leaked thread, a replaced module: the trial's own result stands, and the next one has a new process."""
+    pids = tmp_path / "pids"
+    trials: list[dict[str, Any]] = [
+        {"drawn": 5},
+        {"poison": ["thread"], "samples": 100},
+        {"drawn": 5, "samples": 203},
+        {"poison": ["modules"], "samples": 101},
+        {"drawn": 5, "features": 12},
+    ]
+    records = run(sweep(tmp_path, {"task_args": [{**args, "pids": str(pids)} for args in trials]}, TRAIN))
+    assert [record.status for record in records] == ["done"] * 5
+    assert rows(records[0].curve) == rows(records[2].curve) == rows(records[4].curve)
+    ran = pids.read_text().split()
+    assert len(ran) == 5
+    assert ran[0] == ran[1] != ran[2] == ran[3] != ran[4]
+
+
+def test_a_lane_does_not_grow(tmp_path: Path, driver: Any) -> None:
+    """Resident memory of the worker after 200 trials, beside that after 10."""
+    memory = tmp_path / "memory"
+    task = {"task": "tests.lane_tasks:Weighed", "max_steps": 4, "evaluate": {"every_steps": 4}}
+    records = run(sweep(tmp_path, {"seed": list(range(200))}, {**task, "task_args": {"file": str(memory)}}))
+    assert {record.status for record in records} == {"done"}
+    sizes = [int(line) for line in memory.read_text().split()]
+    assert len(sizes) == 200
+    assert sizes[-1] <= 1.05 * sizes[9], (sizes[9], sizes[-1])
+
+
+def test_lanes_are_processes_of_their_own(tmp_path: Path, driver: Any) -> None:
+    """The driver, Tune's actors of the trials and the lanes' workers: three groups of processes."""
+    pids = tmp_path / "pids"
+    seen: set[int] = set()
+    spec = sweep(
+        tmp_path,
+        {"seed": [1, 2, 3, 4]},
+        # Long enough for the second lane, which starts when the first is up.
+        {"task_args": {"pids": str(pids), "pause_s": 0.3}},
+        lanes=2,
+    )
+    with _watching(lambda: seen.update(p.pid for p in _processes("ray::LaneTrial"))):
+        records = run(spec)
+    assert {record.status for record in records} == {"done"}
+    workers = {int(line) for line in pids.read_text().split()}
+    assert len(workers) == 2, "each lane has one process for all of its trials"
+    assert {record.lane for record in records} == {0, 1}
+    assert seen
+    assert not workers & seen
+    assert os.getpid() not in workers | seen
+
+
+def _processes(title: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if title in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+class _watching:  # noqa: N801 (reads as a phrase)
+    """Do something again and again in the background."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        import threading
+
+        self._look, self._done = look, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._done.wait(0.2):
+            self._look()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self._done.set()
+        self._thread.join()

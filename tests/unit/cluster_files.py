@@ -1,0 +1,104 @@
+"""Changes to cluster files: the tests make broken variants of the shipped ones with these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config import load_cluster
+from cluster.finding import Finding
+from cluster.findings import findings
+from tests.specs import REPOSITORY
+
+Tree = Any
+Change = Callable[[Tree], object]
+HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
+TYPES = "available_node_types"
+LOCAL: Tree = {
+    "cluster_name": "lab",
+    "provider": {"type": "local", "head_ip": "10.0.0.1", "worker_ips": ["10.0.0.2", "10.0.0.3"]},
+    "auth": {"ssh_user": "root"},
+    "file_mounts": {"/root/.ray/auth_token": "~/.ray/auth_token"},
+    "head_start_ray_commands": [
+        "ray stop",
+        (
+            "export RAY_AUTH_MODE=token; export PACELINE_STORAGE=/nfs; export RAY_JOB_STOP_WAIT_TIME_S=60;"
+            "export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=1000;"
+            "ray start --head --autoscaling-config=x"
+        ),
+    ],
+    "worker_start_ray_commands": ["RAY_AUTH_MODE=token PACELINE_STORAGE='/nfs' ray start --address=$RAY_HEAD_IP:6379"],
+}
+
+
+class _NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def shipped(name: str, document: int = 0) -> Tree:
+    """A document of a shipped file, without YAML's aliases: a change is of one place, not of all its aliases."""
+    text = (REPOSITORY / "cluster" / f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(yaml.dump(list(yaml.safe_load_all(text))[document], Dumper=_NoAliases, sort_keys=False))
+
+
+def write(tmp_path: Path, tree: object) -> str:
+    """The path of a file with this text, or this tree as YAML."""
+    path = tmp_path / "cluster.yaml"
+    text = tree if isinstance(tree, str) else yaml.dump(tree, Dumper=_NoAliases, sort_keys=False)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def broken(name: str, change: Change, tmp_path: Path) -> str:
+    """The path of a shipped file with one change."""
+    tree = shipped(name)
+    change(tree)
+    return write(tmp_path, tree)
+
+
+def remarks(tmp_path: Path, tree: Tree, environ: dict[str, str] | None = None) -> list[Finding]:
+    """All findings on a tree."""
+    return findings(load_cluster(write(tmp_path, tree)), environ or {})
+
+
+def parent_of(tree: Tree, dotted: str) -> tuple[Tree, Any]:
+    """The mapping or list that holds the last part of a path, and its key there."""
+    *path, last = dotted.split(".")
+    for part in path:
+        tree = tree[int(part)] if isinstance(tree, list) else tree[part]
+    return tree, int(last) if isinstance(tree, list) else last
+
+
+def put(dotted: str, value: object) -> Change:
+    """A value written."""
+
+    def change(tree: Tree) -> None:
+        parent, key = parent_of(tree, dotted)
+        parent[key] = value
+
+    return change
+
+
+def drop(dotted: str) -> Change:
+    """A field taken out."""
+
+    def change(tree: Tree) -> None:
+        parent, key = parent_of(tree, dotted)
+        del parent[key]
+
+    return change
+
+
+def replace(field: str, old: str, new: str = "") -> Change:
+    """A text in the commands of a field replaced."""
+
+    def change(tree: Tree) -> None:
+        before = list(tree[field])
+        tree[field] = [command.replace(old, new) for command in before]
+        assert tree[field] != before
+
+    return change

@@ -1,0 +1,316 @@
+"""Checkpoints written while training goes on: equal to those written at once, whole or absent, and never in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_loop import Context, Tiny, assert_same_run, config, train
+from trainers.archive import Archive
+from trainers.checkpoint import Checkpoints
+from trainers.errors import DivergedError, StorageError
+from trainers.loop import fit
+from trainers.metrics import read_log
+from trainers.parallel import Group
+from trainers.rng import get_rng_state
+from trainers.storage import Storage
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+ASYNC = {"checkpoint": {"every_steps": 1, "async": True}}
+
+
+def make(path: Path, keep: int = 2) -> Checkpoints:
+    return Checkpoints(Storage(str(path)), Group(0, 1, CPU), keep)
+
+
+def state_of(step: int, numbers: int = 100) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((numbers,), float(step))}, "position": {"step": step}}
+
+
+def newest_step(path: Path) -> int | None:
+    found = make(path).load()
+    return int(found.state["position"]["step"]) if found else None
+
+
+class Gate:
+    """Holds the background's writes of `state.pt` until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        write = Archive.write
+
+        def gated(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
+            if file == "state.pt" and threading.current_thread() is not threading.main_thread():
+                self.reached.set()
+                assert self.open.wait(20)
+            return write(archive, name, file, state)
+
+        monkeypatch.setattr(Archive, "write", gated)
+
+
+# The protocol of one rank.
+
+
+def test_it_is_complete_only_after_both_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    checkpoints = make(tmp_path)
+    state = state_of(1)
+    checkpoints.start(1, state, get_rng_state(CPU))
+    assert gate.reached.wait(20)
+    assert checkpoints.pending
+    assert checkpoints.busy
+    state["model"]["weight"].fill_(9)  # training goes on
+    gate.open.set()
+    assert checkpoints.advance() is None
+    assert newest_step(tmp_path) in (None, 1)  # the manifest is on its way
+    assert checkpoints.advance() == str(tmp_path / "checkpoints/step-000000000001")
+    assert not checkpoints.pending
+    found = make(tmp_path).load()
+    assert found is not None
+    assert found.state["model"]["weight"].unique().tolist() == [1.0]
+
+
+@contextlib.contextmanager
+def small_disk(limit: int) -> Iterator[None]:
+    """Files of this process may not grow beyond so many bytes, as on a full disk; for its threads too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_in_the_background_is_raised_and_the_one_before_stays(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path)
+    checkpoints.save(1, state_of(1), {})
+    with small_disk(4096):
+        checkpoints.start(2, state_of(2, 400_000), {})
+        with pytest.raises(StorageError, match=r"step-000000000002 could not be written: .*File too large"):
+            checkpoints.finish()
+    assert not checkpoints.pending
+    assert newest_step(tmp_path) == 1
+    assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".tmp")]
+    checkpoints.start(3, state_of(3), {})  # there is room again
+    checkpoints.finish()
+    assert newest_step(tmp_path) == 3
+
+
+def test_a_manifest_that_cannot_be_written_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = make(tmp_path)
+    monkeypatch.setattr(Archive, "seal", lambda *_: (_ for _ in ()).throw(OSError(5, "injected")))
+    checkpoints.start(1, state_of(1), {})
+    with pytest.raises(StorageError, match="injected"):
+        checkpoints.finish()
+    assert newest_step(tmp_path) is None
+
+
+class TwoRanks(Group):
+    """Rank 0 of two; the other one's answer is given."""
+
+    def __init__(self, other: Any) -> None:
+        super().__init__(0, 2, CPU)
+        self.other = other
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.other]
+
+    def first(self, value: Any) -> Any:
+        return value
+
+
+def test_a_rank_that_could_not_write_is_raised_on_the_others(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(Storage(str(tmp_path)), TwoRanks(({}, "rank 1: disk full")), 2)
+    checkpoints.start(1, state_of(1), {})
+    with pytest.raises(StorageError, match="rank 1: disk full"):
+        checkpoints.advance()
+    assert not checkpoints.pending
+    assert not (tmp_path / "checkpoints/step-000000000001/manifest.json").exists()
+
+
+# In the loop.
+
+
+def test_a_run_with_them_is_the_run_without(tmp_path: Path) -> None:
+    train(tmp_path / "sync")
+    result = train(tmp_path / "async", **ASYNC)
+    assert_same_run(tmp_path / "async", tmp_path / "sync")
+    assert result.checkpoint is not None
+    assert len(list((tmp_path / "async/checkpoints").iterdir())) == 2
+
+
+@pytest.mark.parametrize("stop_after", [3, 7, 12])
+def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path, stop_after: int) -> None:
+    """The end of a run writes at once: here that one is lost, so that what is resumed was written in the background."""
+    train(tmp_path / "unbroken")
+    train(tmp_path / "broken", max_steps=15, **ASYNC | {"checkpoint": {"every_steps": 1, "async": True, "keep": 99}})
+    for place in (tmp_path / "broken/checkpoints").iterdir():
+        if int(place.name.removeprefix("step-")) > stop_after:
+            (place / "manifest.json").unlink()
+    assert newest_step(tmp_path / "broken") == stop_after
+    train(tmp_path / "broken", **ASYNC)
+    assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
+
+
+def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in which a checkpoint is told lies after the step that it holds, and every one is told once."""
+    gate = Gate(monkeypatch)
+    steps: list[int] = []
+
+    class Watched(Tiny):
+        def transform(self, batch: Any, training: bool) -> Any:
+            steps.append(len(steps))
+            if len(steps) == 25:
+                gate.open.set()
+            return super().transform(batch, training)
+
+    context = Context(tmp_path)
+    changes = {"checkpoint": {"every_steps": 5, "async": True}, "evaluate": {"every_steps": 99}, "max_steps": 40}
+    changes |= {"microbatch_size": 5}
+    # One checkpoint, at step 5: a second would wait for it.
+    once = "trainers.training.Training.due"
+    monkeypatch.setattr(once, lambda self, every, epochs, per: every == 5 and self.step == 5)
+    fit(Watched(), config(**changes), context)
+    told = [(metrics["step"], checkpoint) for metrics, checkpoint in context.reports if checkpoint]
+    assert [checkpoint.rpartition("-")[2] for _, checkpoint in told] == ["000000000005", "000000000040"]
+    assert told[0][0] >= 20
+
+
+def test_the_log_up_to_a_checkpoint_is_there_before_it(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=12, checkpoint={"every_steps": 4, "async": True, "keep": 99})
+    steps = [row["step"] for row in read_log(Storage(str(tmp_path))) if "train_loss" in row]
+    assert steps == list(range(1, 13))
+    parts = sorted(int(path.stem) for path in (tmp_path / "log").iterdir())
+    assert parts == [4, 8, 12]
+
+
+def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Archive.write
+
+    def failing(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
+        if name.endswith("5"):
+            raise StorageError("injected: no room")
+        return write(archive, name, file, state)
+
+    monkeypatch.setattr(Archive, "write", failing)
+    with pytest.raises(StorageError, match="step-000000000005 could not be written: injected: no room"):
+        train(tmp_path, checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
+    assert newest_step(tmp_path) == 4
+
+
+def test_a_run_that_fails_waits_for_the_one_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+
+    class Failing(Tiny):
+        calls = 0
+
+        def transform(self, batch: Any, training: bool) -> Any:
+            self.calls += 1
+            if self.calls >= 3 and gate.reached.wait(1):  # a batch or two may be drawn ahead
+                threading.Timer(0.3, gate.open.set).start()
+                raise ValueError("injected: the task fails")
+            return super().transform(batch, training)
+
+    changes = {"checkpoint": {"every_steps": 2, "async": True}, "evaluate": {"every_steps": 99}}
+    with pytest.raises(ValueError, match="injected: the task fails"):
+        train(tmp_path, Failing(), microbatch_size=5, **changes)
+    assert newest_step(tmp_path) == 2
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+
+
+def test_divergence_keeps_the_one_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Diverging(Tiny):
+        calls = 0
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            self.calls += 1
+            loss = super().loss(outputs, batch)
+            return loss * float("nan") if self.calls > 20 else loss
+
+    with pytest.raises(DivergedError, match=r"the last good checkpoint is .*step-0000000000"):
+        train(tmp_path, Diverging(), checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
+    assert newest_step(tmp_path) is not None
+
+
+def test_a_long_wait_for_storage_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
+    monkeypatch.setattr("trainers.keeper._LONG_WAIT_S", 0.05)
+    write = Archive.write
+
+    def slow(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(0.1)
+        return write(archive, name, file, state)
+
+    monkeypatch.setattr(Archive, "write", slow)
+    with caplog.at_level(logging.WARNING):
+        train(tmp_path, max_steps=4, checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
+    assert "training waited 0." in caplog.text
+
+
+# Killed.
+
+KILLED = """
+import sys, time
+sys.path.insert(0, {repository!r})
+import trainers.archive as archive
+from pathlib import Path
+from tests.unit.test_loop import train
+
+write, seal = archive.Archive.write, archive.Archive.seal
+
+def hang(*_):
+    print("reached", flush=True)
+    time.sleep(60)
+
+def cut_write(self, name, file, state):
+    if name.endswith("08") and file == "state.pt" and {phase!r} == "before the state":
+        hang()
+    entry = write(self, name, file, state)
+    if name.endswith("08") and file == "state.pt" and {phase!r} == "after the state":
+        hang()
+    return entry
+
+def cut_seal(self, manifest, keep):
+    if manifest.step == 8 and {phase!r} == "before the manifest":
+        hang()
+    seal(self, manifest, keep)
+
+archive.Archive.write, archive.Archive.seal = cut_write, cut_seal
+train(Path({path!r}), checkpoint={{"every_steps": 4, "async": True}}, evaluate={{"every_steps": 1}})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["before the state", "after the state", "before the manifest"])
+def test_killed_while_one_is_written_the_one_before_is_resumed(tmp_path: Path, phase: str) -> None:
+    repository = str(Path(__file__).parents[2])
+    script = KILLED.format(repository=repository, path=str(tmp_path / "killed"), phase=phase)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=repository) as process:
+        assert process.stdout is not None
+        reached = any(line.strip() == "reached" for line in process.stdout)
+        time.sleep(0.2)  # training goes on
+        process.send_signal(signal.SIGKILL)
+    assert reached
+    assert process.returncode == -signal.SIGKILL
+    assert newest_step(tmp_path / "killed") == 4
+
+    changes = {"checkpoint": {"every_steps": 4, "async": True}, "evaluate": {"every_steps": 1}}
+    train(tmp_path / "killed", **changes)
+    train(tmp_path / "unbroken", **changes)
+    assert_same_run(tmp_path / "killed", tmp_path / "unbroken")

@@ -1,0 +1,221 @@
+"""The best checkpoint: which one it is, that it outlives pruning and resume, and that it is written when it is met."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trainers.checkpoint import Checkpoints
+from trainers.config import TrainConfig
+from trainers.errors import CheckpointError, ConfigError
+from trainers.launch import LocalContext
+from trainers.loop import fit
+from trainers.manifest import Best, Manifest, surplus
+from trainers.parallel import Group
+from trainers.sections import CheckpointConfig
+from trainers.settings import build
+from trainers.storage import Storage
+from trainers.task import Task
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+class Scripted(Task):
+    """`val_score` is what the script says, evaluation by evaluation; the script is the task's own state."""
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores, self.evaluations = scores, 0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def dataset(self, split: str) -> TensorDataset:
+        return TensorDataset(torch.ones(4, 2))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return outputs.square().mean()
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        score = self.scores[self.evaluations]
+        self.evaluations += 1
+        return {"score": torch.full((4,), score)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"evaluations": self.evaluations}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.evaluations = state["evaluations"]
+
+
+def config(steps: int, **checkpoint: Any) -> TrainConfig:
+    tree: dict[str, Any] = {
+        "task": "task:Scripted",
+        "max_steps": steps,
+        "global_batch_size": 4,
+        "microbatch_size": 4,
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "evaluate": {"every_steps": 2},
+        "checkpoint": {"every_steps": 1000, "keep": 1, "best": "val_score", **checkpoint},
+        "device": "cpu",
+    }
+    return build(TrainConfig, tree, "test")
+
+
+def train(path: Path, scores: list[float], steps: int | None = None, **checkpoint: Any) -> None:
+    steps = 2 * len(scores) if steps is None else steps
+    fit(Scripted(scores), config(steps, **checkpoint), LocalContext(Storage(str(path)), "local"))
+
+
+def kept(path: Path) -> list[int]:
+    return sorted(int(entry.name.removeprefix("step-")) for entry in (path / "checkpoints").iterdir())
+
+
+def saved(path: Path, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / f"checkpoints/step-{step:012d}/manifest.json").read_text())
+    return found
+
+
+def opened(path: Path, metric: str = "val_score", smaller: bool = False) -> Checkpoints:
+    return Checkpoints(Storage(str(path)), Group(0, 1, CPU), 1, Best(metric, smaller))
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([0.1, 0.5, 0.3, 0.2], 4),
+        ([0.5, 0.5, 0.5, 0.5], 2),  # of equal ones the earliest
+        ([0.1, 0.2, 0.3, 0.4], 8),
+        ([float("nan"), 0.1, float("inf"), 0.0], 4),
+    ],
+)
+def test_the_best_evaluation_is_kept_beside_the_newest(
+    tmp_path: Path, scores: list[float], best: int, in_background: bool
+) -> None:
+    train(tmp_path, scores, **{"async": in_background})
+    assert kept(tmp_path) == sorted({best, 8})
+    found = opened(tmp_path).load("best")
+    assert found is not None
+    assert found.state["position"]["step"] == best
+    assert found.metrics["val_score"] == pytest.approx(scores[best // 2 - 1])
+
+
+def test_small_is_good_where_the_configuration_says_so(tmp_path: Path) -> None:
+    train(tmp_path, [0.5, 0.1, 0.3, 0.2], best_mode="min")
+    assert kept(tmp_path) == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "smaller"),
+    [
+        ("val_loss", None, True),
+        ("val_word_error", None, True),
+        ("val_accuracy", None, False),
+        ("val_loss", "max", False),
+        ("val_accuracy", "min", True),
+    ],
+)
+def test_the_direction_follows_from_the_name(metric: str, mode: Any, smaller: bool) -> None:
+    assert Best.of(CheckpointConfig(best=metric, best_mode=mode)) == Best(metric, smaller)
+    assert Best.of(CheckpointConfig()) is None
+
+
+def test_only_an_evaluated_step_can_be_the_best(tmp_path: Path) -> None:
+    """Checkpoints fall between evaluations, with metrics of an earlier step at hand: they must not count."""
+    train(tmp_path, [0.5, 0.1, 0.1], every_steps=3)
+    assert kept(tmp_path) == [2, 6]
+    train(tmp_path / "all", [0.5, 0.1, 0.1], every_steps=3, keep=9)
+    assert kept(tmp_path / "all") == [2, 3, 6]
+    assert saved(tmp_path / "all", 3)["metrics"] == {}
+    assert saved(tmp_path / "all", 6)["metrics"]["val_score"] == pytest.approx(0.1)
+
+
+def test_a_resumed_run_keeps_the_best_and_its_value(tmp_path: Path) -> None:
+    """Its bar is the old best, not the first evaluation after the resume."""
+    scores = [0.1, 0.6, 0.2, 0.5, 0.4, 0.3]
+    train(tmp_path, scores, steps=6)
+    assert kept(tmp_path) == [4, 6]
+    train(tmp_path, scores, steps=12)
+    assert kept(tmp_path) == [4, 12]
+    train(tmp_path, [*scores, 0.7, 0.1], steps=16)
+    assert kept(tmp_path) == [14, 16]
+
+
+def test_a_damaged_best_gives_way_to_the_next_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
+    train(tmp_path, [0.1, 0.6, 0.5])
+    where = tmp_path / "checkpoints/step-000000000004"
+    (where / "state.pt").write_bytes((where / "state.pt").read_bytes()[:-1])
+    found = opened(tmp_path).load("best")
+    assert found is not None
+    assert found.name == "step-000000000006"
+    assert str(where) in caplog.text
+
+
+def test_a_metric_that_the_task_does_not_report_is_named_with_those_it_does(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`checkpoint\.best` is \"val_acuracy\".*use one of val_loss, val_score"):
+        train(tmp_path, [0.1], best="val_acuracy")
+
+
+def test_a_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
+    train(tmp_path, [0.1, 0.6, 0.5])
+    for which in ("step-4", "4", "step-000000000004"):
+        found = opened(tmp_path).load(which)
+        assert found is not None
+        assert found.name == "step-000000000004"
+    with pytest.raises(CheckpointError, match=r"no checkpoint step-5 in .*; there is step-4, step-6"):
+        opened(tmp_path).load("step-5")
+    (tmp_path / "checkpoints/step-000000000006/manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="step-000000000006 cannot be used: it has no manifest"):
+        opened(tmp_path).load("step-6")
+
+
+def test_no_best_is_a_sentence_not_a_guess(tmp_path: Path) -> None:
+    train(tmp_path, [0.1])
+    with pytest.raises(CheckpointError, match="no complete checkpoint of an evaluated step"):
+        opened(tmp_path, "val_other").load("best")
+    with pytest.raises(CheckpointError, match=r"`checkpoint\.best`"):
+        Checkpoints(Storage(str(tmp_path)), Group(0, 1, CPU), 1).load("best")
+
+
+def test_the_manifest_says_what_made_the_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path, [0.1])
+    manifest = saved(tmp_path, 2)
+    assert manifest["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert manifest["versions"]["python"] == platform.python_version()
+    assert "paceline" in manifest["versions"]
+    assert build(TrainConfig, manifest["config"], "manifest") == config(2)
+    assert Manifest.from_json(json.dumps(manifest).encode()).config == manifest["config"]
+
+
+def test_a_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Without metrics, versions and configuration: such checkpoints are on people's storage."""
+    train(tmp_path, [0.1])
+    file = tmp_path / "checkpoints/step-000000000002/manifest.json"
+    manifest = json.loads(file.read_text())
+    for key in ("metrics", "versions", "config"):
+        del manifest[key]
+    file.write_text(json.dumps(manifest))
+    found = opened(tmp_path).load()
+    assert found is not None
+    assert found.metrics == {}
+
+
+def test_what_is_deleted() -> None:
+    names = ["step-1", "step-2", "step-3", "step-4", "step-5"]
+    assert surplus(names, names, "step-5", 2, None) == ["step-1", "step-2", "step-3"]
+    assert surplus(names, names, "step-5", 2, "step-1") == ["step-2", "step-3"]
+    assert surplus(names, names, "step-5", 2, "step-5") == ["step-1", "step-2", "step-3"]
+    # What was cut off takes no place among those that are kept, and what lies later is not trusted.
+    assert surplus(names, ["step-1", "step-3", "step-5"], "step-3", 2, None) == ["step-2", "step-4", "step-5"]

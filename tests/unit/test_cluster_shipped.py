@@ -1,0 +1,201 @@
+"""The cluster files that Paceline ships: accepted by Ray and Kubernetes, in order, pinned, and planned."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from cluster.__main__ import main
+from cluster.config import load_cluster, load_clusters
+from cluster.versions import expected_versions
+from tests.specs import REPOSITORY
+
+RAY_UP = ("aws", "gcp", "azure", "onprem")
+ALL = (*RAY_UP, "kuberay")
+CRDS = REPOSITORY.parent / "shared" / "kuberay-crd"
+START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in file_mounts are relative to where `ray up` runs; nothing is set for provider local."""
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
+
+
+def path_of(name: str) -> Path:
+    return REPOSITORY / "cluster" / f"{name}.yaml"
+
+
+def tree_of(name: str) -> dict[str, Any]:
+    tree: dict[str, Any] = yaml.safe_load(path_of(name).read_text(encoding="utf-8"))
+    return tree
+
+
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path_of("kuberay").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_ray_accepts_it_offline(name: str) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    prepared = prepare_config(copy.deepcopy(tree_of(name)))
+    validate_config(prepared)
+    assert prepared["cluster_name"] == "paceline"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_validate_strict_finds_nothing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(path_of(name)), "--strict"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.count("in order") == (2 if name == "kuberay" else 1)
+
+
+@pytest.mark.parametrize(("kind", "crd"), [("RayCluster", "ray.io_rayclusters"), ("RayJob", "ray.io_rayjobs")])
+def test_kuberay_documents_obey_the_custom_resource_definitions(kind: str, crd: str) -> None:
+    if not CRDS.is_dir():
+        pytest.skip("KubeRay's custom resource definitions are not beside this repository")
+    with gzip.open(CRDS / f"{crd}.yaml.gz", "rt", encoding="utf-8") as stream:
+        definition = yaml.load(stream, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (is safe)
+    versions = {version["name"]: version for version in definition["spec"]["versions"]}
+    schema = _closed(versions["v1"]["schema"]["openAPIV3Schema"])
+    (document,) = [document for document in documents() if document["kind"] == kind]
+    jsonschema.validate(document, schema)
+    spec = document["spec"].get("rayClusterSpec", document["spec"])
+    spec["workerGroupSpecs"][0]["maxReplica"] = spec["workerGroupSpecs"][0].pop("maxReplicas")
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(document, schema)
+
+
+def _closed(schema: Any) -> Any:
+    """The schema with unknown fields refused, where Kubernetes would drop them without a word."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    is_open = "additionalProperties" in closed or closed.get("x-kubernetes-preserve-unknown-fields")
+    fields = closed.get("properties")
+    if isinstance(fields, dict) and closed.get("type") == "object" and not is_open and "apiVersion" not in fields:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def test_the_job_has_the_clusters_spec() -> None:
+    cluster, job = documents()
+    assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_nodes_get_paceline_and_all_that_it_needs(name: str) -> None:
+    """From a mounted copy of the sources, so that a job of any directory runs, at the versions of constraints.txt."""
+    tree = tree_of(name)
+    mounts = tree["file_mounts"]
+    for local in mounts.values():
+        assert local.startswith("~") or (REPOSITORY / local).exists(), local
+    needed = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "cluster", "trainers", "tune"}
+    assert needed <= set(mounts.values())
+    for local in needed:
+        assert mounts[f"~/paceline-src/{local}"] == local
+    (install,) = [shlex.split(command) for command in tree["setup_commands"] if "pip install" in command]
+    assert install[install.index("-c") + 1] == "~/paceline-src/constraints.txt"
+    assert "$HOME/paceline-src[examples]" in install
+    versions = expected_versions()
+    assert f"ray[default,train,tune]=={versions['ray']}" in install
+    assert f"torch=={versions['torch']}" in install
+
+
+def test_the_image_installs_what_the_nodes_do() -> None:
+    text = path_of("kuberay").with_name("Dockerfile").read_text(encoding="utf-8")
+    assert f"FROM rayproject/ray:{expected_versions()['ray']}-py312" in text
+    assert "-c /home/ray/paceline/constraints.txt" in text
+    for copied in re.findall(r"^COPY --chown=\S+ (.+) \S+$", text, re.MULTILINE):
+        for source in copied.split():
+            assert (REPOSITORY / source).exists(), source
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_head_trains_nothing_and_workers_come_from_zero(name: str) -> None:
+    for cluster in load_clusters(path_of(name)):
+        assert cluster.head.resources == {"CPU": 0, "GPU": 0}
+        workers = [node_type for node_type in cluster.node_types if not node_type.is_head]
+        if name == "onprem":
+            assert [worker.min_workers for worker in workers] == [2]
+        else:
+            assert {worker.min_workers for worker in workers} == {0}
+            assert all(worker.resources["GPU"] == 1 for worker in workers)
+        if name in ("aws", "gcp", "azure"):
+            spot, on_demand = sorted(workers, key=lambda worker: not worker.spot)
+            assert (spot.spot, on_demand.spot) == (True, False)
+            assert spot.priority > on_demand.priority
+            assert spot.instance_type == on_demand.instance_type
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_start_commands_agree(name: str) -> None:
+    """Every setting of a worker is the head's."""
+    tree = tree_of(name)
+    head, worker = (dict(re.findall(r"export (\w+)=([^;\s]+);", " ".join(tree[field]))) for field in START_FIELDS)
+    assert worker.items() <= head.items()
+    assert worker["RAY_AUTH_MODE"] == "token"
+    assert int(worker["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+    assert int(head["RAY_health_check_failure_threshold"]) * int(head["RAY_health_check_period_ms"]) <= 5000
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_commands_are_valid_shell(name: str) -> None:
+    tree = tree_of(name)
+    for field in (field for field in tree if field.endswith("_commands")):
+        for command in tree[field]:
+            done = subprocess.run(["bash", "-n"], input=command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_field_says_why(name: str) -> None:
+    """Each field at the top and each field of a node has a comment above it, or stands in a commented block."""
+    lines = path_of(name).read_text(encoding="utf-8").split("---\n")[0].splitlines()
+    tops = [i for i, line in enumerate(lines) if re.match(r"\w+:", line)]
+    kubernetes = {"apiVersion", "kind", "metadata", "spec"}
+    own = {"provider", "auth", "available_node_types", "worker_start_ray_commands"}  # their fields say it
+    for i in tops:
+        key = lines[i].split(":")[0]
+        if key not in kubernetes | own:
+            assert lines[i - 1].startswith("#"), key
+    num_comments = sum(line.lstrip().startswith("#") for line in lines)
+    assert num_comments >= 0.25 * len(lines)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_plan_works(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    per_node = ["--cpus-per-node", "16", "--gpus-per-node", "2"] if name == "onprem" else []
+    assert main(["plan", str(path_of(name)), "--workers", "2", *per_node]) == 0
+    out = capsys.readouterr().out
+    if name in ("onprem", "kuberay"):
+        assert "unknown" in out.splitlines()[4]
+        assert "price unknown: the file names no machine" in out
+    else:
+        cluster = load_cluster(path_of(name))
+        for node_type in cluster.node_types:
+            assert f"price of {node_type.instance_type}: " in out
+        assert f"USD/hour in {cluster.region}," in out
+
+
+def test_plan_of_own_hosts_asks_for_what_the_file_cannot_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(path_of("onprem")), "--workers", "2"]) == 2
+    assert "give --cpus-per-node and --gpus-per-node" in capsys.readouterr().err
+    assert (
+        main(["plan", str(path_of("onprem")), "--workers", "5", "--cpus-per-node", "16", "--gpus-per-node", "2"]) == 2
+    )
+    assert "can grow to 4 workers" in capsys.readouterr().err

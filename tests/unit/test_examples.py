@@ -1,0 +1,288 @@
+"""The examples' own parts: real data as its publishers lay it out (made small here), conversion, augmentation."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY
+from trainers.errors import ConfigError
+from trainers.launch import LocalContext
+from trainers.run import read_spec
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    """MNIST's own format: a magic number with the type (8: unsigned bytes) and the rank, sizes, values."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = struct.pack(f">I{values.ndim}I", 0x0800 + values.ndim, *values.shape)
+    path.write_bytes(head + values.astype(np.uint8).tobytes())
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_mnist_as_torchvision_keeps_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples.fashion_mnist.task import FashionMnist
+    from examples.mnist.task import Mnist
+
+    kind: type[Mnist] = {"mnist": Mnist, "fashion_mnist": FashionMnist}[name]
+    rng = np.random.default_rng(0)
+    images = {"train": rng.integers(0, 256, (20, 28, 28)), "t10k": rng.integers(0, 256, (10, 28, 28))}
+    labels = {part: rng.integers(0, 10, len(found)) for part, found in images.items()}
+    for part, found in images.items():
+        write_idx(tmp_path / kind.source / "raw" / f"{part}-images-idx3-ubyte", found)
+        write_idx(tmp_path / kind.source / "raw" / f"{part}-labels-idx1-ubyte", labels[part])
+    task = kind(root=str(tmp_path))
+    task.setup()
+    assert not list(tmp_path.glob("*.tmp"))
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # whoever imports it now fails
+    again = kind(root=str(tmp_path))
+    again.setup()
+    for split, part in (("train", "train"), ("val", "t10k")):
+        pixels, classes = again.dataset(split).tensors
+        assert pixels.dtype == torch.uint8
+        assert np.array_equal(pixels.numpy(), images[part][:, None])
+        assert classes.tolist() == labels[part].tolist()
+
+
+def test_cifar_as_torchvision_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import CIFAR10
+
+    from examples.cifar10.task import Cifar10
+
+    folder = tmp_path / CIFAR10.base_folder
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (6, 4, 3 * 32 * 32), dtype=np.uint8)
+    labels = rng.integers(0, 10, (6, 4)).tolist()
+
+    def written(name: str, content: Any) -> list[str]:
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return [name, hashlib.md5(data).hexdigest()]  # noqa: S324 (torchvision's check)
+
+    parts = [written(f"part_{index}", {"data": pixels[index], "labels": labels[index]}) for index in range(6)]
+    meta = written("batches.meta", {"label_names": [str(index) for index in range(10)]})
+    monkeypatch.setattr(CIFAR10, "train_list", parts[:5])
+    monkeypatch.setattr(CIFAR10, "test_list", parts[5:])
+    monkeypatch.setattr(CIFAR10, "meta", {"filename": meta[0], "key": "label_names", "md5": meta[1]})
+    task = Cifar10(root=str(tmp_path))
+    task.setup()
+    images, classes = task.dataset("train").tensors
+    assert torch.equal(images, torch.from_numpy(pixels[:5].reshape(20, 3, 32, 32)))
+    assert classes.tolist() == [label for part in labels[:5] for label in part]
+    assert len(task.dataset("val")) == 4
+
+
+def test_without_data_and_network_a_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.datasets import mnist
+
+    from examples.mnist.task import Mnist
+
+    def no_network(url: str, **_: Any) -> None:
+        raise mnist.URLError("no route to host")
+
+    monkeypatch.setattr(mnist, "download_and_extract_archive", no_network)
+    with pytest.raises(ConfigError, match="holds no whole MNIST") as caught:
+        Mnist(root=str(tmp_path)).setup()
+    assert "synthetic: true" in caught.value.fix
+    assert not list(tmp_path.glob("*.safetensors*"))
+
+
+def test_crops_are_parts_of_the_reflected_image() -> None:
+    from examples.cifar10.task import crop_and_mirror
+
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (200, 3, 32, 32), dtype=torch.uint8)
+    cropped = crop_and_mirror(images)
+    padded = torch.nn.functional.pad(images.float(), (4, 4, 4, 4), mode="reflect").to(torch.uint8)
+    found = set()
+    for image, border in zip(cropped, padded, strict=True):
+        places = [
+            (top, left, mirrored)
+            for top in range(9)
+            for left in range(9)
+            for mirrored in (False, True)
+            if torch.equal(image.flip(2) if mirrored else image, border[:, top : top + 32, left : left + 32])
+        ]
+        assert len(places) == 1
+        found.add(places[0])
+    assert {top for top, _, _ in found} == {left for _, left, _ in found} == set(range(9))
+    assert {mirrored for _, _, mirrored in found} == {False, True}
+
+
+def test_blank_squares_lie_whole_inside() -> None:
+    from examples.cifar10.task import blank_squares
+
+    torch.manual_seed(0)
+    blank = blank_squares(torch.ones(8000, 3, 32, 32)) == 0
+    assert (blank.sum((1, 2, 3)) == 3 * 8 * 8).all()
+    assert blank.any(0).all(), "every place of the image, its corners too"
+    rows, columns = blank[:, 0].any(2), blank[:, 0].any(1)
+    assert (rows.sum(1) == 8).all()
+    assert (columns.sum(1) == 8).all()
+
+
+def test_imagenet_crops_cover_the_image_and_keep_its_proportions() -> None:
+    from examples.imagenet.pictures import crop_at_random, crop_middle
+
+    torch.manual_seed(0)
+    down = torch.linspace(0, 255, 64).view(1, 1, 64, 1).expand(400, 1, 64, 64)
+    across = down.transpose(2, 3)
+    cropped = crop_at_random(torch.cat([down, across], dim=1), 32, 0.08)
+    low, high = cropped.amin((2, 3)), cropped.amax((2, 3))
+    assert low.min() >= 0
+    assert high.max() <= 255
+    spans = (high - low) / 255 * 63 / 64 * 32 / 31  # of the sides, from the middles of the outer pixels
+    area, ratio = spans.prod(1), spans[:, 1] / spans[:, 0]
+    assert 0.07 < area.min() < 0.12
+    assert 0.85 < area.max() <= 1.01
+    assert 0.7 < ratio.min() < 0.8
+    assert 1.25 < ratio.max() < 1.4
+    assert low.min() < 5, "up to the border"
+    assert high.max() > 250
+    rising = cropped[:, 1, 0, -1] > cropped[:, 1, 0, 0]
+    assert 0.4 < rising.float().mean() < 0.6, "half are mirrored"
+    whole = torch.arange(36, dtype=torch.uint8).view(1, 1, 6, 6)
+    assert crop_middle(whole, 4).flatten().tolist() == whole[:, :, 1:5, 1:5].float().flatten().tolist()
+
+
+@pytest.fixture(scope="module")
+def class_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Class folders of JPEGs of many sizes, one of them grey and one a PNG."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("imagenet")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 3)):
+        for label, name in enumerate(("n01", "n02")):
+            (folder / split / name).mkdir(parents=True)
+            for index in range(count):
+                wide, high = 40 + 7 * index, 90 - 4 * index
+                pixels = rng.integers(0, 80, (high, wide, 3)) + 100 * label
+                image = Image.fromarray(pixels.astype(np.uint8))
+                if index == 1:
+                    image = image.convert("L")
+                image.save(folder / split / name / (f"{index}.png" if index == 2 else f"{index}.JPEG"))
+    return folder
+
+
+def test_imagenet_is_the_same_from_folders_parquet_and_arrow(class_folders: Path, tmp_path: Path) -> None:
+    from examples.imagenet.convert import convert
+    from examples.imagenet.task import ImageNet
+    from trainers.loader import fetch
+
+    found = {}
+    places = {"folders": class_folders, "parquet": tmp_path / "parquet", "arrow": tmp_path / "arrow"}
+    for kind in ("parquet", "arrow"):
+        written = convert(class_folders, places[kind], kind, stored=32, shard=10, workers=1)
+        assert [path.name for path in written] == [
+            *(f"{index:05d}-of-00003.{kind}" for index in range(3)),
+            f"00000-of-00001.{kind}",
+        ]
+        written[1].unlink()  # a conversion that was cut off
+        kept = {path: path.stat().st_mtime_ns for path in written if path.exists()}
+        assert convert(class_folders, places[kind], kind, stored=32, shard=10, workers=1) == written
+        assert all(path.exists() for path in written)
+        assert kept == {path: path.stat().st_mtime_ns for path in kept}
+    for kind, place in places.items():
+        task = ImageNet(data=str(place), stored=32, size=28, classes=2, cache=str(tmp_path / "cache"))
+        data = task.dataset("train")
+        assert len(data) == 24  # type: ignore[arg-type]
+        found[kind] = fetch(data, range(24), task.collate)
+        assert len(task.dataset("val")) == 6  # type: ignore[arg-type]
+    images, labels = found["folders"]
+    assert images.shape == (24, 3, 32, 32)
+    assert images.dtype == torch.uint8
+    assert labels.tolist() == [0] * 12 + [1] * 12
+    assert images[12:].float().mean() - images[:12].float().mean() > 80
+    for kind in ("parquet", "arrow"):
+        assert torch.equal(found[kind][0], images), kind
+        assert found[kind][1].tolist() == labels.tolist()
+
+
+def test_imagenet_trains_from_parquet_with_loader_processes(class_folders: Path, tmp_path: Path) -> None:
+    from examples.imagenet.convert import convert
+
+    convert(class_folders, tmp_path / "shards", "parquet", stored=32, shard=10, workers=1)
+    arguments = {"data": str(tmp_path / "shards"), "stored": 32, "size": 28, "classes": 2, "architecture": "resnet18"}
+    changes = {
+        "task_args": {**arguments, "cache": str(tmp_path / "cache")},
+        "storage_path": str(tmp_path / "runs"),
+        "epochs": 1,
+        "global_batch_size": 8,
+        "data.num_workers": 1,
+        "lr_scaling.rule": "none",
+        "launcher": "local",
+        "device": "cpu",
+        "precision": "fp32",
+    }
+    spec = read_spec(str(REPOSITORY / "examples/imagenet/train.yaml"), changes)
+    result = spec.execute(LocalContext(spec.storage, "local"))
+    assert result.steps == 3
+    assert "val_synthetic" not in result.metrics
+    assert result.metrics["val_top5_accuracy"] == 1.0  # of two classes
+
+
+def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
+    """The real path: a tokenizer, pretrained weights and texts in Parquet, all made here."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+    from examples.bert.task import GEOMETRIES, Bert
+
+    words = ["good", "fine", "great", "bad", "poor", "dull", "film", "a", "the", "was"]
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
+    config = BertConfig(vocab_size=15, max_position_embeddings=32, **GEOMETRIES["tiny"])
+    torch.manual_seed(0)
+    given = BertForSequenceClassification(config)
+    given.save_pretrained(tmp_path / "model")
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 200)
+    texts = [f"the film was {words[3 * (1 - label) + rng.integers(3)]}" for label in labels]
+    for split, rows in (("train", slice(160)), ("val", slice(160, None))):
+        pq.write_table(pa.table({"sentence": texts[rows], "label": labels[rows]}), tmp_path / f"{split}.parquet")
+    arguments = {
+        "train": str(tmp_path / "train.parquet"),
+        "val": str(tmp_path / "val.parquet"),
+        "text": "sentence",
+        "label": "label",
+        "length": 12,
+        "pretrained": str(tmp_path / "model"),
+    }
+    built = Bert(**arguments).model()  # type: ignore[arg-type]
+    name = "bert.encoder.layer.1.output.dense.weight"
+    assert torch.equal(built.state_dict()[name], given.state_dict()[name])
+    changes = {
+        "task_args": arguments,
+        "storage_path": str(tmp_path / "runs"),
+        "epochs": 4,
+        "optimizer.lr": 0.003,
+        "launcher": "local",
+        "device": "cpu",
+        "precision": "fp32",
+    }
+    spec = read_spec(str(REPOSITORY / "examples/bert/train.yaml"), changes)
+    result = spec.execute(LocalContext(spec.storage, "local"))
+    assert result.metrics["val_accuracy"] == 1.0
+    assert "val_synthetic" not in result.metrics
+
+
+def test_bert_ignores_padding() -> None:
+    from examples.bert.task import Bert
+
+    task = Bert(synthetic=True, geometry="tiny", samples=4, length=16)
+    model = task.model().eval()
+    ids = task.dataset("train")[:][0].clone()  # type: ignore[index]
+    ids[:, 10:] = 0
+    with torch.no_grad():
+        long, short = task.forward(model, (ids,)), task.forward(model, (ids[:, :10],))
+    assert torch.allclose(long, short, atol=1e-5)

@@ -1,0 +1,178 @@
+"""The exported model: bit-equal in the task's bare model, tied tensors whole, every error one sentence."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+from tests.specs import make
+from trainers.__main__ import main
+from trainers.archive import Archive
+from trainers.checkpoint import Checkpoints
+from trainers.export import export
+from trainers.launch import run_local
+from trainers.locate import load_task
+from trainers.parallel import Group
+from trainers.run import RunSpec, prepare_storage
+from trainers.storage import Storage
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    """A finished run with checkpoints of steps 20 and 30, 10 being the worst by `val_loss` (its best_mode is max)."""
+    best = {"checkpoint__best": "val_loss", "checkpoint__best_mode": "max", "checkpoint__keep": 1}
+    made = make(tmp_path_factory.mktemp("export"), name="finished", **best)
+    prepare_storage(made, fresh=False)
+    run_local(made)
+    return made
+
+
+def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with safetensors.safe_open(path, "pt") as file:
+        return safetensors.torch.load_file(path), file.metadata()
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of the error."""
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_the_file_loads_into_the_bare_model_bit_equal(spec: RunSpec, tmp_path: Path) -> None:
+    out = tmp_path / "below" / "model.safetensors"
+    assert main(["export", spec.uri, "--out", str(out)]) == 0
+    weights, described = read(out)
+    model = load_task(spec.config.task, spec.config.task_args, "test").model()
+    model.load_state_dict(weights)  # strict: every name, none besides
+
+    saved = torch.load(Path(spec.uri) / "checkpoints/step-000000000030/state.pt", weights_only=True)["model"]
+    ours = model.state_dict()
+    assert ours.keys() == saved.keys()
+    assert all(torch.equal(ours[name], saved[name]) for name in ours)
+    assert (described["task"], described["step"], described["format"]) == ("tests.tasks:Blobs", "30", "pt")
+    assert json.loads(described["versions"])["torch"] == torch.__version__.partition("+")[0]
+    assert json.loads(described["metrics"]).keys() == {"train_loss", "val_loss", "val_accuracy"}
+
+
+@pytest.mark.parametrize(("which", "step"), [("newest", "30"), ("best", "10"), ("step-10", "10"), ("step-30", "30")])
+def test_the_checkpoint_may_be_chosen(spec: RunSpec, tmp_path: Path, which: str, step: str) -> None:
+    assert main(["export", spec.uri, "--out", str(tmp_path / "m.safetensors"), f"--checkpoint={which}"]) == 0
+    weights, described = read(tmp_path / "m.safetensors")
+    assert described["step"] == step
+    saved = torch.load(Path(spec.uri) / f"checkpoints/step-{int(step):012d}/state.pt", weights_only=True)["model"]
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+
+
+def write_model(spec: RunSpec, tmp_path: Path, model: dict[str, Any]) -> str:
+    """A run beside the real one whose only checkpoint holds this model."""
+    run = Storage(str(tmp_path / "made"))
+    run.write("config.yaml", spec.storage.read("config.yaml"))
+    Checkpoints(run, Group(0, 1, torch.device("cpu")), 1).save(1, {"model": model}, {})
+    return run.uri
+
+
+def test_tied_transposed_and_sliced_tensors_are_written_whole(spec: RunSpec, tmp_path: Path) -> None:
+    table = torch.randn(6, 4)
+    model = {
+        "embedding": table,
+        "head": table,
+        "transposed": table.t(),
+        "slice": table[1:3],
+        "half": torch.randn(3).to(torch.bfloat16),
+        "number": torch.tensor(7),
+        "image": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        "nothing": torch.empty(0, 3),
+    }
+    export(write_model(spec, tmp_path, model), str(tmp_path / "m.safetensors"))
+    weights, _ = read(tmp_path / "m.safetensors")
+    assert weights.keys() == model.keys()
+    for name, tensor in model.items():
+        assert weights[name].dtype == tensor.dtype, name
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_what_is_no_tensor_is_named(spec: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_model(spec, tmp_path, {"layer.weight": torch.ones(1), "layer._extra_state": {"scale": 2}})
+    assert main(["export", run, "--out", str(tmp_path / "m.safetensors")]) == 1
+    assert told(capsys) == "error: the model cannot be written as safetensors: layer._extra_state is no tensor"
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_a_directory_without_a_run(spec: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", spec.uri + "x", "--out", str(tmp_path / "m.safetensors")]) == 2
+    assert told(capsys).endswith(f"is no run: there is no config.yaml in it; did you mean `{spec.uri}`?")
+
+
+def test_a_run_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make(tmp_path)
+    prepare_storage(made, fresh=False)
+    assert main(["export", made.uri, "--out", str(tmp_path / "m.safetensors")]) == 2
+    assert f"there is no complete checkpoint in {made.uri}/checkpoints" in told(capsys)
+    assert main(["export", made.uri, "--out", str(tmp_path / "m.safetensors"), "--checkpoint", "best"]) == 2
+    assert "its configuration has no `checkpoint.best`" in told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--out", "m.safetensors", "--checkpoint", "step-20"], "there is no checkpoint step-20 in"),
+        (["--out", "m.pt"], "must be the name of a safetensors file"),
+        ([], "`--out` is required"),
+        (["--out"], "`--out` needs a value"),
+        (["--out", "m.safetensors", "--chekpoint", "best"], "did you mean `--checkpoint`?"),
+        (["again", "--out", "m.safetensors"], "`RUN` must be given once"),
+    ],
+)
+def test_a_mistaken_command_is_one_sentence(
+    spec: RunSpec,
+    args: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", spec.uri, *args]) == 2
+    assert words in told(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_a_malicious_one_refused(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.unit.test_checkpoint import MARKER, evil_pickle
+
+    monkeypatch.chdir(tmp_path)
+    run = write_model(spec, tmp_path, {"weight": torch.ones(1)})
+    state = tmp_path / "made/checkpoints/step-000000000001/state.pt"
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-1])
+    assert main(["export", run, "--out", "m.safetensors"]) == 2
+    assert "there is no complete checkpoint" in told(capsys)
+    monkeypatch.setattr(Archive, "_verify", lambda *_: None)  # its checksum fits
+    state.write_bytes(evil_pickle())
+    assert main(["export", run, "--out", "m.safetensors"]) == 1
+    assert "state.pt is no checkpoint of ours" in told(capsys)
+    assert not Path(MARKER).exists()
+
+
+def test_neither_ray_nor_the_task_is_needed(spec: RunSpec, tmp_path: Path, command: Callable[..., Any]) -> None:
+    """From another directory, with the import of Ray and of the task's package blocked."""
+    script = (
+        "import sys; sys.modules['ray'] = None; sys.modules['tests'] = None\n"
+        "from trainers.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = command("-c", script, "export", spec.uri, "--out", "m.safetensors", cwd=tmp_path, program=(sys.executable,))
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"{tmp_path}/m.safetensors: 4 tensors, 0.0 MiB, of step 30, train_loss ")
+    assert len(read(tmp_path / "m.safetensors")[0]) == 4

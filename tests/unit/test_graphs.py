@@ -1,0 +1,347 @@
+"""Captured steps, with a capture that replays Python in place of kernels: what is replayed when, and on which data.
+
+What only CUDA can show is in tests/gpu/test_graphs_gpu.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from trainers.config import TrainConfig
+from trainers.errors import ConfigError
+from trainers.graphs import WARMUP_STEPS, GraphedStep, layout
+from trainers.parallel import Group
+from trainers.precision import resolve_precision
+from trainers.settings import build
+from trainers.step import TrainStep
+from trainers.task import Task
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+EPOCH = [[4, 4], [4, 4], [4, 4], [3]]  # three full steps and a short one
+# Exact in float32, the format of a captured learning rate, so that eager and captured steps agree to the last bit.
+LR = 0.125
+FACTORS = [0.25, 0.5, 1.0, 0.75, 0.5, 0.25, 0.125]
+
+
+class Fake:
+    """A capture as CUDA's: recording does nothing, and what is replayed has only what it was recorded with."""
+
+    def __init__(self, failure: BaseException | None = None) -> None:
+        self.events: list[str] = []
+        self.failure = failure
+        self.recording: Callable[[], None] = lambda: None
+
+    def run(self, work: Callable[[], None]) -> None:
+        self.events.append("run")
+        work()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.events.append("record")
+        self.recording()
+        if self.failure is not None:
+            raise self.failure
+
+        def replay() -> None:
+            self.events.append("replay")
+            work()
+
+        return replay
+
+
+class Regression(Task):
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        targets = batch["y"] if isinstance(batch, dict) else batch[1]
+        return (outputs.squeeze(-1) - targets).square().mean()
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"] if isinstance(batch, dict) else batch[0])
+
+
+class Weighted(Regression):
+    """Another weight than samples, so that shares are tensors."""
+
+    def weight(self, batch: Any) -> Tensor:
+        return batch[1].abs().sum()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return AdamW(parameters, lr=LR, fused=True)
+
+
+def adam(parameters: Any) -> Optimizer:
+    return Adam(parameters, lr=LR, fused=True)
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=LR, momentum=0.5, fused=True)
+
+
+def make(
+    capture: Fake | None,
+    optimizer: Callable[[Any], Optimizer] = adamw,
+    task: Task | None = None,
+    precision: str = "fp32",
+) -> TrainStep:
+    net = model()
+    spec, group = resolve_precision(precision, CPU), Group(0, 1, CPU)
+    if capture is None:
+        return TrainStep(net, task or Regression(), optimizer(net.parameters()), spec, group, 1.0)
+    return GraphedStep(net, task or Regression(), optimizer(net.parameters()), spec, group, 1.0, capture)
+
+
+def data(sizes: list[int], generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    for size in sizes:
+        yield torch.randn(size, 4, generator=generator), torch.randn(size, generator=generator)
+
+
+def train(step: TrainStep, plans: list[list[int]], factors: list[float] = FACTORS) -> list[float]:
+    """The loss of every step; other data in each."""
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(2)  # dropout
+    losses = []
+    for number, sizes in enumerate(plans):
+        step.set_lr(factors[number % len(factors)])
+        step(data(sizes, generator), sizes, sum(sizes), idle=False)
+        losses.append(step.take_loss())
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("task", [Regression(), Weighted()], ids=["samples", "weights"])
+@pytest.mark.parametrize("optimizer", [adamw, adam, sgd])
+def test_captured_training_is_training(optimizer: Callable[[Any], Optimizer], task: Task, precision: str) -> None:
+    """New data, a learning rate that changes with every step, accumulation, and a short step between the replays."""
+    capture = Fake()
+    captured, plain = make(capture, optimizer, task, precision), make(None, optimizer, task, precision)
+    assert train(captured, EPOCH * 3) == train(plain, EPOCH * 3)
+    assert capture.events.count("replay") == 6
+    for ours, theirs in zip(captured.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_is_captured_and_what_is_not() -> None:
+    capture = Fake()
+    train(make(capture), EPOCH * 3)
+    assert WARMUP_STEPS == 3
+    first = ["run"] * 4
+    second = ["record", "replay", "replay", "replay", "run"]
+    third = ["replay", "replay", "replay", "run"]
+    assert capture.events == first + second + third
+
+
+def test_a_shape_is_counted_over_epochs() -> None:
+    """One full and one short step an epoch: the full one is never seen twice in a row."""
+    capture = Fake()
+    train(make(capture), [[8], [3]] * 4)
+    assert capture.events == ["run"] * 6 + ["record", "replay", "run"]
+
+
+def test_steps_of_another_weight_are_not_replayed() -> None:
+    """The share of a microbatch is a number in the graph."""
+    capture = Fake()
+    step = make(capture)
+    for samples in [4, 4, 4, 4, 5, 4]:
+        step(data([4], torch.Generator().manual_seed(1)), [4], samples, idle=False)
+    assert capture.events == ["run"] * 3 + ["record", "replay", "run", "replay"]
+    step(data([4], torch.Generator().manual_seed(1)), [4], 4, idle=True)
+    assert capture.events[-1] == "run"
+
+
+@pytest.mark.parametrize("varied", ["shape", "format", "layout", "word", "nesting", "unknown"])
+def test_batches_that_differ_are_not_replayed_and_it_is_said_once(
+    varied: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def batch(number: int) -> dict[str, Any]:
+        x, y = torch.ones(4, 4), torch.ones(4)
+        if number < 4:
+            return {"x": x, "y": y, "name": "a"}
+        other = {
+            "shape": {"x": torch.ones(4, 1, 4), "y": torch.ones(4, 1)},
+            "format": {"x": x, "y": y.double()},
+            "layout": {"x": x.T, "y": y},
+            "word": {"x": x, "y": y, "name": "b"},
+            "nesting": {"x": x, "y": y, "more": [x]},
+            "unknown": {"x": x, "y": y, "name": {1}},
+        }
+        return {"name": "a"} | other[varied]
+
+    capture = Fake()
+    step = make(capture)
+    for number in range(7):
+        step(iter([batch(number)]), [4], 4, idle=False)
+    assert capture.events == ["run"] * 3 + ["record", "replay"] + ["run"] * 3
+    assert len([record for record in caplog.records if "here shapes change" in record.message]) <= 1
+
+
+def test_shapes_that_never_come_back_are_said_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    capture = Fake()
+    step = make(capture)
+    assert isinstance(step, GraphedStep)
+    for length in range(1, 150):
+        batch = {"x": torch.ones(4, length, 4), "y": torch.ones(4, length)}
+        step(iter([batch]), [4], 4, idle=False)
+    assert set(capture.events) == {"run"}
+    assert len([record for record in caplog.records if "here shapes change" in record.message]) == 1
+    assert len(step._seen) <= 64
+
+
+def test_a_short_last_step_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    train(make(Fake()), EPOCH * 3)
+    assert not caplog.records
+
+
+def test_batches_are_copied_not_kept() -> None:
+    """A replay reads its own tensors: the loop's may be freed, or changed by whoever owns them."""
+    capture = Fake()
+    step = make(capture)
+    x, y = torch.ones(4, 4), torch.ones(4)
+    for _ in range(WARMUP_STEPS + 1):
+        step(iter([(x, y)]), [4], 4, idle=False)
+    before = [tensor.clone() for tensor in (x, y)]
+    step(iter([(torch.zeros(4, 4), torch.zeros(4))]), [4], 4, idle=False)
+    assert capture.events[-1] == "replay"
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+
+
+def test_what_a_graph_writes_is_what_others_read() -> None:
+    """A graph writes to addresses: a step that rebinds one of these would leave them stale."""
+    step = make(Fake(), precision="fp16")
+    train(step, [[4, 4]] * 2)
+
+    def places() -> list[int]:
+        state = [value for moments in step.optimizer.state.values() for value in moments.values()]
+        scaler = [step.scaler._scale, step.scaler._growth_tracker]
+        own = [value for value in vars(step).values() if isinstance(value, Tensor)]
+        rates = [group["lr"] for group in step.optimizer.param_groups]
+        tensors = [*step.model.parameters(), *state, *scaler, *own, *rates]
+        assert all(isinstance(tensor, Tensor) for tensor in tensors)
+        return [tensor.data_ptr() for tensor in tensors]
+
+    before = places()
+    train(step, [[4, 4]] * 2)
+    assert places() == before
+    assert len(before) > 15
+
+
+def test_adam_is_capturable_only_while_captured() -> None:
+    """torch refuses to capture it otherwise; and outside, the flag would go into checkpoints."""
+    capture = Fake()
+    step = make(capture)
+    seen: list[bool] = []
+    capture.recording = lambda: seen.extend(group["capturable"] for group in step.optimizer.param_groups)
+    train(step, [[4]] * 5)
+    assert seen == [True]
+    assert [group["capturable"] for group in step.optimizer.param_groups] == [False]
+
+
+def test_a_loaded_checkpoint_does_not_take_the_learning_rate_away() -> None:
+    """Loading replaces the tensors of the groups, and a graph reads the old ones."""
+    capture, plain = Fake(), make(None)
+    step = make(capture)
+    first, second = train(step, [[4]] * 5), train(plain, [[4]] * 5)
+    for one in (step, plain):
+        one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+    rates = [group["lr"] for group in step.optimizer.param_groups]
+    assert first + train(step, [[4]] * 5) == second + train(plain, [[4]] * 5)
+    assert all(group["lr"] is not rate for group, rate in zip(step.optimizer.param_groups, rates, strict=True))
+
+
+def test_a_bad_step_in_a_replay_is_seen() -> None:
+    step = make(Fake())
+    train(step, [[4]] * 5)
+    assert not bool(step.bad)
+    step(iter([(torch.full((4, 4), float("nan")), torch.ones(4))]), [4], 4, idle=False)
+    assert bool(step.bad)
+
+
+def test_a_step_that_cannot_be_captured_is_an_error_with_torchs_reason() -> None:
+    failure = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    failure.__context__ = RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore words")
+    step = make(Fake(failure))
+    with pytest.raises(ConfigError) as raised:
+        train(step, [[4]] * 5)
+    text = str(raised.value)
+    assert text.startswith("`cuda_graphs` is true, but needs a step that the host never waits in")
+    assert "(CUDA error: operation not permitted when stream is capturing)" in text
+    assert "set `cuda_graphs: false`" in text
+    assert [group["capturable"] for group in step.optimizer.param_groups] == [False]
+
+
+def test_out_of_memory_in_a_capture_stays_what_it_is() -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        train(make(Fake(torch.OutOfMemoryError("CUDA out of memory."))), [[4]] * 5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "capture", "words"),
+    [
+        (lambda parameters: AdamW(parameters, lr=LR), 1, Fake(), "a group of this AdamW is not fused"),
+        (lambda parameters: Adagrad(parameters, lr=LR), 1, Fake(), "a group of this Adagrad is not fused"),
+        (adamw, 2, Fake(), "is for one worker, and this run has 2"),
+        (adamw, 1, None, "needs CUDA, and this worker trains on cpu"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_at_the_start(
+    optimizer: Callable[[Any], Optimizer], ranks: int, capture: Fake | None, words: str
+) -> None:
+    net = model()
+    with pytest.raises(ConfigError) as raised:
+        GraphedStep(
+            net,
+            Task(),
+            optimizer(net.parameters()),
+            resolve_precision("fp32", CPU),
+            Group(0, ranks, CPU),
+            None,
+            capture,
+        )
+    assert str(raised.value).startswith("`cuda_graphs` is true, but ")
+    assert words in str(raised.value)
+    assert str(raised.value).endswith("or set `cuda_graphs: false`.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cpu"}, "needs CUDA, not device cpu"),
+        ({"scaling": {"num_workers": 2}}, "is for one worker, not for 2"),
+        ({"strategy": "fsdp"}, "strategy fsdp"),
+        ({"compile": "reduce-overhead"}, "by itself"),
+    ],
+)
+def test_what_the_configuration_alone_refutes(changes: dict[str, Any], words: str) -> None:
+    tree = {"task": "t:T", "epochs": 1, "global_batch_size": 4, "optimizer": {"lr": 0.1}, "cuda_graphs": True}
+    build(TrainConfig, tree, "test")
+    with pytest.raises(ConfigError, match=words):
+        build(TrainConfig, tree | changes, "test")
+
+
+@dataclass(eq=False)
+class Sample:
+    """Compares by identity, as a user's own class may."""
+
+    x: Tensor
+    name: str
+
+
+def test_equal_layouts_are_equal() -> None:
+    assert layout(Sample(torch.ones(2), "a")) == layout(Sample(torch.zeros(2), "a"))
+    assert layout(Sample(torch.ones(2), "a")) != layout(Sample(torch.ones(2), "b"))
+    assert layout({"x": torch.ones(2)}) != layout({"y": torch.ones(2)})
+    assert layout((torch.ones(2),)) != layout([torch.ones(2)])
+    assert layout(True) != layout(1)  # equal to Python, not to a task

@@ -1,0 +1,244 @@
+"""What a worker measures of itself: windows, MFU, the comparison of ranks, the backward pass without waiting."""
+
+from __future__ import annotations
+
+import logging
+import time
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.test_loop import PER_EPOCH, SAMPLES, train
+from trainers.metrics import WARMUP_STEPS, StepClock, read_log
+from trainers.monitor import COMPARE_EVERY_S, BackwardTimer, Monitor
+from trainers.precision import resolve_precision
+from trainers.storage import Storage
+
+CPU = torch.device("cpu")
+
+
+class Ranks:
+    """A group of two, of which the other rank says what it is told to."""
+
+    def __init__(self, rank: int = 0, **other: Any) -> None:
+        self.rank, self.world_size, self.other, self.gathers = rank, 2, other, 0
+
+    def gather(self, row: Any) -> list[Any]:
+        self.gathers += 1
+        return [row, row | {"rank": 1 - self.rank} | self.other]
+
+
+class Clock(StepClock):
+    """A StepClock that is told how long steps take."""
+
+    def steps(self, count: int, seconds: float, samples: int = 10, own: int | None = None, wait_s: float = 0.0) -> None:
+        for _ in range(count):
+            self.start_span()
+            self._began -= seconds
+            self._wait_s += wait_s
+            self.step(samples, own)
+            self.end_span()
+
+
+def monitor(clock: StepClock, group: Any = None, flops: float | None = None) -> Monitor:
+    group = group or types.SimpleNamespace(rank=0, world_size=1, gather=lambda row: [row])
+    parts: Any = types.SimpleNamespace(
+        device=CPU,
+        group=group,
+        flops_per_sample=flops,
+        step=types.SimpleNamespace(model=nn.Linear(1, 1)),
+        spec=resolve_precision("fp32", CPU),
+    )
+    return Monitor(parts, clock, captured=False)
+
+
+def test_a_window_is_about_its_own_steps() -> None:
+    clock = Clock(CPU)
+    watch = monitor(clock)
+    clock.steps(3, 1.0)
+    assert watch.window()["step_time_s"] == pytest.approx(1.0, rel=0.01)
+    clock.steps(2, 4.0, samples=20, wait_s=1.0)
+    found = watch.window()
+    assert found["step_time_s"] == pytest.approx(4.0, rel=0.01)
+    assert found["samples_per_s"] == pytest.approx(5.0, rel=0.01)
+    assert found["data_wait_share"] == pytest.approx(0.25, rel=0.01)
+    assert "mfu" not in found
+    assert "samples_per_s" not in watch.window(), "no step in between"
+
+
+def test_memory_is_read_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [50.0]
+    monkeypatch.setattr("trainers.monitor.time.monotonic", lambda: now[0])
+    watch = monitor(Clock(CPU))
+    first = watch.window()
+    assert 2**20 < first["allocated_bytes"] <= first["peak_bytes"]
+    now[0] += 0.9
+    assert "peak_bytes" not in watch.window()
+    now[0] += 0.2
+    assert "peak_bytes" in watch.window()
+
+
+def test_mfu_where_the_peak_is_known() -> None:
+    clock = Clock(CPU)
+    watch = monitor(clock, Ranks(), flops=1e9)
+    watch.peak = 1e11
+    clock.steps(6, 0.5)
+    assert watch.window()["mfu"] == pytest.approx(1e9 * 20 / (2 * 1e11), rel=0.01)
+    assert watch.model_flops(clock.throughput()) == (1e9, pytest.approx(0.1, rel=0.01))
+    assert watch.model_flops(None) == (1e9, None)
+
+
+def test_ranks_are_compared_by_the_shared_clock_alone() -> None:
+    clock, group = Clock(CPU), Ranks()
+    watch = monitor(clock, group)
+    found = [watch.compare(elapsed_s) is not None for elapsed_s in (0.0, 9.9, 10.0, 10.1, 19.9, 25.0, 34.9, 35.0)]
+    assert found == [False, False, True, False, False, True, False, True]
+    assert group.gathers == 3
+    single = monitor(clock)
+    assert single.compare(COMPARE_EVERY_S) is None
+
+
+def test_a_comparison_is_about_the_steps_since_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(CPU)
+    watch = monitor(clock, Ranks(data_wait_share=0.5))
+    clock.steps(4, 1.0, samples=10, own=5, wait_s=0.02)
+    with caplog.at_level(logging.WARNING):
+        (ours, _) = watch.compare(10.0) or []
+        clock.steps(2, 2.0, samples=10, own=0, wait_s=1.0)
+        (later, _) = watch.compare(20.0) or []
+        watch.compare(30.0)
+    assert (ours["steps"], ours["samples_per_step"], ours["idle_share"]) == (4, 5.0, 0.0)
+    assert ours["samples_per_s"] == pytest.approx(5.0, rel=0.01)
+    assert ours["data_wait_share"] == pytest.approx(0.02, rel=0.01)
+    assert (later["steps"], later["idle_share"], later["samples_per_s"]) == (2, 1.0, 0.0)
+    assert [record.getMessage().split(" the others")[0] for record in caplog.records] == [
+        f"uneven ranks: rank 1 ({ours['host']}) waits 50% of its time for data,",
+        "uneven ranks: rank 0 has no sample in 100% of its steps: the global batch is too small for all ranks",
+        "uneven ranks: rank 1 has no sample in 100% of its steps: the global batch is too small for all ranks",
+    ], "each once"
+
+
+def test_only_rank_0_warns(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(CPU)
+    watch = monitor(clock, Ranks(rank=1, data_wait_share=0.9))
+    clock.steps(4, 1.0)
+    with caplog.at_level(logging.WARNING):
+        assert watch.compare(10.0)
+        assert watch.finish()
+    assert not caplog.records
+
+
+def test_the_result_leaves_the_warm_up_out() -> None:
+    clock = Clock(CPU)
+    watch = monitor(clock)
+    clock.steps(5, 60.0)
+    watch.window()
+    clock.steps(10, 1.0)
+    watch.window()
+    (row,) = watch.finish()
+    assert (row["steps"], row["step_time_s"]) == (10, pytest.approx(1.0, rel=0.01))
+    short = monitor(clock)
+    short.window()
+    assert short.finish()[0]["steps"] == 15, "all of them, when there are no more"
+
+
+class Slow(torch.autograd.Function):
+    """Takes a while in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        time.sleep(0.02)
+        return gradient
+
+
+class Sleepy(nn.Module):
+    """Sleeps in the forward pass, and in the backward pass between the last layer and the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return self.last(Slow.apply(self.first(inputs)))
+
+
+def test_the_backward_timer_leaves_out_what_is_before_and_after() -> None:
+    model = Sleepy()
+    timer = BackwardTimer(model, CPU)
+    for _ in range(3):
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        time.sleep(0.05)  # other ranks, in DDP
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    found = timer.take()
+    assert found is not None
+    assert 0.02 <= found < 0.045
+    assert timer.take() is None
+    assert timer.mean() == found
+    timer.close()
+    model(torch.ones(1, 2)).sum().backward()
+    assert timer.take() is None
+
+
+class Event:
+    """A CUDA event that counts milliseconds by records."""
+
+    now = 0.0
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        Event.made += 1
+
+    def record(self) -> None:
+        Event.now += 7.0
+        self.at = Event.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_on_a_gpu_events_are_made_once_and_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    model = nn.Linear(2, 2)
+    timer = BackwardTimer(model, torch.device("cuda"))
+    made = Event.made
+    for _ in range(made):  # twice as many passes as there are pairs
+        model(torch.ones(1, 2)).sum().backward()
+    assert timer.take() is None, "nothing is read in a step"
+    timer.collect()
+    assert timer.take() == pytest.approx(0.007)
+    model(torch.ones(1, 2)).sum().backward()
+    timer.collect()
+    assert timer.take() == pytest.approx(0.007)
+    assert Event.made == made
+
+
+def test_a_run_has_the_figures_in_its_log_and_result(tmp_path: Any) -> None:
+    result = train(tmp_path, epochs=2)
+    rows = [row for row in read_log(Storage(str(tmp_path))) if "train_loss" in row]
+    assert all(row["samples_per_s"] > 0 and row["step_time_s"] > 0 and 0 <= row["data_wait_share"] <= 1 for row in rows)
+    assert all("mfu" not in row and "ranks" not in row for row in rows), "a CPU has no peak, and one rank no others"
+    (row,) = result.ranks
+    assert row["samples_per_step"] == pytest.approx(SAMPLES / PER_EPOCH), "the second epoch: the first is the warm-up"
+    assert row["peak_bytes"] == result.peak_memory_bytes
+    assert result.mfu is None
+
+
+def test_steps_are_timed_to_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU steps are counted when the device is next waited for: an epoch may end in between."""
+    monkeypatch.setattr("trainers.training.StepClock", lambda device: StepClock(torch.device("meta")))
+    steps = 4 * PER_EPOCH + 3
+    result = train(None, max_steps=steps, log_every_steps=1000, evaluate={"every_steps": 1000})
+    assert result.ranks[0]["steps"] == steps
+    assert result.throughput is not None
+    assert result.throughput.steps == steps - WARMUP_STEPS

@@ -1,0 +1,358 @@
+"""Batches on their way to a device, and the sentence that names a tensor which stayed behind.
+
+The `meta` device stands for the other one: torch refuses to mix it with a CPU as it refuses CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.data import TensorDataset
+
+from trainers.errors import DeviceMismatchError, RunFailedError
+from trainers.evaluation import evaluate
+from trainers.loader import Feed
+from trainers.microbatch import choose_microbatch
+from trainers.moves import Pinnable, copied, named_tensors, raise_if_mismatch, to_device
+from trainers.parallel import Group
+from trainers.precision import TABLE
+from trainers.sections import DataConfig
+from trainers.state import match_layout
+from trainers.step import TrainStep
+from trainers.task import Batch, Task
+
+torch.set_num_threads(1)
+CPU, META = torch.device("cpu"), torch.device("meta")
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass
+class Sample:
+    """A batch of a class of its own."""
+
+    inputs: Tensor
+    labels: Tensor
+    name: str = "x"
+
+
+def test_on_a_cpu_the_batches_are_the_very_same() -> None:
+    source = iter([(torch.ones(2),)])
+    assert to_device(source, CPU, ahead=True) is source
+
+
+class Recorded:
+    """Copies that write down what happens when, and leave the batch unready until it is handed over."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.pending: list[Batch] = []
+
+    def begin(self, batch: Batch) -> Batch:
+        self.events.append(f"copy {batch}")
+        self.pending.append(batch)
+        return batch
+
+    def hand_over(self, batch: Batch) -> Batch:
+        # A wait covers everything that is in the copying stream: more than this batch would be waited for in vain.
+        assert self.pending == [batch]
+        self.pending.clear()
+        self.events.append(f"wait {batch}")
+        return batch
+
+
+def traced(ahead: bool, count: int = 3) -> list[str]:
+    events: list[str] = []
+
+    def load() -> Iterator[int]:
+        for number in range(count):
+            events.append(f"load {number}")
+            yield number
+
+    for batch in copied(load(), Recorded(events), ahead):
+        events.append(f"step {batch}")
+    return events
+
+
+def test_the_next_copy_begins_before_the_step_at_hand() -> None:
+    expected = "load 0, copy 0, wait 0, load 1, copy 1, step 0, wait 1, load 2, copy 2, step 1, wait 2, step 2"
+    assert ", ".join(traced(ahead=True)) == expected
+
+
+def test_what_is_loaded_in_this_process_is_loaded_when_asked_for() -> None:
+    """A dataset that draws random numbers must not be ahead of the step that a checkpoint keeps."""
+    expected = [f"{what} {number}" for number in range(3) for what in ("load", "copy", "wait", "step")]
+    assert traced(ahead=False) == expected
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_no_batch_gives_none(ahead: bool) -> None:
+    assert traced(ahead, count=0) == []
+
+
+def test_what_is_not_wanted_any_more_is_not_loaded() -> None:
+    events: list[str] = []
+    batches = copied(iter(range(9)), Recorded(events), ahead=True)
+    assert [next(batches), next(batches)] == [0, 1]
+    assert events == ["copy 0", "wait 0", "copy 1", "wait 1", "copy 2"]
+
+
+def test_only_loaders_with_processes_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def spy(batches: Iterator[Batch], device: torch.device, ahead: bool) -> Iterator[Batch]:
+        seen.append(ahead)
+        return batches
+
+    monkeypatch.setattr("trainers.loader.to_device", spy)
+    for workers in (0, 1):
+        config = DataConfig(num_workers=workers, resident=False)
+        feed = Feed(TensorDataset(torch.ones(4, 2)), Task(), config, CPU, sharers=1, seed=0)
+        assert len(list(feed.batches([torch.arange(2)], training=True))) == 1
+        feed.close()
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.ones(2), torch.zeros(2)),
+        [torch.ones(2), {"x": torch.ones(1)}],
+        Pair(torch.ones(2), "word"),
+        Sample(torch.ones(2), torch.zeros(2)),
+        torch.ones(3),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_pinning_keeps_every_nesting(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own pinning passes dataclasses by, so their copies would wait for the device."""
+    pinned: list[Tensor] = []
+
+    def pin(tensor: Tensor) -> Tensor:
+        pinned.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
+    moved = torch.utils.data._utils.pin_memory.pin_memory(Pinnable(batch))
+    before, after = list(named_tensors(batch, "batch")), list(named_tensors(moved.batch, "batch"))
+    assert type(moved.batch) is type(batch)
+    assert len(pinned) == len(before) > 0
+    assert [name for name, _ in after] == [name for name, _ in before]
+    assert all(torch.equal(new, old) for (_, new), (_, old) in zip(after, before, strict=True))
+
+
+def test_a_pinning_loader_gives_what_was_collated() -> None:
+    config = DataConfig(pin_memory=True, resident=False)
+    accelerated = torch.accelerator.is_available()
+    with contextlib.nullcontext() if accelerated else pytest.warns(UserWarning, match="no accelerator"):
+        feed = Feed(TensorDataset(torch.arange(6.0)), Task(), config, CPU, sharers=1, seed=0)
+        (batch,) = feed.batches([torch.tensor([4, 1])], training=True)
+    assert isinstance(batch, tuple)
+    assert batch[0].tolist() == [4.0, 1.0]
+
+
+# --- tensors left behind ---------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Its mask is a plain attribute: `to()` does not move it."""
+
+    def __init__(self, where: torch.device) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.masks = [torch.ones(2, device=where)]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) * self.masks[0]
+
+
+class Buffered(Plain):
+    def __init__(self, where: torch.device) -> None:
+        super().__init__(CPU)
+        self.register_buffer("scale", torch.ones(2, device=where))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs) * self.scale
+
+
+class Weighted(Task):
+    """Class weights of a loss, the usual tensor that nobody moves."""
+
+    def __init__(self, where: torch.device = CPU, made: torch.device = CPU) -> None:
+        self.balance = {"classes": torch.ones(2, device=where)}
+        self.made = made
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        labels = batch.labels if isinstance(batch, (Sample, Holder)) else batch["labels"]
+        made = torch.ones(len(labels), device=self.made)
+        per_sample = nn.functional.cross_entropy(outputs, labels, weight=self.balance["classes"], reduction="none")
+        return (per_sample * made).mean()
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.inputs if isinstance(batch, (Sample, Holder)) else batch["inputs"])
+
+
+class Holder:
+    """No nesting that is moved: a class without fields."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self.inputs, self.labels = inputs, labels
+
+
+def good() -> dict[str, Tensor]:
+    return {"inputs": torch.ones(4, 3), "labels": torch.zeros(4, dtype=torch.int64)}
+
+
+def cases() -> dict[str, tuple[Task, nn.Module, Batch, str]]:
+    far = {name: tensor.to(META) for name, tensor in good().items()}
+    return {
+        "batch": (Weighted(), Plain(CPU), good() | {"inputs": far["inputs"]}, "`batch['inputs']` on meta cannot"),
+        "dataclass": (Weighted(), Plain(CPU), Sample(far["inputs"], good()["labels"]), "`batch.inputs` on meta"),
+        "object": (Weighted(), Plain(CPU), Holder(far["inputs"], good()["labels"]), "`batch.inputs` on meta"),
+        "parameter": (Weighted(), Plain(CPU).to(META), good(), "parameter `layer.weight` on meta"),
+        "buffer": (Weighted(), Buffered(META), good(), "buffer `scale` on meta"),
+        "attribute": (Weighted(), nn.Sequential(Plain(META)), good(), "attribute `0.masks[0]` on meta"),
+        "task": (Weighted(META), Plain(CPU), good(), "`Weighted.balance['classes']` on meta"),
+        "made in loss": (Weighted(made=META), Plain(CPU), good(), "forward() or loss() makes a tensor"),
+    }
+
+
+FIXES = {
+    "attribute": "register_buffer()",
+    "task": "where they are used",
+    "object": "dataclasses",
+    "made in loss": "device=",
+}
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_a_tensor_on_another_device_is_named_with_both_devices(case: str) -> None:
+    task, model, batch, words = cases()[case]
+    step = TrainStep(model, task, SGD(model.parameters(), lr=0.1), TABLE["fp32"], Group(0, 1, CPU))
+    with pytest.raises(DeviceMismatchError) as raised:
+        step.loss(batch)
+    text = str(raised.value)
+    assert words in text
+    assert "cpu" in text
+    assert FIXES.get(case, "") in text
+    assert len(text.splitlines()) == 1
+    failed = RunFailedError.of(raised.value, rank=1)
+    assert failed.status == "error"
+    assert words in failed.message
+
+
+def test_nothing_that_is_where_it_belongs_is_named() -> None:
+    task, model, batch, _ = cases()["attribute"]
+    with pytest.raises(DeviceMismatchError) as raised:
+        TrainStep(model, task, SGD(model.parameters(), lr=0.1), TABLE["fp32"], Group(0, 1, CPU)).loss(batch)
+    assert "batch" not in str(raised.value).split("(torch:")[0]
+    assert "layer.weight" not in str(raised.value)
+
+
+def test_the_probe_and_evaluation_name_it_too() -> None:
+    class Far(Weighted):
+        def transform(self, batch: Batch, training: bool) -> Batch:
+            return {"inputs": batch[0].to(META), "labels": batch[1]}
+
+    data = TensorDataset(torch.ones(6, 3), torch.zeros(6, dtype=torch.int64))
+    model, group, task = Plain(CPU), Group(0, 1, CPU), Far()
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+    with pytest.raises(DeviceMismatchError, match=r"batch\['inputs'\]"):
+        choose_microbatch("auto", 4, model, optimizer, task, data, TABLE["fp32"], group)
+    feed = Feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
+    with pytest.raises(DeviceMismatchError, match=r"batch\['inputs'\]"):
+        evaluate(model, task, feed, 4, TABLE["fp32"], group)
+
+
+# What torch says elsewhere, from its sources (aten/src/ATen) and from reports of users.
+WORDS = [
+    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+    "Expected all tensors to be on the same device, but got index is on cpu, different from other tensors on cuda:0",
+    "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+    "indices should be either on cpu or on the same device as the indexed tensor (cpu)",
+    "Expected object of device type cuda but got device type cpu for argument #1 'self' in call to _th_index_select",
+    "Placeholder storage has not been allocated on MPS device!",
+]
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_torchs_other_words_are_understood(words: str) -> None:
+    with pytest.raises(DeviceMismatchError, match=r"batch\[0\]"):
+        raise_if_mismatch(RuntimeError(words), Task(), Plain(CPU), (torch.ones(2, device=META),), CPU)
+
+
+def test_other_errors_stay_as_they_are() -> None:
+    far = (torch.ones(2, device=META),)
+    raise_if_mismatch(
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 2x2)"), Task(), Plain(CPU), far, CPU
+    )
+    formats = RuntimeError("Input type (float) and bias type (c10::Half) should be the same")
+    raise_if_mismatch(formats, Task(), Plain(CPU), (torch.ones(2),), CPU)
+
+
+def test_a_number_on_the_cpu_is_no_tensor_left_behind() -> None:
+    error = RuntimeError(WORDS[0])
+    with pytest.raises(DeviceMismatchError) as raised:
+        raise_if_mismatch(error, Task(), nn.Identity(), (torch.tensor(2.0), torch.ones(2)), META)
+    assert "batch[1]" in str(raised.value)
+    assert "batch[0]" not in str(raised.value)
+
+
+def test_many_are_counted_and_objects_that_hold_each_other_end() -> None:
+    class Ring:
+        def __init__(self) -> None:
+            self.me: list[Any] = [self]
+            self.tensor = torch.ones(1)
+
+    batch = [Ring(), UserDict(x=torch.ones(1)), *(torch.ones(1) for _ in range(9))]
+    with pytest.raises(DeviceMismatchError, match=r"and \d+ more cannot meet the rest on meta") as raised:
+        raise_if_mismatch(RuntimeError(WORDS[0]), Task(), nn.Identity(), batch, META)
+    assert "`batch[0].tensor`" in str(raised.value)
+
+
+# --- memory formats --------------------------------------------------------------------------------------------------
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return AdamW(parameters, lr=0.1, fused=True)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+def test_moments_of_another_memory_format_are_taken_back_right(
+    make: Callable[[Any], Optimizer], before: bool, after: bool
+) -> None:
+    """A fused step walks weight and moment in memory order: of two formats it would mix up the elements, silently."""
+    inputs = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(1))
+
+    def train(switch: bool) -> Tensor:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Conv2d(3, 8, 3)
+        model = TABLE["fp32"].with_layout(before, model, CPU).convert_model(model)
+        optimizer = make(model.parameters())
+        for number in range(4):
+            if switch and number == 2:
+                kept, weights = optimizer.state_dict(), model.state_dict()
+                model = nn.Conv2d(3, 8, 3)
+                model = TABLE["fp32"].with_layout(after, model, CPU).convert_model(model)
+                model.load_state_dict(weights)
+                optimizer = make(model.parameters())
+                optimizer.load_state_dict(kept)
+                match_layout(optimizer)
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        return model.weight.detach().contiguous()  # type: ignore[operator, union-attr]
+
+    torch.testing.assert_close(train(switch=True), train(switch=False), rtol=1e-5, atol=1e-6)

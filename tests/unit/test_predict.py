@@ -1,0 +1,325 @@
+"""Predictions and evaluations of a trained run, in this process: every sample, in order, with the run's own weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import trainers.inference
+import trainers.predictions
+from tests.specs import evaluations, make
+from tests.tasks import Blobs
+from trainers.__main__ import main
+from trainers.arrow import ArrowDataset
+from trainers.errors import CheckpointError, ConfigError, StorageError
+from trainers.inference import Inference, check_out, infer, run_spec
+from trainers.launch import LocalContext
+from trainers.loader import Feed
+from trainers.loop import fit
+from trainers.parallel import Group
+from trainers.precision import TABLE
+from trainers.predictions import predict
+from trainers.run import RunSpec, prepare_storage
+from trainers.sections import DataConfig
+from trainers.storage import Storage
+from trainers.task import Task
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+SAMPLES = 203
+
+
+class Plain(Blobs):
+    """Blobs whose outputs a test chooses."""
+
+    def __init__(self, **columns: Any) -> None:
+        super().__init__(samples=SAMPLES)
+        self.columns = columns
+
+    def predictions(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        if not self.columns:
+            return super().predictions(outputs, batch)
+        return {name: make_column(outputs) for name, make_column in self.columns.items()}
+
+
+def written(task: Task, path: Path, size: int = 32, precision: str = "fp32") -> pa.Table:
+    torch.manual_seed(0)
+    feed = Feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
+    model = TABLE[precision].convert_model(task.model())
+    predict(model, task, feed, size, TABLE[precision], Group(0, 1, CPU), Storage(str(path)), {"split": "val"})
+    return pq.read_table(path)
+
+
+def outputs_of(task: Blobs, size: int) -> Tensor:
+    torch.manual_seed(0)
+    model = task.model().eval()
+    with torch.no_grad():
+        return torch.cat([model(part) for part in task.dataset("val").tensors[0].split(size)])
+
+
+@pytest.mark.parametrize("size", [1, 32, 1000])
+def test_every_sample_in_order(size: int, tmp_path: Path) -> None:
+    task = Plain()
+    table = written(task, tmp_path / "out.parquet", size)
+    assert table.column_names == ["index", "output"]
+    assert table["index"].to_pylist() == list(range(SAMPLES))
+    assert torch.equal(torch.tensor(table["output"].to_pylist()), outputs_of(task, size))
+    assert table.schema.metadata == {b"split": b"val"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
+
+
+def test_columns_of_every_type_and_shape_come_back(tmp_path: Path) -> None:
+    task = Plain(
+        label=lambda out: out.argmax(1),
+        sure=lambda out: out.amax(1) > 0.5,
+        half=lambda out: out[:, 0].bfloat16(),
+        grid=lambda out: out.view(-1, 2, 2).double(),
+        byte=lambda out: out.transpose(0, 1).mul(9).to(torch.uint8).transpose(0, 1),
+    )
+    table = written(task, tmp_path / "out.parquet")
+    out = outputs_of(task, 32)
+    assert {name: str(table[name].type) for name in ("label", "sure", "half")} == {
+        "label": "int64",
+        "sure": "bool",
+        "half": "float",
+    }
+    read = ArrowDataset(tmp_path / "out.parquet", cache=tmp_path / "cache").__getitems__(range(SAMPLES))
+    for name, column in task.columns.items():
+        expected = column(out).float() if name == "half" else column(out)
+        assert torch.equal(read[name], expected), name
+
+
+def test_a_dict_of_outputs_is_a_column_each(tmp_path: Path) -> None:
+    class Two(Plain):
+        def forward(self, model: nn.Module, batch: Any) -> Any:
+            logits = model(batch[0])
+            return {"logits": logits, "best": logits.amax(1)}
+
+    assert written(Two(), tmp_path / "out.parquet").column_names == ["index", "logits", "best"]
+
+
+def test_a_model_in_half_precision_is_written_in_single(tmp_path: Path) -> None:
+    table = written(Plain(), tmp_path / "out.parquet", precision="bf16-pure")
+    assert "float" in str(table["output"].type)
+    found = torch.tensor(table["output"].to_pylist())
+    assert torch.equal(found, found.bfloat16().float())
+
+
+def test_memory_is_bounded_by_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = written(Plain(), tmp_path / "whole.parquet", 8)
+    monkeypatch.setattr(trainers.predictions, "_ROW_GROUP_BYTES", 1000)
+    parts = written(Plain(), tmp_path / "parts.parquet", 8)
+    assert parts.equals(whole)
+    assert pq.ParquetFile(tmp_path / "parts.parquet").num_row_groups == pytest.approx(SAMPLES * 24 / 1000, abs=3)
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"mean": lambda out: out.mean()}, ["prediction mean", "[]", "[32, ...]"]),
+        ({"turned": lambda out: out.t()}, ["prediction turned", "[4, 32]"]),
+        ({"index": lambda out: out[:, 0]}, ["prediction index", "another name"]),
+        ({"pair": lambda out: (out, out)}, ["prediction pair", "tuple", "Plain.predictions()"]),
+        ({"wave": lambda out: out + 1j}, ["prediction wave", "real tensor"]),
+        ({"cut": lambda out: out[:, : 3 + len(out) % 2]}, ["predictions", "pad them to one shape"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_no_column_is_refused_and_leaves_no_file(
+    columns: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as met:
+        written(Plain(**columns), tmp_path / "out.parquet")
+    assert all(word in str(met.value) for word in words), str(met.value)
+    assert "\n" not in str(met.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_earlier_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
+    before = written(Plain(), tmp_path / "out.parquet")
+
+    def failing(out: Tensor) -> Tensor:
+        if len(out) < 32:  # the last batch
+            raise ZeroDivisionError
+        return out
+
+    with pytest.raises(ZeroDivisionError):
+        written(Plain(output=failing), tmp_path / "out.parquet")
+    assert pq.read_table(tmp_path / "out.parquet").equals(before)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
+
+
+class Kept(Blobs):
+    """BatchNorm, dropout, a torchmetric, a state of the task's own, and a third split."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seen = torch.zeros(())
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+
+    def dataset(self, split: str) -> TensorDataset:
+        found = super().dataset("train" if split == "train" else "val")
+        return TensorDataset(*(tensor[:50] for tensor in found.tensors)) if split == "few" else found
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        if outputs.requires_grad:
+            self.seen += 1
+        return super().loss(outputs, batch)
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        auroc = torchmetrics.classification.MulticlassAUROC(4)
+        auroc.update(outputs.float().softmax(1), batch[1])
+        return {**super().metrics(outputs, batch), "auroc": auroc, "seen": self.seen.expand(len(outputs))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def train(tmp_path: Path, **changes: Any) -> RunSpec:
+    spec = make(tmp_path, name="run", task="tests.unit.test_predict:Kept", **changes)
+    prepare_storage(spec, fresh=False)
+    fit(Kept(**spec.config.task_args), spec.config, LocalContext(spec.storage, "local"))
+    return spec
+
+
+def work(location: Path, split: str = "val", which: str = "newest", out: Path | None = None, **changes: Any) -> Any:
+    spec = run_spec(str(location), {key.replace("__", "."): value for key, value in changes.items()}, None)
+    job = Inference(spec, split, which, str(out) if out else None)
+    result = infer(Kept(**spec.config.task_args), spec.config, LocalContext(spec.storage, "local"), job)
+    assert job.read_result(result.to_json().encode()) == result
+    return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_the_figures_of_training_come_out_again_to_the_last_bit(precision: str, tmp_path: Path) -> None:
+    spec = train(tmp_path, precision=precision, evaluate__microbatch_size=64, checkpoint__keep=9)
+    for before in evaluations(spec):
+        result = work(Path(spec.uri), which=f"step-{before['step']}")
+        assert result.metrics == {name: value for name, value in before.items() if name.startswith("val_")}
+        assert result.metrics["val_seen"] == before["step"], "the task's own state is the checkpoint's"
+        assert (result.samples, result.step) == (203, before["step"])
+
+
+def test_another_split_gives_its_name_to_the_figures(tmp_path: Path) -> None:
+    train(tmp_path)
+    result = work(tmp_path / "runs/run", split="few")
+    assert set(result.metrics) == {"few_loss", "few_accuracy", "few_auroc", "few_seen"}
+    assert result.samples == 50
+    assert "on the 50 samples of few" in str(result)
+
+
+def test_predictions_are_the_trained_models(tmp_path: Path) -> None:
+    spec = train(tmp_path)
+    result = work(Path(spec.uri), out=tmp_path / "deep/out.parquet")
+    table = pq.read_table(result.out)
+    task, model = Kept(), Kept().model()
+    state = torch.load(Path(spec.uri, "checkpoints/step-000000000030/state.pt"), weights_only=True)
+    model.load_state_dict(state["model"])
+    with torch.no_grad():
+        expected = model.eval()(task.dataset("val").tensors[0])
+    assert torch.allclose(torch.tensor(table["output"].to_pylist()), expected, atol=1e-6)
+    assert table.schema.metadata[b"checkpoint"] == b"step-30"
+
+
+def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = train(tmp_path)
+    newest = Path(spec.uri, "checkpoints/step-000000000030/state.pt")
+    newest.write_bytes(newest.read_bytes()[:-10])
+    assert work(Path(spec.uri)).step == 20
+    assert "step-000000000030 is left out" in caplog.text
+
+
+def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+    spec = train(tmp_path)
+    Storage(spec.uri).delete("checkpoints")
+    with pytest.raises(ConfigError, match="there is no complete checkpoint in"):
+        work(Path(spec.uri))
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
+    spec = train(tmp_path)
+
+    class Wider(Kept):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(12, 99))
+
+    here = run_spec(spec.uri, {}, None)
+    with pytest.raises(CheckpointError, match="does not fit this model") as met:
+        infer(Wider(), here.config, LocalContext(here.storage, "local"), Inference(here, "val", "newest", None))
+    assert "\n" not in str(met.value)
+
+
+def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(tmp_path: Path) -> None:
+    spec = train(tmp_path)
+    config = json.loads(json.dumps(spec.tree)) | {"launcher": "ray", "strategy": "fsdp", "scaling": {"num_workers": 64}}
+    prepare_storage(dataclasses.replace(spec, tree=config, uri=str(tmp_path / "moved")), fresh=False)
+    opened = run_spec(str(tmp_path / "moved"), {"evaluate.microbatch_size": 7}, None)
+    assert opened.uri == str(tmp_path / "moved")
+    assert (opened.config.launcher, opened.config.scaling.num_workers) == ("local", 1)
+    assert opened.config.evaluate.microbatch_size == 7
+    assert run_spec(str(tmp_path / "moved"), {"scaling.num_workers": 2}, None).config.launcher == "spawn"
+    assert run_spec(str(tmp_path / "moved"), {}, 16).config.scaling.num_workers == 16, "torchrun's are started already"
+    with pytest.raises(ConfigError, match=r"`launcher` is .*only trains"):
+        run_spec(str(tmp_path / "moved"), {"launcher": "ray"}, None)
+
+
+def test_the_task_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run remembers where its task is."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/far_away.py").write_text("from tests.tasks import Blobs\n\n\nclass Far(Blobs):\n    pass\n")
+    spec = make(tmp_path, name="run", task="far_away:Far", task_dir=str(tmp_path / "code"))
+    before = {key: value for key, value in spec.tree.items() if key != "task_dir"}
+    prepare_storage(dataclasses.replace(spec, tree=before), fresh=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run_spec(spec.uri, {}, None).path[0] == str(tmp_path / "code")
+
+
+def test_where_no_file_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (str(tmp_path), str(tmp_path / "file/out.parquet"), "/proc/out.parquet", "s4://bucket/out.parquet"):
+        with pytest.raises(ConfigError, match=r"`--out` is .*; name a file") as met:
+            check_out(out)
+        assert not isinstance(met.value, StorageError)
+    check_out(str(tmp_path / "new/out.parquet"))
+
+
+def test_mistakes_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainers.inference, "setup_logging", lambda rank: None)
+    run = train(tmp_path).uri
+    (tmp_path / "file").touch()
+    cases = [
+        (["evaluate"], ["`RUN`", "must be given to evaluate"]),
+        (["evaluate", "--split", "val"], ["`RUN`", "must be given to evaluate"]),
+        (["evaluate", run[:-1]], ["`RUN`", "is no run", f"did you mean `{run}`?"]),
+        (["evaluate", run, "--precison", "bf16"], ["`precison`", "did you mean `precision`?"]),
+        (["evaluate", run, "--out", "x"], ["`out`", "no such key"]),
+        (["evaluate", run, "--scaling.num_workers", "two"], ["`scaling.num_workers`", "whole number"]),
+        (["evaluate", run, "--scaling.num_workers", "4096"], ["`scaling.num_workers`", "fit on this machine"]),
+        (["predict", run], ["`--out`", "is required"]),
+        (["predict", run, "--out", run], ["`--out`", "is a directory"]),
+        (["predict", run, "--out", f"{tmp_path}/file/x"], ["`--out`", "cannot be written"]),
+    ]
+    for args, words in cases:
+        assert main(args) == 2
+        found = capfd.readouterr().err
+        assert found.startswith("error: ")
+        assert found.count("\n") == 1
+        assert all(word in found for word in words), found

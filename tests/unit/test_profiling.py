@@ -1,0 +1,345 @@
+"""What a run shows of itself: profiled steps, compilation, and memory on out of memory; CUDA's calls are faked."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainers.__main__ as command
+from tests.tasks import Blobs
+from trainers import profiling
+from trainers.config import TrainConfig
+from trainers.errors import ConfigError, StorageError, TooLargeError
+from trainers.launch import LocalContext
+from trainers.loop import fit
+from trainers.metrics import WARMUP_STEPS, RunResult, read_log
+from trainers.profiling import inspect_run, memory_chart, memory_points, memory_watched, save_memory_report
+from trainers.settings import build
+from trainers.storage import Storage
+
+GPU = torch.device("cuda", 1)
+OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def config(**changes: Any) -> TrainConfig:
+    tree: dict[str, Any] = {
+        "task": "tests.tasks:Blobs",
+        "max_steps": 20,
+        "global_batch_size": 29,  # 203 samples: no shorter step
+        "log_every_steps": 1,
+        "optimizer": {"name": "adamw", "lr": 0.01},
+        "evaluate": {"every_steps": 99},
+        "checkpoint": {"every_steps": 99},
+        "device": "cpu",
+    }
+    return build(TrainConfig, tree | changes, "test")
+
+
+def train(path: Path | None, task: Blobs | None = None, **changes: Any) -> RunResult:
+    return fit(task or Blobs(), config(**changes), LocalContext(Storage(str(path)) if path else None, "local"))
+
+
+def losses(path: Path) -> list[float]:
+    return [record["train_loss"] for record in read_log(Storage(str(path))) if "train_loss" in record]
+
+
+def profiled_steps(path: Path) -> set[str]:
+    with gzip.open(path / "profile" / "trace.json.gz", "rt") as stream:
+        events = json.load(stream)["traceEvents"]
+    return {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep")}
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="trainers"):
+        yield caplog
+
+
+def test_the_steps_after_warm_up_are_recorded_and_left_out(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    result = train(tmp_path / "profiled", profile_steps=3)
+    plain = train(tmp_path / "plain")
+
+    first = WARMUP_STEPS + 1
+    assert profiled_steps(tmp_path / "profiled") == {f"ProfilerStep#{first + index}" for index in range(3)}
+    assert result.throughput is not None
+    assert result.throughput.steps == 20 - WARMUP_STEPS - 1 - 3
+    assert plain.throughput is not None
+    assert plain.throughput.steps == 20 - WARMUP_STEPS
+    assert losses(tmp_path / "profiled") == losses(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "profile").exists()
+    table = next(record.getMessage() for record in log.records if "profile of 3 steps" in record.getMessage())
+    assert "aten::addmm" in table
+    assert "Self CPU" in table
+    points = json.loads((tmp_path / "profiled" / "profile" / "memory_timeline.json").read_text())
+    assert max(allocated for _, allocated in points) > 203 * 4
+    assert (tmp_path / "profiled" / "profile" / "memory_timeline.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_run_that_ends_inside_the_window_keeps_what_there_is(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, profile_steps=50, max_steps=WARMUP_STEPS + 1 + 2)
+    assert "profile of 2 steps" in log.text
+    assert len(profiled_steps(tmp_path)) >= 2
+
+
+def test_a_run_that_ends_before_the_window_says_so(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, profile_steps=3, max_steps=WARMUP_STEPS + 1)
+    assert f"nothing was profiled: the run ended before step {WARMUP_STEPS + 2}" in log.text
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_failure_inside_the_window_leaves_no_profiler_running(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="injected"):
+        train(tmp_path, Blobs(fail_at=WARMUP_STEPS + 1 + 3), profile_steps=50)
+    assert not torch.autograd._profiler_enabled()
+    train(tmp_path / "next", profile_steps=2)
+    assert len(profiled_steps(tmp_path / "next")) == 2
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise StorageError("could not write: no space left")
+
+    monkeypatch.setattr(profiling, "_copy", full)
+    assert train(tmp_path, profile_steps=2).status == "done"
+    assert "the profile is lost: could not write: no space left" in log.text
+
+
+def test_a_trial_has_the_table_only(log: pytest.LogCaptureFixture) -> None:
+    assert train(None, profile_steps=2).status == "done"
+    assert "profile of 2 steps" in log.text
+    assert "profile written" not in log.text
+
+
+def test_nothing_is_looked_at_unless_asked() -> None:
+    context = LocalContext(None, "spawn", rank=1, world_size=2)
+    assert inspect_run(config(), LocalContext(None, "local")) is None
+    assert inspect_run(config(profile_steps=3), context) is None  # rank 0 alone is profiled
+
+
+def memory_event(ts: float, total: int, device_type: int, device: int) -> dict[str, Any]:
+    args = {"Total Allocated": total, "Bytes": 1, "Device Type": device_type, "Device Id": device}
+    return {"ph": "i", "name": "[memory]", "ts": ts, "args": args}
+
+
+def test_memory_over_time_is_that_of_one_device() -> None:
+    trace = {
+        "traceEvents": [
+            memory_event(3000.0, 30, 1, 1),
+            memory_event(1000.0, 10, 1, 1),
+            memory_event(1500.0, 99, 1, 0),
+            memory_event(500.0, 77, 0, -1),
+            {"ph": "X", "name": "aten::addmm", "ts": 100.0, "args": {}},
+        ]
+    }
+    assert memory_points(trace, GPU) == [(0.0, 10), (2.0, 30)]
+    assert memory_points(trace, torch.device("cpu")) == [(0.0, 77)]
+    assert memory_points({"traceEvents": []}, GPU) == []
+
+
+def test_the_chart_spans_the_memory() -> None:
+    page = memory_chart([(0.0, 2**20), (1.0, 5 * 2**20), (4.0, 3 * 2**20)], GPU)
+    assert "0 to 4.0 ms; 1.0 to 5.0 MiB" in page
+    assert 'd="M0 290.0H0.00V290.0H250.00V10.0H1000.00V150.0"' in page
+    assert "cuda:1" in page
+    assert "0.0 to 0.0 MiB" in memory_chart([], GPU)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """CUDA's memory calls, remembered."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "memory_summary", lambda device: f"|summary of {device}|")
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"snapshot"))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: calls.append(how))
+    monkeypatch.setattr(profiling, "resolve_device", lambda name, index: GPU)
+    return calls
+
+
+@pytest.mark.parametrize("error", [OOM, TooLargeError(64, "CUDA out of memory")])
+def test_out_of_memory_is_reported(
+    error: Exception, cuda: list[Any], tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    save_memory_report(error, GPU, Storage(str(tmp_path)), 3)
+    assert (tmp_path / "memory" / "rank-3-summary.txt").read_text() == "|summary of cuda:1|"
+    assert (tmp_path / "memory" / "rank-3-snapshot.pickle").read_bytes() == b"snapshot"
+    assert f"{tmp_path}/memory/rank-3-snapshot.pickle for https://pytorch.org/memory_viz" in log.text
+
+
+@pytest.mark.parametrize(
+    ("error", "device"), [(ValueError("no"), GPU), (MemoryError(), GPU), (OOM, torch.device("cpu"))]
+)
+def test_nothing_else_is_reported(error: Exception, device: torch.device, cuda: list[Any], tmp_path: Path) -> None:
+    save_memory_report(error, device, Storage(str(tmp_path)), 0)
+    assert not (tmp_path / "memory").exists()
+
+
+def test_a_trial_reports_at_debug_level_only(cuda: list[Any], log: pytest.LogCaptureFixture) -> None:
+    save_memory_report(OOM, GPU, None, 0)
+    assert not log.records
+    log.set_level(logging.DEBUG, logger="trainers")
+    save_memory_report(OOM, GPU, None, 0)
+    assert "|summary of cuda:1|" in log.text
+
+
+def test_a_report_that_fails_leaves_the_error_as_it_is(
+    cuda: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    def broken(device: torch.device) -> str:
+        raise RuntimeError("CUDA error: device-side assert")
+
+    monkeypatch.setattr(torch.cuda, "memory_summary", broken)
+    with (
+        pytest.raises(torch.OutOfMemoryError) as caught,
+        memory_watched(config(), LocalContext(Storage(str(tmp_path)), "local")),
+    ):
+        raise OOM
+    assert caught.value is OOM
+    assert "no memory report of rank 0: CUDA error: device-side assert" in log.text
+
+
+def test_the_history_is_recorded_for_the_run_and_no_longer(cuda: list[Any], tmp_path: Path) -> None:
+    context = LocalContext(Storage(str(tmp_path)), "local")
+    with memory_watched(config(memory_history=True), context):
+        assert cuda == [{"max_entries": profiling.HISTORY_ENTRIES}]
+    assert cuda[1:] == [{"enabled": None}]
+    with memory_watched(config(), context):
+        pass
+    assert len(cuda) == 2
+
+
+def test_a_history_without_cuda_is_warned_of(log: pytest.LogCaptureFixture) -> None:
+    with memory_watched(config(memory_history=True), LocalContext(None, "local")):
+        pass
+    assert "`memory_history: true` means nothing on cpu" in log.text
+
+
+def test_a_probe_that_does_not_fit_is_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    reported: list[BaseException] = []
+    monkeypatch.setattr(profiling, "save_memory_report", lambda error, *_: reported.append(error))
+    assert train(tmp_path / "auto", Blobs(fits=8)).microbatch_size <= 8
+    assert not reported
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tmp_path / "fixed", Blobs(fits=8), microbatch_size=16)
+    assert len(reported) == 1
+
+
+class Broken(nn.Sequential):
+    """Its graph breaks once."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self[0](inputs)
+        torch._dynamo.graph_break()
+        return self[1](hidden)
+
+
+class BreakingBlobs(Blobs):
+    def model(self) -> nn.Module:
+        return Broken(nn.Linear(self.features, 8), nn.Linear(8, 4))
+
+
+@pytest.fixture
+def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are traced and guarded as they always are, and then run as they are: no compiler, in a second."""
+
+    def traced(model: nn.Module, mode: str, **options: Any) -> None:
+        model._compiled_call_impl = torch.compile(model._call_impl, backend="aot_eager", **options)
+
+    monkeypatch.setattr(nn.Module, "compile", traced)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_the_first_step_compiles_forward_and_backward(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    result = train(tmp_path, compile="default")
+    assert result.compile == {"graphs": 2, "graph_breaks": 0, "recompiles": 1}  # training, then evaluation
+    assert result.throughput is not None
+    assert result.first_step_s is not None
+    assert result.first_step_s > 5 * result.throughput.step_time_s
+    torch._dynamo.reset()
+
+
+def test_graph_breaks_are_counted_and_named(tmp_path: Path, dynamo: None, log: pytest.LogCaptureFixture) -> None:
+    result = train(tmp_path, BreakingBlobs(), compile="default")
+    assert result.compile is not None
+    assert result.compile["graph_breaks"] == 1
+    assert result.compile["graphs"] >= 2
+    assert "torch.compile broke the graph at 1 places: Call to `torch._dynamo.graph_break()`" in log.text
+    stored = RunResult.from_json((tmp_path / "result.json").read_bytes())
+    assert stored.compile == result.compile
+    assert stored.first_step_s == result.first_step_s
+
+
+def test_a_step_that_compiles_again_is_no_measure_of_speed(
+    tmp_path: Path, dynamo: None, log: pytest.LogCaptureFixture
+) -> None:
+    # 203 = 3 x 60 + 23: the fourth step of an epoch is another shape, in the warm-up; evaluation has its own graphs.
+    short = train(tmp_path / "warm", compile="default", global_batch_size=60)
+    assert short.compile is not None
+    assert short.compile["graph_breaks"] == 0
+    assert short.compile["recompiles"] >= 1
+    assert "torch.compile compiled again" in log.text
+    assert "size mismatch at index 0" in log.text
+
+    torch._dynamo.reset()
+    late = train(tmp_path / "late", compile="default", global_batch_size=24, max_steps=18)  # 203 = 8 x 24 + 11
+    assert late.throughput is not None
+    assert late.throughput.steps == 18 - WARMUP_STEPS - 1
+    assert late.first_step_s is not None
+    assert late.first_step_s > 5 * late.throughput.step_time_s
+
+
+def test_a_second_run_of_one_process_counts_from_nothing(tmp_path: Path, dynamo: None) -> None:
+    first = train(tmp_path / "first", BreakingBlobs(), compile="default")
+    torch._dynamo.reset()
+    assert train(tmp_path / "second", BreakingBlobs(), compile="default").compile == first.compile
+
+
+def test_without_compile_there_are_no_figures(tmp_path: Path) -> None:
+    result = train(tmp_path)
+    assert result.compile is None
+    assert result.first_step_s is not None
+    assert "(compile)" not in command.summary(result)
+
+
+def test_the_summary_tells_what_was_compiled(tmp_path: Path) -> None:
+    result = train(tmp_path)
+    counts = {"graphs": 2, "graph_breaks": 1, "recompiles": 0}
+    shown = command.summary(RunResult(**{**result.__dict__, "first_step_s": 12.34, "compile": counts}))
+    assert "first step 12.3 s (compile), 2 graphs, 1 graph break, 0 recompiles" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "steps"),
+    [
+        (["--profile"], 5),
+        (["--profile", "--profile_steps", "2"], 2),
+        (["--seed", "1", "--profile", "--fresh"], 5),
+        ([], None),
+    ],
+)
+def test_the_flag_is_five_steps(args: list[str], steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def read(location: str, overrides: dict[str, Any], world_size: int | None) -> None:
+        seen.append(overrides.get("profile_steps"))
+        raise ConfigError("the file", location, "was read", "enough")
+
+    monkeypatch.setattr(command, "read_spec", read)
+    assert command.main(["train.yaml", *args]) == 2
+    assert seen == [steps]

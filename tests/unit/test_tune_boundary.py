@@ -1,0 +1,287 @@
+"""What is known of which microbatches fit: found in few steps, never tried twice, kept, and strict when in doubt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+
+from trainers.config import TrainConfig
+from trainers.settings import override
+from tune.boundary import Boundary, bisection_order, fixed_size, key_of
+
+GPU = "NVIDIA A10G, 22.5 GiB"
+TRAIN: dict[str, Any] = {
+    "task": "t:T",
+    "epochs": 1,
+    "global_batch_size": 256,
+    "optimizer": {"name": "adamw", "lr": 0.1},
+}
+LIMITS = {"fp32": 37, "bf16": 74}
+"""The largest microbatch that really fits."""
+WANTED = 128
+LEVELS = math.ceil(math.log2(WANTED + 1))
+
+
+def key(**changes: Any) -> str:
+    dotted = {name.replace("__", "."): value for name, value in changes.items()}
+    return key_of(override(TrainConfig, TRAIN, dotted), GPU)
+
+
+def boundary(fits: list[int] = [], misfits: list[int] = []) -> Boundary:  # noqa: B006 (only read)
+    found = Boundary()
+    for size in fits:
+        found.observe("k", size, True)
+    for size in misfits:
+        found.observe("k", size, False)
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"precision": "bf16"},
+        {"strategy": "fsdp"},
+        {"scaling__num_workers": 2},
+        {"scaling__num_workers": [1, 2]},
+        {"scaling__gpus_per_worker": 0.5},
+        {"optimizer__name": "sgd"},
+        {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
+        {"compile": "default"},
+        {"cuda_graphs": True},
+        {"task_args": {"image_size": 224}},
+        {"task": "t:Other"},
+        {"deterministic": True},
+        {"evaluate__microbatch_size": 512},
+    ],
+    ids=str,
+)
+def test_what_touches_memory_has_a_key_of_its_own(changes: dict[str, Any]) -> None:
+    assert key(**changes) != key()
+
+
+def test_all_kinds_of_settings_have_different_keys() -> None:
+    momentum = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    keys = [key(), key(optimizer__name="sgd"), key(optimizer=momentum), key(precision="fp16"), key(precision="bf16")]
+    assert len(set(keys)) == len(keys)
+    assert key_of(TRAIN, "NVIDIA A100, 79.2 GiB") != key()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer__lr": 0.5},
+        {"optimizer__weight_decay": 0.5},
+        {"seed": 3},
+        {"epochs": 9},
+        {"max_steps": 9},
+        {"global_batch_size": 64},
+        {"batch_size_per_worker": 64},
+        {"microbatch_size": 8},
+        {"name": "other"},
+        {"lr_schedule__name": "cosine"},
+        {"precision": "fp32"},
+    ],
+    ids=str,
+)
+def test_what_does_not_touch_memory_shares_the_key(changes: dict[str, Any]) -> None:
+    assert key(**changes) == key()
+
+
+def test_a_key_does_not_depend_on_the_order_of_the_file() -> None:
+    one = {"task_args": {"a": 1, "b": 2}}
+    other = {"task_args": {"b": 2, "a": 1}}
+    assert key_of(TRAIN | one, GPU) == key_of(dict(reversed((TRAIN | other).items())), GPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, None),
+        ({"microbatch_size": 48}, 48),
+        ({"microbatch_size": 1000}, 256),
+        ({"microbatch_size": 1000, "scaling": {"num_workers": 3}}, 86),
+        ({"microbatch_size": 1000, "scaling": {"num_workers": [2, 4]}}, 128),
+    ],
+)
+def test_the_size_that_a_trial_insists_on(changes: dict[str, Any], size: int | None) -> None:
+    assert fixed_size(TRAIN | changes) == size
+
+
+def test_smaller_sizes_are_inferred_to_fit_and_larger_ones_not_to() -> None:
+    found = boundary(fits=[5, 20], misfits=[50, 33])
+    assert [found.fits("k", size) for size in (1, 19, 20, 21, 32, 33, 40, 99)] == [
+        *(True, True, True),
+        *(None, None),
+        *(False, False, False),
+    ]
+    assert (found.largest_fit("k"), found.smallest_misfit("k")) == (20, 33)
+    assert found.fits("another", 1) is None
+    assert (found.largest_fit("another"), found.smallest_misfit("another")) == (None, None)
+
+
+def test_a_contradiction_is_said_and_the_stricter_wins_in_either_order() -> None:
+    found = boundary(fits=[16, 40])
+    said = found.observe("k", 32, False)
+    assert said is not None
+    assert "40 fitted" in said
+    assert "32 ran out" in said
+    assert (found.largest_fit("k"), found.smallest_misfit("k")) == (16, 32)  # what fitted below still counts
+    other = boundary(fits=[16], misfits=[32])
+    assert other.observe("k", 40, True) == said
+    assert other.to_plain() == found.to_plain()
+    assert found.observe("k", 24, True) is None
+
+
+def test_the_order_of_observations_does_not_matter() -> None:
+    seen = [(16, True), (40, True), (32, False), (24, True), (64, False), (31, True), (31, False)]
+    plains = []
+    for order in itertools.islice(itertools.permutations(seen), 0, None, 97):
+        found = Boundary()
+        for size, fits in order:
+            found.observe("k", size, fits)
+        plains.append(json.dumps(found.to_plain()))
+    assert len(plains) > 40
+    assert len(set(plains)) == 1
+
+
+def test_two_boundaries_merge_into_what_both_know() -> None:
+    one, two = boundary(fits=[8, 40]), boundary(fits=[30], misfits=[36])
+    two.observe("other", 5, True)
+    there, back = Boundary.from_plain(one.to_plain()), Boundary.from_plain(two.to_plain())
+    assert len(there.merge(two)) == 1  # 40 fitted here, 36 did not there
+    assert len(back.merge(one)) == 1
+    assert there.to_plain() == back.to_plain()
+    assert (there.largest_fit("k"), there.smallest_misfit("k"), there.largest_fit("other")) == (30, 36, 5)
+    assert there.merge(two) == []
+
+
+def test_a_boundary_comes_back_from_the_journal() -> None:
+    found = boundary(fits=[3, 17], misfits=[40])
+    found.observe("only misfit", 1, False)
+    text = json.dumps(found.to_plain())
+    assert Boundary.from_plain(json.loads(text)).to_plain() == json.loads(text)
+
+
+@pytest.mark.parametrize("tree", [{"k": {}}, {"k": {"fits": [0], "misfit": None}}, {"k": {"fits": ["a"], "misfit": 1}}])
+def test_what_is_no_boundary_is_refused(tree: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        Boundary.from_plain(tree)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 36, 37, 63, 64, 65, 127, 128, 500])
+def test_bisection_finds_the_exact_limit_in_few_misfits(limit: int) -> None:
+    found, misfits = Boundary(), 0
+    while (size := found.next_probe("k", WANTED)) is not None:
+        assert found.fits("k", size) is None  # nothing that is known is tried again
+        misfits += size > limit
+        found.observe("k", size, size <= limit)
+    assert found.largest_fit("k") == (min(limit, WANTED) or None)
+    assert misfits <= LEVELS
+    assert found.smallest_misfit("k") == (limit + 1 if limit < WANTED else None)
+
+
+def test_bisection_stops_within_the_resolution() -> None:
+    found, probes = Boundary(), 0
+    while (size := found.next_probe("k", 1024, resolution=1 / 8)) is not None:
+        found.observe("k", size, size <= 600)
+        probes += 1
+    low, high = found.largest_fit("k"), found.smallest_misfit("k")
+    assert low is not None
+    assert high is not None
+    assert low <= 600 < high
+    assert high - low <= high / 8
+    assert probes <= 5
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 37, 74, 100])
+def test_auto_ends_with_the_fewest_microbatches_that_fit(limit: int) -> None:
+    """Every share finds its best split, each trial starts from what earlier ones learned, and misfits stay few."""
+    shares = random.Random(0).sample(range(1, 300), 60)
+    found, misfits = Boundary(), 0
+    for share in shares:
+        while (size := found.start_size("k", share)) is not None and not found.fits("k", size):
+            assert found.fits("k", size) is None
+            misfits += size > limit
+            found.observe("k", size, size <= limit)
+        assert size is not None
+        assert size <= min(limit, share)
+        assert math.ceil(share / size) == math.ceil(share / limit)
+    assert misfits <= 2 * math.ceil(math.log2(300))
+    before = found.to_plain()
+    assert all(found.fits("k", found.start_size("k", share) or 0) for share in shares)  # a second sweep probes nothing
+    assert found.to_plain() == before
+
+
+def test_auto_gives_up_only_when_one_sample_does_not_fit() -> None:
+    found, tried = Boundary(), []
+    while (size := found.start_size("k", 20)) is not None:
+        tried.append(size)
+        found.observe("k", size, False)
+    assert tried == [20, 10, 5, 3, 2, 1]
+    assert boundary(misfits=[1]).next_probe("k", 20) is None
+
+
+def test_auto_splits_evenly() -> None:
+    assert boundary(fits=[37], misfits=[38]).start_size("k", 128) == 32
+    assert boundary(fits=[37], misfits=[38]).start_size("k", 38) == 19
+    assert boundary(fits=[32], misfits=[64]).start_size("k", 128) == 43  # three in place of four: worth a probe
+    assert boundary(fits=[32], misfits=[43]).start_size("k", 128) == 32  # 33 to 42 would still be four
+    assert boundary(fits=[32]).start_size("k", 128) == 128
+
+
+def test_the_middle_comes_first() -> None:
+    assert bisection_order([8, 16, 24, 32, 40, 48, 56]) == [32, 16, 48, 8, 24, 40, 56]
+    assert sorted(bisection_order(range(1, 100))) == list(range(1, 100))
+    assert bisection_order([]) == []
+    assert bisection_order([5, 5]) == [5]
+
+
+def sweep(order: list[tuple[str, int]], uses_boundary: bool) -> tuple[dict[str, int], int, Boundary]:
+    """Trials with a fixed microbatch, one after the other: misfits of each precision, trials that ran, what is known.
+
+    `order` has one entry a trial: its precision and its microbatch.
+    """
+    found, ran = Boundary(), 0
+    misfits = dict.fromkeys(LIMITS, 0)
+    for precision, size in order:
+        trial = key(precision=precision)
+        if uses_boundary and found.fits(trial, size) is False:
+            continue
+        fits = size <= LIMITS[precision]
+        found.observe(trial, size, fits)
+        misfits[precision] += not fits
+        ran += 1
+    return misfits, ran, found
+
+
+def test_a_sweep_over_fixed_sizes_runs_out_of_memory_once_a_level_and_a_plain_grid_in_every_misfit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = range(1, WANTED + 1)
+    middle_first = [(precision, size) for size in bisection_order(sizes) for precision in LIMITS]
+    misfits, ran, found = sweep(middle_first, uses_boundary=True)
+    grid_misfits, grid_ran, _ = sweep(middle_first, uses_boundary=False)
+    for precision, limit in LIMITS.items():
+        assert misfits[precision] <= LEVELS
+        assert found.largest_fit(key(precision=precision)) == limit
+        assert found.smallest_misfit(key(precision=precision)) == limit + 1
+        assert grid_misfits[precision] == WANTED - limit
+    assert ran == sum(LIMITS.values()) + sum(misfits.values())  # all that fit were trained
+    assert grid_ran == 2 * WANTED
+    with capsys.disabled():
+        print(f"\nout of memory: {misfits} of {ran} trials; a plain grid {grid_misfits} of {grid_ran}")
+
+
+def test_in_any_order_no_trial_that_is_known_not_to_fit_runs() -> None:
+    order = [(precision, size) for size in range(1, WANTED + 1) for precision in LIMITS]
+    for seed in range(20):
+        random.Random(seed).shuffle(order)
+        misfits, ran, found = sweep(order, uses_boundary=True)
+        assert all(found.largest_fit(key(precision=name)) == limit for name, limit in LIMITS.items())
+        assert ran == sum(LIMITS.values()) + sum(misfits.values())
+        assert max(misfits.values()) < 20  # about ln(91): each misfit rules out all that are larger

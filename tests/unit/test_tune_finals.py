@@ -1,0 +1,163 @@
+"""Finalists: who is repeated, in which order, and what the repeats say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from typing import Any
+
+import pytest
+
+from tests.unit import report_records
+from tests.unit.report_records import TRAIN, done
+from tune.answer import answer
+from tune.config import Objective, SweepConfig
+from tune.finals import contenders, crowding, finals, pressure, repeats_to_run
+from tune.journal import TrialRecord, trial_id
+from tune.until import PROBE_STEPS, Until
+
+
+def config(metric: str = "time_to_target", **changes: Any) -> SweepConfig:
+    return report_records.config(metric, **{"finalists": {"count": 3}, **changes})
+
+
+def repeat(record: TrialRecord, seed: int, time_s: float | None, **changes: Any) -> TrialRecord:
+    name = trial_id(record.config, "repeat", seed)
+    return dataclasses.replace(
+        record, id=name, purpose="repeat", seed=seed, time_to_target_s=time_s, metrics={}, **changes
+    )
+
+
+def repeated(times: dict[int, list[float | None]]) -> list[TrialRecord]:
+    """The sweep of report_records, and repeats of its n-th fastest finalists."""
+    records = done()
+    near = contenders(config(), records)
+    return records + [
+        repeat(near[place], seed, time_s) for place, own in times.items() for seed, time_s in enumerate(own, 1)
+    ]
+
+
+def test_the_fastest_that_one_run_each_cannot_tell_apart() -> None:
+    found = contenders(config(), done())
+    assert [record.time_to_target_s for record in found] == [3.12, 4.02]  # 4.31 is 1.4 times as long
+    assert contenders(config(finalists={"count": 1}), done()) == found[:1]
+    assert contenders(config(finalists={"count": 0}), done()) == []
+    assert contenders(report_records.config(), done()) == []  # a grid's trials are its answer, unless it is asked for
+    assert report_records.config(search="frontier").num_finalists == 3
+    assert contenders(config("val_accuracy"), done()) == []
+
+
+def test_a_clear_winner_is_not_repeated() -> None:
+    records = [record for record in done() if record.time_to_target_s != 4.02]
+    assert contenders(config(), records) == []
+
+
+def test_a_failed_or_short_trial_is_no_finalist() -> None:
+    records = [dataclasses.replace(record, time_to_target_s=None) for record in done()]
+    assert contenders(config(), records) == []
+
+
+def test_repeats_are_in_turn_and_none_twice() -> None:
+    first, second = contenders(config(), done())
+    wanted = repeats_to_run(config(), {**TRAIN, "seed": 5}, done())
+    assert [(record.id, seed) for record, seed in wanted] == [
+        (first.id, 6),
+        (second.id, 6),
+        (first.id, 7),
+        (second.id, 7),
+    ]
+    known = [*done(), repeat(first, 6, 3.0), repeat(second, 7, None)]
+    left = [(second.id, 6), (first.id, 7)]
+    assert [(record.id, seed) for record, seed in repeats_to_run(config(), {**TRAIN, "seed": 5}, known)] == left
+
+
+def test_only_repeats_count_for_the_interval() -> None:
+    first, second = finals(config(), repeated({0: [4.4, 4.5], 1: [4.0, 4.1]}))
+    assert first.record.time_to_target_s == 4.02
+    assert first.time_s.value == pytest.approx(math.sqrt(4.0 * 4.1))
+    assert first.time_s.low < 4.0 < 4.1 < first.time_s.high < 4.6
+    assert first.equal
+    assert not second.equal or second.time_s.value < 1.1 * first.time_s.value
+
+
+@pytest.mark.parametrize(("other", "equal"), [(4.05, True), (4.3, True), (6.0, False)])
+def test_what_cannot_be_told_apart_is_called_equal(other: float, equal: bool) -> None:
+    found = finals(config(), repeated({0: [4.0, 4.1], 1: [other, other]}))
+    assert [final.equal for final in found] == [True, equal]
+    words = answer(config(), repeated({0: [4.0, 4.1], 1: [other, other]})).verdict
+    assert ("they count as equal" in words) == equal
+    assert ("times faster than the next" in words) != equal
+
+
+def test_the_interval_covers_the_truth() -> None:
+    rng, covered = random.Random(1), 0
+    for _ in range(300):
+        records = repeated({place: [4.0 * math.exp(rng.gauss(0, 0.06)) for _ in range(2)] for place in (0, 1)})
+        covered += sum(final.time_s.low <= 4.0 <= final.time_s.high for final in finals(config(), records))
+    assert 0.93 <= covered / 600 <= 1.0
+
+
+def test_fewer_than_two_repeats_say_nothing() -> None:
+    assert finals(config(), repeated({0: [4.0, 4.1], 1: [4.0]})) == []
+    assert finals(config(), repeated({0: [4.0, 4.1], 1: [4.0, None]})) == []
+    assert answer(config(), repeated({0: [4.0, 4.1], 1: [4.0]})).sentence == answer(config(), done()).sentence
+
+
+def test_the_answer_is_the_one_that_is_fastest_alone() -> None:
+    records = repeated({0: [6.0, 6.1], 1: [4.0, 4.1]})
+    found = answer(config(), records)
+    assert found.best is not None
+    assert found.best.config == {"global_batch_size": 32, "precision": "bf16"}
+    assert found.best.purpose == "trial"
+    assert found.ranking[0] is found.best
+    assert not any(record.purpose == "repeat" for record in found.ranking)
+    assert found.verdict.startswith(
+        "global_batch_size 32 with bf16 reaches val_accuracy 0.97 in 4.05 s of training (95 % interval "
+    )
+    assert "2 repeats alone), 1.49 times faster than the next (64, bf16)." in found.verdict
+
+
+def test_dollars_follow_the_repeats() -> None:
+    records = repeated({0: [6.0, 6.0], 1: [4.0, 4.0]})
+    priced = [
+        dataclasses.replace(record, metrics={**record.metrics, "usd_to_target": record.time_to_target_s / 100})
+        if record.time_to_target_s
+        else record
+        for record in records
+    ]
+    assert "0.04 USD" in answer(config(), priced).verdict
+
+
+def test_what_trials_do_to_each_other_is_said() -> None:
+    first, second = contenders(config(), done())
+    assert first.samples_per_s is not None
+    assert second.samples_per_s is not None
+    faster = [
+        repeat(record, seed, 4.0, samples_per_s=1.5 * (record.samples_per_s or 0.0))
+        for seed in (1, 2)
+        for record in (first, second)
+    ]
+    assert crowding(done()) is None
+    assert crowding(done() + faster) == pytest.approx(1.5)
+    assert "Alone, the finalists ran 1.5 times as fast" in answer(config(), done() + faster).sentence
+    busy = [dataclasses.replace(record, cpu_pressure=0.4) for record in done()]
+    assert pressure(done()) is None
+    assert pressure(busy) == pytest.approx(0.4)
+    assert "waited for a processor in 40% of the time" in answer(config(), busy).sentence
+
+
+def test_a_trial_ends_at_its_target_and_a_probe_when_it_is_settled() -> None:
+    until = Until(("val_accuracy", 0.97))
+    assert not until.reached({"val_accuracy": 0.96})
+    assert until.reached({"val_accuracy": 0.97})
+    assert Until(("val_loss", 0.1)).reached({"val_loss": 0.05})
+    assert not Until().reached({"val_accuracy": 1.0})
+    figures = {"settled": False, "progress": 0.01, "steps": 500.0}
+    probe = Until(probe=True)
+    assert not probe.measured(figures)
+    assert probe.measured({**figures, "settled": True})
+    assert probe.measured({**figures, "progress": 0.08})
+    assert not probe.measured({**figures, "progress": 0.5, "steps": PROBE_STEPS - 1})
+    assert not until.measured({**figures, "settled": True})
+    assert Objective(metric="time_to_target", target={"val_accuracy": 0.97}).reached({"val_accuracy": 0.98})

@@ -1,0 +1,88 @@
+"""The live table: all that a person wants to know while a sweep runs, and nothing where there is no terminal."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tune.journal import TrialRecord
+from tune.terminal import Terminal, View, render
+
+
+def view(**changes: Any) -> View:
+    best = TrialRecord("a", {"global_batch_size": 64, "optimizer.lr": 0.1}, "done", 0, 1)
+    known: dict[str, Any] = {
+        "name": "digits",
+        "total": 24,
+        "statuses": {"done": 9, "out_of_memory": 2},
+        "lanes": 2,
+        "running": [(1, "global_batch_size 32  precision bf16", {"step": 120, "val_loss": 0.25, "epoch": 3}, 12.3)],
+        "best": ("val_loss", 0.123456, best),
+        "boundary": {"fp32 on cpu, 8.0 GiB": (10, 12), "bf16 on cpu, 8.0 GiB": (None, 25)},
+        "spent_s": 90.0,
+        "left_s": 510.0,
+        "usd": 1.5,
+    }
+    return View(**known | changes)
+
+
+def text(shown: View) -> str:
+    console = Console(width=140, file=io.StringIO(), force_terminal=False)
+    console.print(render(shown))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_it_shows_all_that_there_is() -> None:
+    shown = text(view())
+    for words in (
+        "digits   11/24 trials: 9 done, 2 out_of_memory",
+        "global_batch_size 32  precision bf16",
+        "120",
+        "val_loss 0.25",
+        "best so far   val_loss 0.1235   global_batch_size 64  lr 0.1",
+        "fp32 on cpu, 8.0 GiB: 10 fits, 12 does not",
+        "bf16 on cpu, 8.0 GiB: 25 does not",
+        "1 of 2 lanes busy, 1.50 USD; 8.5 min of the budget left",
+    ):
+        assert words in shown, shown
+
+
+def test_it_shows_nothing_that_is_not_known() -> None:
+    shown = text(view(total=None, statuses={}, running=[], best=None, boundary={}, left_s=None, usd=None))
+    assert "0/? trials" in shown
+    for words in ("best", "microbatch", "USD", "budget", "lane "):
+        assert words not in shown, shown
+
+
+def test_without_a_terminal_only_lines_are_written(caplog: pytest.LogCaptureFixture) -> None:
+    file = io.StringIO()
+    logging.getLogger("tune").propagate = True
+    with caplog.at_level(logging.INFO, "tune"), Terminal(Console(file=file)) as terminal:
+        terminal.update(view())
+        terminal.say("trial 1/24  done")
+    assert file.getvalue() == ""
+    assert caplog.messages == ["trial 1/24  done"]
+
+
+def test_lines_stay_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that took hold of standard output before must not write through the table."""
+    file = io.StringIO()
+    monkeypatch.setattr("sys.stdout", file)
+    handler = logging.StreamHandler(file)
+    package = logging.getLogger("tune")
+    package.addHandler(handler)
+    monkeypatch.setattr(package, "level", logging.INFO)
+    try:
+        with Terminal(Console(file=None, force_terminal=True, width=120)) as terminal:
+            terminal.update(view())
+            terminal.say("trial 1/24  done")
+            assert handler.stream is not file
+        assert handler.stream is file
+    finally:
+        package.removeHandler(handler)
+    written = file.getvalue()
+    assert written.index("9 done") < written.index("trial 1/24  done") < written.rindex("9 done")

@@ -1,0 +1,198 @@
+"""Parquet and Arrow files wherever they lie, as uncompressed Arrow IPC files that this machine maps into memory.
+
+An uncompressed Arrow IPC file on this machine is mapped as it is. Anything else (Parquet, compressed, on an object
+store, columns to be stacked) is converted once into a cache directory and mapped from there, so that all workers and
+loader processes of a node share one copy, in the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from trainers.errors import MISSING, ConfigError, StorageError
+from trainers.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+Entry = tuple[str, ...]
+"""What one tensor is made of: a column, or several to be stacked."""
+
+_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
+_FORMAT = 1  # of the cached files: part of their names
+_ROWS = 65_536  # of one converted record batch
+
+
+def find_files(files: str | Path | Sequence[str | Path]) -> list[Storage]:
+    """Each file of a path, URI, glob or directory (with all below it), or of a list of them, sorted within each.
+
+    Raises ConfigError when there is none.
+    """
+    locations = [files] if isinstance(files, (str, Path)) else list(files)
+    found = [file for location in locations for file in _found(str(location))]
+    if not found:
+        raise ConfigError("files", locations, "names no file", f"give files that end in {', '.join(_SUFFIXES)}")
+    return found
+
+
+def _found(location: str) -> list[Storage]:
+    remote = "://" in location
+    place = location if remote else os.path.abspath(Path(location).expanduser())  # noqa: PTH100 (no symlink is resolved)
+    magic = "*" if remote else "*?["  # in a URI, `?` begins the options
+    parts = place.split("/")
+    first = next((i for i, part in enumerate(parts) if any(sign in part for sign in magic)), len(parts))
+    base, pattern = Storage("/".join(parts[:first]) or "/"), PurePosixPath(*parts[first:])
+    with _explained(base.uri):
+        info = base.filesystem.get_file_info(base.path or "/")  # type: ignore[attr-defined]
+        if info.type == fs.FileType.File and first == len(parts):
+            return [base]
+        if info.type == fs.FileType.NotFound:
+            raise ConfigError("files", location, "is not there", "check its name")
+        inside = base.filesystem.get_file_info(fs.FileSelector(base.path or "/", recursive=True))  # type: ignore[attr-defined]
+    names = sorted(i.path[len(base.path) :].lstrip("/") for i in inside if i.type == fs.FileType.File)
+    if first == len(parts):
+        chosen = [name for name in names if name.endswith(_SUFFIXES)]
+    else:
+        depth = len(pattern.parts)
+        chosen = [n for n in names if len(PurePosixPath(n).parts) == depth and PurePosixPath(n).match(str(pattern))]
+    return [Storage(base.locate(name)) for name in chosen]
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Arrow's own errors as ours; they are ValueErrors and OSErrors."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, EOFError) as error:
+        words = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError("files", name, f"cannot be read ({words})", "give whole Parquet or Arrow files") from error
+    except OSError as error:
+        raise StorageError(f"could not read {name}: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def _opened(file: Storage) -> Iterator[Any]:
+    """A pq.ParquetFile, or a reader of an Arrow IPC file or stream."""
+    with file.parent.reader(file.name) as stream, _explained(file.uri):
+        head = stream.read(6)
+        stream.seek(0)
+        if head[:4] == b"PAR1":
+            yield pq.ParquetFile(stream)
+        else:
+            yield (pa.ipc.open_file if head == b"ARROW1" else pa.ipc.open_stream)(stream)
+
+
+def column_names(file: Storage) -> list[str]:
+    """All columns of a file, in its order."""
+    with _opened(file) as reader:
+        return list((reader.schema_arrow if isinstance(reader, pq.ParquetFile) else reader.schema).names)
+
+
+def check_columns(file: Storage, wanted: Sequence[str]) -> None:
+    """ConfigError when a column is not in the file, or stands in it twice."""
+    names = column_names(file)
+    for name in wanted:
+        if names.count(name) != 1:
+            near = difflib.get_close_matches(name, names, n=1)
+            rule = f"is no column of {file.uri}" if name not in names else f"stands more than once in {file.uri}"
+            fix = f"did you mean `{near[0]}`?" if near and near[0] != name else f"it has {', '.join(names[:20])}"
+            raise ConfigError("columns", name, rule, fix)
+
+
+def default_cache() -> Path:
+    """A directory of this user's own below the system's temporary one: on the node, and gone some day."""
+    directory = Path(tempfile.gettempdir(), f"paceline-arrow-{os.getuid()}")
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+        raise ConfigError("cache", str(directory), "belongs to another user", "give `cache=` a directory of your own")
+    return directory
+
+
+def converted(file: Storage, entries: Sequence[Entry], cache: Path | None) -> Path:
+    """The file's entries as the columns "0", "1", ... of an Arrow IPC file in the cache; written when it is not there.
+
+    Its name is made from the file's place, size and time of change and from the entries, so that a file that was
+    written anew is converted anew. Raises ConfigError for what cannot be stacked, StorageError for a full disk.
+    """
+    with _explained(file.uri):
+        info = file.filesystem.get_file_info(file.path)  # type: ignore[attr-defined]
+    key = json.dumps([_FORMAT, file.uri, info.size, info.mtime_ns, entries])
+    name = f"{PurePosixPath(file.name).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.arrow"
+    directory = cache or default_cache()
+    target = directory / name
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the node converts, the others wait for it
+            if not target.exists():
+                _convert(file, entries, target)
+    except OSError as error:
+        raise StorageError(f"could not write {target}: {error}; give `cache=` a directory with room") from error
+    return target
+
+
+def _convert(file: Storage, entries: Sequence[Entry], target: Path) -> None:
+    aside = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    names = list(dict.fromkeys(name for entry in entries for name in entry))
+    try:
+        with _opened(file) as reader:
+            writer = None
+            for batch in _batches(reader, names):
+                columns = [_column(batch, entry, file) for entry in entries]
+                made = pa.RecordBatch.from_arrays(columns, [str(index) for index in range(len(entries))])
+                writer = writer or pa.ipc.new_file(str(aside), made.schema)
+                writer.write_batch(made)
+            (writer or pa.ipc.new_file(str(aside), pa.schema([]))).close()
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+    logger.info("%s is kept as %s (%.0f MB)", file.uri, target, target.stat().st_size / 1e6)
+
+
+def _batches(reader: Any, names: list[str]) -> Iterator[pa.RecordBatch]:
+    if isinstance(reader, pq.ParquetFile):
+        batches = reader.iter_batches(batch_size=_ROWS, columns=names)
+    elif isinstance(reader, pa.ipc.RecordBatchFileReader):
+        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        batches = reader
+    return (batch.select(names) for batch in batches if batch.num_rows)
+
+
+def _column(batch: pa.RecordBatch, entry: Entry, file: Storage) -> pa.Array:
+    arrays = [batch.column(name) for name in entry]
+    if len(arrays) == 1:
+        array = arrays[0]
+        return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+    for name, array in zip(entry, arrays, strict=True):
+        check_nulls(array, name, file.uri)
+        if array.type != arrays[0].type or not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+            raise ConfigError(
+                f"column {name}",
+                str(array.type),
+                f"cannot be stacked with column {entry[0]}, which is {arrays[0].type}, in {file.uri}",
+                "stack number columns of one type",
+            )
+    stacked = np.stack([array.to_numpy() for array in arrays], axis=1)
+    return pa.FixedSizeListArray.from_arrays(pa.array(stacked.reshape(-1)), len(arrays))
+
+
+def check_nulls(array: pa.Array, column: str, file: str) -> None:
+    """ConfigError when a value is missing: no tensor can hold that."""
+    if array.null_count:
+        raise ConfigError(f"column {column}", MISSING, f"of {file} has nulls", "fill or drop those rows")
