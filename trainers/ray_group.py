@@ -1,7 +1,7 @@
 """The process group of Ray Train's workers, without torch in Ray's controller (Ray).
 
-Ray's own TorchConfig does the same, and imports torch wherever it is unpickled: in the controller and in Ray's own
-record of the runs, too.
+Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in the controller and in Ray's own record
+of the runs, too), and leaves the choice of a backend to the controller's node, which may be a head without a GPU.
 """
 
 from __future__ import annotations

@@ -23,16 +23,16 @@ import trainers.ray_env  # noqa: F401 (before Ray, which reads it at import)
 import ray
 import ray.train
 import ray.train.v2._internal.execution.context
-import torch
 from ray.train import UserCallback
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 
 from trainers.config import TrainConfig
 from trainers.errors import POLICIES, ConfigError, PreemptedError, RunFailedError, classify
 from trainers.growth import nodes_at_most
-from trainers.launch import TIMEOUT_S, setup_logging
+from trainers.launch import setup_logging
 from trainers.metrics import RunResult
 from trainers.ray_context import RayContext, request_stop
+from trainers.ray_group import GroupConfig
 from trainers.run import RunSpec
 from trainers.sections import FailureConfig, ScalingConfig
 from trainers.storage import Storage
@@ -207,7 +207,7 @@ def run_on_ray(spec: RunSpec) -> RunResult:
     trainer = TorchTrainer(
         _worker,
         train_loop_config=asdict(spec),
-        torch_config=TorchConfig(backend="nccl" if gpu and torch.cuda.is_available() else None, timeout_s=TIMEOUT_S),
+        torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]
         scaling_config=ray_scaling(config.scaling, gpu),
         run_config=ray.train.RunConfig(
             name=spec.storage.name,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
+from ray.train.v2._internal.execution.callback import ControllerCallback
 
 from trainers.config import TrainConfig
 from trainers.ray_group import GroupConfig
@@ -78,17 +79,33 @@ class Lanes:
             self._threads.append(thread)
             thread.start()
 
-    def abandon(self) -> None:
-        """Leave the lanes to die with the connection to the cluster; their threads end without another try."""
-        self._closing.set()
-
     def close(self, timeout_s: float = 30.0) -> None:
-        """Send the lanes home, and wait for those that are up: one that still waits for a node has nothing to end."""
+        """Send the lanes home: those that are up end by themselves; one that starts or waits for a node is ended."""
         self._closing.set()
         up = ray.get(self._mailbox.watch.remote())["lanes"]
         ray.get(self._mailbox.close.remote())
         for lane in up:
             self._threads[lane].join(timeout_s)
+        self.end()
+
+    def end(self, timeout_s: float = 20.0) -> None:
+        """End every lane where it stands. After this no thread calls Ray, which would end the process where the
+        connection is closed.
+        """
+        self._closing.set()
+        deadline = time.monotonic() + timeout_s
+        while (alive := [thread.is_alive() for thread in self._threads]) and any(alive):
+            if time.monotonic() > deadline:
+                logger.warning("lanes %s do not end", [lane for lane, is_alive in enumerate(alive) if is_alive])
+                return
+            try:
+                controllers = ray.get(self._mailbox.controllers.remote(), timeout=timeout_s)
+            except ray.exceptions.RayError:  # the cluster is gone, and the controllers with it
+                controllers = {}
+            for lane, controller in controllers.items():
+                if alive[lane]:
+                    ray.kill(controller)
+            self._threads[alive.index(True)].join(_LOOK_S)
 
     def _keep(self, lane: int) -> None:
         """Keep one worker group alive until the sweep closes."""
@@ -138,7 +155,7 @@ class Lanes:
                 name=f"lane-{lane}",
                 storage_path=self._sweep.child("lanes").uri,
                 failure_config=ray.train.FailureConfig(max_failures=-1),
-                callbacks=[_Losses(self._mailbox, lane)],  # type: ignore[list-item]
+                callbacks=[_Losses(self._mailbox, lane), _Controller(self._mailbox, lane)],  # type: ignore[list-item]
             ),
         )
 
@@ -152,6 +169,17 @@ class _Losses(ray.train.UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called by Ray with the exception of each failed rank."""
         ray.get(self._mailbox.lost.remote(self._lane))
+
+
+class _Controller(ControllerCallback):
+    """In Ray's controller of a lane: the driver hears who it is, and can end it before its workers are up."""
+
+    def __init__(self, mailbox: Any, lane: int) -> None:
+        self._mailbox, self._lane = mailbox, lane
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Called by Ray in the controller's constructor."""
+        ray.get(self._mailbox.controlled.remote(self._lane, ray.get_runtime_context().current_actor))
 
 
 def serve(loop_config: Mapping[str, Any]) -> None:

@@ -107,6 +107,7 @@ class Mailbox:
         self._arrived = asyncio.Condition()
         self._running: dict[int, str] = {}
         self._devices: dict[int, str] = {}
+        self._controllers: dict[int, Any] = {}
         self._notes: list[str] = []
         self._closed = False
         self._broken: str | None = None
@@ -126,6 +127,14 @@ class Mailbox:
             else:
                 self._queue.append(ticket)
             self._arrived.notify_all()
+
+    async def controlled(self, lane: int, controller: Any) -> None:
+        """Ray's controller of a lane has started."""
+        self._controllers[lane] = controller
+
+    async def controllers(self) -> dict[int, Any]:
+        """The actor that controls each lane; it may have ended."""
+        return self._controllers
 
     async def hello(self, lane: int, device: str = "") -> None:
         """A lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that it was

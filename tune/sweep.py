@@ -109,7 +109,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
                 progress.seen |= run_repeats(spec, mailbox, usd_per_hour, look, progress.terminal.say)
         lanes.close()
     except BaseException:
-        lanes.abandon()
+        lanes.end()
         raise
     records = {record.id: record for record in journal.records()}
     return [records[trial] for trial in progress.seen if trial in records]

@@ -69,8 +69,8 @@ def elastic(cluster: OnPremises) -> str:
     every = ("--checkpoint.every_steps", str(INTERVAL), "--log_every_steps", "50")
     size = ("--scaling.num_workers", "[1, 2]", "--scaling.cpus_per_worker", "2")
     job = cluster.submit(*DIGITS, "--name", "elastic", *long, *every, *size, wait=False)
+    wait_for(lambda: "worker group of size 2" in cluster.log(job), 120, "both workers")
     wait_for(lambda: steps_of(cluster.log(job))[-1:] > [INTERVAL], 120, "steps after a checkpoint")
-    assert "worker group of size 2" in cluster.log(job)
     return job
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,34 +11,16 @@ from typing import Any
 import pytest
 
 from tests.conftest import Cluster, Done
+from tests.on_ray.nodes import another_node
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def second_node(cluster: Cluster, driver: Any) -> Iterator[str]:
-    """Another raylet on this machine; its node id."""
-    known = {node["NodeID"] for node in driver.nodes() if node["Alive"]}
-    ray = str(Path(sys.executable).parent / "ray")
-    node = subprocess.Popen(
-        [ray, "start", f"--address={cluster.address}", "--num-cpus=1", "--block", "--disable-usage-stats"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not (new := {node["NodeID"] for node in driver.nodes() if node["Alive"]} - known):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        yield new.pop()
-    finally:
-        node.send_signal(signal.SIGTERM)
-        try:
-            node.wait(15)
-        except subprocess.TimeoutExpired:
-            os.killpg(node.pid, signal.SIGKILL)
-            node.wait()
+    """The id of another node of one CPU."""
+    with another_node(cluster, driver, cpus=1) as node:
+        yield node.id
 
 
 def test_two_nodes_are_examined_in_less_than_a_minute(

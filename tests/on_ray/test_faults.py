@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.conftest import Cluster
+from tests.on_ray.nodes import RAY, Node, another_node
 from tests.specs import evaluations, losses, make
 from trainers.launch import run_local
 from trainers.metrics import read_log
@@ -101,35 +99,15 @@ def test_out_of_memory_on_one_rank_in_mid_training(tmp_path: Path, driver: Any) 
 
 
 @pytest.fixture
-def second_node(cluster: Cluster, driver: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Another raylet on this machine, of two CPUs: its node id, and what switches it off."""
-    known = {node["NodeID"] for node in driver.nodes() if node["Alive"]}
-    ray = str(Path(sys.executable).parent / "ray")
-    node = subprocess.Popen(
-        [ray, "start", f"--address={cluster.address}", "--num-cpus=2", "--block", "--disable-usage-stats"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while not (new := {node["NodeID"] for node in driver.nodes() if node["Alive"]} - known):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        time.sleep(25)  # Ray's coordinator of elastic groups counts nodes every 20 s
-        yield new.pop(), lambda: os.killpg(node.pid, signal.SIGKILL)
-    finally:
-        family = [*psutil.Process(node.pid).children(recursive=True)] if node.poll() is None else []
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(node.pid, signal.SIGKILL)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        node.wait()
+def second_node(cluster: Cluster, driver: Any) -> Iterator[Node]:
+    """Another node of two CPUs, which Ray's coordinator of elastic groups knows of: it counts nodes every 20 s."""
+    with another_node(cluster, driver, cpus=2) as node:
+        time.sleep(25)
+        yield node
 
 
 def test_a_drained_node_costs_no_step(
-    tmp_path: Path, cluster: Cluster, second_node: tuple[str, Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cluster: Cluster, second_node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray says that a node will be taken: all ranks keep the state at once, and go on with one worker less."""
     from trainers.torch_trainer import run_on_ray
@@ -151,11 +129,9 @@ def test_a_drained_node_costs_no_step(
         checkpoint__every_steps=100_000,
         task_args={"pause_s": 0.01, "pids": str(started)},
     )
-    ray = str(Path(sys.executable).parent / "ray")
-    node_id, switch_off = second_node
     # fmt: off
     drain = [
-        ray, "drain-node", f"--address={cluster.address}", f"--node-id={node_id}",
+        RAY, "drain-node", f"--address={cluster.address}", f"--node-id={second_node.id}",
         "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=8",
     ]
     # fmt: on
@@ -164,7 +140,7 @@ def test_a_drained_node_costs_no_step(
         time.sleep(2)
         subprocess.run(drain, check=True, capture_output=True)
         time.sleep(8)
-        switch_off()
+        second_node.cut_power()
 
     when(started.exists, take_away)
     result = run_on_ray(spec)

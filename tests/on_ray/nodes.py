@@ -1,0 +1,56 @@
+"""Further nodes of the session's cluster: raylets of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.conftest import Cluster
+
+RAY = str(Path(sys.executable).parent / "ray")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that was started here."""
+
+    id: str
+    raylet: subprocess.Popen[bytes]
+
+    def cut_power(self) -> None:
+        """End all of its processes at once."""
+        if self.raylet.poll() is None:
+            process = psutil.Process(self.raylet.pid)
+            for one in (*process.children(recursive=True), process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            self.raylet.wait()
+
+
+@contextlib.contextmanager
+def another_node(cluster: Cluster, driver: Any, cpus: int) -> Iterator[Node]:
+    """A node that has joined the cluster; its power is cut at the end."""
+    known = _alive(driver)
+    command = [RAY, "start", f"--address={cluster.address}", f"--num-cpus={cpus}", "--block", "--disable-usage-stats"]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    raylet = subprocess.Popen(command, start_new_session=True, **quiet)
+    try:
+        deadline = time.monotonic() + 60
+        while not (new := _alive(driver) - known):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield Node(new.pop(), raylet)
+    finally:
+        Node("", raylet).cut_power()
+
+
+def _alive(driver: Any) -> set[str]:
+    return {node["NodeID"] for node in driver.nodes() if node["Alive"]}
