@@ -102,7 +102,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_a_worker_does_its_jobs_in_order_on_one_thread() -> None:
     before, order = threads(), list[int]()
     worker = Worker()
-    assert threads() == before, "nobody who writes at once needs a thread"
+    assert threads() <= before, "nobody who writes at once needs a thread"
     jobs = [worker.start(functools.partial(order.append, number)) for number in range(50)]
     for job in jobs:
         job.result()
@@ -117,7 +117,7 @@ def test_a_forgotten_worker_ends_with_what_was_begun() -> None:
     worker.start(functools.partial(done.append, 1))
     del worker
     free.set()
-    wait_for(lambda: threads() == before)
+    wait_for(lambda: threads() <= before)
     assert done == [1]
 
 
@@ -133,7 +133,7 @@ def test_a_closed_worker_starts_again() -> None:
     worker.start(slow)
     worker.close()
     assert done == [1], "it waits"
-    assert threads() == before
+    assert threads() <= before
     assert worker.start(lambda: 2).result() == 2
 
 
