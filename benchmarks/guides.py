@@ -32,7 +32,7 @@ import torch
 from benchmarks import ladder
 from benchmarks.guides_loop import plain_rate, plain_training
 from benchmarks.input import KINDS, Kind
-from benchmarks.measure import save
+from benchmarks.measure import aa_floor, save
 from benchmarks.runs import Budget, Measured, Runs, Work, example, matmul_times, quiet_and_cold, release
 
 _CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def mixed_precision(setting: Setting, name: str, faster: str, smaller: str) -> l
     )
     rate = {peer: speeds(measured) for peer, measured in found.items()}
     peak = {peer: [float(run.result.peak_memory_bytes) for run in measured] for peer, measured in found.items()}
-    floor = max(abs(ratio - 1) for ratio in over(rate["bf16 again"], rate["bf16"]))
+    floor = aa_floor(over(rate["bf16 again"], rate["bf16"]))
     saved = [1 - ratio for ratio in over(peak["bf16"], peak["fp32"])]
     lines = [
         Line(f"{name}: mixed precision over fp32", faster, over(rate["bf16"], rate["fp32"]), floor),
@@ -157,7 +157,7 @@ def loading(setting: Setting) -> list[Line]:
         for steps in loaders.values():
             steps.close()
         release()
-    floor = max(abs(ratio - 1) for ratio in over(rate["again"], rate["plain"]))
+    floor = aa_floor(over(rate["again"], rate["plain"]))
     theirs, plain = "1.20 to 1.40 x", rate["plain"]
     return [
         Line(
@@ -181,7 +181,7 @@ def against_cpu(setting: Setting, name: str, work: Work) -> list[Line]:
         setting.rounds,
     )
     rate = {peer: speeds(measured) for peer, measured in found.items()}
-    floor = max(abs(ratio - 1) for ratio in over(rate["bf16 again"], rate["bf16"]))
+    floor = aa_floor(over(rate["bf16 again"], rate["bf16"]))
     return [
         Line(f"{name}: GPU over CPU, both fp32", _TENFOLD, over(rate["fp32"], rate["cpu"]), floor),
         Line(f"{name}: GPU in bf16 over CPU in fp32", _TENFOLD, over(rate["bf16"], rate["cpu"]), floor),

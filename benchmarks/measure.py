@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainers.device import environment
@@ -29,17 +30,29 @@ def interleave(peers: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
     return found
 
 
+def aa_floor(ratios: Sequence[float]) -> float:
+    """How far from 1 the median of a thing's ratios to itself may be: a median that is nearer says nothing.
+
+    Of a thousand medians of as many ratios, drawn with replacement (bootstrap), 95 % are within it. Of one or two
+    ratios it is the largest deviation.
+    """
+    if len(ratios) < 3:
+        return max(abs(ratio - 1) for ratio in ratios)
+    drawn = np.random.default_rng(0).choice(np.asarray(ratios), (1000, len(ratios)))
+    return float(np.quantile(np.abs(np.median(drawn, axis=1) - 1), 0.95))
+
+
 def summarize(found: dict[str, list[float]], baseline: str, twin: str) -> dict[str, Any]:
     """Medians, spread, and each peer's ratio to `baseline`, round by round.
 
-    `twin` is the baseline measured a second time: how far its ratio is from 1 is the A/A floor, below which a
-    difference is no difference.
+    `twin` is the baseline measured a second time: its ratios give the A/A floor, below which a difference of medians is
+    no difference.
     """
     ratios = {
         name: [value / base for value, base in zip(values, found[baseline], strict=True)]
         for name, values in found.items()
     }
-    floor = max(abs(ratio - 1) for ratio in ratios[twin])
+    floor = aa_floor(ratios[twin])
     rows = {
         name: {
             "median": statistics.median(values),

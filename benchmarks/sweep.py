@@ -15,6 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from trainers.task import Task
 
 BATCHES = {8: [16, 64, 256, 1000], 24: [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1000]}
 PRECISIONS = ["fp32", "bf16"]
-LANES = 2
 RAYS_OWN = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "2.0",
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
@@ -73,7 +73,7 @@ def sweep_file(directory: Path, name: str, space: dict[str, Any], train: dict[st
         },
         "space": space,
         "objective": {"metric": "val_loss"},
-        "lanes": LANES,
+        "lanes": "auto",
     }
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -149,6 +149,14 @@ def as_documented(file: Path, limit: int | None) -> tuple[float, list[tuple[dict
     return elapsed_s, found
 
 
+def seconds_each(records: list[Any]) -> float:
+    """From the end of one trial to the end of the next on the same lane, s."""
+    ends: dict[int | None, list[float]] = {}
+    for record in records:
+        ends.setdefault(record.lane, []).append(record.end_time)
+    return statistics.mean(later - earlier for lane in ends.values() for earlier, later in pairwise(sorted(lane)))
+
+
 def compare(directory: Path, count: int, full: bool) -> dict[str, Any]:
     """Both ways, the same trials."""
     space = {"global_batch_size": BATCHES[count], "precision": PRECISIONS}
@@ -169,6 +177,8 @@ def compare(directory: Path, count: int, full: bool) -> dict[str, Any]:
         "ray_trial_s": ray_trial_s,
         "speedup": ray_trial_s * count / lanes_s,
         "train_s": statistics.mean(record.metrics["train_time_s"] for record in records),
+        "lanes": len({record.lane for record in records}),
+        "each_s": seconds_each(records),
     }
     print(
         f"{count:5d} trials   lanes {lanes_s:7.1f} s   Ray {row['ray_s']:7.1f} s"
@@ -211,8 +221,8 @@ def main() -> None:
             print(save("sweep-noop", constant_cost(directory, args.noop), args.keep))
             return
         rows = [compare(directory, count, args.full) for count in BATCHES]
-        few, many = rows
-        marginal_s = (many["lanes_s"] - few["lanes_s"]) / (many["trials"] - few["trials"]) * LANES - many["train_s"]
+        many = rows[-1]
+        marginal_s = many["each_s"] - many["train_s"]
         print(f"a further trial costs a lane {marginal_s:.2f} s beyond its own {many['train_s']:.2f} s of training")
         print(save("sweep", {"rows": rows, "marginal_s": marginal_s}, args.keep))
     finally:

@@ -52,12 +52,14 @@ class Lanes:
         sweep: Storage,
         fresh: bool,
         at_once: int,
+        patient: bool,
     ) -> None:
         """`config` gives the shape of the worker groups; Ray keeps its own records of them below `sweep`. Not more than
-        `at_once` start at the same time.
+        `at_once` start at the same time; `patient` ones start only where the sweep lasts.
         """
         self._mailbox, self._config, self._path, self._gpu = mailbox, config, tuple(path), gpu
-        self._sweep, self._fresh, self._wanted, self._at_once = sweep, fresh, count, at_once
+        self._sweep, self._fresh, self._wanted = sweep, fresh, count
+        self._at_once, self._patient = at_once, patient
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -127,11 +129,18 @@ class Lanes:
                     return
 
     def _wait_for_turn(self, lane: int) -> None:
-        """Until all but so many of the lanes before this one are up, or have had their time."""
-        deadline = time.monotonic() + _START_S * (lane // self._at_once)
+        """Until all but so many of the lanes before it are up; if `patient`, for as long again as that took.
+
+        A start costs as much as many short trials. Who waits for as long as it takes loses at most half of the time,
+        and loses nothing with a sweep that is over by then. No lane waits for ever for those before it.
+        """
+        began = time.monotonic()
+        deadline = began + _START_S * (lane // self._at_once)
         while lane >= self._at_once and time.monotonic() < deadline and not self._closing.wait(_LOOK_S):
             up = ray.get(self._mailbox.watch.remote())["lanes"]
             if lane < self._at_once + sum(one < lane for one in up):
+                if self._patient:
+                    self._closing.wait(min(time.monotonic() - began, deadline - time.monotonic()))
                 return
 
     def _trainer(self, lane: int) -> TorchTrainer:

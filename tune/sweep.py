@@ -70,6 +70,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         starts_at_once(
             lanes_wanted, _fits(train, _nodes_up()), ray.cluster_resources().get("CPU", 0), train.scaling.max_workers
         ),
+        patient=spec.config.lanes == "auto",
     )
     total = None if spec.config.search == "frontier" else planned_trials(spec.config)  # it ends when it is sure
     workers = train.scaling.max_workers

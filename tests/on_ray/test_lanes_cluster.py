@@ -52,7 +52,8 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     spec = sweep(tmp_path, {"seed": [1]})
     mailbox = start_mailbox(spec.storage)
     at_once = 2
-    lanes = Lanes(mailbox, 3, build(TrainConfig, spec.train, "test"), spec.path, False, spec.storage, False, at_once)
+    config = build(TrainConfig, spec.train, "test")
+    lanes = Lanes(mailbox, 3, config, spec.path, False, spec.storage, False, at_once, patient=False)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("lane-")}
     lanes.start()
     deadline = time.monotonic() + 30

@@ -1,0 +1,44 @@
+"""What every benchmark shares: rounds, medians, and the floor below which a difference is none."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from benchmarks.measure import aa_floor, interleave, summarize
+
+
+def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:
+    counter = itertools.count()
+    found = interleave({"a": lambda: float(next(counter)), "b": lambda: float(next(counter))}, 2)
+    assert found == {"a": [2, 4], "b": [3, 5]}
+
+
+def test_one_outlier_among_many_rounds_is_not_the_floor() -> None:
+    assert aa_floor([1.01, 0.99, 1.0, 0.7, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.0]) == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("ratios", [[0.8], [0.8, 1.1]])
+def test_of_one_or_two_rounds_the_largest_deviation_is(ratios: list[float]) -> None:
+    assert aa_floor(ratios) == pytest.approx(0.2)
+
+
+def test_the_floor_holds_what_it_says() -> None:
+    """Of things without a difference, some 5 % are called different; medians of few rounds err a little more."""
+    generator = np.random.default_rng(1)
+    twins, others = generator.normal(1, 0.1, (2, 400, 11))
+    different = [abs(np.median(other) - 1) > aa_floor(list(twin)) for twin, other in zip(twins, others, strict=True)]
+    assert 0.01 < np.mean(different) < 0.12
+
+
+def test_a_bias_of_the_twin_is_in_the_floor() -> None:
+    assert aa_floor([1.2] * 9) == pytest.approx(0.2)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    found = {"plain": [10.0, 100.0, 1.0], "ours": [20.0, 200.0, 2.0], "plain again": [10.0, 100.0, 1.0]}
+    summary = summarize(found, "plain", "plain again")
+    assert (summary["rows"]["ours"]["ratio"], summary["floor"]) == (2.0, 0.0)
+    assert summary["rows"]["ours"]["n"] == 3
