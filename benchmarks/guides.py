@@ -20,7 +20,6 @@ place: they show that the script works and nothing of speed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections.abc import Callable
@@ -33,7 +32,18 @@ from benchmarks import ladder
 from benchmarks.guides_loop import plain_rate, plain_training
 from benchmarks.input import KINDS, Kind
 from benchmarks.measure import aa_floor, save
-from benchmarks.runs import Budget, Measured, Runs, Work, example, matmul_times, quiet_and_cold, release
+from benchmarks.runs import (
+    Budget,
+    Measured,
+    Runs,
+    Work,
+    arguments,
+    device_and_size,
+    example,
+    matmul_times,
+    quiet_and_cold,
+    release,
+)
 
 _CPU = torch.device("cpu")
 _BATCH = 512
@@ -255,18 +265,12 @@ def show(lines: list[Line]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("rounds", nargs="?", type=int, default=3)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(CLAIMS))
     parser.add_argument("--seconds", type=float, default=1.5, help="of each run, after its warm-up")
-    parser.add_argument("--minutes", type=float, help="of the whole")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    small = given.small or device.type == "cpu"
-    if small:
-        print("MINIATURES: figures say nothing of speed" + ("" if given.small else " (this machine has no CUDA)"))
+    device, small = device_and_size(given.small)
     budget = Budget(given.minutes)
     with quiet_and_cold():
         lines, failed = measure(given.only, Setting(device, small, given.rounds, given.seconds), budget)

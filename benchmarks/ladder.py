@@ -23,7 +23,6 @@ run, both in the rung's precision. Rungs run in order of importance, and `--minu
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from dataclasses import dataclass, field
@@ -32,7 +31,18 @@ from typing import Any
 import torch
 
 from benchmarks.measure import save
-from benchmarks.runs import Budget, Measured, Runs, Work, example, matmul_flops, quiet_and_cold, release
+from benchmarks.runs import (
+    Budget,
+    Measured,
+    Runs,
+    Work,
+    arguments,
+    device_and_size,
+    example,
+    matmul_flops,
+    quiet_and_cold,
+    release,
+)
 from trainers.errors import classify
 
 WORKS: dict[str, Work] = {
@@ -244,18 +254,12 @@ def _percent(share: float | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--works", type=lambda text: text.split(","), default=list(WORKS))
     parser.add_argument("--rungs", type=lambda text: text.split(","))
     parser.add_argument("--seconds", type=float, default=2.0, help="of each rung, after its warm-up")
-    parser.add_argument("--minutes", type=float, help="of the whole")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    small = given.small or device.type == "cpu"
-    if small:
-        print("MINIATURES: figures say nothing of speed" + ("" if given.small else " (this machine has no CUDA)"))
+    device, small = device_and_size(given.small)
     chosen = {name: (SMALL if small else WORKS)[name] for name in given.works}
     budget = Budget(given.minutes)
     with quiet_and_cold():

@@ -11,7 +11,6 @@ Target: paceline at 0.95 of the limit or more. `--small` (the default without CU
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import interleave, save, show, summarize
-from benchmarks.runs import Budget, Runs, Work, example, quiet_and_cold, release
+from benchmarks.runs import Budget, Runs, Work, arguments, device_and_size, example, quiet_and_cold, release
 from trainers.config import TrainConfig
 from trainers.device import synchronize
 from trainers.optim import lr_factor
@@ -136,19 +135,13 @@ def measure(work: Work, device: torch.device, rounds: int, steps: int, budget: B
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("rounds", nargs="?", type=int, default=3)
     parser.add_argument("--steps", type=int, default=320, help="of each run, in tens, warm-up included")
-    parser.add_argument("--minutes", type=float, help="of the whole")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
     if given.steps % AGREE_EVERY_STEPS or given.steps <= 2 * WARM_STEPS:
         parser.error(f"--steps is {given.steps}, but must be a multiple of ten above {2 * WARM_STEPS}: write 320")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    small = given.small or device.type == "cpu"
-    if small:
-        print("a MINIATURE: figures say nothing of speed" + ("" if given.small else " (this machine has no CUDA)"))
+    device, small = device_and_size(given.small)
     budget = Budget(given.minutes)
     with quiet_and_cold():
         results = measure(SMALL if small else FULL, device, given.rounds, given.steps, budget)

@@ -6,6 +6,7 @@ weights of a work are made once, each run starts from a copy. All data is synthe
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -165,6 +166,23 @@ def matmul_times(precision: str, device: torch.device, n: int) -> list[float]:
     left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
     out = torch.empty_like(left)
     return measure(lambda: torch.mm(left, right, out=out), lambda: synchronize(device))
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """What the scripts of a GPU's figures have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, help="of the whole")
+    parser.add_argument("--small", action="store_true", help="miniatures, as on a CPU")
+    parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
+    return parser
+
+
+def device_and_size(small: bool) -> tuple[torch.device, bool]:
+    """The device that is there, and whether miniatures run on it: on a CPU always. Says so."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" or small:
+        print("MINIATURES: figures say nothing of speed" + ("" if small else " (this machine has no CUDA)"))
+    return device, small or device.type == "cpu"
 
 
 class Budget:

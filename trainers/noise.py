@@ -21,22 +21,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from trainers.config import TrainConfig
+from trainers.exchange import Hook, all_reduced
 from trainers.parallel import Group, is_sharded
 from trainers.step_times import student_t95
 
 logger = logging.getLogger(__name__)
 
-Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 _RECENT_WINDOWS = 20
 _HALVES_EVERY_STEPS = 20  # a split step costs at most as much as two, so training slows by at most 5 %
@@ -170,7 +169,7 @@ class NoiseScale:
         Without `inner` the average is DDP's own, to the last bit.
         """
         self._hooked = True
-        average = inner or _average
+        average = inner or all_reduced
 
         def look(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
             if self._on:
@@ -210,12 +209,6 @@ def noise_scale(config: TrainConfig, group: Group, model: nn.Module, accumulatio
         logger.warning("no gradient noise scale: %s", reason)
         return None
     return NoiseScale(group, 1 if config.cuda_graphs else 10)
-
-
-def _average(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    buffer.mul_(1.0 / dist.get_world_size())  # as the reducer does it: dividing rounds otherwise
-    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
 
 
 def estimate(windows: Sequence[Window], half_life: float | None = None) -> NoiseEstimate | None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel, parallel_apply
 
 from trainers.errors import ConfigError
+from trainers.exchange import exchanged
 from trainers.sections import DdpConfig
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def wrap_model(
     wrapped = DistributedDataParallel(
         model, device_ids=ids, gradient_as_bucket_view=True, static_graph=ddp.static_graph
     )
-    hook: Any = None
+    hook: Any = exchanged(group.rank, group.world_size) if group.device.type == "cpu" else None
     if ddp.compression == "bf16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 

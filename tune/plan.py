@@ -48,12 +48,14 @@ def lanes_for(wanted: int | Literal["auto"], groups: int, trials: int | None, so
     return wanted
 
 
-def starts_at_once(count: int, fits: int, cpus: float, workers: int) -> int:
-    """How many of `count` lanes of so many workers may start at the same time on a cluster with `cpus`.
+def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -> int:
+    """How many of `count` lanes of so many workers may start at the same time on nodes with so many `cpus` each.
 
-    All of them where some wait for a node (only `fits` have one): that is what makes a cluster grow.
+    A node starts one worker at least. All lanes start where some wait for a node (only `fits` have one): that is what
+    makes a cluster grow.
     """
-    return max(1, int(cpus) // (_CPUS_TO_START * (1 + workers))) if fits >= count else count
+    nodes = sum(cpu >= 1 for cpu in cpus)
+    return max(1, nodes // workers, int(sum(cpus)) // (_CPUS_TO_START * (1 + workers))) if fits >= count else count
 
 
 def sweep_s(trials: int, lanes: int, trial_s: float) -> float:

@@ -31,19 +31,10 @@ KEPT_STAGES = 3
 class PopulationTrial(LaneTrial):
     """One member of the population."""
 
-    def setup(
-        self,
-        config: dict[str, Any],
-        mailbox: Any = None,
-        uri: str = "",
-        train: dict[str, Any] | None = None,
-        objective: dict[str, Any] | None = None,
-        usd_per_hour: float | None = None,
-        interval: float = 1.0,
-    ) -> None:
+    def setup(self, config: dict[str, Any], *, interval: float = 1.0, **sweep: Any) -> None:
         """Called by Tune once an actor; a stage takes `interval` epochs."""
         self._interval = interval
-        super().setup(config, mailbox, uri, train, objective, usd_per_hour)
+        super().setup(config, **sweep)
 
     def _begin(self, config: dict[str, Any]) -> None:
         self._space_config = chosen(config)

@@ -68,7 +68,10 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         spec.storage,
         spec.config.isolation == "fresh",
         starts_at_once(
-            lanes_wanted, _fits(train, _nodes_up()), ray.cluster_resources().get("CPU", 0), train.scaling.max_workers
+            lanes_wanted,
+            _fits(train, _nodes_up()),
+            [node.get("CPU", 0.0) for node in _nodes_up()],
+            train.scaling.max_workers,
         ),
         patient=spec.config.lanes == "auto",
     )

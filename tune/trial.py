@@ -99,6 +99,7 @@ class LaneTrial(Trainable):
     def setup(
         self,
         config: dict[str, Any],
+        *,
         mailbox: Any = None,
         uri: str = "",
         train: dict[str, Any] | None = None,

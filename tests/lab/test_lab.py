@@ -3,7 +3,7 @@
 Three hosts on one machine (tests/lab/hosts.py), a head and two workers. The tests of this file build on each other:
 a host that has left in one of them returns in the next, because each return takes half a minute.
 
-Environment read: PACELINE_LAB_CLEAN_RUNS, how often a cluster without a fault is checked (2).
+Environment read: PACELINE_LAB_CLEAN_RUNS, how often a cluster without a fault is checked (1).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.lab]
 WORKERS = ["h1", "h2"]
 PROMETHEUS = "http://127.0.0.1:9090"
 DIGITS = ("python", "-m", "trainers", "examples/digits/train.yaml", "--launcher", "ray")
-CLEAN_RUNS = int(os.environ.get("PACELINE_LAB_CLEAN_RUNS", "2"))
+CLEAN_RUNS = int(os.environ.get("PACELINE_LAB_CLEAN_RUNS", "1"))
 INTERVAL = 500
 """Steps between the checkpoints of the run that loses its hosts: three seconds or so."""
 
@@ -173,7 +173,7 @@ def test_the_dashboard_answers_on_the_loopback_alone(cluster: OnPremises) -> Non
 def test_a_sweep_trains_in_two_lanes_which_are_processes_of_their_own(cluster: OnPremises) -> None:
     began = time.monotonic()
     space = "{precision: [fp32, bf16], global_batch_size: [32, 64]}"
-    # Long enough for the second lane, which starts when the first is up.
+    # Long enough for the lane that is up a little later.
     size = ("--train.epochs", "16", "--train.scaling.cpus_per_worker", "2", "--lanes", "2")
     words = ("python", "-m", "tune", "examples/digits/sweep.yaml", "--space", space, *size)
     job = cluster.submit(*words, "--objective", "{metric: val_loss}", wait=False)

@@ -240,15 +240,17 @@ def test_the_shipped_cluster_file_holds_the_digits_sweep(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("count", "fits", "cpus", "workers", "expected"),
     [
-        (2, 2, 2, 1, 1),  # two cores: one after the other
-        (8, 8, 16, 1, 4),
-        (8, 8, 192, 1, 48),  # more than there are: all
-        (4, 4, 96, 8, 5),
-        (4, 4, 16, 8, 1),
-        (6, 2, 2, 1, 6),  # four wait for a node that only their waiting brings
+        (2, 2, [2], 1, 1),  # two cores: one after the other
+        (2, 2, [0, 2, 2], 1, 2),  # two nodes beside a head
+        (8, 8, [16], 1, 4),
+        (8, 8, [4, 96, 96], 1, 49),  # more than there are: all
+        (4, 4, [96], 8, 5),
+        (4, 4, [16], 8, 1),
+        (2, 2, [4] * 8, 4, 3),
+        (6, 2, [2], 1, 6),  # four wait for a node that only their waiting brings
     ],
 )
 def test_lanes_that_would_slow_each_other_start_in_turn(
-    count: int, fits: int, cpus: float, workers: int, expected: int
+    count: int, fits: int, cpus: list[float], workers: int, expected: int
 ) -> None:
     assert starts_at_once(count, fits, cpus, workers) == expected

@@ -1,0 +1,53 @@
+"""Averages of gradients over ranks: DDP's own, and a quicker one for small models on CPU workers.
+
+gloo's all-reduce passes parts of a buffer around in turns, and hands each turn to a thread of its own. For gradients of a
+few hundred kilobytes that waiting is the larger part of a step. There every rank sends all it has to all others at once,
+and adds up what comes, in the order of ranks: one turn, and the same bits on every rank (with two ranks those of gloo).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
+
+MAX_BYTES = 1 << 20
+"""What a rank may receive of one step; above this all-reduce moves less (2 / n of it)."""
+
+
+def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """DDP's own average, to the last bit."""
+    buffer = bucket.buffer()
+    buffer.mul_(1.0 / dist.get_world_size())  # as the reducer does it: dividing rounds otherwise
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def exchanged(rank: int, world_size: int) -> Hook:
+    """A DDP communication hook: gradients that are all in one small bucket go to every rank directly."""
+    peers = [peer for peer in range(world_size) if peer != rank]
+
+    def average(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        own = bucket.buffer()
+        if bucket.index() or not bucket.is_last() or own.nbytes * len(peers) > MAX_BYTES:
+            return all_reduced(state, bucket)
+        own.mul_(1.0 / world_size)
+        parts = [own if one == rank else torch.empty_like(own) for one in range(world_size)]
+        works = [dist.irecv(parts[peer], peer) for peer in peers] + [dist.isend(own, peer) for peer in peers]
+        for work in works:
+            assert work is not None
+            work.wait()
+        total = parts[0] + parts[1]
+        for part in parts[2:]:
+            total += part
+        own.copy_(total)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(own)
+        return done
+
+    average.__annotations__.clear()  # DDP compares them with types, and here they are text
+    return average
