@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from benchmarks.measure import save
 from benchmarks.scale_parameters import PARAMETERS, by_parameters, explain, in_turn
@@ -74,8 +73,7 @@ def sweep(count: int, lanes: int, train: dict[str, Any]) -> dict[str, float]:
     """The figures of one sweep of so many equal trials."""
     directory = Path(tempfile.mkdtemp(prefix="paceline-scale-"))
     try:
-        file = sweep_file(directory, f"scale-{count}", {"seed": list(range(count))}, train)
-        file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"lanes": lanes}))
+        file = sweep_file(directory, f"scale-{count}", {"seed": list(range(count))}, train, lanes)
         began = time.time()
         _, records = through_lanes(file)
         assert [record.status for record in records] == ["done"] * count, [record.message for record in records]

@@ -1,10 +1,14 @@
-"""How long from the command to the end of the first step? In this process and under torchrun, against the floor.
+"""How long from the command to the end of the first step? In this process, under torchrun, on Ray, in a warm lane.
 
-Run as: python -m benchmarks.startup [ROUNDS] [--only local,torchrun] [--short] [--keep]
+Run as: python -m benchmarks.startup [ROUNDS] [--only local,torchrun,ray,lane] [--short] [--keep]
 `floor` is benchmarks/startup_floor.py, the least that any script must do (imports, rendezvous, model, optimizer, one
 step), started the same way and measured twice (the A/A floor); `paceline` trains examples/your_model, and its time ends
 when the terminal shows the first step. What lies between the two is ours: configuration, checks, storage, the probe of
-the microbatch. Every command is a process of its own; files are in the page cache after the first, dropped round.
+the microbatch. Every command is a process of its own; files are in the page cache after the first, dropped round. `ray`
+starts an embedded cluster and a TorchTrainer each time.
+
+`lane` is a sweep of trials of one step in one lane: from the end of one to the end of the next, its record on storage
+and the search's next word included. A trial's first step is sooner.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +35,23 @@ LAUNCHERS: dict[str, list[str]] = {
     "local": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(_WORKERS),
                  "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"],
+    "ray": [sys.executable],
 }
 # fmt: on
 
 
 def floor_command(launcher: str) -> list[str]:
     """The plain script."""
-    return [*LAUNCHERS[launcher], str(REPOSITORY / "benchmarks/startup_floor.py")]
+    workers = [str(_WORKERS)] if launcher == "ray" else []
+    return [*LAUNCHERS[launcher], str(REPOSITORY / "benchmarks/startup_floor.py"), *workers]
 
 
 def paceline_command(launcher: str, storage: Path) -> list[str]:
     """The same training by Paceline, one step of it."""
     config = str(REPOSITORY / "examples/your_model/train.yaml")
     changes = ["--max_steps", "1", "--log_every_steps", "1", "--storage_path", str(storage), "--device", "cpu"]
-    own = ["--launcher", "local"] if launcher == "local" else []
-    return [*LAUNCHERS[launcher], "-m", "trainers", config, *changes, *own]
+    own = {"local": ["--launcher", "local"], "ray": ["--launcher", "ray", "--scaling.num_workers", str(_WORKERS)]}
+    return [*LAUNCHERS[launcher], "-m", "trainers", config, *changes, *own.get(launcher, [])]
 
 
 def first_step_ms(command: list[str]) -> float:
@@ -59,7 +66,7 @@ def first_step_ms(command: list[str]) -> float:
     assert process.stdout is not None
     found: float | None = None
     for line in process.stdout:
-        if found is None and line.startswith("step 1/"):
+        if found is None and "step 1/" in line:  # Ray puts the worker's name before it
             found = (time.perf_counter() - began) * 1e3
     _, errors = process.communicate(timeout=_TIMEOUT_S)
     if found is None or process.returncode != 0:
@@ -94,16 +101,34 @@ def measure(launcher: str, rounds: int) -> dict[str, Any]:
     return {**summary, "above_floor_ms": {"median": statistics.median(above), "min": min(above), "max": max(above)}}
 
 
+def warm_trials(trials: int) -> dict[str, float]:
+    """Milliseconds that a trial of one step takes in a warm lane; the first quarter of them is the lane's start."""
+    from benchmarks.sweep import sweep_file, through_lanes
+    from trainers.torch_trainer import connect
+
+    connect(show_workers=False)
+    train = {"task_args": {"rows": 1}, "epochs": None, "max_steps": 1, "global_batch_size": 1}
+    with tempfile.TemporaryDirectory(prefix="startup-") as directory:
+        _, records = through_lanes(sweep_file(Path(directory), "warm", {"seed": list(range(trials))}, train, lanes=1))
+    ends = sorted(record.end_time for record in records)[trials // 4 :]
+    took = [(later - earlier) * 1e3 for earlier, later in pairwise(ends)]
+    found = {"median": statistics.median(took), "min": min(took), "max": max(took), "n": len(took)}
+    print(f"\nlane: a trial of one step {found['median']:,.0f} ms   [{min(took):,.0f}, {max(took):,.0f}] n={len(took)}")
+    return found
+
+
 def main(rounds: int, launchers: list[str], keep: bool) -> None:
-    """All launchers."""
-    results = {launcher: measure(launcher, rounds) for launcher in launchers}
+    """All launchers, then the lane."""
+    results = {launcher: measure(launcher, rounds) for launcher in launchers if launcher in LAUNCHERS}
+    if "lane" in launchers:
+        results["lane"] = {"trial_ms": warm_trials(20 * rounds)}
     print(f"\nkept in {save('startup', results, keep)}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rounds", nargs="?", type=int, default=5)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(LAUNCHERS))
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[*LAUNCHERS, "lane"])
     parser.add_argument("--short", action="store_true", help="two rounds")
     parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
     given = parser.parse_args()

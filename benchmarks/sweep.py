@@ -58,7 +58,9 @@ class Rows(Task):
         return nn.functional.cross_entropy(outputs, batch[1])
 
 
-def sweep_file(directory: Path, name: str, space: dict[str, Any], train: dict[str, Any]) -> Path:
+def sweep_file(
+    directory: Path, name: str, space: dict[str, Any], train: dict[str, Any], lanes: int | str = "auto"
+) -> Path:
     """A sweep's YAML."""
     tree = {
         "name": name,
@@ -73,7 +75,7 @@ def sweep_file(directory: Path, name: str, space: dict[str, Any], train: dict[st
         },
         "space": space,
         "objective": {"metric": "val_loss"},
-        "lanes": "auto",
+        "lanes": lanes,
     }
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(tree))

@@ -1,8 +1,8 @@
 """Averages of gradients over ranks: DDP's own, and a quicker one for small models on CPU workers.
 
-gloo's all-reduce passes parts of a buffer around in turns, and hands each turn to a thread of its own. For gradients of a
-few hundred kilobytes that waiting is the larger part of a step. There every rank sends all it has to all others at once,
-and adds up what comes, in the order of ranks: one turn, and the same bits on every rank (with two ranks those of gloo).
+gloo's all-reduce passes parts of a buffer around in turns, and hands each turn to a thread of its own. For gradients of
+a few hundred kilobytes that waiting is the larger part of a step. There every rank sends all it has to all others at
+once and adds up what comes in the order of ranks: one turn, and the same bits on every rank (with two those of gloo).
 """
 
 from __future__ import annotations

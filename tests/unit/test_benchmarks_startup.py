@@ -41,6 +41,11 @@ def test_first_steps_under_torchrun_are_timed(tmp_path: Path) -> None:
     assert first_step_ms(paceline_command("torchrun", tmp_path)) > 100
 
 
+def test_on_ray_both_train_in_as_many_workers() -> None:
+    assert floor_command("ray")[-1] == "2"
+    assert paceline_command("ray", Path("/tmp"))[-4:] == ["--launcher", "ray", "--scaling.num_workers", "2"]
+
+
 def test_a_command_without_a_step_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="ended with 3"):
         first_step_ms([sys.executable, "-c", "raise SystemExit(3)"])
