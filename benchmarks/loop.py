@@ -4,7 +4,7 @@ Run as: python -m benchmarks.loop [ROUNDS] [--short] [--keep]
 Peers: a plain PyTorch loop as the guides write it, in DDP where there are two ranks (measured twice: the A/A floor),
 the same loop through Accelerate, Lightning Fabric and Ray's `prepare_model` and `prepare_data_loader`, and Lightning's
 Trainer (`pip install '.[peers]'`). All run in the same processes, the workers of one TorchTrainer with one thread each,
-in turn, on the same global batches and with the same fused AdamW. Set-up, evaluation and five warm-up steps are left
+in turn (an order a round), on the same global batches and with the same fused AdamW. Set-up, evaluation and five warm-up steps are left
 out of every figure; final losses must be equal. What a framework puts into the process's environment holds for that
 framework only: Lightning's PYTORCH_NVML_BASED_CUDA_CHECK makes each `optimizer.step` of everybody look for NVML.
 """
@@ -265,7 +265,7 @@ def compare(work: str, rounds: int, rank: int, world_size: int, on_ray: bool) ->
         return measured
 
     found = {name: speed_of(name, run) for name, run in peers(work, rank, world_size, on_ray).items()}
-    summary = summarize(interleave(found, rounds), "plain", "plain again")
+    summary = summarize(interleave(found, rounds, seed=0), "plain", "plain again")
     if wrong := {name: loss for name, loss in losses.items() if not math.isclose(loss, losses["plain"], rel_tol=1e-4)}:
         raise AssertionError(f"not the same training: {wrong} against {losses['plain']}")
     return {**summary, "train_loss": losses}

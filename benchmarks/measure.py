@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +20,19 @@ KEPT = Path(__file__).parent / "results"
 SCRATCH = Path("results/benchmarks")
 
 
-def interleave(peers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call every peer once a round, in turn; the first round is a warm-up and is dropped."""
+def interleave(peers: dict[str, Callable[[], float]], rounds: int, seed: int | None = None) -> dict[str, list[float]]:
+    """Call every peer once a round, in turn; the first round is a warm-up and is dropped.
+
+    With a `seed` each round has an order of its own, the same on every rank: what a peer leaves to the next, it leaves to
+    all alike.
+    """
     found: dict[str, list[float]] = {name: [] for name in peers}
+    order, shuffled = list(peers), random.Random(seed)
     for number in range(rounds + 1):
-        for name, run in peers.items():
-            value = run()
+        if seed is not None:
+            shuffled.shuffle(order)
+        for name in order:
+            value = peers[name]()
             if number:
                 found[name].append(value)
     return found

@@ -16,6 +16,15 @@ def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:
     assert found == {"a": [2, 4], "b": [3, 5]}
 
 
+def test_with_a_seed_each_round_has_its_own_order() -> None:
+    orders: list[str] = []
+    peers = {name: lambda name=name: float(bool(orders.append(name))) for name in "abcd"}  # type: ignore[misc]
+    interleave(peers, 9, seed=0)
+    rounds = ["".join(orders[start : start + 4]) for start in range(0, 40, 4)]
+    assert all(sorted(one) == list("abcd") for one in rounds)
+    assert len(set(rounds)) > 5
+
+
 def test_one_outlier_among_many_rounds_is_not_the_floor() -> None:
     assert aa_floor([1.01, 0.99, 1.0, 0.7, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.0]) == pytest.approx(0.01)
 
