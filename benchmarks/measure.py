@@ -23,8 +23,8 @@ SCRATCH = Path("results/benchmarks")
 def interleave(peers: dict[str, Callable[[], float]], rounds: int, seed: int | None = None) -> dict[str, list[float]]:
     """Call every peer once a round, in turn; the first round is a warm-up and is dropped.
 
-    With a `seed` each round has an order of its own, the same on every rank: what a peer leaves to the next, it leaves to
-    all alike.
+    With a `seed` each round has an order of its own, the same on every rank: what one leaves to the next (a cold cache,
+    garbage) falls on all alike.
     """
     found: dict[str, list[float]] = {name: [] for name in peers}
     order, shuffled = list(peers), random.Random(seed)

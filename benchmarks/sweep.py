@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 from torch import nn
@@ -35,6 +36,7 @@ RAYS_OWN = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
 }
 """What Ray does by itself, where Paceline (trainers/ray_env.py) has set something else."""
+_IDLE_PERCENT = 10.0
 _EDGE = 100
 """Of a thousand trials: so many at the beginning and at the end are compared."""
 
@@ -159,6 +161,13 @@ def seconds_each(records: list[Any]) -> float:
     return statistics.mean(later - earlier for lane in ends.values() for earlier, later in pairwise(sorted(lane)))
 
 
+def settle(most_s: float = 60.0) -> None:
+    """Wait until a cluster that has just started no longer works on its own start: neither way should pay for it."""
+    deadline = time.monotonic() + most_s
+    while psutil.cpu_percent(interval=2.0) > _IDLE_PERCENT and time.monotonic() < deadline:
+        pass
+
+
 def compare(directory: Path, count: int, full: bool) -> dict[str, Any]:
     """Both ways, the same trials."""
     space = {"global_batch_size": BATCHES[count], "precision": PRECISIONS}
@@ -217,6 +226,7 @@ def main() -> None:
     from trainers.torch_trainer import connect
 
     connect(show_workers=False)
+    settle()
     directory = Path(tempfile.mkdtemp(prefix="paceline-sweep-"))
     try:
         if args.noop:
