@@ -4,10 +4,10 @@ Run as: python -m benchmarks.loop [ROUNDS] [--short] [--keep]
 Peers: a plain PyTorch loop as the guides write it, in DDP where there are two ranks (measured twice: the A/A floor),
 the same loop through Accelerate, Lightning Fabric and Ray's `prepare_model` and `prepare_data_loader`, and Lightning's
 Trainer (`pip install '.[peers]'`). All run in the same processes, the workers of one TorchTrainer with one thread each,
-in turn (each round in an order of its own), on the same global batches and with the same fused AdamW. Set-up, evaluation
-and five warm-up steps are left out of every figure; final losses must be equal. What a framework puts into the process's
-environment holds for that framework only: Lightning's PYTORCH_NVML_BASED_CUDA_CHECK makes each `optimizer.step` of
-everybody look for NVML.
+in turn (each round in an order of its own), on the same global batches and with the same fused AdamW. Set-up,
+evaluation and five warm-up steps are left out of every figure; final losses must be equal. What a framework puts into
+the process's environment holds for that framework only: Lightning's PYTORCH_NVML_BASED_CUDA_CHECK makes each
+`optimizer.step` of everybody look for NVML.
 """
 
 from __future__ import annotations
