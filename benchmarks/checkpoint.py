@@ -5,12 +5,15 @@ Sizes are of the state (a model and its AdamW moments); `--full` adds 2 GB to 10
 rounds of 10 and 200. Each round takes, in turn: `memcpy`, torch.clone of every tensor (measured twice: the A/A floor);
 `sync`, a checkpoint that is written at once; `async`, the time in which the loop is held up (the copy to host memory,
 then each call of `advance`) while steps of a small model go on; `slowdown`, what the same steps lost to the writing
-thread beside them. Medians in ms.
+thread beside them; `ray async`, torch.save and Ray's `report` with CheckpointUploadMode.ASYNC until training goes on.
+Medians in ms. All in the worker of a TorchTrainer; where Ray is not installed, in this process without `ray async`.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import shutil
 import tempfile
 import time
@@ -22,6 +25,7 @@ import torch
 from torch import nn
 
 from benchmarks.measure import interleave, save, show, summarize
+from benchmarks.on_ray import in_workers
 from trainers.checkpoint import Checkpoints
 from trainers.parallel import Group
 from trainers.rng import get_rng_state
@@ -103,8 +107,28 @@ def written_beside(checkpoints: Checkpoints, state: dict[str, Any], steps: Steps
     return stalled_s * 1e3
 
 
-def measure(size_mb: int, rounds: int, directory: Path, device: torch.device) -> dict[str, Any]:
+def reported(state: dict[str, Any], directory: Path) -> float:
+    """ms in which Ray's own asynchronous upload holds training up; waits until it is done."""
+    import ray.train
+
+    began = time.perf_counter()
+    local = Path(tempfile.mkdtemp(dir=directory))
+    torch.save(state, local / "state.pt")
+    ray.train.report(
+        {},
+        checkpoint=ray.train.Checkpoint.from_directory(str(local)),
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+        delete_local_checkpoint_after_upload=True,
+    )
+    stalled_s = time.perf_counter() - began
+    while local.exists():
+        time.sleep(0.05)
+    return stalled_s * 1e3
+
+
+def measure(size_mb: int, rounds: int, directory: Path, device: torch.device, on_ray: bool) -> dict[str, Any]:
     """The figures of one size."""
+    torch.set_num_threads(1)
     state = make_state(size_mb, device)
     group = Group(0, 1, device)
     at_once, beside = (Checkpoints(Storage(str(directory / name)), group, 1) for name in ("sync", "async"))
@@ -118,22 +142,28 @@ def measure(size_mb: int, rounds: int, directory: Path, device: torch.device) ->
         "async": lambda: written_beside(beside, state, steps, found),
         "slowdown": lambda: found["slowdown"],
     }
-    summary = summarize(interleave(peers, rounds), "memcpy", "memcpy again")
-    show(f"{size_mb} MB", "ms", summary)
-    return {**summary, "size_mb": size_mb}
+    if on_ray:
+        peers["ray async"] = lambda: reported(state, directory)
+    return {**summarize(interleave(peers, rounds), "memcpy", "memcpy again"), "size_mb": size_mb}
 
 
 def main(rounds: int, sizes: list[int], parent: str | None, keep: bool) -> None:
     """All sizes."""
-    torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_ray = importlib.util.find_spec("ray") is not None
+    if on_ray:
+        from trainers.torch_trainer import connect
+
+        connect(show_workers=False)
     results = {}
     for size_mb in sizes:
         directory = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=parent))
+        figures = functools.partial(measure, size_mb, rounds, directory, device, on_ray)
         try:
-            results[f"{size_mb} MB"] = measure(size_mb, rounds, directory, device)
+            results[f"{size_mb} MB"] = in_workers(figures, gpu=device.type == "cuda") if on_ray else figures()
         finally:
             shutil.rmtree(directory)
+        show(f"{size_mb} MB", "ms", results[f"{size_mb} MB"])
     print(f"\nkept in {save('checkpoint', results, keep)}")
 
 

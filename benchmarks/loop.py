@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import logging
 import math
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.measure import interleave, save, show, summarize
+from benchmarks.on_ray import in_workers
 from examples.digits.task import Digits
 from trainers.config import TrainConfig
 from trainers.launch import LocalContext
@@ -272,32 +274,13 @@ def compare(work: str, rounds: int, rank: int, world_size: int, on_ray: bool) ->
     return {**summary, "train_loss": losses}
 
 
-def compare_on_ray(rounds: int, world_size: int) -> dict[str, Any]:
-    """The comparison inside the workers of one TorchTrainer."""
+def compare_all(rounds: int) -> dict[str, Any]:
+    """Both kinds of work, on every rank of a TorchTrainer."""
     import ray.train
-    from ray.train.torch import TorchTrainer
 
-    @ray.remote(num_cpus=0)
-    class Box:
-        def put(self, found: dict[str, Any]) -> None:
-            self.found = found
-
-        def get(self) -> dict[str, Any]:
-            return self.found
-
-    keeper: Any = Box.remote()
-
-    def worker(config: dict[str, Any]) -> None:
-        context = ray.train.get_context()
-        rank = context.get_world_rank()
-        found = {work: compare(work, rounds, rank, world_size, on_ray=True) for work in WORK}
-        if rank == 0:
-            ray.get(config["keeper"].put.remote(found))
-
-    scaling = ray.train.ScalingConfig(num_workers=world_size, resources_per_worker={"CPU": 1})
-    TorchTrainer(worker, train_loop_config={"keeper": keeper}, scaling_config=scaling).fit()
-    found: dict[str, Any] = ray.get(keeper.get.remote())
-    return found
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    return {work: compare(work, rounds, rank, world_size, on_ray=True) for work in WORK}
 
 
 def main(rounds: int, keep: bool) -> None:
@@ -307,7 +290,7 @@ def main(rounds: int, keep: bool) -> None:
     connect(show_workers=False)
     found: dict[str, Any] = {}
     for world_size in (1, 2):
-        for work, summary in compare_on_ray(rounds, world_size).items():
+        for work, summary in in_workers(functools.partial(compare_all, rounds), world_size).items():
             found[f"{work}, {world_size} rank{'s' if world_size > 1 else ''}"] = summary
             show(f"{work}, {world_size} rank(s): global batch {BATCH}, {EPOCHS[work]} epochs", "samples/s", summary)
     print(f"\nkept in {save('loop', found, keep)}")
