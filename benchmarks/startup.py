@@ -128,8 +128,9 @@ def main(rounds: int, launchers: list[str], keep: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rounds", nargs="?", type=int, default=5)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[*LAUNCHERS, "lane"])
-    parser.add_argument("--short", action="store_true", help="two rounds")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="of local, torchrun, ray, lane")
+    parser.add_argument("--short", action="store_true", help="two rounds, and Ray only if it is asked for")
     parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
     given = parser.parse_args()
-    main(2 if given.short else given.rounds, given.only, given.keep)
+    launchers = given.only or [name for name in (*LAUNCHERS, "lane") if not (given.short and name == "ray")]
+    main(2 if given.short else given.rounds, launchers, given.keep)
