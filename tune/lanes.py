@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.train
 from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.state import list_placement_groups
+from ray.util.state.exception import RayStateApiException
 
 from trainers.config import TrainConfig
 from trainers.ray_group import GroupConfig
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 3
-_START_S, _LOOK_S = 60.0, 0.2
+_START_S, _LOOK_S, _STATE_S = 60.0, 0.2, 10
 
 
 def start_mailbox(sweep: Storage) -> Any:
@@ -95,7 +98,7 @@ class Lanes:
         connection is closed.
         """
         self._closing.set()
-        deadline = time.monotonic() + timeout_s
+        deadline, ended = time.monotonic() + timeout_s, False
         while (alive := [thread.is_alive() for thread in self._threads]) and any(alive):
             if time.monotonic() > deadline:
                 logger.warning("lanes %s do not end", [lane for lane, is_alive in enumerate(alive) if is_alive])
@@ -107,7 +110,27 @@ class Lanes:
             for lane, controller in controllers.items():
                 if alive[lane]:
                     ray.kill(controller)
+                    ended = True
             self._threads[alive.index(True)].join(_LOOK_S)
+        if ended:
+            self._free()
+
+    def _free(self) -> None:
+        """Give back what ended controllers had reserved. Ray's cleaner hears of it only when workers are up, and Ray
+        itself frees it with the job, in which another sweep may follow.
+        """
+        job = ray.get_runtime_context().get_job_id()
+        own = {"CPU": float(self._config.scaling.cpus_per_worker)}
+        try:
+            groups = list_placement_groups(filters=[("creator_job_id", "=", job)], detail=True, timeout=_STATE_S)
+            for group in groups:
+                bundles = group.bundles or []
+                if group.state != "REMOVED" and all(own.items() <= one["unit_resources"].items() for one in bundles):
+                    remove_placement_group(
+                        PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group.placement_group_id)))
+                    )
+        except (ray.exceptions.RayError, RayStateApiException) as error:
+            logger.warning("what lanes had reserved is free when this process ends: %s", error)
 
     def _keep(self, lane: int) -> None:
         """Keep one worker group alive until the sweep closes."""

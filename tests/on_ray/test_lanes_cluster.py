@@ -60,10 +60,18 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     while len(controllers := driver.get(mailbox.controllers.remote())) < at_once and time.monotonic() < deadline:
         time.sleep(0.05)
     assert driver.get(mailbox.watch.remote())["lanes"] == [], "no workers yet"
+    while driver.available_resources().get("CPU", 0) == driver.cluster_resources()["CPU"]:
+        assert time.monotonic() < deadline, "no lane has reserved its processors"
+        time.sleep(0.05)
     began = time.monotonic()
     lanes.close()
     assert time.monotonic() - began < 10
     assert {thread for thread in threading.enumerate() if thread.name.startswith("lane-")} <= threads
+    free = driver.cluster_resources()["CPU"]
+    deadline = time.monotonic() + 20
+    while driver.available_resources().get("CPU", 0) < free:
+        assert time.monotonic() < deadline, "a lane's reservation is left"
+        time.sleep(0.1)
     for controller in controllers.values():
         with pytest.raises(driver.exceptions.RayActorError):
             driver.get(controller.get_state.remote(), timeout=10)
