@@ -84,13 +84,15 @@ class Lanes:
             self._threads.append(thread)
             thread.start()
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Send the lanes home: those that are up end by themselves; one that starts or waits for a node is ended."""
+    def close(self, timeout_s: float = 45.0) -> None:
+        """Send the lanes home. One that still starts comes up, and finds that there is nothing to do: ended before, it
+        would leave what it has reserved with Ray. One that waits for a node longer than that is ended.
+        """
         self._closing.set()
-        up = ray.get(self._mailbox.watch.remote())["lanes"]
         ray.get(self._mailbox.close.remote())
-        for lane in up:
-            self._threads[lane].join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self.end()
 
     def end(self, timeout_s: float = 20.0) -> None:
