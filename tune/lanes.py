@@ -93,18 +93,19 @@ class Lanes:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self.end()
+        if self.end():
+            self._free()
 
-    def end(self, timeout_s: float = 20.0) -> None:
-        """End every lane where it stands. After this no thread calls Ray, which would end the process where the
-        connection is closed.
+    def end(self, timeout_s: float = 20.0) -> bool:
+        """End every lane where it stands; whether some had to be. After this no thread calls Ray, which would end the
+        process where the connection is closed. What they had reserved is free when this process ends.
         """
         self._closing.set()
         deadline, ended = time.monotonic() + timeout_s, False
         while (alive := [thread.is_alive() for thread in self._threads]) and any(alive):
             if time.monotonic() > deadline:
                 logger.warning("lanes %s do not end", [lane for lane, is_alive in enumerate(alive) if is_alive])
-                return
+                break
             try:
                 controllers = ray.get(self._mailbox.controllers.remote(), timeout=timeout_s)
             except ray.exceptions.RayError:  # the cluster is gone, and the controllers with it
@@ -114,8 +115,7 @@ class Lanes:
                     ray.kill(controller)
                     ended = True
             self._threads[alive.index(True)].join(_LOOK_S)
-        if ended:
-            self._free()
+        return ended
 
     def _free(self) -> None:
         """Give back what ended controllers had reserved. Ray's cleaner hears of it only when workers are up, and Ray
