@@ -39,6 +39,9 @@ def set_up(directory: str, name: str, address: str, gateway: str, visible: list[
     run("mount", "--bind", f"{directory}/run", "/run")
     # A host that does not know its own name makes gloo listen on its loopback.
     run("mount", "--bind", f"{directory}/hosts", "/etc/hosts")
+    # A name server that nobody reaches makes torch's rendezvous wait ten seconds for the name of each peer.
+    if Path("/etc/resolv.conf").exists():
+        run("mount", "--bind", f"{directory}/resolv.conf", "/etc/resolv.conf")
     run("mount", "-t", "tmpfs", "srv", "/srv")
     bind(f"{directory}/../shared", SHARED)
     for path in visible:

@@ -224,7 +224,7 @@ class Lab:
     def popen(self, name: str, *command: str, cwd: str = "/root", **keywords: object) -> subprocess.Popen[str]:
         """A command on a host that goes on; it ends with the host at the latest."""
         process: subprocess.Popen[str] = subprocess.Popen(  # type: ignore[call-overload]
-            [*self._enter(name, cwd), *command], stdin=subprocess.DEVNULL, text=True, **keywords
+            [*self._enter(name, cwd), *command], **{"stdin": subprocess.DEVNULL, "text": True, **keywords}
         )
         self._started.append(process)
         return process
@@ -272,6 +272,7 @@ class Lab:
         (directory / "run" / "sshd").mkdir(parents=True, mode=0o755)
         known = [("127.0.0.1", "localhost"), *((address_of(each), each) for each in (CONTROL, *self.names))]
         (directory / "hosts").write_text("".join(f"{address} {each}\n" for address, each in known))
+        (directory / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         if name == CONTROL:
             shutil.copy(self.directory / "id", ssh / "paceline")
             return

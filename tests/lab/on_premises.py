@@ -19,18 +19,24 @@ FILE = "/root/onprem.yaml"
 HEAD = "h0"
 DASHBOARD = "http://127.0.0.1:8265"
 SSH_KEY = "~/.ssh/paceline"
+OWN = {
+    "head_start_ray_commands": "--object-store-memory=200000000",
+    "worker_start_ray_commands": "--object-store-memory=200000000 --num-cpus=1",
+}
+"""Options of `ray start`, because the hosts share one machine's memory and its processors."""
 FETCH = """
-import sys, urllib.error, urllib.request
-url, token = sys.argv[1:]
-request = urllib.request.Request(url, headers={"Authorization": "Bearer " + token} if token else {})
-try:
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        status, body = answer.status, answer.read().decode()
-except urllib.error.HTTPError as error:
-    status, body = error.code, error.read().decode()
-except OSError as error:
-    status, body = 0, str(error)
-print(status, body)
+import json, sys, urllib.error, urllib.request
+for line in sys.stdin:
+    url, token = json.loads(line)
+    request = urllib.request.Request(url, headers={"Authorization": "Bearer " + token} if token else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found = answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        found = error.code, error.read().decode()
+    except OSError as error:
+        found = 0, str(error)
+    print(json.dumps(found), flush=True)
 """
 
 
@@ -44,10 +50,7 @@ def derived(workers: list[str]) -> dict[str, Any]:
     [install] = [command for command in tree["setup_commands"] if " install " in command]
     tree["setup_commands"][tree["setup_commands"].index(install)] = "test -x ~/paceline/bin/ray"
     for field in ("head_start_ray_commands", "worker_start_ray_commands"):
-        # Three hosts share one machine's memory.
-        tree[field] = [
-            command.replace("ray start ", "ray start --object-store-memory=200000000 ") for command in tree[field]
-        ]
+        tree[field] = [command.replace("ray start ", f"ray start {OWN[field]} ") for command in tree[field]]
     return tree
 
 
@@ -57,6 +60,7 @@ class OnPremises:
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self._tunnel: subprocess.Popen[str] | None = None
+        self._fetching: dict[str, subprocess.Popen[str]] = {}
         self._hosts = {address_of(name): name for name in lab.names}
         tree = derived(lab.names[1:])
         (lab.home(CONTROL) / Path(FILE).name).write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -92,9 +96,16 @@ class OnPremises:
 
     def fetch(self, path: str, token: bool = True, name: str = CONTROL, base: str = DASHBOARD) -> tuple[int, str]:
         """(status, body) of the dashboard's answer to a host; (0, reason) where nothing answers."""
-        command = [sys.executable, "-I", "-c", FETCH, base + path, self.token if token else ""]
-        status, _, body = self.lab.run(name, *command, timeout_s=20).stdout.partition(" ")
-        return int(status), body
+        if name not in self._fetching:  # one process, because the tests ask three times a second
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._fetching[name] = self.lab.popen(name, sys.executable, "-I", "-c", FETCH, **pipes)
+        asked, answers = self._fetching[name].stdin, self._fetching[name].stdout
+        assert asked is not None
+        assert answers is not None
+        asked.write(json.dumps([base + path, self.token if token else ""]) + "\n")
+        asked.flush()
+        status, body = json.loads(answers.readline())
+        return int(status), str(body)
 
     def get(self, path: str) -> Any:
         """The dashboard's JSON."""
