@@ -25,6 +25,8 @@ import ray.train
 import ray.train.v2._internal.execution.context
 from ray.train import UserCallback
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.train.v2._internal.execution.controller.state import PreemptingState, ReschedulingState, RestartingState
 
 from trainers.config import TrainConfig
 from trainers.errors import POLICIES, ConfigError, PreemptedError, RunFailedError, classify
@@ -40,7 +42,7 @@ from trainers.watchdog import count_hangs
 
 logger = logging.getLogger(__name__)
 
-_COUNT_S = 10.0
+_COUNT_S, _GONE_S = 10.0, 15.0
 
 
 def connect(show_workers: bool = True) -> None:
@@ -145,6 +147,23 @@ class FailurePolicy(UserCallback):
         )
 
 
+class TakenNodes(ControllerCallback):
+    """In Ray's controller: a group that a notice has ended starts again when Ray knows that the nodes are gone.
+
+    Ray decides on its size at the deadline, seconds before it misses them, and the group would wait for them.
+    """
+
+    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
+        """Called by Ray in its control loop, with no other group to look after."""
+        if isinstance(previous_state, PreemptingState) and isinstance(current_state, RestartingState):
+            taken, deadline = set(previous_state.preemption_info.preempted_node_ids), time.monotonic() + _GONE_S
+            while taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
+                time.sleep(0.2)
+            _count_nodes()
+        elif isinstance(current_state, ReschedulingState):
+            _count_nodes()
+
+
 def _count_nodes() -> None:
     """Let Ray count the nodes now. It does so every 20 s, and an elastic group that is started before the next count
     waits for the dead node until RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
@@ -216,7 +235,7 @@ def run_on_ray(spec: RunSpec) -> RunResult:
                 max_failures=-1,
                 max_preemption_failures=config.failure.preempted,  # type: ignore[call-arg]
             ),
-            callbacks=[FailurePolicy(config.failure, spec.storage)],  # type: ignore[list-item]
+            callbacks=[FailurePolicy(config.failure, spec.storage), TakenNodes()],  # type: ignore[list-item]
         ),
     )
     try:

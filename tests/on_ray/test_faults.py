@@ -114,7 +114,6 @@ def test_a_drained_node_costs_no_step(
 
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")  # off where the cluster is embedded
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")  # Ray counts the leaving node at first
     started = tmp_path / "started"
     spec = make(
         tmp_path,
