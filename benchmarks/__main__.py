@@ -37,7 +37,7 @@ SHORT = [
     Script("startup", "startup", ("--short",)),
     Script("loop", "loop", ("--short",)),
     Script("sweep", "sweep", ()),
-    Script("recovery", "recovery", ("--short",)),
+    Script("recovery", "recovery", ("--short", "--kills", "2")),
     Script("scale", "scale", ("--short",)),
 ]
 FULL = [
