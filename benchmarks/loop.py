@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from benchmarks.measure import interleave, save, show, summarize
+from benchmarks.measure import ahead, interleave, save, show, summarize
 from benchmarks.on_ray import in_workers
 from examples.digits.task import Digits
 from trainers.config import TrainConfig
@@ -267,11 +267,16 @@ def compare(work: str, rounds: int, rank: int, world_size: int, on_ray: bool) ->
 
         return measured
 
-    found = {name: speed_of(name, run) for name, run in peers(work, rank, world_size, on_ray).items()}
-    summary = summarize(interleave(found, rounds, seed=0), "plain", "plain again")
+    runs = {name: speed_of(name, run) for name, run in peers(work, rank, world_size, on_ray).items()}
+    found = interleave(runs, rounds, seed=0)
     if wrong := {name: loss for name, loss in losses.items() if not math.isclose(loss, losses["plain"], rel_tol=1e-4)}:
         raise AssertionError(f"not the same training: {wrong} against {losses['plain']}")
-    return {**summary, "train_loss": losses}
+    return {
+        **summarize(found, "plain", "plain again"),
+        "ahead": ahead(found, "paceline"),
+        "rounds": found,
+        "train_loss": losses,
+    }
 
 
 def compare_all(rounds: int) -> dict[str, Any]:
@@ -293,6 +298,11 @@ def main(rounds: int, keep: bool) -> None:
         for work, summary in in_workers(functools.partial(compare_all, rounds), world_size).items():
             found[f"{work}, {world_size} rank{'s' if world_size > 1 else ''}"] = summary
             show(f"{work}, {world_size} rank(s): global batch {BATCH}, {EPOCHS[work]} epochs", "samples/s", summary)
+            over = (
+                f"{peer} {one['ratio']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
+                for peer, one in summary["ahead"].items()
+            )
+            print("  paceline over " + "   ".join(over))
     print(f"\nkept in {save('loop', found, keep)}")
 
 

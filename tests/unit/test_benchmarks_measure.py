@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.measure import aa_floor, interleave, summarize
+from benchmarks.measure import aa_floor, ahead, interleave, summarize
 
 
 def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:
@@ -51,3 +51,22 @@ def test_ratios_are_taken_round_by_round() -> None:
     summary = summarize(found, "plain", "plain again")
     assert (summary["rows"]["ours"]["ratio"], summary["floor"]) == (2.0, 0.0)
     assert summary["rows"]["ours"]["n"] == 3
+
+
+def test_a_peer_is_met_round_by_round_without_the_baselines_noise() -> None:
+    generator = np.random.default_rng(2)
+    pace = generator.lognormal(0, 0.5, 31)  # what slows a round slows all of it
+    found = {"plain": list(generator.lognormal(0, 0.5, 31)), "ours": list(1.05 * pace), "peer": list(pace)}
+    found["peer"][7] /= 3
+    against = ahead(found, "ours")
+    assert set(against) == {"plain", "peer"}
+    assert list(against["peer"].values()) == pytest.approx([1.05, 1.05, 1.05])
+    assert against["plain"]["low"] < against["plain"]["ratio"] < against["plain"]["high"]
+
+
+def test_the_interval_of_a_lead_holds_what_it_says() -> None:
+    """Of things without a difference, some 5 % are said to lead or to trail."""
+    generator = np.random.default_rng(3)
+    pairs = generator.normal(1, 0.1, (400, 2, 15))
+    leads = [ahead({"ours": list(ours), "peer": list(peer)}, "ours")["peer"] for ours, peer in pairs]
+    assert 0.01 < np.mean([lead["low"] > 1 or lead["high"] < 1 for lead in leads]) < 0.12

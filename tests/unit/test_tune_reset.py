@@ -56,14 +56,17 @@ for poison in ("thread", "group"):
     from tests import lane_tasks
     lane_tasks.Poison([poison]).dataset("val")
     found["left"][poison] = baseline.restore()
-times = []
+restores, loops = [], []
 baseline._threads.update(__import__("threading").enumerate())
 for _ in range(20):
     curve()
     began = time.perf_counter()
     baseline.restore()
-    times.append(time.perf_counter() - began)
-found["restore_s"] = min(times)
+    restored = time.perf_counter()
+    sum(number * number for number in range(100_000))
+    restores.append(restored - began)
+    loops.append(time.perf_counter() - restored)
+found["restore_s"], found["loop_s"] = min(restores), min(loops)
 print(json.dumps(found))
 """
 
@@ -104,5 +107,6 @@ def test_what_cannot_be_put_back_is_said(found: dict[str, dict[str, object]]) ->
     assert "the process group is another" in found["left"]["group"]
 
 
-def test_it_takes_less_than_five_milliseconds(found: dict[str, dict[str, object]]) -> None:
-    assert 0 < found["restore_s"] < 0.005  # type: ignore[operator]
+def test_it_takes_no_longer_than_three_short_loops_of_python(found: dict[str, float]) -> None:
+    """A hundred thousand products, on the same machine at the same time: some five milliseconds each."""
+    assert 0 < found["restore_s"] < 3 * found["loop_s"], found["restore_s"]
