@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from trainers.config import TrainConfig
 from trainers.errors import POLICIES, ConfigError, PacelineError, RunFailedError
+from trainers.imports import without_collection
 from trainers.reference import reference
 from trainers.run import check_precision, check_task, prepare_storage, read_spec, torchrun_world_size
 from trainers.settings import parse_overrides
@@ -76,14 +77,15 @@ def _train(location: str, rest: list[str]) -> int:
     spec = read_spec(location, overrides, torchrun)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
 
-    from trainers.launch import run_local, run_spawn, run_torchrun, setup_logging
+    with without_collection():
+        from trainers.launch import run_local, run_spawn, run_torchrun, setup_logging
 
+        if launcher == "ray":
+            from trainers.torch_trainer import check_cluster, run_on_ray
     rank = int(os.environ["RANK"]) if torchrun is not None else 0
     setup_logging(rank)
     check_task(spec)
     if launcher == "ray":
-        from trainers.torch_trainer import check_cluster, run_on_ray
-
         check_precision(spec, check_cluster(spec))
     else:
         check_precision(spec)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import trainers.ray_env  # noqa: F401 (before Ray, which reads it at import)
+from trainers.ray_env import embedded  # before Ray, which reads what it sets
 
 # isort: split
 import ray
@@ -92,9 +92,8 @@ def _size(resources: Mapping[str, Any]) -> tuple[float, float]:
 @functools.cache
 def _file(node_id: str) -> Mapping[str, Any]:
     """The file as the connected cluster's head has it; empty where this is not its head."""
-    embedded = os.environ.get("RAY_ADDRESS", "") in ("", "local")
     heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
-    if embedded or node_id not in heads:
+    if embedded() or node_id not in heads:
         return {}
     name = os.environ.get("RAY_CLUSTER_NAME")
     try:

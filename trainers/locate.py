@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainers.errors import ConfigError
+from trainers.imports import without_collection
 from trainers.storage import inside_ray_job
 
 if TYPE_CHECKING:
@@ -96,11 +97,12 @@ def _where(error: Exception) -> str:
 
 def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
     """Import and construct a task; its directories must be on `sys.path`. ConfigError says what is wrong."""
-    from trainers.task import Task
-
+    with without_collection():
+        from trainers.task import Task
     module_name, _, class_name = task.partition(":")
     try:
-        module = importlib.import_module(module_name)
+        with without_collection():
+            module = importlib.import_module(module_name)
     except Exception as error:
         words = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(

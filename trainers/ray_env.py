@@ -36,5 +36,11 @@ _EMBEDDED = {
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
 }
 
-for _name, _value in (_ALWAYS | (_CLUSTER if os.environ.get("RAY_ADDRESS") else _EMBEDDED)).items():
+
+def embedded() -> bool:
+    """Whether the cluster is one that this process starts on this machine, and ends with it."""
+    return os.environ.get("RAY_ADDRESS", "") in ("", "local")
+
+
+for _name, _value in (_ALWAYS | (_EMBEDDED if embedded() else _CLUSTER)).items():
     os.environ.setdefault(_name, _value)

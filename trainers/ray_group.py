@@ -19,6 +19,8 @@ import ray.train
 from ray.train._internal.utils import get_address_and_port
 from ray.train.backend import Backend, BackendConfig
 
+from trainers.imports import without_collection
+
 _LEAVE_S = 10.0
 
 
@@ -58,11 +60,12 @@ def _bracketed(address: str) -> str:
 
 def _join(init_method: str, backend: str) -> None:
     """On every worker at once."""
-    import torch
-    import torch.distributed as dist
+    with without_collection():
+        import torch
+        import torch.distributed as dist
 
-    from trainers.launch import TIMEOUT_S
-    from trainers.ray_context import own_gpu
+        from trainers.launch import TIMEOUT_S
+        from trainers.ray_context import own_gpu
 
     context = ray.train.get_context()
     os.environ |= {

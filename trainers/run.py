@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainers.config import TrainConfig
 from trainers.errors import MISSING, ConfigError
+from trainers.imports import without_collection
 from trainers.locate import add_to_path, load_task, portable, task_path
 from trainers.settings import build, dump_yaml, override, parse_mapping
 from trainers.storage import Storage, storage_uri
@@ -63,8 +64,10 @@ class RunSpec:
 
     def execute(self, context: RunContext) -> RunResult:
         """Run the loop as one worker."""
-        from trainers.loop import fit
+        with without_collection():
+            import torch._dynamo  # noqa: F401 (every optimizer imports it)
 
+            from trainers.loop import fit
         add_to_path(list(self.path))
         config = self.config
         return fit(load_task(config.task, config.task_args, self.source), config, context)

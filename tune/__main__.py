@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainers.errors import PacelineError
+from trainers.imports import without_collection
 from trainers.reference import reference
 from trainers.settings import parse_overrides
 from tune.config import SweepConfig
@@ -81,7 +82,8 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
         return _report(spec)
     if before:
         print(f"{spec.uri} holds {before} trials that have ended: only the others run")
-    from tune.sweep import Interrupted, disconnect, environment, run_sweep
+    with without_collection():
+        from tune.sweep import Interrupted, disconnect, environment, run_sweep
 
     try:
         records = run_sweep(spec, checked)

@@ -13,23 +13,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
-from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.state import list_placement_groups
 from ray.util.state.exception import RayStateApiException
 
 from trainers.config import TrainConfig
+from trainers.imports import without_collection
 from trainers.ray_group import GroupConfig
 from trainers.storage import Storage
+from tune.lane_controller import Losses, Presence
 from tune.mailbox import Mailbox
 
 if TYPE_CHECKING:
-    from ray.train.torch import TorchTrainer
+    from tune.lane_trainer import LaneTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +57,15 @@ class Lanes:
         fresh: bool,
         at_once: int,
         patient: bool,
+        begun: Callable[[int], None],
     ) -> None:
         """`config` gives the shape of the worker groups; Ray keeps its own records of them below `sweep`. Not more than
-        `at_once` start at the same time; `patient` ones start only where the sweep lasts.
+        `at_once` start at the same time; `patient` ones start only where the sweep lasts. `begun` is told how many have
+        begun to start.
         """
         self._mailbox, self._config, self._path, self._gpu = mailbox, config, tuple(path), gpu
         self._sweep, self._fresh, self._wanted = sweep, fresh, count
-        self._at_once, self._patient = at_once, patient
+        self._at_once, self._patient, self._begun = at_once, patient, begun
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -74,6 +77,15 @@ class Lanes:
     def start(self) -> None:
         """Start all lanes; returns at once, while their workers come up."""
         self.grow(self._wanted)
+
+    def await_first(self, cancelled: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Until a lane's workers are there, with imports before them: what starts any sooner holds up the first trial.
+
+        Where they wait for a node, not for long.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (cancelled() or ray.get(self._mailbox.any_started.remote())) and time.monotonic() < deadline:
+            self._closing.wait(_LOOK_S)
 
     def grow(self, count: int) -> None:
         """Start further lanes until there are so many."""
@@ -118,9 +130,7 @@ class Lanes:
         return ended
 
     def _free(self) -> None:
-        """Give back what ended controllers had reserved. Ray's cleaner hears of it only when workers are up, and Ray
-        itself frees it with the job, in which another sweep may follow.
-        """
+        """Give back what ended controllers had reserved: Ray frees it with the job, and this one may go on."""
         job = ray.get_runtime_context().get_job_id()
         own = {"CPU": float(self._config.scaling.cpus_per_worker)}
         try:
@@ -138,6 +148,7 @@ class Lanes:
         """Keep one worker group alive until the sweep closes."""
         failed = 0
         self._wait_for_turn(lane)
+        self._begun(lane + 1)
         while not self._closing.is_set():
             try:
                 self._trainer(lane).fit()
@@ -148,6 +159,9 @@ class Lanes:
                 failed += 1
                 logger.warning("lane %d ended: %s", lane, str(error).strip().splitlines()[-1])
                 ray.get(self._mailbox.lost.remote(lane))
+                reservations = ray.get(self._mailbox.reservations.remote())
+                if lane in reservations:  # of a controller that died; any other has given it back
+                    remove_placement_group(reservations[lane])
                 if failed == _MAX_FAILED_STARTS:
                     if not ray.get(self._mailbox.watch.remote())["lanes"]:
                         ray.get(self._mailbox.close.remote(f"lane {lane} failed {failed} times: {error}"))
@@ -168,10 +182,9 @@ class Lanes:
                     self._closing.wait(min(time.monotonic() - began, deadline - time.monotonic()))
                 return
 
-    def _trainer(self, lane: int) -> TorchTrainer:
-        from ray.train.torch import TorchTrainer
-
+    def _trainer(self, lane: int) -> LaneTrainer:
         from trainers.torch_trainer import ray_scaling
+        from tune.lane_trainer import LaneTrainer
 
         loop_config = {
             "lane": lane,
@@ -180,7 +193,7 @@ class Lanes:
             "fresh": self._fresh,
             "name": self._sweep.name,
         }
-        return TorchTrainer(
+        return LaneTrainer(
             serve,
             train_loop_config=loop_config,
             torch_config=GroupConfig("nccl" if self._gpu else "gloo"),  # type: ignore[arg-type]
@@ -189,35 +202,14 @@ class Lanes:
                 name=f"lane-{lane}",
                 storage_path=self._sweep.child("lanes").uri,
                 failure_config=ray.train.FailureConfig(max_failures=-1),
-                callbacks=[_Losses(self._mailbox, lane), _Controller(self._mailbox, lane)],  # type: ignore[list-item]
+                callbacks=[Losses(self._mailbox, lane), Presence(self._mailbox, lane)],  # type: ignore[list-item]
             ),
         )
 
 
-class _Losses(ray.train.UserCallback):
-    """In Ray's controller of a lane: its trial goes to another lane as soon as its workers are gone."""
-
-    def __init__(self, mailbox: Any, lane: int) -> None:
-        self._mailbox, self._lane = mailbox, lane
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called by Ray with the exception of each failed rank."""
-        ray.get(self._mailbox.lost.remote(self._lane))
-
-
-class _Controller(ControllerCallback):
-    """In Ray's controller of a lane: the driver hears who it is, and can end it before its workers are up."""
-
-    def __init__(self, mailbox: Any, lane: int) -> None:
-        self._mailbox, self._lane = mailbox, lane
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        """Called by Ray in the controller's constructor."""
-        ray.get(self._mailbox.controlled.remote(self._lane, ray.get_runtime_context().current_actor))
-
-
 def serve(loop_config: Mapping[str, Any]) -> None:
     """What each worker of a lane runs."""
-    from tune.lane import serve_trials
+    with without_collection():
+        from tune.lane import serve_trials
 
     serve_trials(loop_config)

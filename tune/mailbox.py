@@ -108,6 +108,8 @@ class Mailbox:
         self._running: dict[int, str] = {}
         self._devices: dict[int, str] = {}
         self._controllers: dict[int, Any] = {}
+        self._started: set[int] = set()
+        self._reservations: dict[int, Any] = {}
         self._notes: list[str] = []
         self._closed = False
         self._broken: str | None = None
@@ -135,6 +137,22 @@ class Mailbox:
     async def controllers(self) -> dict[int, Any]:
         """The actor that controls each lane; it may have ended."""
         return self._controllers
+
+    async def started(self, lane: int) -> None:
+        """The workers of a lane are processes by now, with all their imports before them."""
+        self._started.add(lane)
+
+    async def any_started(self) -> bool:
+        """Whether some lane has had workers."""
+        return bool(self._started)
+
+    async def reserved(self, lane: int, placement_group: Any) -> None:
+        """What holds the resources of a lane's workers."""
+        self._reservations[lane] = placement_group
+
+    async def reservations(self) -> dict[int, Any]:
+        """The placement group that each lane had when its workers were last up; it may be gone."""
+        return self._reservations
 
     async def hello(self, lane: int, device: str = "") -> None:
         """A lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that it was

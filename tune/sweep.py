@@ -59,6 +59,23 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     lanes_wanted = _lanes(spec, train)
     journal = Journal(spec.storage)
     mailbox = start_mailbox(spec.storage)
+    # A grid and a random search come to their old trials again; optuna and frontier go on from them.
+    before = journal.records() if spec.config.search in ("optuna", "frontier") else []
+    worst = math.inf if spec.config.objective.direction == "min" else -math.inf
+    values = [objective_value(spec.config.objective, record) for record in before]
+    told = [(record.config, worst if value is None else value) for record, value in zip(before, values, strict=True)]
+    at_once = starts_at_once(
+        lanes_wanted,
+        _fits(train, _nodes_up()),
+        [node.get("CPU", 0.0) for node in _nodes_up()],
+        train.scaling.max_workers,
+    )
+    search = searcher(spec.config, at_once, told, spec.train, journal.records)
+
+    def begun(count: int) -> None:
+        """As many trials at a time as there are lanes for them: each costs an actor."""
+        search.max_concurrent = max(search.max_concurrent, count)
+
     lanes = Lanes(
         mailbox,
         lanes_wanted,
@@ -67,13 +84,9 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         wants_gpu(train, capacity()),
         spec.storage,
         spec.config.isolation == "fresh",
-        starts_at_once(
-            lanes_wanted,
-            _fits(train, _nodes_up()),
-            [node.get("CPU", 0.0) for node in _nodes_up()],
-            train.scaling.max_workers,
-        ),
+        at_once,
         patient=spec.config.lanes == "auto",
+        begun=begun,
     )
     total = None if spec.config.search == "frontier" else planned_trials(spec.config)  # it ends when it is sure
     workers = train.scaling.max_workers
@@ -87,24 +100,18 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         "s" if workers > 1 else "",
     )
     usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes_wanted
-    # A grid and a random search come to their old trials again; optuna and frontier go on from them.
-    before = journal.records() if spec.config.search in ("optuna", "frontier") else []
-    worst = math.inf if spec.config.objective.direction == "min" else -math.inf
-    values = [objective_value(spec.config.objective, record) for record in before]
-    told = [(record.config, worst if value is None else value) for record, value in zip(before, values, strict=True)]
-    search = searcher(spec.config, lanes_wanted, told, spec.train, journal.records)
 
     def grow() -> None:
-        """Further lanes where the cluster has grown, and as many trials at a time."""
+        """Further lanes where the cluster has grown."""
         if spec.config.lanes == "auto":
             lanes.grow(_lanes(spec, train))
-            search.max_concurrent = max(search.max_concurrent, lanes.count)
 
     progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow)
     progress.seen.update({record.id: record.config for record in before})
     try:
         with progress.interrupts, progress.terminal:
             lanes.start()
+            lanes.await_first(lambda: progress.interrupts.signal_name is not None)
             began = time.monotonic()
             _tuner(spec, mailbox, search, progress, len(before)).fit()
             progress.record_stopped()

@@ -27,6 +27,8 @@ WITH_RAY = {
     "cluster/actors.py",
     "cluster/check.py",
     "tune/lane.py",
+    "tune/lane_controller.py",
+    "tune/lane_trainer.py",
     "tune/lanes.py",
     "tune/sweep.py",
     "tune/trial.py",

@@ -1,0 +1,64 @@
+"""What runs in Ray's controller of a lane (Ray).
+
+Ray imports this file there, and nothing of it needs torch: two seconds of processor time at every start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+import ray.train
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+
+
+class Losses(ray.train.UserCallback):
+    """A lane's trial goes to another lane as soon as its workers are gone."""
+
+    def __init__(self, mailbox: Any, lane: int) -> None:
+        self._mailbox, self._lane = mailbox, lane
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Called by Ray with the exception of each failed rank."""
+        ray.get(self._mailbox.lost.remote(self._lane))
+
+
+class Presence(ControllerCallback, WorkerGroupCallback):
+    """The driver hears who controls the lane, so that it can end it before its workers are up; that there are workers,
+    so that it can start what would have held them up; and what was reserved for them, so that it can give it back where
+    the controller dies.
+    """
+
+    def __init__(self, mailbox: Any, lane: int) -> None:
+        self._mailbox, self._lane = mailbox, lane
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Called by Ray in the controller's constructor."""
+        ray.get(self._mailbox.controlled.remote(self._lane, ray.get_runtime_context().current_actor))
+
+    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
+        """Called by Ray when all workers are processes; adds nothing to their context."""
+        ray.get(self._mailbox.started.remote(self._lane))
+        return {}
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        """Called by Ray when all workers are a process group."""
+        handle = worker_group.get_worker_group_state().placement_group_handle
+        ray.get(self._mailbox.reserved.remote(self._lane, handle.placement_group))
+
+
+class Unannounced(FixedScalingPolicy):
+    """Ray's policy for a group of one size, which announces to nobody what it needs.
+
+    Ray's coordinator tells an autoscaler of it, and other drivers' elastic runs: an embedded cluster has neither.
+    """
+
+    def _send_resource_request(self) -> None:
+        pass
+
+    def _maybe_send_resource_request(self) -> None:
+        pass
+
+    def _cancel_resource_request(self) -> None:
+        pass
