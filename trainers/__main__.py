@@ -77,7 +77,7 @@ def _train(location: str, rest: list[str]) -> int:
     spec = read_spec(location, overrides, torchrun)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
 
-    with without_collection():
+    with without_collection(own_process=True):
         from trainers.launch import run_local, run_spawn, run_torchrun, setup_logging
 
         if launcher == "ray":

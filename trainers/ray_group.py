@@ -60,7 +60,7 @@ def _bracketed(address: str) -> str:
 
 def _join(init_method: str, backend: str) -> None:
     """On every worker at once."""
-    with without_collection():
+    with without_collection(own_process=True):
         import torch
         import torch.distributed as dist
 

@@ -82,7 +82,7 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
         return _report(spec)
     if before:
         print(f"{spec.uri} holds {before} trials that have ended: only the others run")
-    with without_collection():
+    with without_collection(own_process=True):
         from tune.sweep import Interrupted, disconnect, environment, run_sweep
 
     try:

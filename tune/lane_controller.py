@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 import ray.train
+from ray import cloudpickle
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
@@ -35,7 +36,8 @@ class Presence(ControllerCallback, WorkerGroupCallback):
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray in the controller's constructor."""
-        ray.get(self._mailbox.controlled.remote(self._lane, ray.get_runtime_context().current_actor))
+        handle = cloudpickle.dumps(ray.get_runtime_context().current_actor)
+        ray.get(self._mailbox.controlled.remote(self._lane, handle))
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Called by Ray when all workers are processes; adds nothing to their context."""

@@ -11,10 +11,12 @@ from typing import Any
 from trainers.ray_env import embedded  # before Ray, which reads what it sets
 
 # isort: split
+import ray
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 from tune.lane_controller import Unannounced
@@ -35,6 +37,11 @@ class LaneTrainer(TorchTrainer):
         return [callback for callback in callbacks if not isinstance(callback, without)]
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
-        if embedded() and type(given["scaling_policy"]) is FixedScalingPolicy:
+        if not embedded():
+            return super()._initialize_and_run_controller(**given)  # type: ignore[misc]
+        if type(given["scaling_policy"]) is FixedScalingPolicy:
             given["scaling_policy"] = Unannounced(self.scaling_config)  # type: ignore[arg-type]
-        return super()._initialize_and_run_controller(**given)  # type: ignore[misc]
+        # Ray gives it an environment, for which it starts a process. On this machine all processes have it anyway.
+        controller: Any = ray.remote(num_cpus=0)(TrainController).remote(**given)
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
+from ray import cloudpickle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.state import list_placement_groups
 from ray.util.state.exception import RayStateApiException
@@ -124,7 +125,7 @@ class Lanes:
                 controllers = {}
             for lane, controller in controllers.items():
                 if alive[lane]:
-                    ray.kill(controller)
+                    ray.kill(cloudpickle.loads(controller))
                     ended = True
             self._threads[alive.index(True)].join(_LOOK_S)
         return ended
@@ -209,7 +210,7 @@ class Lanes:
 
 def serve(loop_config: Mapping[str, Any]) -> None:
     """What each worker of a lane runs."""
-    with without_collection():
+    with without_collection(own_process=True):
         from tune.lane import serve_trials
 
     serve_trials(loop_config)

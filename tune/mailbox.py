@@ -107,7 +107,7 @@ class Mailbox:
         self._arrived = asyncio.Condition()
         self._running: dict[int, str] = {}
         self._devices: dict[int, str] = {}
-        self._controllers: dict[int, Any] = {}
+        self._controllers: dict[int, bytes] = {}
         self._started: set[int] = set()
         self._reservations: dict[int, Any] = {}
         self._notes: list[str] = []
@@ -130,12 +130,12 @@ class Mailbox:
                 self._queue.append(ticket)
             self._arrived.notify_all()
 
-    async def controlled(self, lane: int, controller: Any) -> None:
-        """Ray's controller of a lane has started."""
+    async def controlled(self, lane: int, controller: bytes) -> None:
+        """Ray's controller of a lane has started: its pickled handle, which would import all of Ray Train here."""
         self._controllers[lane] = controller
 
-    async def controllers(self) -> dict[int, Any]:
-        """The actor that controls each lane; it may have ended."""
+    async def controllers(self) -> dict[int, bytes]:
+        """The pickled handle of the actor that controls each lane; it may have ended."""
         return self._controllers
 
     async def started(self, lane: int) -> None:
