@@ -15,6 +15,7 @@ and, for an embedded cluster (no RAY_ADDRESS):
 RAY_AUTH_MODE                           token, as Ray's own default for a new cluster, without its warning
 RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     nobody drains an embedded node: one actor less for each worker group
 PYTHONWARNINGS                          without a warning that Ray 2.60 gives about its own code
+RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      and without another, as Ray's `fit` sets it for its controller
 """
 
 import os
@@ -34,6 +35,7 @@ _EMBEDDED = {
     "RAY_AUTH_MODE": "token",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
 
 

@@ -12,7 +12,7 @@ from ray.tune.schedulers import PopulationBasedTraining
 
 from tests.conftest import Cluster
 from tests.on_ray.test_lanes import rows, run, sweep
-from tests.on_ray.test_sweep_killed import start
+from tests.on_ray.test_tune_killed import start
 from tests.specs import BASE, REPOSITORY
 from trainers.config import TrainConfig
 from trainers.launch import LocalContext

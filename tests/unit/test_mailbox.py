@@ -305,3 +305,16 @@ def test_a_ticket_that_was_never_submitted_is_an_error(method: str) -> None:
     args = {"report": ("x", {}), "end": (0, "x", {}), "next_event": ("x", 0)}[method]
     with pytest.raises(KeyError):
         asyncio.run(getattr(Mailbox(), method)(*args))
+
+
+@asynchronous
+async def test_the_driver_hears_how_far_the_lanes_are(mailbox: Mailbox) -> None:
+    assert not await mailbox.any_started()
+    await mailbox.controlled(1, b"handle")
+    assert await mailbox.controllers() == {1: b"handle"}
+    assert not await mailbox.any_started()
+    await mailbox.started(1)
+    assert await mailbox.any_started()
+    await mailbox.reserved(1, "first group")
+    await mailbox.reserved(1, "after a restart")
+    assert await mailbox.reservations() == {1: "after a restart"}

@@ -1,0 +1,47 @@
+"""A sweep on an embedded cluster, whose controller is killed in the middle; prints what Ray started for it as JSON.
+
+Run as: python -m tests.on_ray.embedded DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tests.on_ray.test_faults import when
+from tests.on_ray.test_lanes import run, sweep
+from trainers.torch_trainer import connect
+from tune.sweep import disconnect
+
+
+def kill_controller() -> None:
+    """SIGKILL to Ray's controller of the only lane."""
+    from ray.util.state import list_actors
+
+    [controller] = list_actors(filters=[("class_name", "=", "TrainController"), ("state", "=", "ALIVE")], timeout=30)
+    os.kill(controller.pid, signal.SIGKILL)
+
+
+def main(directory: Path) -> None:
+    """The sweep's only lane needs all that there is: it comes back only if what it had reserved is given back."""
+    from ray.util.state import list_actors
+
+    pids = directory / "pids"
+    connect(show_workers=False)
+    train = {"task_args": {"pids": str(pids), "pause_s": 0.05}, "scaling": {"cpus_per_worker": os.cpu_count()}}
+    spec = sweep(directory, {"seed": [1, 2, 3]}, train)
+    thread = when(lambda: pids.exists() and bool(pids.read_text()), kill_controller)
+    records = run(spec)
+    thread.join()
+    actors = Counter(actor.class_name.rpartition(".")[2] for actor in list_actors(timeout=30))
+    disconnect()
+    statuses = {record.id: record.status for record in records}
+    print(json.dumps({"statuses": statuses, "workers": pids.read_text().split(), "actors": actors}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,49 @@
+"""What Ray starts for a lane, and what becomes of the lane when its controller dies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Done
+from tests.on_ray.embedded import kill_controller
+from tests.on_ray.test_faults import when
+from tests.on_ray.test_lanes import rows, run, sweep
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def test_an_embedded_cluster_has_only_what_trains(tmp_path: Path, command: Callable[..., Done]) -> None:
+    """Every actor is a Python that imports Ray; the lane starts twice, since its controller is killed once."""
+    done = command("-m", "tests.on_ray.embedded", str(tmp_path))
+    assert done.code == 0, done.err[-3000:]
+    found = json.loads(done.out.strip().splitlines()[-1])
+    assert list(found["statuses"].values()) == ["done"] * 3
+    assert len(found["workers"]) == 4, "the trial that the controller took with it ran again, and no other"
+    assert len(set(found["workers"])) == 2
+    assert found["actors"] == {
+        "Mailbox": 1,
+        "ResourceTrainable": 1,  # Tune's actor of the trials
+        "TrainController": 2,
+        "SynchronizationActor": 2,
+        "RayTrainWorker": 2,
+    }
+
+
+def test_a_dead_controller_costs_its_trial_s_restart(tmp_path: Path, driver: Any) -> None:
+    """On a cluster that was there before, and with a group of two ranks that leaves no processor for another."""
+    pids = tmp_path / "pids"
+    args = {"pids": str(pids), "pause_s": 0.05}
+    spec = sweep(tmp_path, {"task_args": [args, {**args, "samples": 203}]}, {"scaling": {"num_workers": 2}})
+    thread = when(lambda: pids.exists() and bool(pids.read_text()), kill_controller)
+    records = run(spec)
+    thread.join()
+    assert [record.status for record in records] == ["done", "done"], [record.message for record in records]
+    assert {len(rows(record.curve)) for record in records} == {3}
+    ran = pids.read_text().split()
+    assert len(ran) == 3, "the trial that the controller took with it ran again, and no other"
+    assert ran[0] != ran[1] == ran[2]
