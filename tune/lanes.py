@@ -58,15 +58,13 @@ class Lanes:
         fresh: bool,
         at_once: int,
         patient: bool,
-        begun: Callable[[int], None],
     ) -> None:
         """`config` gives the shape of the worker groups; Ray keeps its own records of them below `sweep`. Not more than
-        `at_once` start at the same time; `patient` ones start only where the sweep lasts. `begun` is told how many have
-        begun to start.
+        `at_once` start at the same time; `patient` ones start only where the sweep lasts.
         """
         self._mailbox, self._config, self._path, self._gpu = mailbox, config, tuple(path), gpu
         self._sweep, self._fresh, self._wanted = sweep, fresh, count
-        self._at_once, self._patient, self._begun = at_once, patient, begun
+        self._at_once, self._patient = at_once, patient
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -149,7 +147,6 @@ class Lanes:
         """Keep one worker group alive until the sweep closes."""
         failed = 0
         self._wait_for_turn(lane)
-        self._begun(lane + 1)
         while not self._closing.is_set():
             try:
                 self._trainer(lane).fit()

@@ -70,12 +70,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         [node.get("CPU", 0.0) for node in _nodes_up()],
         train.scaling.max_workers,
     )
-    search = searcher(spec.config, at_once, told, spec.train, journal.records)
-
-    def begun(count: int) -> None:
-        """As many trials at a time as there are lanes for them: each costs an actor."""
-        search.max_concurrent = max(search.max_concurrent, count)
-
+    search = searcher(spec.config, lanes_wanted, told, spec.train, journal.records)
     lanes = Lanes(
         mailbox,
         lanes_wanted,
@@ -86,7 +81,6 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         spec.config.isolation == "fresh",
         at_once,
         patient=spec.config.lanes == "auto",
-        begun=begun,
     )
     total = None if spec.config.search == "frontier" else planned_trials(spec.config)  # it ends when it is sure
     workers = train.scaling.max_workers
@@ -102,9 +96,10 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes_wanted
 
     def grow() -> None:
-        """Further lanes where the cluster has grown."""
+        """Further lanes where the cluster has grown, and as many trials at a time."""
         if spec.config.lanes == "auto":
             lanes.grow(_lanes(spec, train))
+            search.max_concurrent = max(search.max_concurrent, lanes.count)
 
     progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow)
     progress.seen.update({record.id: record.config for record in before})

@@ -51,9 +51,9 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     """Its thread would call Ray after the connection is closed, and that ends the process with an error."""
     spec = sweep(tmp_path, {"seed": [1]})
     mailbox = start_mailbox(spec.storage)
-    at_once, begun = 2, list[int]()
+    at_once = 2
     config = build(TrainConfig, spec.train, "test")
-    lanes = Lanes(mailbox, 3, config, spec.path, False, spec.storage, False, at_once, False, begun.append)
+    lanes = Lanes(mailbox, 3, config, spec.path, False, spec.storage, False, at_once, patient=False)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("lane-")}
     lanes.start()
     deadline = time.monotonic() + 30
@@ -63,7 +63,6 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     while driver.available_resources().get("CPU", 0) == driver.cluster_resources()["CPU"]:
         assert time.monotonic() < deadline, "no lane has reserved its processors"
         time.sleep(0.05)
-    assert sorted(begun) == [1, 2], "the third one waits for its turn"
     began = time.monotonic()
     lanes.close()
     assert time.monotonic() - began < 60
