@@ -23,6 +23,7 @@ from tune.until import Until
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S = 0.05
 MAX_LOSSES = 2
 """A trial whose lane died under it so often is not started again."""
 
@@ -110,6 +111,7 @@ class Mailbox:
         self._controllers: dict[int, bytes] = {}
         self._started: set[int] = set()
         self._reservations: dict[int, Any] = {}
+        self._expected, self._hold_until = 0, 0.0
         self._notes: list[str] = []
         self._closed = False
         self._broken: str | None = None
@@ -117,6 +119,8 @@ class Mailbox:
     async def submit(self, assignment: Assignment) -> None:
         """Queue a trial."""
         trial = self._trials[assignment.ticket] = _Trial(assignment)
+        if len(self._trials) >= self._expected:
+            self._expected = 0
         if self._broken is not None:
             trial.tell(Event(outcome={"status": "error", "message": self._broken}))
         elif not self._refused(trial):
@@ -280,7 +284,19 @@ class Mailbox:
         state = self._trials[ticket]
         while len(state.events) <= index:
             await state.changed.wait()
+        if state.events[index].outcome is not None:
+            while self._expected and time.monotonic() < self._hold_until:
+                await asyncio.sleep(_LOOK_S)
         return state.events[index]
+
+    async def expect(self, count: int, wait_s: float = 10.0) -> None:
+        """Until so many trials are here, or for so long, nobody hears of a trial's end.
+
+        Tune gives the actor of a trial that has ended to a trial whose own is still starting, and drops that one: with
+        trials shorter than a start (3 s) it would start one after the other and have none more than before.
+        """
+        if len(self._trials) < count:
+            self._expected, self._hold_until = count, time.monotonic() + wait_s
 
     async def cancel(self, ticket: str) -> None:
         """Nobody waits for this submission any more: it stops at its next report, or never starts."""

@@ -70,7 +70,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         [node.get("CPU", 0.0) for node in _nodes_up()],
         train.scaling.max_workers,
     )
-    search = searcher(spec.config, lanes_wanted, told, spec.train, journal.records)
+    search = searcher(spec.config, at_once, told, spec.train, journal.records)
     lanes = Lanes(
         mailbox,
         lanes_wanted,
@@ -96,12 +96,17 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes_wanted
 
     def grow() -> None:
-        """Further lanes where the cluster has grown, and as many trials at a time."""
+        """Further lanes where the cluster has grown."""
         if spec.config.lanes == "auto":
             lanes.grow(_lanes(spec, train))
-            search.max_concurrent = max(search.max_concurrent, lanes.count)
 
-    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow)
+    def up(count: int) -> None:
+        """As many trials at a time as there are lanes: each costs an actor of Tune's, not sooner than it is of use."""
+        if search.max_concurrent < count and len(progress.seen) < (total or math.inf):
+            search.max_concurrent = count
+            mailbox.expect.remote(count)
+
+    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow, up)
     progress.seen.update({record.id: record.config for record in before})
     try:
         with progress.interrupts, progress.terminal:
