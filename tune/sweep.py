@@ -70,9 +70,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         [node.get("CPU", 0.0) for node in _nodes_up()],
         train.scaling.max_workers,
     )
-    # Other searches, and a population, may wait for what they hear of trials.
-    unhurried = spec.config.search in ("grid", "random") and spec.config.scheduler != "pbt"
-    search = searcher(spec.config, at_once if unhurried else lanes_wanted, told, spec.train, journal.records)
+    search = searcher(spec.config, lanes_wanted, told, spec.train, journal.records)
     lanes = Lanes(
         mailbox,
         lanes_wanted,
@@ -98,19 +96,12 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes_wanted
 
     def grow() -> None:
-        """Further lanes where the cluster has grown."""
+        """Further lanes where the cluster has grown, and as many trials at a time."""
         if spec.config.lanes == "auto":
             lanes.grow(_lanes(spec, train))
-            if not unhurried:
-                search.max_concurrent = max(search.max_concurrent, lanes.count)
+            search.max_concurrent = max(search.max_concurrent, lanes.count)
 
-    def up(count: int) -> None:
-        """As many trials at a time as there are lanes: each costs an actor of Tune's, not sooner than it is of use."""
-        if unhurried:
-            search.max_concurrent = max(search.max_concurrent, count)
-            mailbox.expect.remote(search.max_concurrent if len(progress.seen) < (total or math.inf) else 0)
-
-    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow, up)
+    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow)
     progress.seen.update({record.id: record.config for record in before})
     try:
         with progress.interrupts, progress.terminal:
