@@ -73,10 +73,13 @@ class Progress(tune.Callback):
         total: int | None,
         usd_per_hour: float | None,
         grow: Callable[[], None],
+        up: Callable[[int], None],
     ) -> None:
-        """`usd_per_hour` is the price of one lane; `grow` is called every ten seconds, while trials may wait."""
+        """`usd_per_hour` is the price of one lane; `grow` is called every ten seconds, while trials may wait, and `up`
+        every second with the number of lanes that are.
+        """
         self.spec, self.journal, self.mailbox, self.total = spec, journal, mailbox, total
-        self.usd_per_hour, self._grow = usd_per_hour, grow
+        self.usd_per_hour, self._grow, self._up = usd_per_hour, grow, up
         self.interrupts = Interrupts()
         self.terminal = Terminal()
         self.seen: dict[str, dict[str, Any]] = {}
@@ -109,6 +112,7 @@ class Progress(tune.Callback):
     def look(self) -> None:
         """Ask the mailbox how things are; show it."""
         state = ray.get(self.mailbox.watch.remote(self._notes))
+        self._up(len(state["lanes"]))
         self._notes += len(state["notes"])
         for words in state["notes"]:
             self.terminal.say(words)

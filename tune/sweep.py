@@ -70,7 +70,10 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         [node.get("CPU", 0.0) for node in _nodes_up()],
         train.scaling.max_workers,
     )
-    search = searcher(spec.config, lanes_wanted, told, spec.train, journal.records)
+    total = None if spec.config.search == "frontier" else planned_trials(spec.config)  # it ends when it is sure
+    # Other searches, and a population, may wait for what they hear of trials.
+    unhurried = total is not None and spec.config.search in ("grid", "random") and spec.config.scheduler != "pbt"
+    search = searcher(spec.config, at_once if unhurried else lanes_wanted, told, spec.train, journal.records)
     lanes = Lanes(
         mailbox,
         lanes_wanted,
@@ -82,7 +85,6 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
         at_once,
         patient=spec.config.lanes == "auto",
     )
-    total = None if spec.config.search == "frontier" else planned_trials(spec.config)  # it ends when it is sure
     workers = train.scaling.max_workers
     logger.info(
         "%s: %s trials in %d lane%s of %d worker%s; the lanes are starting",
@@ -96,12 +98,19 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes_wanted
 
     def grow() -> None:
-        """Further lanes where the cluster has grown, and as many trials at a time."""
+        """Further lanes where the cluster has grown."""
         if spec.config.lanes == "auto":
             lanes.grow(_lanes(spec, train))
-            search.max_concurrent = max(search.max_concurrent, lanes.count)
+            if not unhurried:
+                search.max_concurrent = max(search.max_concurrent, lanes.count)
 
-    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow)
+    def up(count: int) -> None:
+        """As many trials at a time as there are lanes: each costs an actor of Tune's, not sooner than it is of use."""
+        if unhurried:
+            search.max_concurrent = max(search.max_concurrent, count)
+            mailbox.expect.remote(search.max_concurrent if len(progress.seen) < (total or 0) else 0)
+
+    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow, up)
     progress.seen.update({record.id: record.config for record in before})
     try:
         with progress.interrupts, progress.terminal:

@@ -308,6 +308,39 @@ def test_a_ticket_that_was_never_submitted_is_an_error(method: str) -> None:
 
 
 @asynchronous
+async def test_no_trial_ends_before_the_expected_ones_are_here(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    assert await taken(mailbox) == "a"
+    await mailbox.expect(2)
+    await mailbox.report("a", {"step": 1})
+    assert (await asyncio.wait_for(mailbox.next_event("a", 0), WAIT_S)).outcome is None
+    await mailbox.end(0, "a", {"status": "done"})
+    end = asyncio.create_task(mailbox.next_event("a", 1))
+    done, _ = await asyncio.wait([end], timeout=3 * WAIT_S)
+    assert not done
+    await submit(mailbox, "b")
+    assert (await asyncio.wait_for(end, 1)).outcome == {"lane": 0, "status": "done"}
+    await mailbox.forget("a")
+    assert await taken(mailbox) == "b"
+    await mailbox.end(0, "b", {"status": "done"})
+    end = asyncio.create_task(mailbox.next_event("b", 0))
+    done, _ = await asyncio.wait([end], timeout=3 * WAIT_S)
+    assert not done, "of two that end at once Tune would drop an actor"
+    await mailbox.expect(0)
+    await asyncio.wait_for(end, 1)
+
+
+@asynchronous
+async def test_nor_do_they_wait_for_ever(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    assert await taken(mailbox) == "a"
+    await mailbox.expect(2)
+    mailbox.hold_s = WAIT_S
+    await mailbox.end(0, "a", {"status": "done"})
+    assert (await asyncio.wait_for(mailbox.next_event("a", 0), 1)).outcome is not None
+
+
+@asynchronous
 async def test_the_driver_hears_how_far_the_lanes_are(mailbox: Mailbox) -> None:
     assert not await mailbox.any_started()
     await mailbox.controlled(1, b"handle")
