@@ -174,7 +174,7 @@ def test_a_sweep_trains_in_two_lanes_which_are_processes_of_their_own(cluster: O
     began = time.monotonic()
     space = "{precision: [fp32, bf16], global_batch_size: [32, 64]}"
     # Long enough for the lane that is up a little later, and for Prometheus, which looks every ten seconds.
-    size = ("--train.epochs", "160", "--lanes", "2")
+    size = ("--train.epochs", "64", "--lanes", "2")
     words = ("python", "-m", "tune", "examples/digits/sweep.yaml", "--space", space, *size)
     job = cluster.submit(*words, "--objective", "{metric: val_loss}", wait=False)
     seen: set[tuple[str, str, int]] = set()
