@@ -278,7 +278,7 @@ def test_a_claim_that_fails_or_has_no_time_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_script_whose_figures_are_kept_today_is_not_run_again(tmp_path: Path) -> None:
-    for name in ("input-2026-11-21-cpu", "sweep-noop-2026-11-22-cpu", "loop-2026-11-20-cpu"):
+    for name in ("input-2026-11-21-cpu", "sweep-noop-2026-11-21-cpu", "loop-2026-11-20-cpu"):
         (tmp_path / f"{name}.json").touch()
     left = [script.result for script in due(FULL, "2026-11-21", tmp_path)]
     assert left == [script.result for script in FULL if script.result not in ("input", "sweep-noop")]
