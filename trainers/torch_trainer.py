@@ -25,8 +25,6 @@ import ray.train
 import ray.train.v2._internal.execution.context
 from ray.train import UserCallback
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.execution.callback import ControllerCallback
-from ray.train.v2._internal.execution.controller.state import PreemptingState, ReschedulingState, RestartingState
 
 from trainers.config import TrainConfig
 from trainers.errors import POLICIES, ConfigError, PreemptedError, RunFailedError, classify
@@ -34,6 +32,7 @@ from trainers.growth import nodes_at_most
 from trainers.launch import setup_logging
 from trainers.metrics import RunResult
 from trainers.ray_context import RayContext, request_stop
+from trainers.ray_coordinator import TakenNodes, count_nodes, free_dead_runs
 from trainers.ray_group import GroupConfig
 from trainers.run import RunSpec
 from trainers.sections import FailureConfig, ScalingConfig
@@ -41,8 +40,6 @@ from trainers.storage import Storage
 from trainers.watchdog import count_hangs
 
 logger = logging.getLogger(__name__)
-
-_COUNT_S, _GONE_S = 10.0, 15.0
 
 
 def connect(show_workers: bool = True) -> None:
@@ -137,7 +134,7 @@ class FailurePolicy(UserCallback):
         if budget != -1 and self._met[cause.status] > budget:
             raise cause
         if cause.status in ("node_lost", "preempted"):
-            _count_nodes()
+            count_nodes()
         logger.warning(
             "worker group failed as %s (%s); restart %d of %s from the newest checkpoint",
             cause.status,
@@ -145,36 +142,6 @@ class FailurePolicy(UserCallback):
             self._met[cause.status],
             "no limit" if budget == -1 else budget,
         )
-
-
-class TakenNodes(ControllerCallback):
-    """In Ray's controller: a group that a notice has ended starts again when Ray knows that the nodes are gone.
-
-    Ray decides on its size at the deadline, seconds before it misses them, and the group would wait for them.
-    """
-
-    def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
-        """Called by Ray in its control loop, with no other group to look after."""
-        if isinstance(previous_state, PreemptingState) and isinstance(current_state, RestartingState):
-            taken, deadline = set(previous_state.preemption_info.preempted_node_ids), time.monotonic() + _GONE_S
-            while taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
-                time.sleep(0.2)
-            _count_nodes()
-        elif isinstance(current_state, ReschedulingState):
-            _count_nodes()
-
-
-def _count_nodes() -> None:
-    """Let Ray count the nodes now. It does so every 20 s, and an elastic group that is started before the next count
-    waits for the dead node until RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
-    """
-    try:
-        from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as ray_coordinator
-
-        coordinator = ray_coordinator.get_or_create_autoscaling_coordinator()
-        ray.get(coordinator.get_reserved_resources.remote("", recompute=True), timeout=_COUNT_S)
-    except (ray.exceptions.RayError, ImportError, TypeError) as error:
-        logger.warning("Ray did not count the nodes again (%s): the group may wait for a dead one", error)
 
 
 def as_failure(rank: int, error: BaseException) -> RunFailedError:
@@ -220,6 +187,8 @@ def run_on_ray(spec: RunSpec) -> RunResult:
     """
     config = spec.config
     gpu = wants_gpu(config, capacity())
+    if not isinstance(config.scaling.num_workers, int):
+        free_dead_runs()
     # Ray's list of the checkpoints that it was told of: with one of them deleted, as ours are once newer ones are
     # complete, it refuses to go on with the run.
     spec.storage.delete("checkpoint_manager_snapshot.json")

@@ -130,10 +130,11 @@ class Lanes:
 
     def _free(self) -> None:
         """Give back what ended controllers had reserved: Ray frees it with the job, and this one may go on."""
-        job = ray.get_runtime_context().get_job_id()
+        here = ray.get_runtime_context()
         own = {"CPU": float(self._config.scaling.cpus_per_worker)}
         try:
-            groups = list_placement_groups(filters=[("creator_job_id", "=", job)], detail=True, timeout=_STATE_S)
+            filters: Any = [("creator_job_id", "=", here.get_job_id())]
+            groups = list_placement_groups(here.gcs_address, filters, detail=True, timeout=_STATE_S)
             for group in groups:
                 bundles = group.bundles or []
                 if group.state != "REMOVED" and all(own.items() <= one["unit_resources"].items() for one in bundles):

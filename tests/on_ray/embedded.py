@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tests.on_ray.test_faults import when
 from tests.on_ray.test_lanes import run, sweep
@@ -18,18 +19,22 @@ from trainers.torch_trainer import connect
 from tune.sweep import disconnect
 
 
-def kill_controller() -> None:
-    """SIGKILL to Ray's controller of the only lane."""
+def actors(*filters: tuple[str, str, str]) -> list[Any]:
+    """Of the cluster that this process has joined: other clusters may run on this machine."""
+    import ray
     from ray.util.state import list_actors
 
-    [controller] = list_actors(filters=[("class_name", "=", "TrainController"), ("state", "=", "ALIVE")], timeout=30)
+    return list_actors(ray.get_runtime_context().gcs_address, list(filters), timeout=30)
+
+
+def kill_controller() -> None:
+    """SIGKILL to Ray's controller of the only lane."""
+    [controller] = actors(("class_name", "=", "TrainController"), ("state", "=", "ALIVE"))
     os.kill(controller.pid, signal.SIGKILL)
 
 
 def main(directory: Path) -> None:
     """The sweep's only lane needs all that there is: it comes back only if what it had reserved is given back."""
-    from ray.util.state import list_actors
-
     pids = directory / "pids"
     connect(show_workers=False)
     train = {"task_args": {"pids": str(pids), "pause_s": 0.05}, "scaling": {"cpus_per_worker": os.cpu_count()}}
@@ -37,10 +42,10 @@ def main(directory: Path) -> None:
     thread = when(lambda: pids.exists() and bool(pids.read_text()), kill_controller)
     records = run(spec)
     thread.join()
-    actors = Counter(actor.class_name.rpartition(".")[2] for actor in list_actors(timeout=30))
+    started = Counter(actor.class_name.rpartition(".")[2] for actor in actors())
     disconnect()
     statuses = {record.id: record.status for record in records}
-    print(json.dumps({"statuses": statuses, "workers": pids.read_text().split(), "actors": actors}))
+    print(json.dumps({"statuses": statuses, "workers": pids.read_text().split(), "actors": started}))
 
 
 if __name__ == "__main__":

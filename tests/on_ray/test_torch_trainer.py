@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.specs import losses, make
+from tests.conftest import Cluster
+from tests.specs import REPOSITORY, losses, make, tree
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch import run_local
 
@@ -53,16 +59,31 @@ def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> Non
     assert met.value.status == "error"
 
 
-def test_elastic_workers_and_what_is_kept_with_a_run(tmp_path: Path, driver: Any) -> None:
+def test_elastic_workers_though_a_killed_driver_had_them(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
+    """Ray believes for 180 s that a run whose driver was killed still needs what it had."""
     from trainers.torch_trainer import run_on_ray
 
-    spec = make(tmp_path, launcher="ray", scaling__num_workers=[1, 2], max_steps=5)
+    options = {"launcher": "ray", "scaling__num_workers": [1, 2]}
+    endless = tree(tmp_path, **options, max_steps=1_000_000, task_args={"pause_s": 0.02})
+    spec = make(tmp_path, **options)
+    file = tmp_path / "train.yaml"
+    file.write_text(yaml.safe_dump(endless))
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+    killed = subprocess.Popen([sys.executable, "-m", "trainers", str(file)], cwd=REPOSITORY, env=environment)
+    deadline = time.monotonic() + 90
+    while not spec.storage.exists("checkpoints/step-000000000020/manifest.json"):
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
     result = run_on_ray(spec)
     assert result.status == "done"
     assert result.world_size == 2, "as many as the cluster holds"
-    environment = json.loads(spec.storage.read("environment.json"))
-    assert environment["device"] == "cpu"
-    assert {"torch", "ray", "python"} <= set(environment)
+    assert len(losses(spec)) == result.steps == 30
+    kept = json.loads(spec.storage.read("environment.json"))
+    assert kept["device"] == "cpu"
+    assert {"torch", "ray", "python"} <= set(kept)
 
 
 def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:

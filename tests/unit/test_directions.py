@@ -21,6 +21,7 @@ MAY_IMPORT = {
 WITH_RAY = {
     "trainers/growth.py",
     "trainers/ray_context.py",
+    "trainers/ray_coordinator.py",
     "trainers/ray_group.py",
     "trainers/torch_trainer.py",
     "cluster/config.py",
