@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Done
+from tests.conftest import Cluster, Done
 from tests.on_ray.embedded import kill_controller
 from tests.on_ray.test_faults import when
 from tests.on_ray.test_lanes import rows, run, sweep
@@ -17,8 +17,13 @@ from tests.on_ray.test_lanes import rows, run, sweep
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
-def test_an_embedded_cluster_has_only_what_trains(tmp_path: Path, command: Callable[..., Done]) -> None:
-    """Every actor is a Python that imports Ray; the lane starts twice, since its controller is killed once."""
+def test_an_embedded_cluster_has_only_what_trains(
+    tmp_path: Path, cluster: Cluster, command: Callable[..., Done]
+) -> None:
+    """Every actor is a Python that imports Ray; the lane starts twice, since its controller is killed once.
+
+    Another cluster runs on this machine.
+    """
     done = command("-m", "tests.on_ray.embedded", str(tmp_path))
     assert done.code == 0, done.err[-3000:]
     found = json.loads(done.out.strip().splitlines()[-1])

@@ -77,7 +77,9 @@ def test_elastic_workers_though_a_killed_driver_had_them(tmp_path: Path, cluster
         time.sleep(0.05)
     killed.kill()
     killed.wait()
+    began = time.monotonic()
     result = run_on_ray(spec)
+    assert time.monotonic() - began < 100, "it waited for the dead run's workers"
     assert result.status == "done"
     assert result.world_size == 2, "as many as the cluster holds"
     assert len(losses(spec)) == result.steps == 30
