@@ -21,8 +21,8 @@ from trainers.readings import Pressure
 from trainers.run import RunSpec
 from trainers.settings import dump_yaml
 from trainers.storage import Storage
-from tune.mailbox import Assignment
 from tune.reset import Baseline
+from tune.submission import Assignment
 
 _IDLE_S = 20.0  # an idle lane's ranks hear of each other this often, well inside the process group's timeout
 

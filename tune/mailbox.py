@@ -7,19 +7,19 @@ and one that is known not to fit never starts.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from trainers.ceiling import next_smaller
 from trainers.errors import StorageError
 from trainers.storage import Storage
-from tune.boundary import Boundary, fixed_size, key_of
+from tune.boundary import Boundary
 from tune.journal import read_boundary, write_boundary
-from tune.until import Until
+from tune.lane_starts import LaneStarts
+from tune.submission import Assignment, Event, Submission
 
 logger = logging.getLogger(__name__)
 
@@ -28,91 +28,23 @@ MAX_LOSSES = 2
 """A trial whose lane died under it so often is not started again."""
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """A trial as a lane gets it."""
-
-    ticket: str
-    """Names this submission: Tune may start two actors for one trial, and drop one of them."""
-    trial: str
-    """The trial's id."""
-    tree: dict[str, Any]
-    """Its whole TrainConfig."""
-    microbatch_ceiling: int | None = None
-    """The largest microbatch that may still fit, where one is known not to."""
-    microbatch_bounds: tuple[int | None, int | None] = (None, None)
-    """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
-    until: Until = field(default_factory=Until)
-    """What ends it before its last step."""
-    storage: str | None = None
-    """Directory of its run; None: it keeps nothing."""
-    source: str | None = None
-    """Directory of the run whose newest checkpoint it begins with."""
-    until_epoch: float | None = None
-    """Where the stage of a population's trial ends."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a trial's Tune actor hears: a report while it runs, or (when `outcome` is set) its end."""
-
-    metrics: dict[str, Any] = field(default_factory=dict)
-    outcome: dict[str, Any] | None = None
-
-
-@dataclass
-class _Trial:
-    assignment: Assignment
-    events: list[Event] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    cancelled: bool = False
-    losses: int = 0
-    restarting: bool = False
-    started: float = 0.0
-    keys: dict[str, str] = field(default_factory=dict)
-    """Its key in the boundary on each model of device: slow to make, and asked for often."""
-
-    @property
-    def ended(self) -> bool:
-        return bool(self.events) and self.events[-1].outcome is not None
-
-    def tell(self, event: Event) -> None:
-        if not self.ended:
-            self.events.append(event)
-            self.changed.set()
-            self.changed = asyncio.Event()
-
-    def key(self, device: str) -> str:
-        if device not in self.keys:
-            own = "cpu" if self.assignment.tree["device"] == "cpu" else device
-            self.keys[device] = key_of(self.assignment.tree, own)
-        return self.keys[device]
-
-    @functools.cached_property
-    def smallest(self) -> int:
-        """The smallest microbatch that it can do with."""
-        return fixed_size(self.assignment.tree) or 1
-
-
-class Mailbox:
+class Mailbox(LaneStarts):
     """One for each sweep; every call is short or waits without holding a thread."""
 
     hold_s = 60.0
 
     def __init__(self, sweep: Storage | None = None) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept."""
+        super().__init__()
         self._sweep = sweep
         self._boundary = Boundary() if sweep is None else read_boundary(sweep)
         self._labels: dict[str, str] = {}
         self._writing = asyncio.Lock()
-        self._trials: dict[str, _Trial] = {}
+        self._trials: dict[str, Submission] = {}
         self._queue: deque[str] = deque()
         self._arrived = asyncio.Condition()
         self._running: dict[int, str] = {}
         self._devices: dict[int, str] = {}
-        self._controllers: dict[int, bytes] = {}
-        self._started: set[int] = set()
-        self._reservations: dict[int, Any] = {}
         self._expected = 0
         self._notes: list[str] = []
         self._closed = False
@@ -120,7 +52,7 @@ class Mailbox:
 
     async def submit(self, assignment: Assignment) -> None:
         """Queue a trial."""
-        trial = self._trials[assignment.ticket] = _Trial(assignment)
+        trial = self._trials[assignment.ticket] = Submission(assignment)
         if self._broken is not None:
             trial.tell(Event(outcome={"status": "error", "message": self._broken}))
         elif not self._refused(trial):
@@ -133,30 +65,6 @@ class Mailbox:
             else:
                 self._queue.append(ticket)
             self._arrived.notify_all()
-
-    async def controlled(self, lane: int, controller: bytes) -> None:
-        """Ray's controller of a lane has started: its pickled handle, which would import all of Ray Train here."""
-        self._controllers[lane] = controller
-
-    async def controllers(self) -> dict[int, bytes]:
-        """The pickled handle of the actor that controls each lane; it may have ended."""
-        return self._controllers
-
-    async def started(self, lane: int) -> None:
-        """The workers of a lane are processes by now, with all their imports before them."""
-        self._started.add(lane)
-
-    async def any_started(self) -> bool:
-        """Whether some lane has had workers."""
-        return bool(self._started)
-
-    async def reserved(self, lane: int, placement_group: Any) -> None:
-        """What holds the resources of a lane's workers."""
-        self._reservations[lane] = placement_group
-
-    async def reservations(self) -> dict[int, Any]:
-        """The placement group that each lane had when its workers were last up; it may be gone."""
-        return self._reservations
 
     async def hello(self, lane: int, device: str = "") -> None:
         """A lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that it was
@@ -200,7 +108,7 @@ class Mailbox:
                 except TimeoutError:
                     return None
 
-    def _next(self, device: str) -> _Trial | None:
+    def _next(self, device: str) -> Submission | None:
         """The first trial in the queue that may fit on a device, with what is known of its microbatches."""
         for ticket in list(self._queue):
             trial = self._trials[ticket]
@@ -216,7 +124,7 @@ class Mailbox:
             return trial
         return None
 
-    def _misfit(self, trial: _Trial, device: str) -> str | None:
+    def _misfit(self, trial: Submission, device: str) -> str | None:
         """Why a trial need not be tried on a device; None when it may fit."""
         if not device:
             return None
@@ -226,7 +134,7 @@ class Mailbox:
         failed = self._boundary.smallest_misfit(key)
         return f"a microbatch of {size} is not tried: one of {failed} ran out of memory ({_label(trial, device)})"
 
-    def _refused(self, trial: _Trial) -> bool:
+    def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; whether it was."""
         reasons = [self._misfit(trial, device) for device in sorted(set(self._devices.values()))]
         if not reasons or None in reasons:
@@ -367,6 +275,6 @@ class Mailbox:
         }
 
 
-def _label(trial: _Trial, device: str) -> str:
+def _label(trial: Submission, device: str) -> str:
     """A key of the boundary in words."""
     return f"{trial.assignment.tree['precision']} on {device}"

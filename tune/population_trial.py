@@ -20,8 +20,8 @@ import ray
 from trainers.config import TrainConfig
 from trainers.settings import override
 from tune.journal import Stage
-from tune.mailbox import Assignment, Event
 from tune.space import chosen
+from tune.submission import Assignment, Event
 from tune.trial import LaneTrial, make_record
 
 KEPT_STAGES = 3

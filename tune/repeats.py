@@ -14,8 +14,8 @@ from trainers.settings import override
 from tune.answer import in_short, labels
 from tune.finals import repeats_to_run
 from tune.journal import Journal, TrialRecord, trial_id
-from tune.mailbox import Assignment, Event
 from tune.spec import SweepSpec
+from tune.submission import Assignment, Event
 from tune.trial import make_record
 from tune.until import Until
 

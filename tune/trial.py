@@ -17,8 +17,8 @@ from trainers.storage import Storage
 from tune.config import Objective
 from tune.goodput import dollars
 from tune.journal import Journal, TrialRecord, trial_id
-from tune.mailbox import Assignment, Event
 from tune.space import chosen, purpose_of
+from tune.submission import Assignment, Event
 from tune.until import Purpose, Until
 
 

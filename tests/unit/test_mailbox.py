@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tune.mailbox import MAX_LOSSES, Assignment, Event, Mailbox
+from tune.mailbox import MAX_LOSSES, Mailbox
+from tune.submission import Assignment, Event
 
 WAIT_S = 0.05
 Test = Callable[[Mailbox], Coroutine[Any, Any, None]]

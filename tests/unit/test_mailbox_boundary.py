@@ -10,7 +10,8 @@ from tests.unit.test_mailbox import WAIT_S, asynchronous
 from trainers.config import TrainConfig
 from trainers.settings import override
 from trainers.storage import Storage
-from tune.mailbox import Assignment, Mailbox
+from tune.mailbox import Mailbox
+from tune.submission import Assignment
 
 TREE = override(
     TrainConfig,

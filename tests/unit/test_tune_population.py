@@ -14,8 +14,9 @@ from trainers.settings import build
 from trainers.storage import Storage
 from tune.config import SweepConfig, may_change
 from tune.journal import Journal, Stage, TrialRecord
-from tune.mailbox import Assignment, Mailbox
+from tune.mailbox import Mailbox
 from tune.population import member_name, population, population_scheduler, population_space, within
+from tune.submission import Assignment
 
 SPACE: dict[str, Any] = {
     "optimizer.lr": {"loguniform": [1e-4, 1e-1]},
