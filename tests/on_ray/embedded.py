@@ -24,7 +24,7 @@ def actors(*filters: tuple[str, str, str]) -> list[Any]:
     import ray
     from ray.util.state import list_actors
 
-    return list_actors(ray.get_runtime_context().gcs_address, list(filters), timeout=30)
+    return list_actors(ray.get_runtime_context().gcs_address, list(filters), limit=10_000, timeout=30)
 
 
 def kill_controller() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Cluster, Done
-from tests.on_ray.embedded import kill_controller
+from tests.on_ray.embedded import actors, kill_controller
 from tests.on_ray.test_faults import when
 from tests.on_ray.test_lanes import rows, run, sweep
 
@@ -52,3 +52,18 @@ def test_a_dead_controller_costs_its_trial_s_restart(tmp_path: Path, driver: Any
     ran = pids.read_text().split()
     assert len(ran) == 3, "the trial that the controller took with it ran again, and no other"
     assert ran[0] != ran[1] == ran[2]
+
+
+def test_trials_shorter_than_a_start_keep_their_actors(tmp_path: Path, driver: Any) -> None:
+    """Tune drops an actor that still starts where another is free: it would do so at the end of every such trial."""
+
+    def trial_actors() -> set[str]:
+        return {actor.actor_id for actor in actors() if actor.class_name.endswith("ResourceTrainable")}
+
+    before, pids = trial_actors(), tmp_path / "pids"
+    train = {"max_steps": 5, "task_args": {"pids": str(pids), "pause_s": 0.1}}
+    records = run(sweep(tmp_path, {"seed": list(range(80))}, train, lanes=2))
+    assert {record.status for record in records} == {"done"}
+    assert {record.lane for record in records} == {0, 1}
+    assert len(set(pids.read_text().split())) == 2
+    assert len(trial_actors() - before) == 2
