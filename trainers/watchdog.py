@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from trainers.storage import Storage
 
@@ -36,8 +35,8 @@ class Watchdog:
         self._timeout_s, self._rank, self._storage, self._tell = timeout_s, rank, storage, tell
         self._last = time.monotonic()
         self._closed = threading.Event()
-        descriptor, name = tempfile.mkstemp(prefix="paceline-stacks-")
-        self._file, self._path = os.fdopen(descriptor, "w+"), Path(name)
+        # Without a name: nothing is left of it though the process is killed.
+        self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open until `close`)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -51,7 +50,6 @@ class Watchdog:
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
-        self._path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
         interval_s = min(10.0, self._timeout_s / 4)
@@ -77,7 +75,6 @@ class Watchdog:
         if self._tell is not None:
             with contextlib.suppress(Exception):
                 self._tell(words)
-        self._path.unlink(missing_ok=True)
         time.sleep(GRACE_S)
         os._exit(HUNG_EXIT_CODE)
 

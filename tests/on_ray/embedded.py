@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.on_ray.test_faults import when
 from tests.on_ray.test_lanes import run, sweep
+from tests.waits import when
 from trainers.torch_trainer import connect
 from tune.sweep import disconnect
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,12 @@ import pytest
 from tests.conftest import Cluster
 from tests.on_ray.nodes import RAY, Node, another_node
 from tests.specs import evaluations, losses, make
+from tests.waits import when
 from trainers.launch import run_local
 from trainers.metrics import read_log
 from trainers.run import RunSpec
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-
-def when(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
-    """Do something in the background once something else is there."""
-
-    def wait() -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.05)
-        action()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
 
 
 def has_checkpoint(spec: RunSpec) -> bool:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.conftest import Cluster, Done
 from tests.on_ray.embedded import actors, kill_controller
-from tests.on_ray.test_faults import when
 from tests.on_ray.test_lanes import rows, run, sweep
+from tests.waits import when
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.conftest import Cluster
 from tests.on_ray.nodes import another_node
-from tests.on_ray.test_faults import when
 from tests.on_ray.test_lanes import rows, run, sweep
+from tests.waits import when
 from trainers.config import TrainConfig
 from trainers.settings import build
 from tune.lanes import Lanes, start_mailbox

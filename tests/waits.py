@@ -1,0 +1,23 @@
+"""Waiting for what a process in the background does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+def when(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
+    """Do something in the background once something else is there."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
+        action()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
