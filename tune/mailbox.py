@@ -192,15 +192,20 @@ class Mailbox(LaneStarts):
         state = self._trials[ticket]
         while len(state.events) <= index:
             await state.changed.wait()
-        deadline = time.monotonic() + self.hold_s
-        while state.events[index].outcome is not None and len(self._trials) < self._expected:
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(_LOOK_S)
-        return state.events[index]
+        event = state.events[index]
+        if event.outcome is not None and not state.told:
+            deadline = time.monotonic() + self.hold_s
+            while self._open() < self._expected and time.monotonic() < deadline:
+                await asyncio.sleep(_LOOK_S)
+            state.told = True
+        return event
+
+    def _open(self) -> int:
+        """Trials whose Tune actors wait for their end."""
+        return sum(not (trial.told or trial.cancelled) for trial in self._trials.values())
 
     async def expect(self, count: int) -> None:
-        """Nobody hears of a trial's end while there are fewer trials here, unless for `hold_s`.
+        """Nobody hears of a trial's end while fewer trials than that wait for theirs, unless for `hold_s`.
 
         Tune gives the actor of a trial that has ended to a trial whose own is still starting, and drops that one; and
         of two that end at once it drops one. With trials shorter than a start (3 s) it would start one after the other

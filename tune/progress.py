@@ -24,6 +24,7 @@ from ray.util.metrics import Gauge
 from trainers.errors import STATUSES
 from tune.answer import objective_value
 from tune.journal import Journal, TrialRecord, trial_id
+from tune.pace import Pace
 from tune.space import chosen, purpose_of
 from tune.spec import SweepSpec
 from tune.terminal import Terminal, View, shown_config
@@ -73,13 +74,11 @@ class Progress(tune.Callback):
         total: int | None,
         usd_per_hour: float | None,
         grow: Callable[[], None],
-        up: Callable[[int], None],
+        pace: Pace,
     ) -> None:
-        """`usd_per_hour` is the price of one lane; `grow` is called every ten seconds, while trials may wait, and `up`
-        every second with the number of lanes that are.
-        """
+        """`usd_per_hour` is the price of one lane; `grow` is called every ten seconds, while trials may wait."""
         self.spec, self.journal, self.mailbox, self.total = spec, journal, mailbox, total
-        self.usd_per_hour, self._grow, self._up = usd_per_hour, grow, up
+        self.usd_per_hour, self._grow, self._pace = usd_per_hour, grow, pace
         self.interrupts = Interrupts()
         self.terminal = Terminal()
         self.seen: dict[str, dict[str, Any]] = {}
@@ -112,7 +111,7 @@ class Progress(tune.Callback):
     def look(self) -> None:
         """Ask the mailbox how things are; show it."""
         state = ray.get(self.mailbox.watch.remote(self._notes))
-        self._up(len(state["lanes"]))
+        self._pace.lanes_up(len(state["lanes"]))
         self._notes += len(state["notes"])
         for words in state["notes"]:
             self.terminal.say(words)
@@ -151,6 +150,7 @@ class Progress(tune.Callback):
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial gets its actor."""
+        self._pace.trial_started(trial.trial_id)
         name = self._name(trial)
         self.seen[name] = chosen(trial.config)
         self._purposes[name] = purpose_of(trial.config)

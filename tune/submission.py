@@ -51,6 +51,8 @@ class Submission:
     events: list[Event] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
+    told: bool = False
+    """Whether its Tune actor has heard of its end."""
     losses: int = 0
     restarting: bool = False
     started: float = 0.0

@@ -26,6 +26,7 @@ from trainers.torch_trainer import capacity, check_cluster, connect, wants_gpu
 from tune.answer import objective_value
 from tune.journal import Journal, TrialRecord
 from tune.lanes import Lanes, start_mailbox
+from tune.pace import Pace
 from tune.plan import lanes_for, starts_at_once
 from tune.population import member_name, population_scheduler, population_space
 from tune.population_trial import PopulationTrial
@@ -97,20 +98,15 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     )
     usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes_wanted
 
+    pace = Pace(search, mailbox, total if unhurried else None)
+
     def grow() -> None:
         """Further lanes where the cluster has grown."""
         if spec.config.lanes == "auto":
             lanes.grow(_lanes(spec, train))
-            if not unhurried:
-                search.max_concurrent = max(search.max_concurrent, lanes.count)
+            pace.lanes_started(lanes.count)
 
-    def up(count: int) -> None:
-        """As many trials at a time as there are lanes: each costs an actor of Tune's, not sooner than it is of use."""
-        if unhurried:
-            search.max_concurrent = max(search.max_concurrent, count)
-            mailbox.expect.remote(search.max_concurrent if len(progress.seen) < (total or 0) else 0)
-
-    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow, up)
+    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow, pace)
     progress.seen.update({record.id: record.config for record in before})
     try:
         with progress.interrupts, progress.terminal:
@@ -118,11 +114,13 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
             lanes.await_first(lambda: progress.interrupts.signal_name is not None)
             began = time.monotonic()
             _tuner(spec, mailbox, search, progress, len(before)).fit()
+            pace.over()
             progress.record_stopped()
             if time.monotonic() - began < (spec.config.time_budget_s or math.inf):
                 look = functools.partial(progress.on_step_begin, 0, [])
                 progress.seen |= run_repeats(spec, mailbox, usd_per_hour, look, progress.terminal.say)
         lanes.close()
+        ray.kill(mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
     except BaseException:
         lanes.end()
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,18 @@ def test_trials_shorter_than_a_start_keep_their_actors(tmp_path: Path, driver: A
     assert {record.lane for record in records} == {0, 1}
     assert len(set(pids.read_text().split())) == 2
     assert len(trial_actors() - before) == 2
+
+
+def test_equal_trials_of_a_random_search_end_at_once(tmp_path: Path, driver: Any) -> None:
+    """One configuration is drawn again and again, and trained once; both lanes end their trials at the same time."""
+    before = {actor.actor_id for actor in actors()}
+    train = {"max_steps": 5, "task_args": {"pause_s": 0.1}}
+    keys: dict[str, Any] = {"search": "random", "budget": {"trials": 60}, "lanes": 2}
+    began = time.monotonic()
+    records = run(sweep(tmp_path, {"seed": {"choice": list(range(30))}}, train, **keys))
+    assert time.monotonic() - began < 55, "an end was held back until nobody expected another trial"
+    assert {record.status for record in records} == {"done"}
+    assert len(records) <= 30
+    assert {record.lane for record in records} == {0, 1}
+    left = [one.class_name for one in actors(("state", "=", "ALIVE")) if one.actor_id not in before]
+    assert not [name for name in left if name.endswith(("Mailbox", "ResourceTrainable", "RayTrainWorker"))]

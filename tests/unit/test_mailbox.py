@@ -332,6 +332,22 @@ async def test_no_trial_ends_before_the_expected_ones_are_here(mailbox: Mailbox)
 
 
 @asynchronous
+async def test_of_two_that_end_at_once_one_waits_for_the_other_s_successor(mailbox: Mailbox) -> None:
+    for name in ("a", "b"):
+        await submit(mailbox, name)
+        await taken(mailbox)
+        await mailbox.end(0, name, {"status": "done"})
+    await mailbox.expect(2)
+    ends = [asyncio.create_task(mailbox.next_event(name, 0)) for name in ("a", "b")]
+    done, held = await asyncio.wait(ends, timeout=3 * WAIT_S)
+    assert (len(done), len(held)) == (1, 1)
+    await submit(mailbox, "c")
+    done, held = await asyncio.wait(held, timeout=1)
+    assert not held
+    assert (await asyncio.wait_for(mailbox.next_event("a", 0), WAIT_S)).outcome is not None, "told once is told"
+
+
+@asynchronous
 async def test_nor_do_they_wait_for_ever(mailbox: Mailbox) -> None:
     await submit(mailbox, "a")
     assert await taken(mailbox) == "a"
