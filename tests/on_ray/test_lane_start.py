@@ -77,7 +77,7 @@ def test_equal_trials_of_a_random_search_end_at_once(tmp_path: Path, driver: Any
     keys: dict[str, Any] = {"search": "random", "budget": {"trials": 60}, "lanes": 2}
     began = time.monotonic()
     records = run(sweep(tmp_path, {"seed": {"choice": list(range(30))}}, train, **keys))
-    assert time.monotonic() - began < 55, "an end was held back until nobody expected another trial"
+    assert time.monotonic() - began < 80, "an end was held back until nobody expected another trial"
     assert {record.status for record in records} == {"done"}
     assert len(records) <= 30
     assert {record.lane for record in records} == {0, 1}
