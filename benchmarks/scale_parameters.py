@@ -162,10 +162,12 @@ def of_parameters(parameters: int, directory: Path, restore: Callable[[], list[s
     found["lane reset"] = (time.perf_counter() - began) * 1e3
     assert not left, left
     state = make_state(max(1, round(parameters * _STATE_BYTES / 2**20)), _CPU)
-    checkpoints = Checkpoints(Storage(str(directory / "run")), Group(0, 1, _CPU), 1)
+    run = directory / "run"  # empty: the newest checkpoint deletes the one before, and that may be a large one
+    checkpoints = Checkpoints(Storage(str(run)), Group(0, 1, _CPU), 1)
     found["checkpoint floor"] = plain_write_ms(state, directory)
     found["checkpoint"] = written_at_once(checkpoints, state)
     found["checkpoint floor again"] = plain_write_ms(state, directory)
+    shutil.rmtree(run)
     return found
 
 
