@@ -71,12 +71,14 @@ def test_elastic_workers_though_a_killed_driver_had_them(tmp_path: Path, cluster
     environment = os.environ | {"RAY_ADDRESS": cluster.address}
     killed = subprocess.Popen([sys.executable, "-m", "trainers", str(file)], cwd=REPOSITORY, env=environment)
     deadline = time.monotonic() + 90
-    while not spec.storage.exists("checkpoints/step-000000000020/manifest.json"):
-        assert killed.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    killed.kill()
-    killed.wait()
+    try:
+        while not spec.storage.exists("checkpoints/step-000000000020/manifest.json"):
+            assert killed.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        killed.kill()
+        killed.wait()
     began = time.monotonic()
     result = run_on_ray(spec)
     assert time.monotonic() - began < 100, "it waited for the dead run's workers"
@@ -86,6 +88,24 @@ def test_elastic_workers_though_a_killed_driver_had_them(tmp_path: Path, cluster
     kept = json.loads(spec.storage.read("environment.json"))
     assert kept["device"] == "cpu"
     assert {"torch", "ray", "python"} <= set(kept)
+
+
+def test_dead_runs_are_no_condition_of_a_start(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether a controller is alive is asked of the dashboard, which a cluster may not have."""
+    import ray.util.state
+    from ray.train.v2._internal.state.state_actor import get_or_create_state_actor
+
+    from trainers.ray_coordinator import free_dead_runs
+
+    def without_dashboard(*args: Any, **options: Any) -> None:
+        raise ValueError("Couldn't obtain the API server address from GCS.")
+
+    driver.get(get_or_create_state_actor().get_train_runs.remote())
+    monkeypatch.setattr(ray.util.state, "list_actors", without_dashboard)
+    free_dead_runs()
+    assert "Ray may hold workers of killed runs for 180 s: Couldn't obtain" in caplog.text
 
 
 def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:
