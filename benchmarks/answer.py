@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import KEPT, save
-from tune.frontier import Belief, Choice, Ended, Seen, decide
-from tune.goodput import Interval
-from tune.surface import Place
-from tune.until import PROBE_SHARE, PROBE_STEPS
+from tune.search.frontier import Belief, Choice, Ended, Seen, decide
+from tune.search.time_model import Place
+from tune.trials.interval import Interval
+from tune.trials.stop_rule import PROBE_SHARE, PROBE_STEPS
 
 REPLAYS = 200
 _RIGHT = 1.10

@@ -26,9 +26,9 @@ from torch import nn
 
 from benchmarks.measure import interleave, save, show, summarize
 from benchmarks.on_ray import in_workers
-from trainers.checkpoint import Checkpoints
-from trainers.parallel import Group
-from trainers.rng import get_rng_state
+from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.devices.rng import get_rng_state
+from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 SIZES_MB = (10, 200, 500)
@@ -152,7 +152,7 @@ def main(rounds: int, sizes: list[int], parent: str | None, keep: bool) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_ray = importlib.util.find_spec("ray") is not None
     if on_ray:
-        from trainers.torch_trainer import connect
+        from trainers.on_ray.trainer import connect
 
         connect(show_workers=False)
     results = {}

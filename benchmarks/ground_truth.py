@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import trainers.metrics
+import trainers.measure.clock
 from benchmarks.measure import KEPT
 from examples.digits.task import Digits
 from trainers.config import TrainConfig
-from trainers.device import environment
+from trainers.config.model import build
+from trainers.devices.device import environment
 from trainers.errors import DivergedError
-from trainers.launch import LocalContext
-from trainers.loop import fit
-from trainers.settings import build
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
 from trainers.task import Task
 
 PRECISIONS = ("fp32", "bf16")
@@ -109,7 +109,7 @@ class _Curve(LocalContext):
 @contextlib.contextmanager
 def processor_time() -> Iterator[None]:
     """Runs inside of this are timed by the processor time of the process, not by the wall clock."""
-    with mock.patch.object(trainers.metrics, "time", mock.Mock(perf_counter=time.process_time, time=time.time)):
+    with mock.patch.object(trainers.measure.clock, "time", mock.Mock(perf_counter=time.process_time, time=time.time)):
         yield
 
 

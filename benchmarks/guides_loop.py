@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.input import Kind, PerSample, guides_transform, make_data
-from trainers.device import synchronize
+from trainers.devices.device import synchronize
 from trainers.task import Task
 
 

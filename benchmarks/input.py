@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from benchmarks.measure import interleave, save, show, summarize
 from trainers.arrow import ArrowDataset
-from trainers.loader import Feed
-from trainers.sections import DataConfig
+from trainers.config.sections import DataConfig
+from trainers.data.feed import Feed
 from trainers.task import Task
 
 Epoch = Callable[[], Iterable[Any]]

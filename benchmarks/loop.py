@@ -34,10 +34,10 @@ from benchmarks.measure import ahead, interleave, save, show, summarize
 from benchmarks.on_ray import in_workers
 from examples.digits.task import Digits
 from trainers.config import TrainConfig
-from trainers.launch import LocalContext
-from trainers.loop import fit
-from trainers.metrics import WARMUP_STEPS
-from trainers.settings import build
+from trainers.config.model import build
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.measure.clock import WARMUP_STEPS
 from trainers.task import Task
 
 BATCH = 64
@@ -290,7 +290,7 @@ def compare_all(rounds: int) -> dict[str, Any]:
 
 def main(rounds: int, keep: bool) -> None:
     """One and two ranks, both kinds of work."""
-    from trainers.torch_trainer import connect
+    from trainers.on_ray.trainer import connect
 
     connect(show_workers=False)
     found: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainers.device import environment
+from trainers.devices.device import environment
 
 KEPT = Path(__file__).parent / "results"
 """Figures that documents quote: committed, and checked against the README."""

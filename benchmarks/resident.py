@@ -21,10 +21,10 @@ import torch
 from benchmarks.measure import interleave, save, show, summarize
 from benchmarks.runs import Budget, Runs, Work, arguments, device_and_size, example, quiet_and_cold, release
 from trainers.config import TrainConfig
-from trainers.device import synchronize
-from trainers.optim import lr_factor
-from trainers.precision import apply_matmul, resolve_precision
-from trainers.training import AGREE_EVERY_STEPS
+from trainers.devices.device import synchronize
+from trainers.loop.training import AGREE_EVERY_STEPS
+from trainers.model.optimizer import lr_factor
+from trainers.model.precision import apply_matmul, resolve_precision
 
 FULL = example("cifar10", 512, synthetic=True)
 SMALL = example("cifar10", 16, synthetic=True, samples=200, width=4)

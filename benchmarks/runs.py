@@ -26,16 +26,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster.local import measure
+from cluster.health.local import measure
 from trainers.config import TrainConfig
-from trainers.device import synchronize
-from trainers.launch import LocalContext
-from trainers.locate import load_task
-from trainers.loop import fit
-from trainers.metrics import WARMUP_STEPS, RunResult
-from trainers.precision import TABLE, apply_matmul
-from trainers.settings import build, override, parse_mapping
-from trainers.training import AGREE_EVERY_STEPS
+from trainers.config.model import build, override, parse_mapping
+from trainers.devices.device import synchronize
+from trainers.launch.find_task import load_task
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.loop.training import AGREE_EVERY_STEPS
+from trainers.measure.clock import WARMUP_STEPS, RunResult
+from trainers.model.precision import TABLE, apply_matmul
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _ENDLESS = 10**6

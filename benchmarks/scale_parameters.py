@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.checkpoint import make_state, written_at_once
-from trainers.checkpoint import Checkpoints
+from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
-from trainers.launch import LocalContext
-from trainers.loop import fit
-from trainers.metrics import WARMUP_STEPS
-from trainers.parallel import Group
-from trainers.settings import build
+from trainers.config.model import build
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.measure.clock import WARMUP_STEPS
+from trainers.model.strategy import Group
 from trainers.storage import Storage
 from trainers.task import Task
 
@@ -173,7 +173,7 @@ def of_parameters(parameters: int, directory: Path, restore: Callable[[], list[s
 
 def by_parameters(sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """Costs of each number of parameters; the first, smallest, round is a warm-up."""
-    from tune.reset import Baseline
+    from tune.lanes.process_state import Baseline
 
     directory = Path(tempfile.mkdtemp(prefix="paceline-scale-"))
     try:

@@ -35,7 +35,7 @@ RAYS_OWN = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
 }
-"""What Ray does by itself, where Paceline (trainers/ray_env.py) has set something else."""
+"""What Ray does by itself, where Paceline (trainers/on_ray/environment.py) has set something else."""
 _IDLE_PERCENT = 10.0
 _EDGE = 100
 """Of a thousand trials: so many at the beginning and at the end are compared."""
@@ -86,8 +86,8 @@ def sweep_file(
 
 def through_lanes(file: Path) -> tuple[float, list[Any]]:
     """Wall time of a sweep from its call to its last record, and the records."""
-    from tune.spec import prepare, read_sweep
-    from tune.sweep import run_sweep
+    from tune.sweep.run import run_sweep
+    from tune.sweep.spec import prepare, read_sweep
 
     spec = read_sweep(str(file), {})
     began = time.perf_counter()
@@ -98,8 +98,8 @@ def through_lanes(file: Path) -> tuple[float, list[Any]]:
 
 def train_one(loop_config: dict[str, Any]) -> None:
     """What each worker of Ray's way runs: the same loop."""
-    from trainers.ray_context import RayContext
-    from trainers.run import RunSpec
+    from trainers.launch.spec import RunSpec
+    from trainers.on_ray.context import RayContext
 
     context = RayContext(None)
     RunSpec(loop_config["tree"], tuple(loop_config["path"]), "benchmark", "").execute(context)
@@ -115,9 +115,9 @@ def as_documented(file: Path, limit: int | None) -> tuple[float, list[tuple[dict
     from ray.tune.integration.ray_train import TuneReportCallback
 
     from trainers.config import TrainConfig
-    from trainers.settings import override
-    from tune.space import grid
-    from tune.spec import read_sweep
+    from trainers.config.model import override
+    from tune.search.space import grid
+    from tune.sweep.spec import read_sweep
 
     spec = read_sweep(str(file), {})
     storage = str(file.parent / f"{spec.config.name}-ray")
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
     args = parser.parse_args()
 
-    from trainers.torch_trainer import connect
+    from trainers.on_ray.trainer import connect
 
     connect(show_workers=False)
     settle()

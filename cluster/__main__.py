@@ -22,12 +22,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_slots
-from cluster.prices import STALE_AFTER_DAYS, Price, load_prices
+from cluster.files.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_slots
+from cluster.files.prices import STALE_AFTER_DAYS, Price, load_prices
 from trainers.errors import MISSING, ConfigError
 
 if TYPE_CHECKING:
-    from cluster.cluster_file import ClusterFile
+    from cluster.files.cluster_file import ClusterFile
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,10 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> int:
     if options.local:
-        from cluster.local import check_local
+        from cluster.health.local import check_local
 
         return check_local(options.json)
-    from cluster.check import check
+    from cluster.health.check import check
 
     where = (options.storage_path, options.workers, options.wait_s)
     return check(*where, options.json, options.exclude_bad, options.quick)
@@ -59,8 +59,8 @@ def _check(options: argparse.Namespace) -> int:
 
 def validate(files: Sequence[str], strict: bool) -> int:
     """Print every error and warning of every file on stderr; return the exit code."""
-    from cluster.config import load_clusters
-    from cluster.findings import findings
+    from cluster.files.ray_up import load_clusters
+    from cluster.rules.ray_up import findings
 
     num_errors = num_warnings = 0
     for file in files:
@@ -97,7 +97,7 @@ def plan(
     `gpus_per_worker` None: 1 where a worker node has GPUs, else 0. `per_node` holds the CPU and GPU of nodes whose
     resources the file does not say.
     """
-    from cluster.config import load_cluster
+    from cluster.files.ray_up import load_cluster
 
     cluster = load_cluster(file)
     told = {name: amount for name, amount in (per_node or {}).items() if amount is not None}

@@ -6,7 +6,7 @@ Run as: python docs/make.py > docs/config.md
 from __future__ import annotations
 
 from trainers.config import TrainConfig
-from trainers.reference import markdown
+from trainers.config.reference import markdown
 from tune.config import SweepConfig
 
 HEAD = """# Configuration

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import trainers.ray_env  # noqa: F401 (before anything imports Ray)
+import trainers.on_ray.environment  # noqa: F401 (before anything imports Ray)
 
 if TYPE_CHECKING:
     import psutil

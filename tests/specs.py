@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import TrainConfig
-from trainers.metrics import read_log
-from trainers.run import RunSpec, make_spec
-from trainers.settings import override
+from trainers.config.model import override
+from trainers.launch.spec import RunSpec, make_spec
+from trainers.measure.clock import read_log
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -1,1 +1,22 @@
-"""One training run: the shared per-worker loop and everything that it needs."""
+"""Train one PyTorch task: `from trainers import Task`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainers.config import TrainConfig
+    from trainers.data.arrow import ArrowDataset
+    from trainers.task import Task
+
+__all__ = ["ArrowDataset", "Task", "TrainConfig"]
+
+_HOMES = {"ArrowDataset": "trainers.data.arrow", "Task": "trainers.task", "TrainConfig": "trainers.config"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names only when they are used: `import trainers` alone imports no torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,21 +20,21 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainers.config import TrainConfig
+from trainers.config.model import parse_overrides
+from trainers.config.reference import reference
 from trainers.errors import POLICIES, ConfigError, PacelineError, RunFailedError
-from trainers.imports import without_collection
-from trainers.reference import reference
-from trainers.run import check_precision, check_task, prepare_storage, read_spec, torchrun_world_size
-from trainers.settings import parse_overrides
+from trainers.launch.imports import without_collection
+from trainers.launch.spec import check_precision, check_task, prepare_storage, read_spec, torchrun_world_size
 
 if TYPE_CHECKING:
-    from trainers.metrics import RunResult
+    from trainers.measure.clock import RunResult
 
 PROFILE_STEPS = 5
 """What `--profile` records."""
 COMMANDS = {
-    "evaluate": ("trainers.inference", "evaluate_command"),
-    "predict": ("trainers.inference", "predict_command"),
-    "export": ("trainers.export", "main"),
+    "evaluate": ("trainers.inference.passes", "evaluate_command"),
+    "predict": ("trainers.inference.passes", "predict_command"),
+    "export": ("trainers.inference.export", "main"),
 }
 """Module and function of each command; anything else is a CONFIG.yaml to train."""
 
@@ -78,10 +78,10 @@ def _train(location: str, rest: list[str]) -> int:
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
 
     with without_collection(own_process=True):
-        from trainers.launch import run_local, run_spawn, run_torchrun, setup_logging
+        from trainers.launch.local import run_local, run_spawn, run_torchrun, setup_logging
 
         if launcher == "ray":
-            from trainers.torch_trainer import check_cluster, run_on_ray
+            from trainers.on_ray.trainer import check_cluster, run_on_ray
     rank = int(os.environ["RANK"]) if torchrun is not None else 0
     setup_logging(rank)
     check_task(spec)
@@ -141,7 +141,7 @@ def summary(result: RunResult) -> str:
     if result.checkpoint:
         lines.append(f"  checkpoint {result.checkpoint}")
     if result.world_size > 1 and result.ranks:
-        from trainers.balance import table
+        from trainers.measure.ranks import table
 
         lines += [f"  {line}" for line in table(result.ranks)]
     return "\n".join(lines)

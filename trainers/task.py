@@ -67,13 +67,13 @@ class Task:
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
         """The optimizer that `config.optimizer` describes, at the scaled learning rate."""
-        from trainers.optim import build_optimizer
+        from trainers.model.optimizer import build_optimizer
 
         return build_optimizer(model, config)
 
     def worst_case_batch(self, dataset: Dataset[Any], size: int) -> Batch:
         """The batch of `size` samples that takes most memory: the first ones; override it for sequences."""
-        from trainers.loader import fetch
+        from trainers.data.feed import fetch
 
         length = len(dataset)  # type: ignore[arg-type]
         return fetch(dataset, [index % length for index in range(size)], self.collate)

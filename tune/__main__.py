@@ -19,15 +19,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainers.config.model import parse_overrides
+from trainers.config.reference import reference
 from trainers.errors import PacelineError
-from trainers.imports import without_collection
-from trainers.reference import reference
-from trainers.settings import parse_overrides
+from trainers.launch.imports import without_collection
 from tune.config import SweepConfig
-from tune.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
 
 if TYPE_CHECKING:
-    from tune.journal import TrialRecord
+    from tune.trials.journal import TrialRecord
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,14 +58,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(args: list[str]) -> int:
-    from tune.plan import make_plan, parse_options
+    from tune.sweep.plan import make_plan, parse_options
 
     if not args or args[0].startswith("--"):
         print("error: `plan` takes a sweep file first", file=sys.stderr)
         return 2
     file, minutes, overrides = parse_options(parse_overrides(args[1:]))
     spec = read_sweep(args[0], overrides, own_workers=False)
-    from cluster.config import load_cluster
+    from cluster.files.ray_up import load_cluster
 
     for line in make_plan(spec, load_cluster(file), minutes).lines():
         print(line)
@@ -73,7 +73,7 @@ def _plan(args: list[str]) -> int:
 
 
 def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
-    from trainers.launch import setup_logging
+    from trainers.launch.local import setup_logging
 
     setup_logging(0)
     before = prepare(spec, fresh)
@@ -83,7 +83,7 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
     if before:
         print(f"{spec.uri} holds {before} trials that have ended: only the others run")
     with without_collection(own_process=True):
-        from tune.sweep import Interrupted, disconnect, environment, run_sweep
+        from tune.sweep.run import Interrupted, disconnect, environment, run_sweep
 
     try:
         records = run_sweep(spec, checked)
@@ -109,7 +109,7 @@ def _resume_command(spec: SweepSpec) -> str:
 def _report(spec: SweepSpec) -> int:
     import json
 
-    from tune.journal import Journal
+    from tune.trials.journal import Journal
 
     summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
     return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
@@ -119,7 +119,7 @@ def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, 
     """Write the report, and print the table, the sentence and where things are."""
     from rich.console import Console
 
-    from tune.report import table, write_report
+    from tune.report.write import table, write_report
 
     answer = write_report(
         spec.storage, spec.config, spec.train, records, environment, task_dir=spec.path[0] if spec.path else None

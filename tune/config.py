@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from trainers.config.model import Settings
 from trainers.errors import MISSING, ConfigError
-from trainers.settings import Settings
 
 BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
 TO_TARGET = ("time_to_target", "usd_to_target")

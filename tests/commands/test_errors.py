@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import REPOSITORY, Done
 from tests.specs import BASE
-from trainers.settings import dump_yaml
+from trainers.config.model import dump_yaml
 
 MODULES = ("torch", "ray")
 

@@ -15,12 +15,12 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.specs import evaluations, losses
+from trainers.config.model import parse_overrides
 from trainers.errors import ConfigError
-from trainers.launch import LocalContext
-from trainers.metrics import RunResult
-from trainers.run import RunSpec, read_spec
-from trainers.settings import parse_overrides
-from tune.spec import read_sweep
+from trainers.launch.local import LocalContext
+from trainers.launch.spec import RunSpec, read_spec
+from trainers.measure.clock import RunResult
+from tune.sweep.spec import read_sweep
 
 EXAMPLES = REPOSITORY / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/task.py"))

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from trainers.launch import LocalContext
-from trainers.run import RunSpec
+from trainers.launch.local import LocalContext
+from trainers.launch.spec import RunSpec
 
 
 def run_forked(spec: RunSpec, world_size: int, rendezvous: Path) -> list[int]:

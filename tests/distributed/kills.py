@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 from tests.distributed.forked import run_forked
 from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
-from trainers.run import RunSpec, make_spec
-from trainers.step import TrainStep
+from trainers.launch.spec import RunSpec, make_spec
+from trainers.step.train_step import TrainStep
 from trainers.storage import Storage
 
 SAMPLES, BATCH, EPOCHS = 99, 12, 8

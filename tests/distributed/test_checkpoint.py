@@ -13,12 +13,12 @@ import torch
 from tests.distributed.processes import run_processes
 from tests.distributed.test_resume import run_killed, spec
 from tests.specs import evaluations, losses
-from trainers.archive import Archive
-from trainers.checkpoint import Checkpoints
+from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.checkpoint.manifest import Best
+from trainers.checkpoint.store import Archive
 from trainers.errors import StorageError
-from trainers.launch import run_spawn
-from trainers.manifest import Best
-from trainers.parallel import Group
+from trainers.launch.local import run_spawn
+from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 pytestmark = pytest.mark.slow

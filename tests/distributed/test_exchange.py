@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.processes import run_processes
-from trainers.exchange import MAX_BYTES, exchanged
+from trainers.model.gradient_hooks import MAX_BYTES, exchanged
 
 pytestmark = pytest.mark.slow
 

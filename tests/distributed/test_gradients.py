@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tests.distributed.processes import run_processes
 from tests.tasks import Blobs
-from trainers.evaluation import evaluate
-from trainers.loader import Feed
-from trainers.parallel import Group, wrap_model
-from trainers.precision import TABLE
-from trainers.sampler import StepSampler, split_share
-from trainers.sections import DataConfig
-from trainers.step import TrainStep
+from trainers.config.sections import DataConfig
+from trainers.data.feed import Feed
+from trainers.data.sampler import StepSampler, split_share
+from trainers.model.precision import TABLE
+from trainers.model.strategy import Group, wrap_model
+from trainers.step.evaluation import evaluate
+from trainers.step.train_step import TrainStep
 
 pytestmark = pytest.mark.slow
 

@@ -22,10 +22,10 @@ from tests.distributed.processes import run_processes
 from tests.specs import BASE, REPOSITORY, losses, tree
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
-from trainers.launch import LocalContext, run_local, run_spawn
-from trainers.loop import fit
-from trainers.run import RunSpec, make_spec
-from trainers.settings import build, override
+from trainers.config.model import build, override
+from trainers.launch.local import LocalContext, run_local, run_spawn
+from trainers.launch.spec import RunSpec, make_spec
+from trainers.loop.fit import fit
 
 pytestmark = pytest.mark.slow
 
@@ -166,9 +166,9 @@ torch.ones(2, 2) @ torch.ones(2, 2)
 from tests.distributed.test_memory import Wide
 from tests.specs import BASE
 from trainers.config import TrainConfig
-from trainers.launch import LocalContext
-from trainers.loop import fit
-from trainers.settings import build, override
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.config.model import build, override
 
 changes = {"global_batch_size": 4096, "max_steps": 2, "evaluate.every_steps": 2, "log_every_steps": 2,
            "evaluate.microbatch_size": 64, "data.resident": False}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.distributed.processes import run_processes
-from trainers import peers
+from trainers.devices import peers
 from trainers.errors import ConfigError
-from trainers.parallel import Group
+from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import pytest
 
 from tests.specs import REPOSITORY, evaluations, losses, tree
 from trainers.errors import RunFailedError
-from trainers.launch import run_local, run_spawn
-from trainers.run import RunSpec, make_spec
+from trainers.launch.local import run_local, run_spawn
+from trainers.launch.spec import RunSpec, make_spec
 
 pytestmark = pytest.mark.slow
 

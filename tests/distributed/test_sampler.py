@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.processes import run_processes
-from trainers.sampler import StepSampler
+from trainers.data.sampler import StepSampler
 
 pytestmark = pytest.mark.slow
 

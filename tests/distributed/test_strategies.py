@@ -16,19 +16,28 @@ from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens
 from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
-from trainers.checkpoint import Checkpoints
+from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
+from trainers.config.sections import DataConfig, DdpConfig
+from trainers.data.feed import Feed
+from trainers.data.sampler import StepSampler
 from trainers.errors import ConfigError, RunFailedError
-from trainers.evaluation import evaluate
-from trainers.launch import LocalContext, run_spawn
-from trainers.loader import Feed
-from trainers.metrics import RunResult
-from trainers.parallel import Group, compile_model, is_sharded, local, place_model, share_buffers, whole, wrap_model
-from trainers.precision import TABLE
-from trainers.run import RunSpec, make_spec
-from trainers.sampler import StepSampler
-from trainers.sections import DataConfig, DdpConfig
-from trainers.step import TrainStep
+from trainers.launch.local import LocalContext, run_spawn
+from trainers.launch.spec import RunSpec, make_spec
+from trainers.measure.clock import RunResult
+from trainers.model.precision import TABLE
+from trainers.model.strategy import (
+    Group,
+    compile_model,
+    is_sharded,
+    local,
+    place_model,
+    share_buffers,
+    whole,
+    wrap_model,
+)
+from trainers.step.evaluation import evaluate
+from trainers.step.train_step import TrainStep
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tests.distributed.processes import run_processes
 from tests.tasks import Blobs
-from trainers.evaluation import evaluate
-from trainers.loader import Feed
-from trainers.parallel import Group
-from trainers.precision import TABLE
-from trainers.sections import DataConfig
+from trainers.config.sections import DataConfig
+from trainers.data.feed import Feed
+from trainers.model.precision import TABLE
+from trainers.model.strategy import Group
+from trainers.step.evaluation import evaluate
 
 pytestmark = pytest.mark.slow
 

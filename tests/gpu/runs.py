@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from tests.tasks import Blobs
-from trainers.build import Parts, build_parts
 from trainers.config import TrainConfig
-from trainers.launch import LocalContext
-from trainers.loop import fit
-from trainers.metrics import RunResult, read_log
-from trainers.optim import lr_factor
-from trainers.sampler import split_share
-from trainers.settings import build, override
+from trainers.config.model import build, override
+from trainers.data.sampler import split_share
+from trainers.launch.local import LocalContext
+from trainers.loop.build import Parts, build_parts
+from trainers.loop.fit import fit
+from trainers.measure.clock import RunResult, read_log
+from trainers.model.optimizer import lr_factor
 from trainers.storage import Storage
 from trainers.task import Task
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from tests.gpu.runs import CUDA, Images, curve, make, stepper, train
 from tests.tasks import Blobs
-from trainers import graphs
-from trainers.device import synchronize
+from trainers.devices.device import synchronize
 from trainers.errors import ConfigError
+from trainers.step import cuda_graphs as graphs
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.runs import CUDA, Hungry, Images, curve, train
 from tests.tasks import Blobs
-from trainers.device import memory_figures, peak_memory_bytes, reset_peak_memory, total_memory_bytes
+from trainers.devices.device import memory_figures, peak_memory_bytes, reset_peak_memory, total_memory_bytes
 from trainers.errors import classify
 
 pytestmark = pytest.mark.gpu

@@ -12,10 +12,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tests.gpu.runs import CUDA, Images, curve, make, train
 from tests.tasks import Blobs
-from trainers import moves
+from trainers.config.sections import DataConfig
+from trainers.data import transfer as moves
+from trainers.data.feed import Feed
 from trainers.errors import DeviceMismatchError
-from trainers.loader import Feed
-from trainers.sections import DataConfig
 from trainers.task import Task, map_tensors, tensors_of
 
 CPU = torch.device("cpu")

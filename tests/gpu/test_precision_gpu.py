@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.gpu.runs import CUDA, train
-from trainers.device import set_flags
-from trainers.precision import TABLE, apply_matmul, resolve_precision
+from trainers.devices.device import set_flags
+from trainers.model.precision import TABLE, apply_matmul, resolve_precision
 
 CPU = torch.device("cpu")
 

@@ -11,12 +11,12 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tests.gpu.runs import CUDA, Images, make, stepper, train
 from tests.tasks import Blobs
-from trainers.build import Parts
-from trainers.device import synchronize
+from trainers.devices.device import synchronize
 from trainers.errors import DivergedError
-from trainers.parallel import Group
-from trainers.precision import resolve_precision
-from trainers.step import TrainStep
+from trainers.loop.build import Parts
+from trainers.model.precision import resolve_precision
+from trainers.model.strategy import Group
+from trainers.step.train_step import TrainStep
 
 WARM, MEASURED = 24, 12
 

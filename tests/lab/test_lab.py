@@ -116,7 +116,7 @@ def asked(cluster: OnPremises, query: str) -> list[dict[str, str]]:
 
 
 def test_the_file_of_the_lab_is_the_shipped_one_but_for_the_hosts() -> None:
-    from cluster.config import load_cluster
+    from cluster.files.ray_up import load_cluster
 
     shipped, ours = load_cluster(str(REPOSITORY / "cluster" / "onprem.yaml")), derived(WORKERS)
     for field in ("head_start_ray_commands", "worker_start_ray_commands"):

@@ -15,8 +15,8 @@ from typing import Any
 
 from tests.on_ray.test_lanes import run, sweep
 from tests.waits import when
-from trainers.torch_trainer import connect
-from tune.sweep import disconnect
+from trainers.on_ray.trainer import connect
+from tune.sweep.run import disconnect
 
 
 def actors(*filters: tuple[str, str, str]) -> list[Any]:

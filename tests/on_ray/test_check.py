@@ -52,7 +52,7 @@ def test_more_workers_than_there_are_is_an_error(
 
 
 def test_the_quick_part_costs_a_sweep_little(tmp_path: Path, second_node: str, driver: Any) -> None:
-    from cluster.check import quick_check
+    from cluster.health.check import quick_check
 
     def check(where: Path) -> list[Any]:
         """Without what is said of this machine's own name, which may resolve to its loopback."""
@@ -71,7 +71,7 @@ def test_the_quick_part_costs_a_sweep_little(tmp_path: Path, second_node: str, d
 
 
 def test_a_probe_that_fails_names_its_node(second_node: str, driver: Any) -> None:
-    from cluster.actors import Nodes
+    from cluster.health.actors import Nodes
 
     nodes = Nodes()
     nodes.start()

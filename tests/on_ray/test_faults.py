@@ -16,9 +16,9 @@ from tests.conftest import Cluster
 from tests.on_ray.nodes import RAY, Node, another_node
 from tests.specs import evaluations, losses, make
 from tests.waits import when
-from trainers.launch import run_local
-from trainers.metrics import read_log
-from trainers.run import RunSpec
+from trainers.launch.local import run_local
+from trainers.launch.spec import RunSpec
+from trainers.measure.clock import read_log
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ def assert_equal_curves(spec: RunSpec, tmp_path: Path, **changes: Any) -> None:
 
 def test_asked_to_stop_it_keeps_its_state_and_goes_on(tmp_path: Path, driver: Any) -> None:
     """SIGTERM is what `ray job stop` sends to the driver."""
-    from trainers.torch_trainer import run_on_ray
+    from trainers.on_ray.trainer import run_on_ray
 
     endless = make(tmp_path, name="stopped", launcher="ray", max_steps=1_000_000, log_every_steps=10)
     when(lambda: has_checkpoint(endless), lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -56,7 +56,7 @@ def test_asked_to_stop_it_keeps_its_state_and_goes_on(tmp_path: Path, driver: An
 
 
 def test_a_hang_is_noticed_and_the_group_starts_again(tmp_path: Path, driver: Any) -> None:
-    from trainers.torch_trainer import run_on_ray
+    from trainers.on_ray.trainer import run_on_ray
 
     args = {"fail_at": 17, "failure": "sleep", "marker": str(tmp_path / "hung")}
     spec = make(tmp_path, name="hung", launcher="ray", task_args=args, failure__hang_timeout_s=3.0)
@@ -72,7 +72,7 @@ def test_a_hang_is_noticed_and_the_group_starts_again(tmp_path: Path, driver: An
 
 def test_out_of_memory_on_one_rank_in_mid_training(tmp_path: Path, driver: Any) -> None:
     """The group starts again with half the microbatch; the result is that of the same global batch."""
-    from trainers.torch_trainer import run_on_ray
+    from trainers.on_ray.trainer import run_on_ray
 
     args = {"fail_at": 17, "failure": "oom on rank 1", "marker": str(tmp_path / "oom")}
     spec = make(tmp_path, name="oom", launcher="ray", task_args=args, scaling__num_workers=2)
@@ -94,7 +94,7 @@ def test_a_drained_node_costs_no_step(
     tmp_path: Path, cluster: Cluster, second_node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray says that a node will be taken: all ranks keep the state at once, and go on with one worker less."""
-    from trainers.torch_trainer import run_on_ray
+    from trainers.on_ray.trainer import run_on_ray
 
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")  # off where the cluster is embedded
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.on_ray.test_lanes import run, sweep
-from tune.answer import answer
-from tune.finals import contenders
-from tune.journal import Journal
-from tune.spec import is_complete
+from tune.report.answer import answer
+from tune.search.finalists import contenders
+from tune.sweep.spec import is_complete
+from tune.trials.journal import Journal
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.specs import BASE, REPOSITORY, evaluations, make
-from trainers.launch import run_local
-from trainers.settings import build
+from trainers.config.model import build
+from trainers.launch.local import run_local
 from tune.config import SweepConfig
-from tune.journal import TrialRecord
-from tune.spec import SweepSpec, _spec, prepare
+from tune.sweep.spec import SweepSpec, _spec, prepare
+from tune.trials.journal import TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -36,7 +36,7 @@ def sweep(tmp_path: Path, space: dict[str, Any], train: dict[str, Any] | None = 
 
 
 def run(spec: SweepSpec) -> list[TrialRecord]:
-    from tune.sweep import run_sweep
+    from tune.sweep.run import run_sweep
 
     prepare(spec, fresh=False)
     return run_sweep(spec)

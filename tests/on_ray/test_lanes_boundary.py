@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.on_ray.test_lanes import run, sweep
-from tune.boundary import Boundary
+from tune.trials.microbatch_bounds import Boundary
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -14,8 +14,8 @@ from tests.on_ray.nodes import another_node
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.waits import when
 from trainers.config import TrainConfig
-from trainers.settings import build
-from tune.lanes import Lanes, start_mailbox
+from trainers.config.model import build
+from tune.lanes.lanes import Lanes, start_mailbox
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -15,9 +15,9 @@ import pytest
 
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.specs import BASE, REPOSITORY
-from trainers.metrics import read_log
+from trainers.measure.clock import read_log
 from trainers.storage import Storage
-from tune.journal import TrialRecord
+from tune.trials.journal import TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

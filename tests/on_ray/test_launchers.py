@@ -11,9 +11,9 @@ import pytest
 
 from tests.conftest import Done
 from tests.specs import evaluations, losses, make, tree
-from trainers.launch import run_local, run_spawn
-from trainers.run import RunSpec
-from trainers.settings import dump_yaml
+from trainers.config.model import dump_yaml
+from trainers.launch.local import run_local, run_spawn
+from trainers.launch.spec import RunSpec
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -38,7 +38,7 @@ def on_torchrun(directory: Path, command: Callable[..., Done], **changes: Any) -
 def test_launchers_agree(
     dtype: str, steps: int, tolerance: float, tmp_path: Path, command: Callable[..., Done], driver: Any
 ) -> None:
-    from trainers.torch_trainer import run_on_ray
+    from trainers.on_ray.trainer import run_on_ray
 
     changes = {"task_args": {"dtype": dtype}, "max_steps": steps}
     two = {**changes, "scaling__num_workers": 2}

@@ -15,14 +15,14 @@ from tests.on_ray.test_lanes import rows, run, sweep
 from tests.on_ray.test_tune_killed import start
 from tests.specs import BASE, REPOSITORY
 from trainers.config import TrainConfig
-from trainers.launch import LocalContext
-from trainers.run import RunSpec
-from trainers.settings import override
+from trainers.config.model import override
+from trainers.launch.local import LocalContext
+from trainers.launch.spec import RunSpec
 from trainers.storage import Storage
-from tune.journal import Journal, TrialRecord
-from tune.population import population
-from tune.population_trial import KEPT_STAGES
-from tune.spec import read_saved
+from tune.search.population import population
+from tune.sweep.population_trial import KEPT_STAGES
+from tune.sweep.spec import read_saved
+from tune.trials.journal import Journal, TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

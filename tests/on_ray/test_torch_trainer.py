@@ -16,13 +16,13 @@ import yaml
 from tests.conftest import Cluster
 from tests.specs import REPOSITORY, losses, make, tree
 from trainers.errors import ConfigError, RunFailedError
-from trainers.launch import run_local
+from trainers.launch.local import run_local
 
 pytestmark = pytest.mark.ray
 
 
 def test_worker_killed_resumes_with_an_equal_curve(tmp_path: Path, driver: Any) -> None:
-    from trainers.torch_trainer import run_on_ray
+    from trainers.on_ray.trainer import run_on_ray
 
     args = {"fail_at": 17, "failure": "kill", "marker": str(tmp_path / "killed")}
     spec = make(tmp_path, name="killed", launcher="ray", task_args=args)
@@ -38,7 +38,7 @@ def test_worker_killed_resumes_with_an_equal_curve(tmp_path: Path, driver: Any) 
 
 
 def test_a_run_goes_on_after_checkpoints_that_ray_knows_of_are_gone(tmp_path: Path, driver: Any) -> None:
-    from trainers.torch_trainer import run_on_ray
+    from trainers.on_ray.trainer import run_on_ray
 
     first = make(tmp_path, launcher="ray", max_steps=12, checkpoint__every_steps=3, checkpoint__keep=1)
     run_on_ray(first)
@@ -49,7 +49,7 @@ def test_a_run_goes_on_after_checkpoints_that_ray_knows_of_are_gone(tmp_path: Pa
 
 
 def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> None:
-    from trainers.torch_trainer import run_on_ray
+    from trainers.on_ray.trainer import run_on_ray
 
     spec = make(tmp_path, launcher="ray", task_args={"fail_at": 3, "failure": "raise"})
     with pytest.raises(
@@ -61,7 +61,7 @@ def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> Non
 
 def test_elastic_workers_though_a_killed_driver_had_them(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     """Ray believes for 180 s that a run whose driver was killed still needs what it had."""
-    from trainers.torch_trainer import run_on_ray
+    from trainers.on_ray.trainer import run_on_ray
 
     options = {"launcher": "ray", "scaling__num_workers": [1, 2]}
     endless = tree(tmp_path, **options, max_steps=1_000_000, task_args={"pause_s": 0.02})
@@ -97,7 +97,7 @@ def test_dead_runs_are_no_condition_of_a_start(
     import ray.util.state
     from ray.train.v2._internal.state.state_actor import get_or_create_state_actor
 
-    from trainers.ray_coordinator import free_dead_runs
+    from trainers.on_ray.coordinator import free_dead_runs
 
     def without_dashboard(*args: Any, **options: Any) -> None:
         raise ValueError("Couldn't obtain the API server address from GCS.")
@@ -109,7 +109,7 @@ def test_dead_runs_are_no_condition_of_a_start(
 
 
 def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:
-    from trainers.torch_trainer import check_cluster
+    from trainers.on_ray.trainer import check_cluster
 
     with pytest.raises(ConfigError, match=r"scaling.num_workers` is 3, but must fit on .* 2 CPUs .* at most 2\."):
         check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=3))
@@ -122,7 +122,7 @@ def test_the_limits_in_ray_count_before_they_are_up(tmp_path: Path, driver: Any)
     from ray._private.state import state
     from ray.core.generated.autoscaler_pb2 import ClusterConfig
 
-    from trainers.torch_trainer import check_cluster
+    from trainers.on_ray.trainer import check_cluster
 
     group = {"resources": {"CPU": 4}, "min_count": 0, "max_count": 2, "name": "worker"}
     config = ClusterConfig(node_group_configs=[group])
@@ -144,8 +144,8 @@ def test_what_the_cluster_file_allows_counts_before_it_is_up(
     tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on the head of a `ray up` cluster that grows from zero."""
-    from trainers import growth
-    from trainers.torch_trainer import capacity
+    from trainers.on_ray import capacity as growth
+    from trainers.on_ray.trainer import capacity
 
     types = {
         "head": {"resources": {"CPU": 0}, "max_workers": 0},

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from cluster.config import load_cluster
+from cluster.files.ray_up import load_cluster
 from cluster.finding import Finding
-from cluster.findings import findings
+from cluster.rules.ray_up import findings
 from tests.specs import REPOSITORY
 
 Tree = Any

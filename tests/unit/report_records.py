@@ -7,7 +7,7 @@ from typing import Any
 
 from trainers.errors import Status
 from tune.config import SweepConfig
-from tune.journal import TrialRecord, trial_id
+from tune.trials.journal import TrialRecord, trial_id
 
 SCRIPT = "<script>alert('owned')</script>"
 TRAIN = {

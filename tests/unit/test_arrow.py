@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainers.arrow import ArrowDataset
+from trainers.config.sections import DataConfig
+from trainers.data.feed import Feed, fetch
 from trainers.errors import ConfigError, StorageError
-from trainers.loader import Feed, fetch
-from trainers.sections import DataConfig
 from trainers.task import Task
 
 torch.set_num_threads(1)
@@ -120,7 +120,7 @@ def test_a_large_batch_is_gathered_by_all_threads_and_is_the_same(
     dataset = ArrowDataset(kept[layout], ["row", "image", "raw", NUMBERS[0]], cache=kept["cache"])
     rows, threads = np.random.default_rng(0).permutation(ROWS), torch.get_num_threads()
     alone = dataset.gather(rows)
-    monkeypatch.setattr("trainers.arrow_columns._SHARED_BYTES", 0)
+    monkeypatch.setattr("trainers.data.arrow_columns._SHARED_BYTES", 0)
     torch.set_num_threads(2)
     try:
         shared = dataset.gather(rows)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainers.background import HostCopy, Worker
+from trainers.checkpoint.background import HostCopy, Worker
 
 torch.set_num_threads(1)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainers.balance import RankFigures, findings, table
+from trainers.measure.ranks import RankFigures, findings, table
 
 
 def row(rank: int, **changes: Any) -> RankFigures:

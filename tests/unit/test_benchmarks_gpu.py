@@ -14,7 +14,7 @@ from benchmarks import guides, ladder, resident
 from benchmarks.__main__ import FULL, GPU, SHORT, due, share
 from benchmarks.ladder import Row, Rung, break_even_steps, compare, expected_s, rungs
 from benchmarks.runs import Budget, Runs, Work, example, matmul_flops, unfused
-from trainers.step import TrainStep
+from trainers.step.train_step import TrainStep
 
 CPU = torch.device("cpu")
 BLOBS = """

@@ -13,9 +13,9 @@ from torch import nn
 from benchmarks.recovery import Recovery, Timed, figures, paceline_command, recovery, steps_of
 from benchmarks.recovery_plain import BATCH, Moment, make_data, make_model, read_moments, watch, write_moment
 from trainers.config import TrainConfig
-from trainers.launch import LocalContext
-from trainers.loop import fit
-from trainers.settings import build
+from trainers.config.model import build
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
 from trainers.storage import Storage
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainers.archive import Archive
-from trainers.checkpoint import Checkpoints
+from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.checkpoint.manifest import FORMAT
+from trainers.checkpoint.store import Archive
+from trainers.devices.rng import get_rng_state
 from trainers.errors import CheckpointError, StorageError
-from trainers.manifest import FORMAT
-from trainers.parallel import Group
-from trainers.rng import get_rng_state
+from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 torch.set_num_threads(1)

@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from tests.unit.test_loop import Context, Tiny, assert_same_run, config, train
-from trainers.archive import Archive
-from trainers.checkpoint import Checkpoints
+from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.checkpoint.store import Archive
+from trainers.devices.rng import get_rng_state
 from trainers.errors import DivergedError, StorageError
-from trainers.loop import fit
-from trainers.metrics import read_log
-from trainers.parallel import Group
-from trainers.rng import get_rng_state
+from trainers.loop.fit import fit
+from trainers.measure.clock import read_log
+from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 torch.set_num_threads(1)
@@ -182,7 +182,7 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pyte
     changes = {"checkpoint": {"every_steps": 5, "async": True}, "evaluate": {"every_steps": 99}, "max_steps": 40}
     changes |= {"microbatch_size": 5}
     # One checkpoint, at step 5: a second would wait for it.
-    once = "trainers.training.Training.due"
+    once = "trainers.loop.training.Training.due"
     monkeypatch.setattr(once, lambda self, every, epochs, per: every == 5 and self.step == 5)
     fit(Watched(), config(**changes), context)
     told = [(metrics["step"], checkpoint) for metrics, checkpoint in context.reports if checkpoint]
@@ -250,7 +250,7 @@ def test_a_long_wait_for_storage_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
-    monkeypatch.setattr("trainers.keeper._LONG_WAIT_S", 0.05)
+    monkeypatch.setattr("trainers.checkpoint.keeper._LONG_WAIT_S", 0.05)
     write = Archive.write
 
     def slow(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def test_a_long_wait_for_storage_is_said(
 KILLED = """
 import sys, time
 sys.path.insert(0, {repository!r})
-import trainers.archive as archive
+import trainers.checkpoint.store as archive
 from pathlib import Path
 from tests.unit.test_loop import train
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trainers.checkpoint import Checkpoints
+from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.checkpoint.manifest import Best, Manifest, surplus
 from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.config.sections import CheckpointConfig
 from trainers.errors import CheckpointError, ConfigError
-from trainers.launch import LocalContext
-from trainers.loop import fit
-from trainers.manifest import Best, Manifest, surplus
-from trainers.parallel import Group
-from trainers.sections import CheckpointConfig
-from trainers.settings import build
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.model.strategy import Group
 from trainers.storage import Storage
 from trainers.task import Task
 

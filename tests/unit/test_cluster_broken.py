@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.config import load_cluster
-from cluster.findings import findings
+from cluster.files.ray_up import load_cluster
+from cluster.rules.ray_up import findings
 from tests.specs import REPOSITORY
 from tests.unit.cluster_files import HEAD, TYPES, WORKER, Change, Tree, broken, drop, put, replace
 

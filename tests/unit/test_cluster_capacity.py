@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from cluster.__main__ import main
-from cluster.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_groups, worker_slots
-from cluster.prices import STALE_AFTER_DAYS, load_prices
+from cluster.files.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_groups, worker_slots
+from cluster.files.prices import STALE_AFTER_DAYS, load_prices
 
 AWS = Path(__file__).parents[2] / "cluster" / "aws.yaml"
 GPU_NODE = {"CPU": 8, "GPU": 1}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.config import load_cluster
-from cluster.findings import findings
-from cluster.versions import expected_versions
+from cluster.files.ray_up import load_cluster
+from cluster.rules.ray_up import findings
+from cluster.rules.versions import expected_versions
 from tests.specs import REPOSITORY
 from tests.unit.cluster_files import LOCAL, Change, Tree, drop, put, remarks, shipped, write
 from trainers.errors import ConfigError, ConfigErrors

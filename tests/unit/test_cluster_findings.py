@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.__main__ import main
-from cluster.versions import expected_versions
+from cluster.rules.versions import expected_versions
 from tests.specs import REPOSITORY
 from tests.unit.cluster_files import HEAD, TYPES, WORKER, Change, Tree, put, remarks, replace, shipped, write
 

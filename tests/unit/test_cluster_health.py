@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.check_report import lines, print_report
-from cluster.health import (
+from cluster.health.report import lines, print_report
+from cluster.health.verdicts import (
     ClusterFacts,
     Collective,
     GpuHealth,

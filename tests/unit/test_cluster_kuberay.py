@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.config import load_clusters
-from cluster.findings import findings
+from cluster.files.ray_up import load_clusters
+from cluster.rules.ray_up import findings
 from tests.unit.cluster_files import Change, Tree, drop, parent_of, put, shipped, write
 from trainers.errors import ConfigError
 

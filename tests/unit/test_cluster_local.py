@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster import local
 from cluster.__main__ import main
-from cluster.local import Driver, LocalReport, Rate, Verdict, judge_gpus, judge_rates, measure, size_for
+from cluster.health import local
+from cluster.health.local import Driver, LocalReport, Rate, Verdict, judge_gpus, judge_rates, measure, size_for
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TWO = Driver("570.124.06", (12, 8), ("NVIDIA L4", "NVIDIA L4"))

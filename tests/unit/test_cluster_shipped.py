@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from cluster.__main__ import main
-from cluster.config import load_cluster, load_clusters
-from cluster.versions import expected_versions
+from cluster.files.ray_up import load_cluster, load_clusters
+from cluster.rules.versions import expected_versions
 from tests.specs import REPOSITORY
 
 RAY_UP = ("aws", "gcp", "azure", "onprem")

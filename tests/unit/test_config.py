@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainers.config import TrainConfig
+from trainers.config.model import build, dump_yaml, parse_mapping
 from trainers.errors import ConfigError
-from trainers.settings import build, dump_yaml, parse_mapping
 
 BASE: dict[str, Any] = {"task": "task:Mine", "epochs": 2, "global_batch_size": 64, "optimizer": {"lr": 0.1}}
 
@@ -167,7 +167,7 @@ def test_task_args_come_through_as_they_are() -> None:
 
 
 def test_every_key_has_a_description() -> None:
-    from trainers.settings import child_model
+    from trainers.config.model import child_model
 
     def undescribed(model: Any, prefix: str = "") -> list[str]:
         found = []

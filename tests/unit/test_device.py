@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainers.device import (
+from trainers.devices.device import (
     environment,
     peak_memory_bytes,
     reset_peak_memory,

@@ -19,26 +19,26 @@ MAY_IMPORT = {
     "tune": {"tune", "cluster", "trainers"},
 }
 WITH_RAY = {
-    "trainers/growth.py",
-    "trainers/ray_context.py",
-    "trainers/ray_coordinator.py",
-    "trainers/ray_group.py",
-    "trainers/torch_trainer.py",
-    "cluster/config.py",
-    "cluster/actors.py",
-    "cluster/check.py",
-    "tune/lane.py",
-    "tune/lane_controller.py",
-    "tune/lane_trainer.py",
-    "tune/lanes.py",
-    "tune/sweep.py",
-    "tune/trial.py",
-    "tune/population.py",
-    "tune/population_trial.py",
-    "tune/space.py",
-    "tune/frontier_search.py",
-    "tune/progress.py",
-    "tune/repeats.py",
+    "trainers/on_ray/capacity.py",
+    "trainers/on_ray/context.py",
+    "trainers/on_ray/coordinator.py",
+    "trainers/on_ray/process_group.py",
+    "trainers/on_ray/trainer.py",
+    "cluster/files/ray_up.py",
+    "cluster/health/actors.py",
+    "cluster/health/check.py",
+    "tune/lanes/worker.py",
+    "tune/lanes/controller.py",
+    "tune/lanes/trainer.py",
+    "tune/lanes/lanes.py",
+    "tune/sweep/run.py",
+    "tune/sweep/trial.py",
+    "tune/sweep/population_trial.py",
+    "tune/sweep/progress.py",
+    "tune/sweep/repeats.py",
+    "tune/search/population.py",
+    "tune/search/space.py",
+    "tune/search/frontier_search.py",
 }
 
 
@@ -74,7 +74,7 @@ def test_ray_is_imported_only_where_the_design_says(path: Path) -> None:
 def test_the_list_of_files_with_ray_is_not_longer_than_it_must_be() -> None:
     present = {name(path) for path in FILES if "ray" in imported(path)}
     assert present <= WITH_RAY
-    assert {"trainers/torch_trainer.py", "tune/lanes.py", "tune/sweep.py", "tune/trial.py"} <= present
+    assert {"trainers/on_ray/trainer.py", "tune/lanes/lanes.py", "tune/sweep/run.py", "tune/sweep/trial.py"} <= present
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
@@ -120,10 +120,10 @@ def test_the_loop_runs_where_ray_cannot_be_imported(tmp_path: Path) -> None:
         from torch import nn
         from torch.utils.data import TensorDataset
 
-        import trainers.__main__, trainers.launch, trainers.loop
+        import trainers.__main__, trainers.launch.local, trainers.loop.fit
         from trainers.config import TrainConfig
-        from trainers.launch import LocalContext
-        from trainers.settings import build
+        from trainers.launch.local import LocalContext
+        from trainers.config.model import build
         from trainers.storage import Storage
         from trainers.task import Task
 
@@ -133,7 +133,7 @@ def test_the_loop_runs_where_ray_cannot_be_imported(tmp_path: Path) -> None:
             def loss(self, outputs, batch): return (outputs - batch[1]).square().mean()
 
         tree = {"task": "t:Tiny", "max_steps": 3, "global_batch_size": 4, "optimizer": {"lr": 0.1}, "device": "cpu"}
-        result = trainers.loop.fit(Tiny(), build(TrainConfig, tree, "f"), LocalContext(Storage("run"), "local"))
+        result = trainers.loop.fit.fit(Tiny(), build(TrainConfig, tree, "f"), LocalContext(Storage("run"), "local"))
         try:
             import ray
         except ImportError as error:
@@ -145,7 +145,7 @@ def test_the_loop_runs_where_ray_cannot_be_imported(tmp_path: Path) -> None:
 
 def test_a_lanes_controller_needs_no_torch(tmp_path: Path) -> None:
     """What Ray's controller of a lane imports: it has no torch to wait for."""
-    script = BLOCK.format(blocked={"torch"}) + "import tune.lanes, trainers.ray_group; print('done')"
+    script = BLOCK.format(blocked={"torch"}) + "import tune.lanes.lanes, trainers.on_ray.process_group; print('done')"
     assert run(script, tmp_path) == "done"
 
 
@@ -155,7 +155,7 @@ def test_a_mistake_is_said_before_torch_and_ray_are_imported(tmp_path: Path) -> 
     (tmp_path / "sweep.yaml").write_text("train: train.yaml\nspace: {seed: [1]}\nobjective: {metric: val_loss}\n")
     script = BLOCK.format(blocked={"ray", "torch"}) + textwrap.dedent(
         """
-        import trainers.__main__, tune.__main__, cluster.capacity
+        import trainers.__main__, tune.__main__, cluster.files.capacity
         print(trainers.__main__.main(["train.yaml"]), tune.__main__.main(["sweep.yaml"]), "torch" in sys.modules)
         """
     )
@@ -166,7 +166,8 @@ def test_importing_the_commands_configures_no_logging(tmp_path: Path) -> None:
     script = """
         import logging
         before = [logging.getLogger().handlers[:], logging.getLogger().level]
-        import trainers.__main__, trainers.launch, trainers.loop, tune.__main__, tune.spec, tune.journal
+        import trainers.__main__, trainers.launch.local, trainers.loop.fit
+        import tune.__main__, tune.sweep.spec, tune.trials.journal
         print(before == [logging.getLogger().handlers, logging.getLogger().level])
     """
     assert run(script, tmp_path) == "True"

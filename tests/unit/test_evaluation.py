@@ -11,12 +11,12 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from trainers.config.sections import DataConfig
+from trainers.data.feed import Feed
 from trainers.errors import ConfigError
-from trainers.evaluation import evaluate
-from trainers.loader import Feed
-from trainers.parallel import Group
-from trainers.precision import resolve_precision
-from trainers.sections import DataConfig
+from trainers.model.precision import resolve_precision
+from trainers.model.strategy import Group
+from trainers.step.evaluation import evaluate
 from trainers.task import Task
 
 torch.set_num_threads(1)

@@ -15,8 +15,8 @@ import torch
 
 from tests.conftest import REPOSITORY
 from trainers.errors import ConfigError
-from trainers.launch import LocalContext
-from trainers.run import read_spec
+from trainers.launch.local import LocalContext
+from trainers.launch.spec import read_spec
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -176,7 +176,7 @@ def class_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_imagenet_is_the_same_from_folders_parquet_and_arrow(class_folders: Path, tmp_path: Path) -> None:
     from examples.imagenet.convert import convert
     from examples.imagenet.task import ImageNet
-    from trainers.loader import fetch
+    from trainers.data.feed import fetch
 
     found = {}
     places = {"folders": class_folders, "parquet": tmp_path / "parquet", "arrow": tmp_path / "arrow"}

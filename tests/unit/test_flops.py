@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from tests.unit.test_loop import curve, train
-from trainers.flops import PEAKS, count_flops, device_peak, gpu_peak, utilisation
-from trainers.precision import resolve_precision
+from trainers.model.precision import resolve_precision
+from trainers.step.flops import PEAKS, count_flops, device_peak, gpu_peak, utilisation
 from trainers.task import Task
 
 CPU = torch.device("cpu")
@@ -138,7 +138,7 @@ def test_a_count_leaves_no_trace(passes: int, caplog: pytest.LogCaptureFixture) 
 
 def test_a_run_is_bit_equal_with_and_without_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = train(tmp_path / "counted", epochs=1)
-    monkeypatch.setattr("trainers.build.count_flops", lambda *_: None)
+    monkeypatch.setattr("trainers.loop.build.count_flops", lambda *_: None)
     plain = train(tmp_path / "plain", epochs=1)
     assert (counted.flops_per_sample, plain.flops_per_sample) == (2 * 2 * 4 * 8 + 3 * 2 * 8 * 2, None)
     assert curve(tmp_path / "counted") == curve(tmp_path / "plain")

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from trainers.config import TrainConfig
+from trainers.config.model import build
 from trainers.errors import ConfigError
-from trainers.graphs import WARMUP_STEPS, GraphedStep, layout
-from trainers.parallel import Group
-from trainers.precision import resolve_precision
-from trainers.settings import build
-from trainers.step import TrainStep
+from trainers.model.precision import resolve_precision
+from trainers.model.strategy import Group
+from trainers.step.cuda_graphs import WARMUP_STEPS, GraphedStep, layout
+from trainers.step.train_step import TrainStep
 from trainers.task import Task
 
 torch.set_num_threads(1)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from trainers import growth
-from trainers.growth import allowed
+from trainers.on_ray import capacity as growth
+from trainers.on_ray.capacity import allowed
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainers.imports import without_collection
+from trainers.launch.imports import without_collection
 
 
 @pytest.fixture(autouse=True)

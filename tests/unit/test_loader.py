@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from trainers import loader
-from trainers.loader import Feed, concatenate, fetch
-from trainers.sections import DataConfig
+from trainers.config.sections import DataConfig
+from trainers.data import feed as loader
+from trainers.data.feed import Feed, concatenate, fetch
 from trainers.task import Task, map_tensors, tensors_of
 
 torch.set_num_threads(1)

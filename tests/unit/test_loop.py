@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from trainers.checkpoint import Checkpoints
+from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
+from trainers.config.model import build
 from trainers.errors import CheckpointError, ConfigError, DivergedError
-from trainers.launch import LocalContext
-from trainers.loop import fit
-from trainers.metrics import RunLog, RunResult, read_log
-from trainers.settings import build
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.measure.clock import RunLog, RunResult, read_log
 from trainers.storage import Storage
 from trainers.task import Task
 
@@ -121,7 +121,7 @@ def evaluations(path: Path) -> list[tuple[int, float]]:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    from trainers.parallel import Group
+    from trainers.model.strategy import Group
 
     loaded = Checkpoints(Storage(str(path)), Group(0, 1, torch.device("cpu")), 1).load()
     assert loaded is not None

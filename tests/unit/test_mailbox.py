@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tune.mailbox import MAX_LOSSES, Mailbox
-from tune.submission import Assignment, Event
+from tune.lanes.mailbox import MAX_LOSSES, Mailbox
+from tune.lanes.messages import Assignment, Event
 
 WAIT_S = 0.05
 Test = Callable[[Mailbox], Coroutine[Any, Any, None]]

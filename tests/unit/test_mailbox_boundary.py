@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.unit.test_mailbox import WAIT_S, asynchronous
 from trainers.config import TrainConfig
-from trainers.settings import override
+from trainers.config.model import override
 from trainers.storage import Storage
-from tune.mailbox import Mailbox
-from tune.submission import Assignment
+from tune.lanes.mailbox import Mailbox
+from tune.lanes.messages import Assignment
 
 TREE = override(
     TrainConfig,

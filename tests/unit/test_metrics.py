@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainers.metrics import WARMUP_STEPS, RunLog, RunResult, StepClock, Throughput, read_log
+from trainers.measure.clock import WARMUP_STEPS, RunLog, RunResult, StepClock, Throughput, read_log
 from trainers.storage import Storage
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ class Time:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("trainers.metrics.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("trainers.measure.clock.time.perf_counter", lambda: self.now)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_time_between_spans_is_no_training(time: Time) -> None:
 
 def test_on_a_device_the_steps_of_a_span_share_its_time(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr("trainers.metrics.synchronize", lambda _: waited.append(time.now))
+    monkeypatch.setattr("trainers.measure.clock.synchronize", lambda _: waited.append(time.now))
     clock = StepClock(torch.device("meta"))  # not a CPU: steps are only issued, and done when the device is waited for
     for _ in range(4):
         steps(clock, time, [0.0, 0.0, 3.0])
@@ -128,7 +128,7 @@ def test_on_a_device_the_steps_of_a_span_share_its_time(time: Time, monkeypatch:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_first_step_is_told_apart(time: Time, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("trainers.metrics.synchronize", lambda _: None)
+    monkeypatch.setattr("trainers.measure.clock.synchronize", lambda _: None)
     clock = StepClock(torch.device(device))
     assert clock.first_step_s is None
     steps(clock, time, [60.0, 1.0, 1.0])
@@ -151,7 +151,7 @@ def test_steps_under_a_profiler_train_and_do_not_count(time: Time) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_step_that_compiles_again_does_not_count(time: Time, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr("trainers.metrics.synchronize", lambda _: None)
+    monkeypatch.setattr("trainers.measure.clock.synchronize", lambda _: None)
     clock = StepClock(torch.device(device))
     clock.start_span()
     for index in range(WARMUP_STEPS + 6):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
-from trainers.microbatch import choose_microbatch, fewest_parts
-from trainers.parallel import Group
-from trainers.precision import resolve_precision
+from trainers.model.precision import resolve_precision
+from trainers.model.strategy import Group
+from trainers.step.microbatch import choose_microbatch, fewest_parts
 from trainers.task import Task
 
 torch.set_num_threads(1)

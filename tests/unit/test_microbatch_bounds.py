@@ -7,9 +7,9 @@ import torch
 from torch.optim import AdamW
 
 from tests.unit.test_microbatch import CPU, Hungry, Net
-from trainers.microbatch import choose_microbatch
-from trainers.parallel import Group
-from trainers.precision import resolve_precision
+from trainers.model.precision import resolve_precision
+from trainers.model.strategy import Group
+from trainers.step.microbatch import choose_microbatch
 
 
 def choose(

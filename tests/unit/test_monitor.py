@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.test_loop import PER_EPOCH, SAMPLES, train
-from trainers.metrics import WARMUP_STEPS, StepClock, read_log
-from trainers.monitor import COMPARE_EVERY_S, BackwardTimer, Monitor
-from trainers.precision import resolve_precision
+from trainers.loop.monitor import COMPARE_EVERY_S, BackwardTimer, Monitor
+from trainers.measure.clock import WARMUP_STEPS, StepClock, read_log
+from trainers.model.precision import resolve_precision
 from trainers.storage import Storage
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def test_a_window_is_about_its_own_steps() -> None:
 
 def test_memory_is_read_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
-    monkeypatch.setattr("trainers.monitor.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainers.loop.monitor.time.monotonic", lambda: now[0])
     watch = monitor(Clock(CPU))
     first = watch.window()
     assert 2**20 < first["allocated_bytes"] <= first["peak_bytes"]
@@ -236,7 +236,7 @@ def test_a_run_has_the_figures_in_its_log_and_result(tmp_path: Any) -> None:
 
 def test_steps_are_timed_to_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU steps are counted when the device is next waited for: an epoch may end in between."""
-    monkeypatch.setattr("trainers.training.StepClock", lambda device: StepClock(torch.device("meta")))
+    monkeypatch.setattr("trainers.loop.training.StepClock", lambda device: StepClock(torch.device("meta")))
     steps = 4 * PER_EPOCH + 3
     result = train(None, max_steps=steps, log_every_steps=1000, evaluate={"every_steps": 1000})
     assert result.ranks[0]["steps"] == steps

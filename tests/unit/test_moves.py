@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
+from trainers.checkpoint.run_state import match_layout
+from trainers.config.sections import DataConfig
+from trainers.data.feed import Feed
+from trainers.data.transfer import Pinnable, copied, named_tensors, raise_if_mismatch, to_device
 from trainers.errors import DeviceMismatchError, RunFailedError
-from trainers.evaluation import evaluate
-from trainers.loader import Feed
-from trainers.microbatch import choose_microbatch
-from trainers.moves import Pinnable, copied, named_tensors, raise_if_mismatch, to_device
-from trainers.parallel import Group
-from trainers.precision import TABLE
-from trainers.sections import DataConfig
-from trainers.state import match_layout
-from trainers.step import TrainStep
+from trainers.model.precision import TABLE
+from trainers.model.strategy import Group
+from trainers.step.evaluation import evaluate
+from trainers.step.microbatch import choose_microbatch
+from trainers.step.train_step import TrainStep
 from trainers.task import Batch, Task
 
 torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def test_only_loaders_with_processes_run_ahead(monkeypatch: pytest.MonkeyPatch) 
         seen.append(ahead)
         return batches
 
-    monkeypatch.setattr("trainers.loader.to_device", spy)
+    monkeypatch.setattr("trainers.data.feed.to_device", spy)
     for workers in (0, 1):
         config = DataConfig(num_workers=workers, resident=False)
         feed = Feed(TensorDataset(torch.ones(4, 2)), Task(), config, CPU, sharers=1, seed=0)

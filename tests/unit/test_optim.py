@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from trainers.config import TrainConfig
-from trainers.optim import build_optimizer, lr_factor, scaled_lr
-from trainers.sections import ScheduleConfig
-from trainers.settings import build
+from trainers.config.model import build
+from trainers.config.sections import ScheduleConfig
+from trainers.model.optimizer import build_optimizer, lr_factor, scaled_lr
 
 
 def config(optimizer: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
-from trainers import parallel
+from trainers.config.sections import DdpConfig
 from trainers.errors import ConfigError
-from trainers.parallel import Group, check_static_graph, place_model, shard_like, shard_units, whole, wrap_model
-from trainers.sections import DdpConfig
+from trainers.model import strategy as parallel
+from trainers.model.strategy import Group, check_static_graph, place_model, shard_like, shard_units, whole, wrap_model
 
 CPU = torch.device("cpu")
 ALONE = Group(0, 1, CPU)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.unit.test_loop import PER_EPOCH, Context, Tiny, config, curve, evaluations
-from trainers.build import build_parts
+from trainers.checkpoint.keeper import Keeper
 from trainers.errors import CheckpointError, ConfigError
-from trainers.keeper import Keeper
-from trainers.loop import fit
+from trainers.loop.build import build_parts
+from trainers.loop.fit import fit
 from trainers.storage import Storage
 
 TOTAL = 3 * PER_EPOCH

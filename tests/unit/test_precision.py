@@ -11,7 +11,7 @@ from torch import nn
 
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError
-from trainers.precision import TABLE, apply_matmul, check_device_type, resolve_precision
+from trainers.model.precision import TABLE, apply_matmul, check_device_type, resolve_precision
 
 CPU = torch.device("cpu")
 NAMES = ["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]

@@ -15,22 +15,22 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import trainers.inference
-import trainers.predictions
+import trainers.inference.passes
+import trainers.inference.predict
 from tests.specs import evaluations, make
 from tests.tasks import Blobs
 from trainers.__main__ import main
 from trainers.arrow import ArrowDataset
+from trainers.config.sections import DataConfig
+from trainers.data.feed import Feed
 from trainers.errors import CheckpointError, ConfigError, StorageError
-from trainers.inference import Inference, check_out, infer, run_spec
-from trainers.launch import LocalContext
-from trainers.loader import Feed
-from trainers.loop import fit
-from trainers.parallel import Group
-from trainers.precision import TABLE
-from trainers.predictions import predict
-from trainers.run import RunSpec, prepare_storage
-from trainers.sections import DataConfig
+from trainers.inference.passes import Inference, check_out, infer, run_spec
+from trainers.inference.predict import predict
+from trainers.launch.local import LocalContext
+from trainers.launch.spec import RunSpec, prepare_storage
+from trainers.loop.fit import fit
+from trainers.model.precision import TABLE
+from trainers.model.strategy import Group
 from trainers.storage import Storage
 from trainers.task import Task
 
@@ -117,7 +117,7 @@ def test_a_model_in_half_precision_is_written_in_single(tmp_path: Path) -> None:
 
 def test_memory_is_bounded_by_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = written(Plain(), tmp_path / "whole.parquet", 8)
-    monkeypatch.setattr(trainers.predictions, "_ROW_GROUP_BYTES", 1000)
+    monkeypatch.setattr(trainers.inference.predict, "_ROW_GROUP_BYTES", 1000)
     parts = written(Plain(), tmp_path / "parts.parquet", 8)
     assert parts.equals(whole)
     assert pq.ParquetFile(tmp_path / "parts.parquet").num_row_groups == pytest.approx(SAMPLES * 24 / 1000, abs=3)
@@ -302,7 +302,7 @@ def test_where_no_file_can_be_written(tmp_path: Path) -> None:
 def test_mistakes_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainers.inference, "setup_logging", lambda rank: None)
+    monkeypatch.setattr(trainers.inference.passes, "setup_logging", lambda rank: None)
     run = train(tmp_path).uri
     (tmp_path / "file").touch()
     cases = [

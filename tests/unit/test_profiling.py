@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 import trainers.__main__ as command
 from tests.tasks import Blobs
-from trainers import profiling
 from trainers.config import TrainConfig
+from trainers.config.model import build
 from trainers.errors import ConfigError, StorageError, TooLargeError
-from trainers.launch import LocalContext
-from trainers.loop import fit
-from trainers.metrics import WARMUP_STEPS, RunResult, read_log
-from trainers.profiling import inspect_run, memory_chart, memory_points, memory_watched, save_memory_report
-from trainers.settings import build
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.measure import profiler as profiling
+from trainers.measure.clock import WARMUP_STEPS, RunResult, read_log
+from trainers.measure.profiler import inspect_run, memory_chart, memory_points, memory_watched, save_memory_report
 from trainers.storage import Storage
 
 GPU = torch.device("cuda", 1)

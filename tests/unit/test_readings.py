@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainers.readings import GpuReadings
+from trainers.devices.nvml import GpuReadings
 
 GPU = torch.device("cuda", 1)
 
@@ -76,7 +76,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [100.0]
-    monkeypatch.setattr("trainers.readings.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("trainers.devices.nvml.time.monotonic", lambda: clock[0])
     return clock
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainers.config import TrainConfig
-from trainers.reference import entries, reference
-from trainers.settings import Settings, build, child_model, keys_of, parse_yaml, set_key
+from trainers.config.model import Settings, build, child_model, keys_of, parse_yaml, set_key
+from trainers.config.reference import entries, reference
 from tune.config import SweepConfig
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.browser import LOOKS, chromium, look_at
 from tests.unit.report_records import ENVIRONMENT, TRAIN, config, done, failed
 from trainers.storage import Storage
-from tune.report import write_report
+from tune.report.write import write_report
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine")
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainers.device import seed_all
-from trainers.rng import get_rng_state, set_rng_state
+from trainers.devices.device import seed_all
+from trainers.devices.rng import get_rng_state, set_rng_state
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from trainers.config import TrainConfig
+from trainers.config.model import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
-from trainers.metrics import RunResult
-from trainers.run import (
+from trainers.launch.spec import (
     RunSpec,
     check_precision,
     check_task,
@@ -24,7 +24,7 @@ from trainers.run import (
     read_spec,
     torchrun_world_size,
 )
-from trainers.settings import dump_yaml, parse_mapping
+from trainers.measure.clock import RunResult
 from trainers.storage import Storage
 
 MODULE = "task_of_test_run"

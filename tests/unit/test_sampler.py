@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
-from trainers.sampler import StepSampler, split_share
+from trainers.data.sampler import StepSampler, split_share
 
 _RANDOM = random.Random(20261101)
 TRIPLES = [(_RANDOM.randint(1, 300), _RANDOM.randint(1, 80), _RANDOM.randint(1, 9)) for _ in range(40)] + [

@@ -11,8 +11,7 @@ import pytest
 from pydantic import Field, model_validator
 
 from trainers.config import TrainConfig
-from trainers.errors import MISSING, ConfigError, ConfigErrors
-from trainers.settings import (
+from trainers.config.model import (
     Settings,
     build,
     dump_yaml,
@@ -22,6 +21,7 @@ from trainers.settings import (
     parse_yaml,
     set_key,
 )
+from trainers.errors import MISSING, ConfigError, ConfigErrors
 
 SCALARS = {
     "1e-3": 1e-3,

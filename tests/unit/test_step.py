@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from trainers.parallel import Group
-from trainers.precision import resolve_precision
-from trainers.step import TrainStep
+from trainers.model.precision import resolve_precision
+from trainers.model.strategy import Group
+from trainers.step.train_step import TrainStep
 from trainers.task import Task, tensors_of
 
 torch.set_num_threads(1)

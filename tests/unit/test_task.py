@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainers.config import TrainConfig
-from trainers.settings import build
+from trainers.config.model import build
 from trainers.task import Task, is_tensor_dataset, map_tensors, num_samples, tensors_of
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.report_records import config, done, failed, trial
-from tune.answer import answer, labels, objective_value, shown
 from tune.config import Objective
+from tune.report.answer import answer, labels, objective_value, shown
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainers.config import TrainConfig
-from trainers.settings import override
-from tune.boundary import Boundary, bisection_order, fixed_size, key_of
+from trainers.config.model import override
+from tune.trials.microbatch_bounds import Boundary, bisection_order, fixed_size, key_of
 
 GPU = "NVIDIA A10G, 22.5 GiB"
 TRAIN: dict[str, Any] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from trainers.config.model import build, dump_yaml, override, parse_mapping
 from trainers.errors import ConfigError
-from trainers.settings import build, dump_yaml, override, parse_mapping
 from tune.config import Objective, SweepConfig
 
 BASE: dict[str, Any] = {

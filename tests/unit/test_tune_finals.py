@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit import report_records
 from tests.unit.report_records import TRAIN, done
-from tune.answer import answer
 from tune.config import Objective, SweepConfig
-from tune.finals import contenders, crowding, finals, pressure, repeats_to_run
-from tune.journal import TrialRecord, trial_id
-from tune.until import PROBE_STEPS, Until
+from tune.report.answer import answer
+from tune.search.finalists import contenders, crowding, finals, pressure, repeats_to_run
+from tune.trials.journal import TrialRecord, trial_id
+from tune.trials.stop_rule import PROBE_STEPS, Until
 
 
 def config(metric: str = "time_to_target", **changes: Any) -> SweepConfig:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from tune.frontier import Belief, Choice, Ended, Seen, decide, grid_sizes
-from tune.goodput import Interval
-from tune.surface import Place
-from tune.until import PROBE_SHARE, PROBE_STEPS
+from tune.search.frontier import Belief, Choice, Ended, Seen, decide, grid_sizes
+from tune.search.time_model import Place
+from tune.trials.interval import Interval
+from tune.trials.stop_rule import PROBE_SHARE, PROBE_STEPS
 
 SIZES = [16, 24, 48, 80, 128, 200, 320, 512]
 WHOLE = 60_000.0

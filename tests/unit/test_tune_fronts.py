@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.unit.report_records import config, curve, done, failed, trial
-from tune.answer import answer
 from tune.config import SweepConfig
-from tune.finals import contenders
-from tune.journal import TrialRecord, trial_id
-from tune.plots import figures
-from tune.svg import Figure
+from tune.report.answer import answer
+from tune.report.canvas import Figure
+from tune.report.trial_figures import figures
+from tune.search.finalists import contenders
+from tune.trials.journal import TrialRecord, trial_id
 
 FRONT, EXPECTED = "Time to target against memory", "Expected time to target"
 TRAIN = {"task": "task:Digits", "epochs": 30, "optimizer": {"name": "adamw", "lr": 0.002}}

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tune.goodput import (
+from tune.trials.interval import (
     Candidate,
     Interval,
     Prediction,

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from cluster.config import load_cluster
-from cluster.prices import load_prices
+from cluster.files.prices import load_prices
+from cluster.files.ray_up import load_cluster
 from tests.specs import REPOSITORY
+from trainers.config.model import dump_yaml
 from trainers.errors import ConfigError
-from trainers.settings import dump_yaml
 from tune.__main__ import main
-from tune.journal import Journal, TrialRecord, trial_id
-from tune.plan import Plan, lanes_for, make_plan, starts_at_once, sweep_s, trials_within
-from tune.spec import prepare, read_sweep
+from tune.sweep.plan import Plan, lanes_for, make_plan, starts_at_once, sweep_s, trials_within
+from tune.sweep.spec import prepare, read_sweep
+from tune.trials.journal import Journal, TrialRecord, trial_id
 
 MODULE = "task_of_test_tune_plan"
 TRAIN: dict[str, Any] = {

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.unit.report_records import config, done, failed, trial
-from tune.answer import answer
 from tune.config import SweepConfig
-from tune.journal import TrialRecord
-from tune.plots import _closer, figures
-from tune.svg import Figure
+from tune.report.answer import answer
+from tune.report.canvas import Figure
+from tune.report.trial_figures import _closer, figures
+from tune.trials.journal import TrialRecord
 
 FRONT = "Time to target against memory"
 CURVE = [{"train_time_s": 1.0, "val_loss": 0.5}, {"train_time_s": 2.0, "val_loss": 0.4}]

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from trainers.config.model import build
 from trainers.errors import CheckpointError, ConfigError
-from trainers.settings import build
 from trainers.storage import Storage
 from tune.config import SweepConfig, may_change
-from tune.journal import Journal, Stage, TrialRecord
-from tune.mailbox import Mailbox
-from tune.population import member_name, population, population_scheduler, population_space, within
-from tune.submission import Assignment
+from tune.lanes.mailbox import Mailbox
+from tune.lanes.messages import Assignment
+from tune.search.population import member_name, population, population_scheduler, population_space, within
+from tune.trials.journal import Journal, Stage, TrialRecord
 
 SPACE: dict[str, Any] = {
     "optimizer.lr": {"loguniform": [1e-4, 1e-1]},

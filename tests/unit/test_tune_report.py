@@ -16,11 +16,11 @@ from pyarrow import parquet
 
 from tests.unit.report_records import ENVIRONMENT, SPACE, TRAIN, config, done, failed, trial
 from trainers.config import TrainConfig
-from trainers.settings import build, parse_mapping
+from trainers.config.model import build, parse_mapping
 from trainers.storage import Storage
-from tune.answer import Answer, answer
-from tune.journal import TrialRecord
-from tune.report import table, write_report
+from tune.report.answer import Answer, answer
+from tune.report.write import table, write_report
+from tune.trials.journal import TrialRecord
 
 
 def written(sweep: Storage, records: list[TrialRecord], **changes: Any) -> Answer:

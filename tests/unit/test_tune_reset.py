@@ -16,8 +16,8 @@ SCRIPT = """
 import json, statistics, sys, time
 import torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
-import trainers.loop
-from tune.reset import Baseline
+import trainers.loop.fit
+from tune.lanes.process_state import Baseline
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/rendezvous", rank=0, world_size=1)
 baseline = Baseline(torch.device("cpu"), [sys.argv[1]])

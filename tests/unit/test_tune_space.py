@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from trainers.config.model import build
 from trainers.errors import ConfigError
-from trainers.settings import build
 from tune.config import SweepConfig
-from tune.space import check_space, chosen, grid, planned_trials, searcher, trial_config, tune_space
+from tune.search.space import check_space, chosen, grid, planned_trials, searcher, trial_config, tune_space
 
 TRAIN: dict[str, Any] = {
     "task": "t:T",

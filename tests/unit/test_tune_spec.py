@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from trainers.config.model import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
-from trainers.settings import dump_yaml, parse_mapping
 from trainers.storage import Storage
-from tune.journal import Journal, TrialRecord, trial_id
-from tune.population import population as members
-from tune.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.search.population import population as members
+from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.trials.journal import Journal, TrialRecord, trial_id
 
 MODULE = "task_of_test_tune_spec"
 TRAIN: dict[str, Any] = {

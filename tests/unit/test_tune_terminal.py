@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tune.journal import TrialRecord
-from tune.terminal import Terminal, View, render
+from tune.sweep.terminal import Terminal, View, render
+from tune.trials.journal import TrialRecord
 
 
 def view(**changes: Any) -> View:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.specs import REPOSITORY
+from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, count_hangs
 from trainers.storage import Storage
-from trainers.watchdog import HUNG_EXIT_CODE, Watchdog, count_hangs
 
 HANGS = """
 import sys, time
-import trainers.watchdog as watchdog
+import trainers.loop.watchdog as watchdog
 from pathlib import Path
 from trainers.storage import Storage
 watchdog.GRACE_S = 0.2

@@ -1,0 +1,1 @@
+"""Read `ray up` and KubeRay files: node types, capacity, prices."""

@@ -1,0 +1,83 @@
+"""What Paceline knows of a cluster file of any kind, and the reading of its YAML; needs no Ray."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.files.capacity import NodeType
+from trainers.errors import MISSING, ConfigError
+
+COMMAND_FIELDS = (
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+)
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """A cluster that Ray or KubeRay would accept, with defaults filled in."""
+
+    source: str
+    """The path it was read from, and of several documents which one, for messages."""
+    name: str
+    provider: str
+    """aws, gcp, azure, local, kuberay, ..."""
+    region: str | None
+    head_node_type: str
+    max_workers: int
+    """The most worker nodes that may be up at once, over all types."""
+    node_types: tuple[NodeType, ...]
+    written: Mapping[str, Any]
+    """What the file says."""
+    config: Mapping[str, Any]
+    """What Ray makes of it; of a KubeRay document its RayCluster spec."""
+    commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The shell commands of each field of COMMAND_FIELDS, Ray's defaults where the file has none; KubeRay has none."""
+
+    @property
+    def head(self) -> NodeType:
+        """The type of the head node."""
+        return next(node_type for node_type in self.node_types if node_type.is_head)
+
+    @property
+    def sum_max_workers(self) -> int:
+        """The sum of all types' limits; `max_workers` may be lower or higher."""
+        return sum(node_type.max_workers for node_type in self.node_types)
+
+
+def read_documents(path: Path, source: str) -> list[Any]:
+    """The YAML documents of a file; ConfigError with line and column for what is no YAML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        rule = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise ConfigError("the file", MISSING, rule, "give the path of a cluster YAML", source) from error
+    try:
+        # YAML 1.1, unlike the rest of Paceline: Ray and Kubernetes read it so.
+        return list(yaml.safe_load_all(text))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
+        rule = f"is not YAML ({getattr(error, 'problem', None) or error})"
+        raise ConfigError(place, MISSING, rule, "mend the syntax there", source) from error
+
+
+def near_miss(name: object, known: Iterable[str], otherwise: str) -> str:
+    """The fix for a name that is not known: what it may have meant, else `otherwise`."""
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    return f"did you mean `{near[0]}`?" if near else otherwise
+
+
+def join(field: str, key: object) -> str:
+    """A dotted path one step deeper."""
+    return f"{field}.{key}" if field else str(key)

@@ -1,0 +1,224 @@
+"""Reads KubeRay documents (RayCluster, RayJob) without Kubernetes; every refusal is one sentence.
+
+Kubernetes drops fields that it does not know without a word, so a misspelt one is refused here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.files.capacity import NodeType
+from cluster.files.cluster_file import ClusterFile, join, near_miss
+from trainers.errors import MISSING, ConfigError
+
+GPU = "nvidia.com/gpu"
+_API = "ray.io/v1"
+_KINDS = ("RayCluster", "RayJob")
+_HOW_TO_WRITE = "cluster/kuberay.yaml is an example"
+# The fields of KubeRay's custom resources (v1, August 2026) at the levels where typing errors would be dropped.
+_CLUSTER_FIELDS = [
+    "authOptions",
+    "autoscalerOptions",
+    "enableInTreeAutoscaling",
+    "gcsFaultToleranceOptions",
+    "headGroupSpec",
+    "headServiceAnnotations",
+    "historyServerOptions",
+    "managedBy",
+    "networkPolicy",
+    "rayVersion",
+    "suspend",
+    "tlsOptions",
+    "upgradeStrategy",
+    "workerGroupSpecs",
+]
+_JOB_FIELDS = [
+    "activeDeadlineSeconds",
+    "backoffLimit",
+    "clusterSelector",
+    "deletionStrategy",
+    "entrypoint",
+    "entrypointNumCpus",
+    "entrypointNumGpus",
+    "entrypointResources",
+    "jobId",
+    "managedBy",
+    "metadata",
+    "preRunningDeadlineSeconds",
+    "rayClusterSpec",
+    "runtimeEnvYAML",
+    "shutdownAfterJobFinishes",
+    "submissionMode",
+    "submitterConfig",
+    "submitterPodTemplate",
+    "suspend",
+    "ttlSecondsAfterFinished",
+]
+_HEAD_FIELDS = [
+    "enableIngress",
+    "headService",
+    "ingressOptions",
+    "labels",
+    "rayStartParams",
+    "resources",
+    "serviceType",
+    "template",
+]
+_GROUP_FIELDS = [
+    "groupName",
+    "idleTimeoutSeconds",
+    "labels",
+    "maxReplicas",
+    "minReplicas",
+    "numOfHosts",
+    "priority",
+    "rayStartParams",
+    "replicas",
+    "resources",
+    "scaleStrategy",
+    "suspend",
+    "template",
+]
+
+
+def is_kuberay(documents: list[Any]) -> bool:
+    """Whether the documents are Kubernetes objects: each has a `kind`, which no `ray up` file has."""
+    return any(isinstance(document, dict) and "kind" in document for document in documents)
+
+
+def kuberay_files(documents: list[Any], source: str) -> tuple[ClusterFile, ...]:
+    """One of each RayCluster, and of each RayJob with a cluster of its own; other objects are not looked at."""
+    found = [
+        _cluster_file(document, source)
+        for document in documents
+        if isinstance(document, dict) and document.get("kind") in _KINDS
+    ]
+    if not found:
+        kinds = ", ".join(str(document.get("kind")) for document in documents if isinstance(document, dict))
+        raise ConfigError("kind", kinds, f"must be one of {', '.join(_KINDS)}", _HOW_TO_WRITE, source)
+    return tuple(found)
+
+
+def pod_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The pod spec of a head or worker group."""
+    return (group["template"].get("spec") or {}) if isinstance(group.get("template"), dict) else {}
+
+
+def container_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The Ray container of a group: KubeRay takes the first."""
+    containers = pod_of(group).get("containers") or [{}]
+    first: Mapping[str, Any] = containers[0]
+    return first
+
+
+def groups_of(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The head group and all worker groups of a RayCluster spec by their path in it."""
+    workers = spec.get("workerGroupSpecs") or []
+    return {"headGroupSpec": spec["headGroupSpec"]} | {
+        f"workerGroupSpecs.{index}": group for index, group in enumerate(workers)
+    }
+
+
+def quantity(value: object) -> float:
+    """A Kubernetes quantity of CPUs or GPUs as a number: "500m" is 0.5."""
+    text = str(value)
+    return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+
+
+def _cluster_file(document: Mapping[str, Any], source: str) -> ClusterFile:
+    kind = document["kind"]
+    name = (document.get("metadata") or {}).get("name")
+    where = f"{source}, {kind} {name}"
+    if document.get("apiVersion") != _API:
+        raise ConfigError("apiVersion", document.get("apiVersion", MISSING), f"must be {_API}", "correct it", where)
+    if not name:
+        raise ConfigError("metadata.name", MISSING, "is required", "add `name`", f"{source}, {kind}")
+    spec = _mapping(document, "spec", "", where)
+    if kind == "RayJob":
+        _known(spec, _JOB_FIELDS, "spec", where)
+        if "entrypoint" not in spec:
+            raise ConfigError("spec.entrypoint", MISSING, "is required", "add the command of the job", where)
+        spec = _mapping(spec, "rayClusterSpec", "spec", where)
+    prefix = "spec.rayClusterSpec" if kind == "RayJob" else "spec"
+    _known(spec, _CLUSTER_FIELDS, prefix, where)
+    _mapping(spec, "headGroupSpec", prefix, where)
+    types = [_node_type(path, group, join(prefix, path), where) for path, group in groups_of(spec).items()]
+    return ClusterFile(
+        source=where,
+        name=name,
+        provider="kuberay",
+        region=None,
+        head_node_type="head",
+        max_workers=sum(node_type.max_workers for node_type in types),
+        node_types=tuple(types),
+        written=document,
+        config=spec,
+    )
+
+
+def _node_type(path: str, group: Any, field: str, source: str) -> NodeType:
+    is_head = path == "headGroupSpec"
+    if not isinstance(group, dict):
+        raise ConfigError(field, group, "must be a mapping", _HOW_TO_WRITE, source)
+    _known(group, _HEAD_FIELDS if is_head else _GROUP_FIELDS, field, source)
+    required = ("template",) if is_head else ("groupName", "minReplicas", "maxReplicas", "template")
+    for key in required:
+        if key not in group:
+            raise ConfigError(join(field, key), MISSING, "is required", f"add `{key}`", source)
+    if not pod_of(group).get("containers"):
+        raise ConfigError(f"{field}.template.spec.containers", MISSING, "is required", _HOW_TO_WRITE, source)
+    resources = _resources(group, field, source)
+    if is_head:
+        return NodeType("head", resources, is_head=True)
+    low, high = _count(group, "minReplicas", field, source), _count(group, "maxReplicas", field, source)
+    if low > high:
+        rule = f"must be at most maxReplicas, {high}"
+        raise ConfigError(f"{field}.minReplicas", low, rule, f"write {high} or less, or raise maxReplicas", source)
+    hosts = group.get("numOfHosts", 1)
+    return NodeType(
+        name=group["groupName"],
+        resources=resources,
+        min_workers=low * hosts,
+        max_workers=high * hosts,
+        instance_type=(pod_of(group).get("nodeSelector") or {}).get("node.kubernetes.io/instance-type"),
+        priority=group.get("priority", 0),
+    )
+
+
+def _resources(group: Mapping[str, Any], field: str, source: str) -> dict[str, float]:
+    """What a pod gives to Ray: rayStartParams say it, else the limits of its container."""
+    limits = (container_of(group).get("resources") or {}).get("limits") or {}
+    start = group.get("rayStartParams") or {}
+    found: dict[str, float] = {}
+    for name, flag, limit in (("CPU", "num-cpus", "cpu"), ("GPU", "num-gpus", GPU)):
+        value = start.get(flag, limits.get(limit))
+        try:
+            found |= {} if value is None else {name: quantity(value)}
+        except ValueError as error:
+            raise ConfigError(join(field, flag), value, "must be a number", "correct it", source) from error
+    return found
+
+
+def _count(group: Mapping[str, Any], key: str, field: str, source: str) -> int:
+    value = group[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(join(field, key), value, "must be a whole number of at least 0", "correct it", source)
+    return value
+
+
+def _mapping(parent: Mapping[str, Any], key: str, field: str, source: str) -> Mapping[str, Any]:
+    value = parent.get(key)
+    if not isinstance(value, dict):
+        rule = "is required" if value is None else "must be a mapping"
+        raise ConfigError(join(field, key), MISSING if value is None else value, rule, _HOW_TO_WRITE, source)
+    return value
+
+
+def _known(mapping: Mapping[str, Any], known: list[str], field: str, source: str) -> None:
+    for key in mapping:
+        if key not in known:
+            fix = near_miss(key, known, f"the fields here are {', '.join(known)}")
+            rule = "is no such field, and Kubernetes would drop it"
+            raise ConfigError(join(field, re.sub(r"\s", "", str(key))), mapping[key], rule, fix, source)

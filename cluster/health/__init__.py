@@ -1,0 +1,1 @@
+"""Examine live nodes, and judge what was measured."""

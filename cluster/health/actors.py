@@ -1,0 +1,131 @@
+"""Actors that run probes, one on every node, and who of them has stopped answering (Ray)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
+
+# isort: split
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.health.links import Link
+from cluster.health.verdicts import NodeFacts
+
+
+class Probe:
+    """Runs probes on its node."""
+
+    def __init__(self) -> None:
+        self._link: Link | None = None
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of a function of cluster/health/probes.py or cluster/health/links.py."""
+        return function(*args)
+
+    def clock(self) -> float:
+        """This node's time."""
+        return time.time()
+
+    def listen(self, address: str) -> int:
+        """Receive from the next node; the port."""
+        self._link = Link(address)
+        return self._link.port
+
+    def received(self) -> float:
+        """MB/s that the next node sent."""
+        assert self._link is not None
+        return self._link.rate()
+
+
+@dataclass
+class Nodes:
+    """The living nodes of the connected cluster; one that fails to answer is left out of what follows."""
+
+    facts: dict[str, NodeFacts] = field(default_factory=dict)
+    """By node id."""
+    _actors: dict[str, Any] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """An actor on every node that is alive; it holds the node's GPUs if nobody does."""
+        available = available_resources_per_node()
+        for node in ray.nodes():
+            if not node["Alive"]:
+                continue
+            node_id, resources = node["NodeID"], node["Resources"]
+            gpus = int(resources.get("GPU", 0))
+            free = available.get(node_id, {}).get("GPU", 0) >= gpus
+            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            actor = ray.remote(Probe).options(
+                num_cpus=0, num_gpus=gpus if free else 0, max_restarts=0, scheduling_strategy=strategy
+            )
+            facts = NodeFacts(
+                node_id,
+                node["NodeManagerHostname"],
+                node["NodeManagerAddress"],
+                trains=resources.get("CPU", 0) + gpus > 0,
+                num_gpus=gpus,
+            )
+            self.facts[node_id], self._actors[node_id] = facts, actor.remote()
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+    def answering(self, training: bool = False) -> list[str]:
+        """Ids of the nodes that have answered everything so far; `training`: those for workers alone."""
+        return [
+            node_id
+            for node_id, facts in self.facts.items()
+            if facts.silent_in is None and facts.failure is None and (facts.trains or not training)
+        ]
+
+    def note(self, node_id: str, **facts: Any) -> None:
+        """Keep what is known of a node."""
+        self.facts[node_id] = replace(self.facts[node_id], **facts)
+
+    def ask(self, part: str, timeout_s: float, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """Results by node id: (function, arguments...) at all of `calls` at once, a method of Probe by its name.
+
+        Notes which node gave none in time, or failed.
+        """
+        references = {}
+        for node_id, (function, *args) in calls.items():
+            actor = self._actors[node_id]
+            call = getattr(actor, function) if isinstance(function, str) else actor.call
+            sent = args if isinstance(function, str) else [function, *args]
+            references[node_id] = call.remote(*sent)
+        ready, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=timeout_s)
+        results = {}
+        for node_id, reference in references.items():
+            if reference not in ready:
+                self.note(node_id, silent_in=part)
+                continue
+            try:
+                results[node_id] = ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                self.note(node_id, failure=f"{part}: {_last_line(error)}")
+            except ray.exceptions.ActorUnavailableError:
+                self.note(node_id, silent_in=part)
+            except ray.exceptions.RayActorError as error:
+                # An actor whose class cannot be imported there has died of it; else its node is gone.
+                words = _last_line(error)
+                known = {"failure": words} if "Error:" in words else {"silent_in": part}
+                self.note(node_id, **known)
+            except ray.exceptions.RayError as error:
+                self.note(node_id, silent_in=f"{part} ({type(error).__name__})")
+        return results
+
+    def ask_all(self, part: str, timeout_s: float, function: Any, *args: Any, training: bool = False) -> dict[str, Any]:
+        """The same of all that answer."""
+        return self.ask(part, timeout_s, dict.fromkeys(self.answering(training), (function, *args)))
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

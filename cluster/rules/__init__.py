@@ -1,0 +1,1 @@
+"""What makes a cluster file unsafe, slow or unable to start."""

@@ -1,0 +1,152 @@
+"""What Kubernetes and KubeRay accept in a RayCluster or RayJob, and what would be unsafe, contradictory or lost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cluster.files.cluster_file import ClusterFile
+from cluster.files.kuberay import GPU, container_of, groups_of, pod_of, quantity
+from cluster.finding import Finding
+from cluster.rules.timeouts import reaction_findings
+from cluster.rules.versions import expected_versions, same_version
+from trainers.errors import MISSING
+
+_TAG = re.compile(r"[^/@]*:([^@:/]+)(?:@sha256:[0-9a-f]{64})?$")
+_RAY_IN_IMAGE = re.compile(r"(?:rayproject/ray(?:-ml|-llm)?:|ray[-_]?)(\d+\.\d+\.\d+)")
+_TO_THE_WORLD = ("LoadBalancer", "NodePort")
+
+
+def kuberay_findings(cluster: ClusterFile) -> list[Finding]:
+    """All remarks on one document."""
+    prefix = "spec.rayClusterSpec" if cluster.written["kind"] == "RayJob" else "spec"
+    groups = {f"{prefix}.{path}": group for path, group in groups_of(cluster.config).items()}
+    head = f"{prefix}.headGroupSpec"
+    return [
+        *_job(cluster),
+        *_version(cluster, prefix),
+        *_token(cluster, prefix, groups),
+        *_autoscaler(cluster, prefix, groups),
+        *_open(groups[head], head),
+        *(finding for field, group in groups.items() for finding in _image(field, group)),
+        *(finding for field, group in groups.items() for finding in _gpus(field, group, field == head)),
+        *_storage(groups),
+        *reaction_findings(f"{head}.template.spec.containers.0.env", lambda name: _environment(groups[head]).get(name)),
+    ]
+
+
+def _job(cluster: ClusterFile) -> Iterator[Finding]:
+    if cluster.written["kind"] == "RayJob" and not cluster.written["spec"].get("shutdownAfterJobFinishes"):
+        rule = "must be true, or the cluster and its GPUs are paid for after the job"
+        yield Finding(
+            "warning", "spec.shutdownAfterJobFinishes", MISSING, rule, "write `shutdownAfterJobFinishes: true`"
+        )
+
+
+def _version(cluster: ClusterFile, prefix: str) -> Iterator[Finding]:
+    right, said = expected_versions().get("ray"), cluster.config.get("rayVersion")
+    if not said:
+        rule = "is required: without it KubeRay leaves out authentication and the autoscaler's version"
+        yield Finding("error", f"{prefix}.rayVersion", MISSING, rule, f"write {right}")
+    elif right and not same_version(str(said), right):
+        rule = f"differs from {right}, which Paceline has here"
+        yield Finding("error", f"{prefix}.rayVersion", said, rule, f"write {right}")
+
+
+def _token(cluster: ClusterFile, prefix: str, groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    by_operator = (cluster.config.get("authOptions") or {}).get("mode") == "token"
+    for field, group in groups.items():
+        where = f"{field}.template.spec.containers.0.env"
+        entries = {entry.get("name"): entry for entry in container_of(group).get("env") or ()}
+        if "value" in entries.get("RAY_AUTH_TOKEN", {}):
+            rule, fix = (
+                "must not stand in the file: it is a secret",
+                "take it from a Secret, by `valueFrom.secretKeyRef`",
+            )
+            yield Finding("error", f"{where}.RAY_AUTH_TOKEN", MISSING, rule, fix)
+        elif not by_operator:
+            mode = _environment(group).get("RAY_AUTH_MODE")
+            if mode != "token" or "RAY_AUTH_TOKEN" not in entries:
+                rule = "must turn token authentication on, or whoever reaches a pod runs code"
+                fix = f"write `authOptions: {{mode: token}}` in {prefix}"
+                yield Finding("error", where, MISSING, rule, fix)
+
+
+def _autoscaler(cluster: ClusterFile, prefix: str, groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    if cluster.config.get("enableInTreeAutoscaling") is not True:
+        rule = "must be true, or the number of pods stays as it is: none is started for a waiting trial"
+        yield Finding(
+            "warning", f"{prefix}.enableInTreeAutoscaling", MISSING, rule, "write `enableInTreeAutoscaling: true`"
+        )
+        return
+    if (cluster.config.get("autoscalerOptions") or {}).get("version") == "v2":
+        for field, group in groups.items():
+            if pod_of(group).get("restartPolicy") != "Never":
+                where = f"{field}.template.spec.restartPolicy"
+                rule = "must be Never with autoscaler v2: a restarted pod would be two Ray nodes of one name"
+                yield Finding("error", where, pod_of(group).get("restartPolicy", MISSING), rule, "write Never")
+
+
+def _open(head: Mapping[str, Any], field: str) -> Iterator[Finding]:
+    rule = "must not open a port to the world: the Jobs API runs any code that reaches it"
+    fix = "write `serviceType: ClusterIP` and use `kubectl port-forward`"
+    if (kind := head.get("serviceType")) in _TO_THE_WORLD:
+        yield Finding("error", f"{field}.serviceType", kind, rule, fix)
+    if head.get("enableIngress"):
+        yield Finding("error", f"{field}.enableIngress", True, rule, "remove it, and use `kubectl port-forward`")
+
+
+def _image(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:
+    where, image = f"{field}.template.spec.containers.0.image", container_of(group).get("image")
+    right = expected_versions().get("ray")
+    tag = _TAG.search(image or "")
+    if image is None or (tag is None and "@sha256:" not in image) or (tag and tag[1].startswith("latest")):
+        rule = "must be pinned by a tag, or pods that start later differ"
+        yield Finding("warning", where, image or MISSING, rule, "write a tag that names the versions in it")
+    elif (version := _RAY_IN_IMAGE.search(image)) and right and not same_version(version[1], right):
+        rule = f"differs from {right}, which Paceline has here"
+        yield Finding("error", where, image, rule, f"build it from rayproject/ray:{right}-py312")
+
+
+def _gpus(field: str, group: Mapping[str, Any], is_head: bool) -> Iterator[Finding]:
+    start = group.get("rayStartParams") or {}
+    limits = (container_of(group).get("resources") or {}).get("limits") or {}
+    limit = quantity(limits.get(GPU, 0))
+    said = quantity(start["num-gpus"]) if "num-gpus" in start else limit
+    if is_head:
+        if quantity(start.get("num-cpus", 1)) or said:
+            rule = "should be 0 on the head: work there slows the scheduler, and can end the cluster"
+            fix = 'write `num-cpus: "0"` and `num-gpus: "0"`, and let workers do it'
+            yield Finding("warning", f"{field}.rayStartParams", dict(start), rule, fix)
+        return
+    if said != limit:
+        rule = f"must be the container's limit of {GPU}, {limit:g}"
+        yield Finding("error", f"{field}.rayStartParams.num-gpus", start["num-gpus"], rule, f'write "{limit:g}"')
+    tolerated = {entry.get("key") for entry in pod_of(group).get("tolerations") or ()}
+    # A toleration without a key tolerates everything.
+    if limit and not tolerated & {GPU, None}:
+        rule = f"must tolerate {GPU}, the taint of GPU nodes, or no pod is ever placed"
+        fix = f"add `{{key: {GPU}, operator: Exists, effect: NoSchedule}}`"
+        yield Finding("warning", f"{field}.template.spec.tolerations", MISSING, rule, fix)
+
+
+def _storage(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    values = {field: _environment(group).get("PACELINE_STORAGE") for field, group in groups.items()}
+    for field, value in values.items():
+        if not value:
+            rule = "must set PACELINE_STORAGE, or checkpoints stay in one pod and die with it"
+            fix = "add `{name: PACELINE_STORAGE, value: s3://BUCKET/PREFIX}`"
+            yield Finding("warning", f"{field}.template.spec.containers.0.env", MISSING, rule, fix)
+    set_ones = {field: value for field, value in values.items() if value}
+    first = next(iter(set_ones.values()), None)
+    for field, value in set_ones.items():
+        if value != first:
+            where = f"{field}.template.spec.containers.0.env.PACELINE_STORAGE"
+            yield Finding("error", where, value, f"differs from the first, {first}", "write the same place in all")
+
+
+def _environment(group: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables of a group's Ray container that are written out."""
+    entries = container_of(group).get("env") or ()
+    return {entry["name"]: str(entry["value"]) for entry in entries if "name" in entry and "value" in entry}

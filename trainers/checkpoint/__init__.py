@@ -1,0 +1,1 @@
+"""Training state from memory to storage and back."""

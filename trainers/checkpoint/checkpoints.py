@@ -1,0 +1,245 @@
+"""Checkpoints: written straight to storage, a manifest with checksums last; the newest complete one is resumed.
+
+    checkpoints/step-000000000123/state.pt        model, optimizer, scaler, task, position
+                                  rank-00000.pt   random state of each rank
+                                  manifest.json   names, sizes and SHA-256 of the files above; metrics, versions, config
+
+A checkpoint without its manifest, or with a file that does not match it, is not used.
+
+One is written at once (`save`), or while training goes on (`start`, then `advance` whenever no rank is busy):
+
+    the loop    copies the state to host memory
+    its thread  on each rank writes and hashes its files
+    the loop    gathers names, sizes and checksums, or what went wrong
+    its thread  on rank 0 writes the manifest, then deletes older checkpoints
+    the loop    hears of it: the checkpoint is complete, or StorageError is raised on every rank
+
+Threads never call a collective: on the process group of DDP's own it would mix with them. The loop agrees every ten
+steps anyway, so nothing polls storage, and an error is met by all ranks in the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from trainers.checkpoint.background import HostCopy, Job, Worker
+from trainers.checkpoint.manifest import Best, Manifest, folder_name, rank_file, versions
+from trainers.checkpoint.store import Archive
+from trainers.errors import CheckpointError, StorageError
+from trainers.model.strategy import Group
+from trainers.storage import Storage
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_Entries = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint as one rank reads it."""
+
+    name: str
+    state: dict[str, Any]
+    rank_state: dict[str, Any] | None
+    """None when the checkpoint was written by another number of workers."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures at its step, when that was evaluated."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The resolved TrainConfig that trained it."""
+
+
+@dataclass
+class _Pending:
+    step: int
+    metrics: Mapping[str, float]
+    job: Job[tuple[_Entries, str | None]]
+    gathered: bool = False
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank must call `save`, `start`, `advance`, `finish` and `load` equally often.
+
+    `config` is the resolved TrainConfig; it is kept with each of them.
+    """
+
+    def __init__(
+        self, run: Storage, group: Group, keep: int, best: Best | None = None, config: dict[str, Any] | None = None
+    ) -> None:
+        self.archive, self.group, self.keep, self.best = Archive(run, best), group, keep, best
+        self._config = config or {}
+        self._best_value: float | None = None
+        self._host, self._worker = HostCopy(), Worker()
+        self._pending: _Pending | None = None
+
+    def save(
+        self, step: int, state: dict[str, Any], rank_state: dict[str, Any], metrics: Mapping[str, float] | None = None
+    ) -> str:
+        """Write one checkpoint and return where it is; only then are older ones deleted.
+
+        `metrics` are the figures of an evaluation at this very step. Raises StorageError, on every rank, when any
+        rank could not write.
+        """
+        assert self._pending is None
+        self._remember(metrics or {})
+        files = self._gather(step, *self._files(step, state, rank_state, None))
+        self._raise(step, self.group.first(self._seal(step, files, metrics or {})[1]))
+        return self.locate(step)
+
+    def start(
+        self,
+        step: int,
+        state: dict[str, Any],
+        rank_state: dict[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        first: Callable[[], None] | None = None,
+    ) -> None:
+        """Copy the state to host memory, and write it while training goes on; there must be none on its way.
+
+        `rank_state` is not copied. `first` is called, by the thread, before anything is written.
+        """
+        assert self._pending is None
+        self._remember(metrics or {})
+        copied = self._host.take(state) if self.group.rank == 0 else {}
+        job = self._worker.start(lambda: self._files(step, copied, rank_state, first))
+        self._pending = _Pending(step, dict(metrics or {}), job)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint is on its way: equal on all ranks."""
+        return self._pending is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank's thread is at work; while no rank's is, `advance` waits for nothing."""
+        return self._pending is not None and not self._pending.job.done
+
+    def advance(self) -> str | None:
+        """The next phase of the checkpoint on its way; where it is, when that was the last.
+
+        Raises StorageError, on every rank, when any rank could not write.
+        """
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        entries, problem = pending.job.result()
+        if pending.gathered:
+            self._raise(pending.step, self.group.first(problem))
+            return self.locate(pending.step)
+        files = self._gather(pending.step, entries, problem)
+        pending.job = self._worker.start(lambda: self._seal(pending.step, files, pending.metrics))
+        pending.gathered = True
+        self._pending = pending
+        return None
+
+    def finish(self) -> str | None:
+        """Wait until the checkpoint on its way is complete; where it is."""
+        where = None
+        while self._pending is not None:
+            where = self.advance()
+        return where
+
+    def abandon(self) -> None:
+        """After an exception, which the other ranks may not share: wait for this rank's thread, and end it. With one
+        rank the checkpoint on its way is completed.
+        """
+        try:
+            if self.group.world_size == 1:
+                self.finish()
+            elif self._pending is not None:
+                self._pending.job.result()
+        except Exception as error:
+            logger.warning("%s", error)
+        self._worker.close()
+
+    def improves(self, figures: Mapping[str, float]) -> bool:
+        """Whether an evaluation beats every checkpoint so far; always False without `best`.
+
+        Raises ConfigError when the task does not report that metric.
+        """
+        return self.best is not None and self.best.improves(self.best.value(figures), self._best_value)
+
+    def load(self, which: str = "newest") -> Loaded | None:
+        """The checkpoint that `which` names (see `Archive.choose`); None when there is no `newest`.
+
+        Raises CheckpointError, on every rank, when a named one is not there or not whole.
+        """
+        name = self._on_first(lambda: self.archive.newest() if which == "newest" else self.archive.choose(which))
+        if name is None:
+            return None
+        manifest = self.archive.manifest(name)
+        if self.best is not None:
+            best = self._on_first(self.archive.best_name)
+            self._best_value = self.archive.manifest(best).metrics[self.best.metric] if best else None
+        same_size = manifest.world_size == self.group.world_size
+        own = self.archive.read(name, rank_file(self.group.rank)) if same_size else None
+        return Loaded(name, self.archive.read(name, "state.pt"), own, manifest.metrics, manifest.config)
+
+    def locate(self, step: int) -> str:
+        """Where the checkpoint of a step is."""
+        return self.archive.storage.locate(folder_name(step))
+
+    def _on_first(self, choose: Callable[[], T]) -> T | None:
+        """Rank 0's answer, or its CheckpointError, on every rank."""
+        answer, problem = None, None
+        if self.group.rank == 0:
+            try:
+                answer = choose()
+            except CheckpointError as error:
+                problem = str(error)
+        answer, problem = self.group.first((answer, problem))
+        if problem is not None:
+            raise CheckpointError(problem)
+        return answer
+
+    def _remember(self, metrics: Mapping[str, float]) -> None:
+        value = metrics.get(self.best.metric) if self.best else None
+        if self.best is not None and value is not None and self.best.improves(value, self._best_value):
+            self._best_value = value
+
+    def _files(
+        self, step: int, state: dict[str, Any], rank_state: dict[str, Any], first: Callable[[], None] | None
+    ) -> tuple[_Entries, str | None]:
+        """Write this rank's files. An error is an answer too: the other ranks wait for one."""
+        name = folder_name(step)
+        entries: _Entries = {}
+        try:
+            if first is not None:
+                first()
+            if self.group.rank == 0:
+                self.archive.begin(name)
+                entries["state.pt"] = self.archive.write(name, "state.pt", state)
+            own = rank_file(self.group.rank)
+            entries[own] = self.archive.write(name, own, rank_state)
+        except Exception as error:
+            return entries, _words(error)
+        return entries, None
+
+    def _gather(self, step: int, entries: _Entries, problem: str | None) -> _Entries:
+        answers = self.group.gather((entries, problem))
+        self._raise(step, next((met for _, met in answers if met), None))
+        return {file: entry for written, _ in answers for file, entry in written.items()}
+
+    def _seal(self, step: int, files: _Entries, metrics: Mapping[str, float]) -> tuple[_Entries, str | None]:
+        """The manifest, by rank 0."""
+        if self.group.rank != 0:
+            return {}, None
+        manifest = Manifest(step, self.group.world_size, files, dict(metrics), versions(), self._config)
+        try:
+            self.archive.seal(manifest, self.keep)
+        except Exception as error:
+            return {}, _words(error)
+        return {}, None
+
+    def _raise(self, step: int, problem: str | None) -> None:
+        if problem is not None:
+            raise StorageError(f"checkpoint {self.locate(step)} could not be written: {problem}")
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, StorageError):
+        return str(error)
+    logger.error("a checkpoint could not be written", exc_info=error)
+    return f"{type(error).__name__}: {error}"

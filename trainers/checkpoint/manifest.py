@@ -1,0 +1,139 @@
+"""A checkpoint's manifest: the last file written, which makes it whole; and which checkpoints of a run are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any
+
+from trainers.config.sections import CheckpointConfig
+from trainers.errors import CheckpointError, ConfigError
+
+FORMAT = 1
+_PACKAGES = ("paceline", "torch", "numpy")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What stands in `manifest.json`."""
+
+    step: int
+    world_size: int
+    files: dict[str, dict[str, Any]]
+    """By name: `bytes` and `sha256`."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Figures at this very step, when it was evaluated; else empty. Only finite ones."""
+    versions: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    """The resolved TrainConfig that trained it."""
+
+    def to_json(self) -> bytes:
+        """As `manifest.json` has it."""
+        tree = {
+            "format": FORMAT,
+            "step": self.step,
+            "world_size": self.world_size,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "metrics": {name: value for name, value in self.metrics.items() if math.isfinite(value)},
+            "versions": self.versions,
+            "files": self.files,
+            "config": self.config,
+        }
+        return json.dumps(tree, indent=2).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> Manifest:
+        """Read `manifest.json`; CheckpointError says what is wrong with it."""
+        try:
+            tree = json.loads(data)
+            if tree["format"] != FORMAT:
+                raise CheckpointError(f"its format is {tree['format']}, this version reads {FORMAT}")
+            found = Manifest(
+                step=int(tree["step"]),
+                world_size=int(tree["world_size"]),
+                files={str(name): {**entry, "sha256": str(entry["sha256"])} for name, entry in tree["files"].items()},
+                metrics={str(name): float(value) for name, value in tree.get("metrics", {}).items()},
+                versions=dict(tree.get("versions", {})),
+                config=dict(tree.get("config", {})),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"its manifest is damaged ({error!r})") from error
+        wanted = {"state.pt", *(rank_file(rank) for rank in range(found.world_size))}
+        if missing := sorted(wanted - set(found.files)):
+            raise CheckpointError(f"its manifest is damaged ({missing[0]} does not stand in it)")
+        return found
+
+
+def rank_file(rank: int) -> str:
+    """Name of the file that holds one rank's random state."""
+    return f"rank-{rank:05d}.pt"
+
+
+def folder_name(step: int) -> str:
+    """Name of a checkpoint: sorted as text, checkpoints are sorted by step."""
+    return f"step-{step:012d}"
+
+
+def versions() -> dict[str, str]:
+    """Of all that decides how a checkpoint is read."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which metric makes a checkpoint the best one, and in which direction."""
+
+    metric: str
+    smaller: bool
+
+    @staticmethod
+    def of(config: CheckpointConfig) -> Best | None:
+        """As the configuration has it; None when it names no metric."""
+        if config.best is None:
+            return None
+        smaller = config.best_mode == "min" if config.best_mode else config.best.endswith(("loss", "error"))
+        return Best(config.best, smaller)
+
+    def improves(self, value: float, before: float | None) -> bool:
+        """Whether `value` is strictly better than what was best `before`; NaN never is."""
+        if not math.isfinite(value):
+            return False
+        return before is None or (value < before if self.smaller else value > before)
+
+    def value(self, figures: Mapping[str, float]) -> float:
+        """This metric among an evaluation's figures; ConfigError when the task does not report it."""
+        if self.metric not in figures:
+            known = ", ".join(sorted(figures))
+            raise ConfigError(
+                "checkpoint.best", self.metric, "is no metric of this task's evaluation", f"use one of {known}"
+            )
+        return figures[self.metric]
+
+    def ranked(self, manifests: Mapping[str, Manifest]) -> list[str]:
+        """Names of the checkpoints whose step was evaluated, best first, of equal ones the earliest."""
+        values = {name: found.metrics[self.metric] for name, found in manifests.items() if self.metric in found.metrics}
+        sign = 1 if self.smaller else -1
+        return sorted(values, key=lambda name: (sign * values[name], name))
+
+
+def surplus(names: Iterable[str], complete: Iterable[str], newest: str, keep: int, best: str | None) -> list[str]:
+    """Which of the checkpoints `names` are deleted once `newest` is complete.
+
+    The last `keep` complete ones stay, and the `best`. What lies after `newest` can only be a damaged part of the run
+    that is being done again.
+    """
+    stay = {*sorted(name for name in complete if name <= newest)[-keep:], newest}
+    if best is not None:
+        stay.add(best)
+    return sorted(set(names) - stay)

@@ -1,0 +1,186 @@
+"""The checkpoints of one run as one process sees them: files and manifests; which is the newest and which the best.
+
+Nothing here unpickles code, and nothing is a collective: trainers/checkpoint/checkpoints.py makes the ranks agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import logging
+import pickle
+from typing import Any, BinaryIO
+
+import torch
+
+from trainers.checkpoint.manifest import Best, Manifest, folder_name, surplus
+from trainers.errors import CheckpointError, StorageError
+from trainers.storage import Storage, retrying
+
+logger = logging.getLogger(__name__)
+
+
+class _Hashing(io.RawIOBase):
+    """A stream that counts and hashes what passes through it on its way to storage."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._sha256, self.size = stream, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._stream.write(view)
+        self._sha256.update(view)
+        self.size += len(view)
+        return len(view)
+
+    def hexdigest(self) -> str:
+        return self._sha256.hexdigest()
+
+
+class Archive:
+    """The directory `checkpoints` of a run. Methods raise StorageError when storage fails for good."""
+
+    def __init__(self, run: Storage, best: Best | None = None) -> None:
+        self.storage, self.best = run.child("checkpoints"), best
+
+    def names(self) -> list[str]:
+        """All checkpoints, whole or not, oldest first."""
+        return [name for name in self.storage.names() if name.startswith("step-")]
+
+    def begin(self, name: str) -> None:
+        """While its files change, a checkpoint must not look complete."""
+        self.storage.delete(f"{name}/manifest.json")
+
+    def write(self, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Write one file of a checkpoint; its entry in the manifest."""
+        path = f"{name}/{file}"
+
+        def once() -> dict[str, Any]:
+            try:
+                with self.storage.writer(path) as stream:
+                    hashing = _Hashing(stream)
+                    # To a stream, not to a path: there torch would hold the GIL through the whole write.
+                    torch.save(state, hashing)  # type: ignore[arg-type]
+            except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
+                cause = _os_error(error) or error
+                raise StorageError(f"could not write {self.storage.locate(path)}: {cause}") from cause
+            return {"bytes": hashing.size, "sha256": hashing.hexdigest()}
+
+        return retrying(once)
+
+    def seal(self, manifest: Manifest, keep: int) -> None:
+        """Write the manifest, which makes the checkpoint whole, then delete those that need not be kept."""
+        name = folder_name(manifest.step)
+        missing = [file for file in manifest.files if not self.storage.exists(f"{name}/{file}")]
+        if missing:
+            raise StorageError(
+                f"{missing[0]} was written by another worker and is not seen by rank 0: "
+                "storage_path must be shared by all nodes"
+            )
+        self.storage.write(f"{name}/manifest.json", manifest.to_json())
+        names = self.names()
+        complete = [other for other in names if self.storage.exists(f"{other}/manifest.json")]
+        ranked = self._ranked([other for other in complete if other <= name])
+        for other in surplus(names, complete, name, keep, ranked[0] if ranked else None):
+            self.storage.delete(other)
+
+    def manifest(self, name: str) -> Manifest:
+        """What the checkpoint says of itself; CheckpointError when it is not complete or damaged."""
+        if not self.storage.exists(f"{name}/manifest.json"):
+            raise CheckpointError("it has no manifest: writing it was cut off")
+        return Manifest.from_json(self.storage.read(f"{name}/manifest.json"))
+
+    def newest(self) -> str | None:
+        """The newest complete checkpoint; damaged ones are named in the log."""
+        return self._first_whole(self.names()[::-1])
+
+    def best_name(self) -> str | None:
+        """The complete checkpoint with the best evaluation; damaged ones are named in the log."""
+        return self._first_whole(self._ranked(self.names()))
+
+    def choose(self, which: str) -> str:
+        """The checkpoint that a user means by `newest`, `best` or `step-123`; CheckpointError when there is none."""
+        if which == "newest":
+            name = self.newest()
+        elif which == "best":
+            if self.best is None:
+                raise CheckpointError(
+                    f"no checkpoint of {self.storage.parent.uri} is the best: its configuration has no "
+                    "`checkpoint.best`; name newest, or a step"
+                )
+            name = self.best_name()
+        else:
+            name = self._named(which)
+        if name is None:
+            evaluated = " of an evaluated step" if which == "best" else ""
+            raise CheckpointError(f"there is no complete checkpoint{evaluated} in {self.storage.uri}")
+        return name
+
+    def read(self, name: str, file: str) -> dict[str, Any]:
+        """The content of one file, on the CPU; CheckpointError when it is more than tensors and plain data."""
+        where = self.storage.locate(f"{name}/{file}")
+        try:
+            with self.storage.reader(f"{name}/{file}") as stream, contextlib.closing(io.BytesIO(stream.read())) as data:
+                state = torch.load(data, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:  # torch's own words advise to unpickle it all the same
+            raise CheckpointError(
+                f"{where} is no checkpoint of ours: it holds more than tensors and plain data, or is damaged"
+            ) from error
+        except (RuntimeError, ValueError, EOFError, KeyError) as error:
+            words = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(f"{where} is no checkpoint of ours: {words}") from error
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{where} is no checkpoint of ours: it holds no mapping")
+        return state
+
+    def _named(self, which: str) -> str:
+        step = which.removeprefix("step-")
+        name = folder_name(int(step)) if step.isdecimal() else which
+        names = self.names()
+        if name not in names:
+            there = ", ".join(f"step-{int(other.removeprefix('step-'))}" for other in names) or "none"
+            raise CheckpointError(f"there is no checkpoint {which} in {self.storage.uri}; there is {there}")
+        try:
+            self._verify(name)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {self.storage.locate(name)} cannot be used: {error}") from error
+        return name
+
+    def _first_whole(self, names: list[str]) -> str | None:
+        for name in names:
+            try:
+                self._verify(name)
+            except (CheckpointError, StorageError) as error:
+                logger.warning("checkpoint %s is left out: %s", self.storage.locate(name), error)
+            else:
+                return name
+        return None
+
+    def _ranked(self, names: list[str]) -> list[str]:
+        if self.best is None:
+            return []
+        manifests = {}
+        for name in names:
+            with contextlib.suppress(CheckpointError):  # not whole, so not the best
+                manifests[name] = self.manifest(name)
+        return self.best.ranked(manifests)
+
+    def _verify(self, name: str) -> None:
+        for file, entry in self.manifest(name).files.items():
+            sha256 = hashlib.sha256()
+            with self.storage.reader(f"{name}/{file}") as stream:
+                while chunk := stream.read(1 << 20):
+                    sha256.update(chunk)
+            if sha256.hexdigest() != entry["sha256"]:
+                raise CheckpointError(f"{file} does not match its checksum")
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """The operating system's own error, or our explanation of it, behind another exception."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

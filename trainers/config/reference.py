@@ -1,0 +1,55 @@
+"""The configuration reference: every key with its type, default and meaning, from the models themselves."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+from trainers.config.model import Settings, child_model, keys_of
+from trainers.errors import show
+
+
+def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted key, default, description) of every key, depth first."""
+    for name, field in keys_of(model).items():
+        dotted = prefix + name
+        below = child_model(model, name)
+        if below is not None and get_origin(field.annotation) is not dict:
+            yield from entries(below, f"{dotted}.")
+            continue
+        if field.default is not PydanticUndefined:
+            default = show(field.default)
+        else:
+            default = "required" if field.is_required() else show(field.get_default(call_default_factory=True))
+        description = " ".join((field.description or "").split())  # a table's row is one line
+        choices = _choices(field.annotation)
+        yield dotted, default, description + (f" One of {', '.join(choices)}." if len(choices) > 1 else "")
+
+
+def _choices(annotation: Any) -> list[str]:
+    members = get_args(annotation)
+    return (
+        [show(member).strip('"') for member in members]
+        if members and all(isinstance(member, str) for member in members)
+        else []
+    )
+
+
+def reference(model: type[Settings]) -> str:
+    """All keys as text for a terminal."""
+    lines = []
+    for key, default, description in entries(model):
+        lines.append(f"{key} ({default})")
+        lines += textwrap.wrap(description, 100, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def markdown(title: str, model: type[Settings]) -> str:
+    """All keys as a section of docs/config.md."""
+    rows = [
+        f"| `{key}` | {default} | {description} |".replace("[", "\\[") for key, default, description in entries(model)
+    ]
+    return "\n".join([f"## {title}", "", "| key | default | meaning |", "|---|---|---|", *rows, ""])

@@ -1,0 +1,214 @@
+"""The sections of `train.yaml`: each a strict model of its own, without torch.
+
+The descriptions below the fields are also the text of `--help` and of docs/config.md.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainers.config.model import Settings
+from trainers.errors import MISSING, POLICIES, ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class OptimizerConfig(Settings):
+    """The optimizer; ignored when the task overrides `optimizer()`."""
+
+    name: Literal["sgd", "adam", "adamw"] = Field(default="adamw")
+    """The algorithm, as torch.optim has it."""
+    lr: float = Field(gt=0, examples=[0.001])
+    """Learning rate at `lr_scaling.base_batch_size` (at any batch size when the rule is none)."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay: L2 for sgd and adam, decoupled for adamw."""
+    momentum: float | None = Field(default=None, ge=0, lt=1, examples=[0.9])
+    """Momentum, sgd only."""
+    nesterov: bool | None = Field(default=None)
+    """Nesterov momentum, sgd only."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
+        default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]]
+    )
+    """Decay rates of the two moments, adam and adamw only."""
+    eps: float | None = Field(default=None, gt=0, examples=[1e-8])
+    """Term added to the denominator, adam and adamw only."""
+
+    @model_validator(mode="after")
+    def _only_what_is_used(self) -> Self:
+        unused = ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov")
+        for name in unused:
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(name, value, f"means nothing to optimizer {self.name}", "remove it")
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov", True, "needs momentum", "set `momentum: 0.9`")
+        return self
+
+
+class ScheduleConfig(Settings):
+    """The learning rate's course; a pure function of the step."""
+
+    name: Literal["constant", "linear", "cosine"] = Field(default="constant")
+    """Course after the warm-up: constant, or falling to zero at the last step."""
+    warmup: int | float = Field(
+        default=0, ge=0, examples=[100], json_schema_extra={"rule": "must be a number of steps, or a share below 1"}
+    )
+    """Linear warm-up: a whole number of steps, or a share of all steps (0.05)."""
+
+    @model_validator(mode="after")
+    def _steps_or_share(self) -> Self:
+        if isinstance(self.warmup, float) and self.warmup >= 1:
+            raise ConfigError("warmup", self.warmup, "as a share must be below 1", "write steps as a whole number")
+        return self
+
+
+class ScalingRule(Settings):
+    """How the learning rate follows the batch size."""
+
+    rule: Literal["none", "linear", "sqrt"] = Field(default="none")
+    """linear for SGD (Goyal et al. 2017), sqrt for Adam (Malladi et al. 2022)."""
+    base_batch_size: Positive | None = Field(default=None, examples=[64])
+    """The global batch size that `optimizer.lr` was chosen for."""
+
+    @model_validator(mode="after")
+    def _base_is_known(self) -> Self:
+        if self.rule != "none" and self.base_batch_size is None:
+            raise ConfigError("base_batch_size", MISSING, "is what the rule scales from", "add `base_batch_size: 64`")
+        return self
+
+
+class EvaluateConfig(Settings):
+    """When, and in which batches, the validation split is evaluated."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("every_epochs", "every_steps"),)
+
+    every_epochs: Positive | None = Field(default=None)
+    """Evaluate after every so many epochs (1 when neither key is set)."""
+    every_steps: Positive | None = Field(default=None, examples=[500])
+    """Evaluate after every so many steps."""
+    microbatch_size: Positive = Field(default=256)
+    """Samples of one evaluation batch; fixed, so that figures do not depend on the number of workers."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.every_epochs and self.every_steps:
+            raise ConfigError("every_steps", self.every_steps, "cannot stand beside every_epochs", "keep one of them")
+        return self
+
+
+class DataConfig(Settings):
+    """How samples reach the device."""
+
+    num_workers: int = Field(default=0, ge=0)
+    """DataLoader processes of each worker; 0 loads in the worker itself."""
+    prefetch_factor: Positive | None = Field(default=None, examples=[2])
+    """Microbatches that each loader process prepares ahead (torch's default when not set)."""
+    pin_memory: Literal["auto"] | bool = Field(
+        default="auto", json_schema_extra={"rule": "must be auto, true or false"}
+    )
+    """Page-locked host memory for faster copies; auto: on CUDA."""
+    resident: Literal["auto"] | bool = Field(default="auto", json_schema_extra={"rule": "must be auto, true or false"})
+    """Whole split as tensors on the device; auto: a TensorDataset that takes at most a tenth of its memory."""
+
+    @model_validator(mode="after")
+    def _prefetch_has_workers(self) -> Self:
+        if self.prefetch_factor is not None and self.num_workers == 0:
+            raise ConfigError("prefetch_factor", self.prefetch_factor, "needs loader processes", "set `num_workers: 2`")
+        if self.resident is True and self.num_workers > 0:
+            raise ConfigError("num_workers", self.num_workers, "is of no use with resident data", "remove it")
+        return self
+
+
+class ScalingConfig(Settings):
+    """Workers and what each of them gets."""
+
+    num_workers: Positive | list[Positive] = Field(
+        default=1, examples=[2], json_schema_extra={"rule": "must be a whole number of at least 1, or [MIN, MAX]"}
+    )
+    """Worker processes, one for each GPU; [MIN, MAX] is elastic and needs `launcher: ray`."""
+    use_gpu: Literal["auto"] | bool = Field(default="auto", json_schema_extra={"rule": "must be auto, true or false"})
+    """GPUs for the workers; auto: when the cluster (or this machine) has any."""
+    cpus_per_worker: Positive = Field(default=1)
+    """CPU cores of one worker, and its number of compute threads under every launcher."""
+    gpus_per_worker: float = Field(default=1, gt=0)
+    """GPUs of one worker."""
+    placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(default="PACK")
+    """Ray's placement of the workers on nodes."""
+    label_selector: dict[str, str] = Field(
+        default_factory=dict, json_schema_extra={"rule": "must map Ray's node labels to values or conditions"}
+    )
+    """Labels of nodes that workers may run on; `python -m cluster check --exclude-bad` prints one."""
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        workers = self.num_workers
+        if isinstance(workers, list) and (len(workers) != 2 or workers[0] > workers[1]):
+            raise ConfigError("num_workers", workers, "must be [MIN, MAX] with MIN at most MAX", "write [1, 4]")
+        return self
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers that the run may have."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def max_workers(self) -> int:
+        """The most workers that the run may have."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+
+class CheckpointConfig(Settings):
+    """When training state goes to storage; the last step is always written."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("every_steps", "every_epochs", "every_s"),)
+
+    every_steps: Positive | None = Field(default=None, examples=[1000])
+    """Write after every so many steps."""
+    every_epochs: Positive | None = Field(default=None)
+    """Write after every so many epochs (1 when no key is set)."""
+    every_s: float | None = Field(default=None, gt=0, examples=[600])
+    """Write when so many seconds have passed since the last one."""
+    keep: Positive = Field(default=2)
+    """How many of the newest checkpoints are kept."""
+    best: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
+    """A metric of evaluation whose best checkpoint is kept too."""
+    best_mode: Literal["min", "max"] | None = Field(default=None)
+    """Whether a small or a large `best` is good (min when its name ends in loss or error, else max)."""
+    async_: bool = Field(default=False, alias="async")
+    """Copy the state to host memory in the loop, and write it to storage while training goes on."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        chosen = [name for name in self.exclusive[0] if getattr(self, name) is not None]
+        if len(chosen) > 1:
+            raise ConfigError(chosen[1], getattr(self, chosen[1]), f"cannot stand beside {chosen[0]}", "keep one")
+        if self.best_mode is not None and self.best is None:
+            raise ConfigError("best_mode", self.best_mode, "means nothing without best", "add `best: val_accuracy`")
+        return self
+
+
+class DdpConfig(Settings):
+    """What only `strategy: ddp` has."""
+
+    static_graph: bool = Field(default=False)
+    """The model uses the same parameters in every step: DDP may order its work once. Not with accumulation."""
+    compression: Literal["none", "bf16"] = Field(default="none")
+    """Format in which gradients travel between workers; bf16 halves the traffic and rounds the sum."""
+
+
+class FailureConfig(Settings):
+    """How many restarts from the newest checkpoint each kind of failure gets; -1: no limit."""
+
+    error: int = Field(default=POLICIES["error"].restarts, ge=-1)
+    """An exception in the task."""
+    node_lost: int = Field(default=POLICIES["node_lost"].restarts, ge=-1)
+    """A worker process or its node died."""
+    preempted: int = Field(default=POLICIES["preempted"].restarts, ge=-1)
+    """The node was drained or taken back."""
+    out_of_host_memory: int = Field(default=POLICIES["out_of_host_memory"].restarts, ge=-1)
+    """The host ran out of memory."""
+    hung: int = Field(default=POLICIES["hung"].restarts, ge=-1)
+    """No step was made for `hang_timeout_s`."""
+    hang_timeout_s: float = Field(default=1800, gt=0)
+    """After so long without a step, a batch or a write, the stacks of all ranks are saved and the workers end."""

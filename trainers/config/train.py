@@ -1,0 +1,228 @@
+"""TrainConfig: everything that `train.yaml` may say, strict, without torch.
+
+The descriptions below the fields are also the text of `--help` and of docs/config.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from trainers.config.model import Settings, plain
+from trainers.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    DdpConfig,
+    EvaluateConfig,
+    FailureConfig,
+    OptimizerConfig,
+    Positive,
+    ScalingConfig,
+    ScalingRule,
+    ScheduleConfig,
+)
+from trainers.errors import MISSING, ConfigError
+
+_SMALLEST_HALF = 2.0**-24
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]
+
+
+class TrainConfig(Settings):
+    """One training run."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("global_batch_size", "batch_size_per_worker"),
+        ("epochs", "max_steps"),
+    )
+
+    task: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        examples=["task:MyTask"],
+        json_schema_extra={"rule": "must be `module:Class`"},
+    )
+    """The Task to train, as `module:Class`; the YAML's own directory and those above it are searched."""
+    task_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the Task."""
+    task_dir: str | None = Field(default=None)
+    """Directory to search for the task's module first; sweeps set it in best.yaml."""
+    name: str = Field(
+        default="run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        examples=["digits"],
+        json_schema_extra={"rule": "must be letters, digits, `.`, `_` and `-`"},
+    )
+    """Name of the run: its directory below `storage_path`."""
+    storage_path: str | None = Field(default=None, min_length=1, examples=["s3://bucket/runs"])
+    """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
+
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
+    """Seed of weights, sample order, dropout and transforms."""
+    deterministic: bool = Field(default=False)
+    """Only deterministic algorithms: bit-equal repeats on CUDA, slower."""
+    device: Literal["auto", "cuda", "mps", "cpu"] = Field(default="auto")
+    """Where to train; auto: cuda, then mps, then cpu."""
+
+    epochs: Positive | None = Field(default=None, examples=[10])
+    """Passes over the training split."""
+    max_steps: Positive | None = Field(default=None, examples=[10000])
+    """Optimizer steps, in place of epochs."""
+    max_time_s: float | None = Field(default=None, gt=0, examples=[3600])
+    """Checkpoint and leave after so many seconds; the same command goes on."""
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    """Evaluation of the validation split."""
+    log_every_steps: Positive = Field(default=50)
+    """Steps whose mean loss makes one line of the log."""
+
+    global_batch_size: Positive | None = Field(default=None, examples=[64])
+    """Samples of one optimizer step over all workers."""
+    batch_size_per_worker: Positive | None = Field(default=None, examples=[32])
+    """The same for each worker; turned into global_batch_size once, at the start."""
+    drop_last: bool = Field(default=False)
+    """Leave out the last, shorter step of an epoch (default: it is trained, weighted by its samples)."""
+    microbatch_size: Literal["auto"] | Positive = Field(
+        default="auto", examples=[16], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
+    )
+    """Samples of one forward pass on one worker; accumulation follows. auto: a whole share, halved until it fits."""
+
+    precision: Precision = Field(default="fp32")
+    """Number formats of parameters, autocast and matmul: the table is in trainers/model/precision.py."""
+    compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(default="off")
+    """torch.compile of the model, by mode."""
+    fullgraph: bool = Field(default=False)
+    """Make a graph break an error."""
+    cuda_graphs: bool = Field(default=False)
+    """Capture whole steps as CUDA graphs and replay them: for small models that the host cannot feed. One worker, any
+    precision (fp16's loss scaler is captured too), a fused optimizer; steps of other shapes, as the short last one of
+    an epoch, run without. A replay runs no Python code of the task; activations may take their memory twice."""
+    channels_last: Literal["auto"] | bool = Field(
+        default="auto", json_schema_extra={"rule": "must be auto, true or false"}
+    )
+    """Memory format of 4-D parameters and batches; auto: channels last for convolutions on CUDA."""
+    strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
+    """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp: torch's DataParallel, one process
+    on all its GPUs; none: a single worker, no wrapper."""
+    ddp: DdpConfig = Field(default_factory=DdpConfig)
+    """What only `strategy: ddp` has."""
+
+    optimizer: OptimizerConfig = Field(examples=[{"name": "adamw", "lr": 0.001}])
+    """The optimizer."""
+    lr_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    """The learning rate's course."""
+    lr_scaling: ScalingRule = Field(default_factory=ScalingRule)
+    """How the learning rate follows the batch size."""
+    clip_grad_norm: float | None = Field(default=None, gt=0, examples=[1.0])
+    """Largest norm of the gradient; larger ones are scaled down to it."""
+
+    data: DataConfig = Field(default_factory=DataConfig)
+    """How samples reach the device."""
+    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
+    """Workers and what each of them gets."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """When training state goes to storage."""
+    failure: FailureConfig = Field(default_factory=FailureConfig)
+    """Restarts for each kind of failure (`launcher: ray`)."""
+    tensorboard: bool = Field(default=False)
+    """Rank 0 writes the metrics as TensorBoard events too, to `tensorboard/` in the run's directory."""
+    profile_steps: int = Field(default=0, ge=0, examples=[5])
+    """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
+    noise_scale: bool = Field(default=False)
+    """Measure the gradient noise scale: on workers or microbatches in every tenth step, at the cost of two norms; on
+    one worker without accumulation every 20th step is taken as two halves (the same but for rounding, dropout masks
+    and random transforms)."""
+    memory_history: bool = Field(default=False)
+    """Record the stack of every CUDA allocation, for the snapshot that is saved on out of memory. Costs some speed."""
+    launcher: Literal["ray", "local", "spawn"] = Field(default="ray")
+    """Who starts the workers; under torchrun: torchrun."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for group in self.exclusive:
+            chosen = [name for name in group if getattr(self, name) is not None]
+            if not chosen:
+                first, second = group
+                example = (type(self).model_fields[first].examples or [1])[0]
+                raise ConfigError(first, MISSING, f"or {second} is required", f"add `{first}: {example}`")
+            if len(chosen) > 1:
+                raise ConfigError(
+                    chosen[1],
+                    getattr(self, chosen[1]),
+                    f"cannot stand beside {chosen[0]}",
+                    "keep exactly one of the two",
+                )
+        scaling = self.scaling
+        if scaling.max_workers > 1 and self.strategy in ("none", "dp"):
+            raise ConfigError("strategy", self.strategy, "is for one worker", "set `strategy: ddp`")
+        if self.ddp != DdpConfig() and self.strategy != "ddp":
+            raise ConfigError("ddp", plain(self.ddp), f"means nothing to strategy {self.strategy}", "remove it")
+        if self.cuda_graphs and self.compile in ("reduce-overhead", "max-autotune"):
+            raise ConfigError(
+                "cuda_graphs", True, f"is what compile {self.compile} does by itself", "set `cuda_graphs: false`"
+            )
+        if self.cuda_graphs and self.device in ("cpu", "mps"):
+            raise ConfigError("cuda_graphs", True, f"needs CUDA, not device {self.device}", "set `cuda_graphs: false`")
+        if self.cuda_graphs and scaling.max_workers > 1:
+            raise ConfigError(
+                "cuda_graphs", True, f"is for one worker, not for {scaling.max_workers}", "set `cuda_graphs: false`"
+            )
+        if self.cuda_graphs and self.strategy in ("fsdp", "dp"):
+            raise ConfigError(
+                "cuda_graphs", True, f"cannot follow strategy {self.strategy}, whose tensors move", "remove it"
+            )
+        if self.compile != "off" and self.strategy == "dp":
+            raise ConfigError(
+                "compile", self.compile, "cannot follow the replicas of strategy dp", "set `strategy: ddp`"
+            )
+        if self.compile in ("reduce-overhead", "max-autotune") and self.strategy == "fsdp":
+            raise ConfigError(
+                "compile", self.compile, "captures CUDA graphs, and fsdp moves its tensors", "set `compile: default`"
+            )
+        if scaling.max_workers > 1 and self.launcher == "local":
+            raise ConfigError(
+                "scaling.num_workers",
+                scaling.num_workers,
+                "must be 1 with `launcher: local`",
+                "set `launcher: spawn` or `launcher: ray`",
+            )
+        if isinstance(scaling.num_workers, list):
+            if self.launcher != "ray":
+                raise ConfigError(
+                    "scaling.num_workers", scaling.num_workers, "is elastic, which needs Ray", "set `launcher: ray`"
+                )
+            if self.batch_size_per_worker is not None:
+                raise ConfigError(
+                    "batch_size_per_worker",
+                    self.batch_size_per_worker,
+                    "has no fixed meaning with elastic workers",
+                    "set `global_batch_size`",
+                )
+        eps = 1e-8 if self.optimizer.eps is None else self.optimizer.eps
+        if self.precision == "fp16-pure" and self.optimizer.name != "sgd" and eps < _SMALLEST_HALF:
+            raise ConfigError(
+                "optimizer.eps",
+                eps,
+                f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero",
+                "set `eps: 1e-4`, or use precision fp16",
+            )
+        if self.fullgraph and self.compile == "off":
+            raise ConfigError("fullgraph", True, "needs a compiled model", "set `compile: default`")
+        return self
+
+    def with_global_batch(self) -> TrainConfig:
+        """The same run with `batch_size_per_worker` turned into `global_batch_size`."""
+        if self.batch_size_per_worker is None:
+            return self
+        size = self.batch_size_per_worker * self.scaling.max_workers
+        return self.model_copy(update={"global_batch_size": size, "batch_size_per_worker": None})
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of one optimizer step over all workers, whichever key gave it."""
+        if self.global_batch_size is not None:
+            return self.global_batch_size
+        assert self.batch_size_per_worker is not None
+        return self.batch_size_per_worker * self.scaling.max_workers
+
+    def tree(self) -> dict[str, Any]:
+        """Plain data that `TrainConfig` reads back; keys without a value are left out."""
+        return plain(self)

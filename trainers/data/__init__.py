@@ -1,0 +1,1 @@
+"""From a dataset's samples to batches on the device."""

@@ -1,0 +1,206 @@
+"""Parquet / Arrow files as a map-style dataset, memory-mapped; a whole batch is one gather for each column.
+
+    data = ArrowDataset("s3://bucket/train/*.parquet", ["features", "label"])
+    data[0]                      # (Tensor [n], Tensor [])
+    data.__getitems__([5, 2])    # (Tensor [2, n], Tensor [2]); `gather` is the same for an array, as the loader asks
+
+Nothing in a file is run: no pickle, no pandas metadata.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from trainers.data.arrow_columns import Array, NotMappedError, Numbers, Values, column_of, place
+from trainers.data.arrow_files import Entry, check_columns, column_names, converted, find_files
+from trainers.errors import ConfigError, StorageError
+from trainers.storage import Storage
+
+Decode = Callable[[list[Any]], Any]
+
+
+class ArrowDataset(Dataset[Any]):
+    """Rows of Parquet or Arrow (IPC, Feather 2) files.
+
+    Number columns give tensors [B], fixed-size lists [B, n, ...] (fixed-size binary: bytes [B, n]); text, bytes and
+    lists of other lengths (1-D tensors) stay Python lists of B values.
+
+    `files`: paths, URIs, globs or directories. `columns`: what a batch is made of, a sequence for a tuple, a mapping
+    for a dict; an entry that is a list of columns is stacked to [B, len]; None: a dict of all columns.
+    `shapes`: a column's shape of one sample, where its list is flat. `decode`: a column's function from its list of B
+    values to what the batch holds (images from bytes, padded tokens); must be picklable for loader processes.
+    `cache`: the directory for what cannot be mapped as it is (see trainers/data/arrow_files.py).
+
+    Raises ConfigError for what is not there, cannot be read, or has nulls; StorageError for storage that fails.
+    """
+
+    def __init__(
+        self,
+        files: str | Path | Sequence[str | Path],
+        columns: Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]] | None = None,
+        *,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        decode: Mapping[str, Decode] | None = None,
+        cache: str | Path | None = None,
+    ) -> None:
+        self._given, sources = str(files), find_files(files)
+        if columns is None:
+            columns = {name: name for name in column_names(sources[0])}
+        elif isinstance(columns, str):
+            columns = [columns]
+        self._keys = tuple(columns) if isinstance(columns, Mapping) else None
+        chosen = list(columns.values()) if isinstance(columns, Mapping) else list(columns)
+        self._entries: list[Entry] = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in chosen]
+        self._names = list(self._keys or [entry if isinstance(entry, str) else "+".join(entry) for entry in chosen])
+        self._decode, self._shapes = dict(decode or {}), {k: tuple(v) for k, v in (shapes or {}).items()}
+        for argument, given in (("decode", self._decode), ("shapes", self._shapes)):
+            for name in given:
+                if name not in self._names:
+                    near = difflib.get_close_matches(name, self._names, n=1)
+                    fix = f"did you mean `{near[0]}`?" if near else f"they are {', '.join(self._names)}"
+                    raise ConfigError(argument, name, "is not among the columns of a batch", fix)
+        self._sources, self._cache = sources, Path(cache) if cache is not None else None
+        for source in sources:
+            check_columns(source, [name for entry in self._entries for name in entry])
+        opened = self._open()
+        if any(file.rows == 0 for file in opened):  # a writer's empty part
+            self._sources = [source for source, file in zip(sources, opened, strict=True) if file.rows]
+            opened = self._open()
+        self._starts = np.cumsum([0, *(file.rows for file in opened)])
+        self._length = int(self._starts[-1])
+        self._check(opened)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_files": None}  # another process maps the files itself
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        batch = self.__getitems__([index % len(self)])
+        return {key: value[0] for key, value in batch.items()} if self._keys else tuple(value[0] for value in batch)
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        """A batch, ready: B samples in the order of their indices."""
+        return self.gather(np.asarray(indices, dtype=np.int64))
+
+    def gather(self, rows: Array) -> Any:
+        """The same for an int64 array."""
+        if len(rows) and rows.view(np.uint64).max() >= self._length:  # seen as unsigned, a negative one is too large
+            raise IndexError(f"samples {rows.min()} to {rows.max()} of {len(self)}")
+        files = self._files or self._open()
+        if len(files) == 1:
+            values = files[0].take(rows)
+        else:
+            owner = np.searchsorted(self._starts, rows, "right") - 1
+            offsets = rows - self._starts[owner]
+            values = [empty(len(rows)) for empty in (column.empty for column in files[0].columns)]
+            for number in np.unique(owner):
+                at = np.flatnonzero(owner == number)
+                for into, part in zip(values, files[number].take(offsets[at]), strict=True):
+                    place(into, at, part)
+        if self._decode or self._shapes:
+            values = [self._finished(name, value) for name, value in zip(self._names, values, strict=True)]
+        return dict(zip(self._keys, values, strict=True)) if self._keys else tuple(values)
+
+    def _finished(self, name: str, value: Tensor | list[Any]) -> Any:
+        if isinstance(value, list):
+            return self._decode[name](value) if name in self._decode else value
+        return value.view(len(value), *self._shapes[name]) if name in self._shapes else value
+
+    def _open(self) -> list[_MappedFile]:
+        self._files: list[_MappedFile] | None = [
+            _open_mapped(source, self._entries, self._cache) for source in self._sources
+        ]
+        return self._files
+
+    def _check(self, opened: list[_MappedFile]) -> None:
+        if not opened:
+            raise ConfigError("files", self._given, "hold no row", "give files with samples")
+        for index, name in enumerate(self._names):
+            kind = opened[0].columns[index].kind
+            for file in opened[1:]:
+                if file.columns[index].kind != kind:
+                    raise ConfigError(
+                        f"column {name}",
+                        file.columns[index].kind,
+                        f"in {file.name} differs from {kind} in {opened[0].name}",
+                        "write it alike in all files",
+                    )
+            column = opened[0].columns[index]
+            if name in self._decode and not isinstance(column, Values):
+                raise ConfigError("decode", name, "is a column of tensors already", "decode text, bytes or lists")
+            if name in self._shapes:
+                shape = self._shapes[name]
+                size = math.prod(column.shape) if isinstance(column, Numbers) else -1
+                if math.prod(shape) != size:
+                    raise ConfigError(f"shapes.{name}", list(shape), f"does not fit {kind}", "give the sample's shape")
+
+
+def _open_mapped(source: Storage, entries: Sequence[Entry], cache: Path | None) -> _MappedFile:
+    names = [entry[0] for entry in entries]
+    if source.is_local and all(len(entry) == 1 for entry in entries):
+        try:
+            return _MappedFile(Path(source.path), names, names, source.uri)
+        except NotMappedError:
+            pass
+    path = converted(source, entries, cache)
+    names = ["+".join(entry) for entry in entries]
+    try:
+        return _MappedFile(path, [str(index) for index in range(len(entries))], names, source.uri)
+    except NotMappedError as error:
+        raise StorageError(f"{path}, the copy of {source.uri}, is damaged: delete it") from error
+
+
+class _MappedFile:
+    """The record batches of one Arrow IPC file, in place."""
+
+    def __init__(self, path: Path, columns: list[str], names: list[str], name: str) -> None:
+        self.name = name
+        try:
+            whole = pa.memory_map(str(path)).read_buffer()
+            batches = _read_batches(whole)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise NotMappedError from error
+        self.rows = sum(batch.num_rows for batch in batches)
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])[:-1]
+        self._several = len(batches) > 1
+        sizes = {batch.num_rows for batch in batches[:-1]}
+        self._even = max(sizes) if len(sizes) == 1 and batches[-1].num_rows <= max(sizes) else 0
+        arrays = [[batch.column(column) for batch in batches] for column in columns]
+        self.columns = [
+            column_of(parts, whole, shown, name) for parts, shown in zip(arrays, names, strict=True) if parts
+        ]
+
+    def take(self, rows: Array) -> list[Tensor | list[Any]]:
+        """The values of some rows, a column each."""
+        pieces = None
+        if self._several:
+            # Record batches are of one size, but for the last, as nearly all writers leave them.
+            pieces = rows // self._even if self._even else np.searchsorted(self._starts, rows, "right") - 1
+            rows = rows - self._starts[pieces]
+        return [column.take(pieces, rows) for column in self.columns]
+
+
+def _read_batches(whole: pa.Buffer) -> list[pa.RecordBatch]:
+    head = whole.slice(0, min(6, whole.size)).to_pybytes()
+    if head.startswith(b"PAR1"):
+        raise NotMappedError
+    if head == b"ARROW1":
+        reader = pa.ipc.open_file(whole)
+        batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+    else:
+        batches = list(pa.ipc.open_stream(whole))
+    return [batch for batch in batches if batch.num_rows]

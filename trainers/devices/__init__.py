@@ -1,0 +1,1 @@
+"""One rank's hardware, and the group of ranks."""

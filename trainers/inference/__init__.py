@@ -1,0 +1,1 @@
+"""Use what was trained: evaluate, predict, export."""

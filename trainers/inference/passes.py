@@ -1,0 +1,249 @@
+"""A trained model at work: evaluate it on a split, or write what it says of every sample.
+
+Run as:
+    python -m trainers evaluate RUN [--split val] [--checkpoint newest|best|step-N] [--dotted.key value ...]
+    python -m trainers predict RUN --out FILE.parquet [the same]
+    torchrun --nproc-per-node 2 -m trainers predict RUN --out FILE.parquet
+One worker in this process, or `--scaling.num_workers N` of them. Everything else is as the run was trained, so that the
+figures of its own evaluation come out again to the last bit on the same hardware.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pyarrow import fs
+from torch import nn
+
+from trainers.checkpoint.store import Archive
+from trainers.config import TrainConfig
+from trainers.config.model import override, parse_overrides
+from trainers.context import RunContext
+from trainers.data.feed import Feed
+from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
+from trainers.errors import MISSING, CheckpointError, ConfigError, PacelineError, RunFailedError
+from trainers.inference.predict import predict
+from trainers.inference.saved_run import SavedRun
+from trainers.launch.find_task import add_to_path, load_task
+from trainers.launch.local import run_local, run_spawn, run_torchrun, setup_logging
+from trainers.launch.spec import RunSpec, check_precision, check_task, make_spec, torchrun_world_size
+from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
+from trainers.model.strategy import Group, compile_model
+from trainers.step.evaluation import evaluate
+from trainers.storage import Storage, storage_uri
+from trainers.task import Task
+
+
+@dataclass(frozen=True)
+class InferenceResult:
+    """What one pass over a split gave."""
+
+    checkpoint: str
+    """Where it is."""
+    step: int
+    split: str
+    samples: int
+    metrics: dict[str, float]
+    """Named after the split (`val_loss`); empty for predictions."""
+    time_s: float
+    """Of the pass alone: the model was there."""
+    world_size: int
+    device: str
+    precision: str
+    out: str | None = None
+
+    def to_json(self) -> str:
+        """As it crosses between processes."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        plural = "s" if self.world_size > 1 else ""
+        where = f"{self.world_size} worker{plural}, {self.device}, {self.precision}"
+        return "\n".join(
+            [
+                f"step {self.step} on the {self.samples:,} samples of {self.split}: {self.checkpoint}",
+                *(f"  {name} {value!r}" for name, value in sorted(self.metrics.items())),
+                f"  {self.samples / self.time_s:,.0f} samples/s ({self.time_s:.2f} s; {where})",
+                *([f"  predictions {self.out}"] if self.out else []),
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A job for the launchers: with `out` predictions, else an evaluation."""
+
+    spec: RunSpec
+    split: str
+    which: str
+    """The checkpoint: newest, best or step-N."""
+    out: str | None
+
+    @property
+    def config(self) -> TrainConfig:
+        """The run's configuration, with this command's changes."""
+        return self.spec.config
+
+    @property
+    def storage(self) -> Storage:
+        """The run's directory."""
+        return self.spec.storage
+
+    def read_result(self, text: bytes) -> InferenceResult:
+        """What `execute` gave on rank 0."""
+        return InferenceResult(**json.loads(text))
+
+    def execute(self, context: RunContext) -> InferenceResult:
+        """One pass as one worker."""
+        for number in (signal.SIGTERM, signal.SIGINT):  # nothing is to be kept: a signal ends it at once
+            signal.signal(number, signal.default_int_handler)
+        add_to_path(list(self.spec.path))
+        config = self.config
+        return infer(load_task(config.task, config.task_args, self.spec.source), config, context, self)
+
+
+def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) -> InferenceResult:
+    """Build, load and run on this worker. Every rank must call it; the result is rank-equal but for the time."""
+    device = resolve_device(config.device, context.device_index)
+    group = Group(context.rank, context.world_size, device)
+    set_flags(device, config.scaling.cpus_per_worker, config.deterministic)
+    spec = resolve_precision(config.precision, device)
+    apply_matmul(spec)
+    if context.local_rank == 0:
+        task.setup()
+    group.barrier()
+    dataset: Any = task.dataset(job.split)
+    if not hasattr(dataset, "__len__") or len(dataset) == 0:
+        raise ConfigError("--split", job.split, "has no sample, or a dataset without length", "name another split")
+    checkpoint, step, model, spec = _model(task, config, group, spec, job)
+    seed_all(config.seed + context.rank)
+    sharers = context.local_world_size if device.type == "cpu" else 1
+    feed = Feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed)
+    size = config.evaluate.microbatch_size
+    figures: dict[str, float] = {}
+    try:
+        group.barrier()
+        began = time.perf_counter()
+        with torch.inference_mode():
+            if job.out is None:
+                figures = evaluate(model, task, feed, size, spec, group)
+            else:
+                about = {"task": config.task, "split": job.split, "checkpoint": f"step-{step}"}
+                predict(model, task, feed, size, spec, group, Storage(job.out), about)
+        synchronize(device)
+        group.barrier()
+        time_s = time.perf_counter() - began
+    finally:
+        feed.close()
+    metrics = {f"{job.split}_{name.removeprefix('val_')}": value for name, value in figures.items()}
+    return InferenceResult(
+        checkpoint, step, job.split, len(dataset), metrics, time_s, group.world_size, str(device), spec.name, job.out
+    )
+
+
+def _model(
+    task: Task, config: TrainConfig, group: Group, spec: PrecisionSpec, job: Inference
+) -> tuple[str, int, nn.Module, PrecisionSpec]:
+    """Where the checkpoint is, its step, the model with its weights, and the precision with the model's layout."""
+    run = SavedRun(job.storage, config)
+    found = run.checkpoint(job.which) if group.rank == 0 else None
+    name = group.first(found.name if found else "")
+    archive = Archive(run.storage)
+    state = found.state if found else archive.read(name, "state.pt")
+    seed_all(config.seed)
+    model = task.model()
+    spec = spec.with_layout(config.channels_last, model, group.device)
+    model = spec.convert_model(model).to(group.device)
+    try:
+        step = int(state["position"]["step"])
+        model.load_state_dict(state["model"])
+        task.load_state_dict(state["task"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        words = str(error).replace("\n", " ")
+        raise CheckpointError(f"checkpoint {archive.storage.locate(name)} does not fit this model: {words}") from error
+    if config.compile != "off":
+        compile_model(model, config.compile, config.fullgraph)
+    return archive.storage.locate(name), step, model.eval(), spec
+
+
+def evaluate_command(args: Sequence[str]) -> int:
+    """The command `evaluate`; returns its exit code."""
+    return _command("evaluate", args)
+
+
+def predict_command(args: Sequence[str]) -> int:
+    """The command `predict`; returns its exit code."""
+    return _command("predict", args)
+
+
+def _command(command: str, args: Sequence[str]) -> int:
+    if not args or args[0].startswith("--"):
+        raise ConfigError("RUN", MISSING, f"must be given to {command}", f"write `{command} RUN`", "command line")
+    overrides = parse_overrides(args[1:])
+    split, which = str(overrides.pop("split", "val")), str(overrides.pop("checkpoint", "newest"))
+    torchrun = torchrun_world_size()
+    rank = int(os.environ["RANK"]) if torchrun is not None else 0
+    out = None
+    if command == "predict":
+        if "out" not in overrides:
+            raise ConfigError("--out", MISSING, "is required", "write `--out FILE.parquet`", "command line")
+        out = storage_uri(str(overrides.pop("out")))
+    spec = run_spec(args[0], overrides, torchrun)
+    setup_logging(rank)
+    check_task(spec)
+    check_precision(spec)
+    if out is not None and rank == 0:
+        check_out(out)
+    job = Inference(spec, split, which, out)
+    try:
+        if torchrun is not None:
+            result = run_torchrun(job)
+        else:
+            result = run_spawn(job) if spec.config.launcher == "spawn" else run_local(job)
+    except PacelineError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise RunFailedError.of(error, rank) from error
+    if rank == 0:
+        print(result)
+    return 0
+
+
+def run_spec(location: str, overrides: dict[str, Any], world_size: int | None) -> RunSpec:
+    """The run at `location` as this machine can execute it: one worker here unless `overrides` say otherwise.
+
+    `world_size` is torchrun's. Raises ConfigError.
+    """
+    run = SavedRun.open(location)
+    source = run.storage.locate("config.yaml")
+    workers = overrides.get("scaling.num_workers", 1) if world_size is None else world_size
+    launcher = "local" if workers == 1 and world_size is None else "spawn"
+    if overrides.get("launcher") == "ray":
+        raise ConfigError("launcher", "ray", "only trains", "set `launcher: spawn`, or use torchrun", "command line")
+    # The model is whole on every worker, however it was trained.
+    changes = {"storage_path": run.storage.parent.uri, "launcher": launcher, "strategy": "ddp", **overrides}
+    tree = override(TrainConfig, run.config.tree(), {**changes, "scaling.num_workers": workers})
+    directory = Path(run.storage.path) if run.storage.is_local else None
+    return replace(make_spec(tree, source, directory, own_workers=world_size is None), uri=run.storage.uri)
+
+
+def check_out(out: str) -> None:
+    """ConfigError when no file can be written there."""
+    target = Storage(out)
+    try:
+        target.parent.prove_writable()
+        is_directory = target.filesystem.get_file_info(target.path).type == fs.FileType.Directory  # type: ignore[attr-defined]
+    except ConfigError as error:
+        raise ConfigError("--out", out, error.rule, "name a file where this user may write") from error
+    if is_directory:
+        raise ConfigError("--out", out, "is a directory", "name a file in it")

@@ -1,0 +1,1 @@
+"""The specification of a run, and the launchers without Ray."""

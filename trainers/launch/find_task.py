@@ -1,0 +1,132 @@
+"""Find a task's module as the user means it: beside the YAML, above it, in the working directory, or installed."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.errors import ConfigError
+from trainers.launch.imports import without_collection
+from trainers.storage import inside_ray_job
+
+if TYPE_CHECKING:
+    from trainers.task import Task
+
+
+def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: str) -> list[str]:
+    """Directories that must be on `sys.path` for `module:Class`; found by looking for files, without an import.
+
+    Raises ConfigError when there is neither such a file nor such an installed module.
+    """
+    module = task.partition(":")[0]
+    starts = [Path(task_dir)] if task_dir else []
+    if yaml_dir is not None:
+        starts += [yaml_dir, *yaml_dir.parents]
+    starts.append(Path.cwd())
+    for start in starts:
+        root = Path(os.path.abspath(start))  # noqa: PTH100 (no symlink is resolved)
+        if _holds(root, module):
+            own = [str(yaml_dir)] if yaml_dir is not None and yaml_dir != root else []
+            return [str(root), *own]
+    if _installed(module):
+        return [str(yaml_dir)] if yaml_dir is not None else []
+    where = f"in {yaml_dir} or a directory above it, " if yaml_dir else ""
+    beside = sorted(path.stem for path in yaml_dir.glob("*.py")) if yaml_dir else []
+    near = difflib.get_close_matches(module.rsplit(".", 1)[-1], beside, n=1)
+    fix = f"did you mean `{near[0]}:{task.partition(':')[2]}`?" if near else "check the name, or set `task_dir`"
+    file = module.replace(".", "/") + ".py"
+    raise ConfigError(
+        "task", task, f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module", fix, source
+    )
+
+
+def _holds(root: Path, module: str) -> bool:
+    base = root.joinpath(*module.split("."))
+    return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def portable(paths: list[str]) -> list[str]:
+    """Inside a Ray job: directories below the working directory as relative ones, since the job's package is in another
+    place for the next job and maybe on another node. Elsewhere the paths as they are.
+    """
+    if not inside_ray_job():
+        return paths
+    here = Path.cwd()
+    return [str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path for path in paths]
+
+
+def add_to_path(paths: list[str]) -> None:
+    """Put directories first on `sys.path`; a relative one is looked for below every entry there already."""
+    for path in reversed(paths):
+        if Path(path).is_absolute():
+            found: str | None = path
+        else:
+            bases = [str(Path.cwd()), *sys.path]
+            found = next((str(Path(base) / path) for base in bases if (Path(base) / path).is_dir()), None)
+        if found is not None:
+            if found in sys.path:
+                sys.path.remove(found)
+            sys.path.insert(0, found)
+
+
+def _where(error: Exception) -> str:
+    """File and line of an import's failure: the innermost one that is the user's, not a library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = ("site-packages", "<frozen", sysconfig.get_path("stdlib"))
+    theirs = [frame for frame in frames[1:] if not any(part in frame.filename for part in libraries)]
+    at = (theirs or frames)[-1]
+    return f"{Path(at.filename).name}:{at.lineno}"
+
+
+def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
+    """Import and construct a task; its directories must be on `sys.path`. ConfigError says what is wrong."""
+    with without_collection():
+        from trainers.task import Task
+    module_name, _, class_name = task.partition(":")
+    try:
+        with without_collection():
+            module = importlib.import_module(module_name)
+    except Exception as error:
+        words = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ConfigError(
+            "task",
+            task,
+            f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})",
+            "mend that line or install what it needs",
+            source,
+        ) from error
+    cls = getattr(module, class_name, None)
+    if cls is None:
+        near = difflib.get_close_matches(class_name, dir(module), n=1)
+        fix = f"did you mean `{module_name}:{near[0]}`?" if near else "name a class that is there"
+        raise ConfigError("task", task, f"names no class of {module.__file__}", fix, source)
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise ConfigError("task", task, "is not a trainers.task.Task", "derive the class from Task", source)
+    try:
+        inspect.signature(cls).bind(**task_args)
+    except TypeError as error:
+        raise ConfigError(
+            "task_args",
+            task_args,
+            f"does not fit {class_name} ({error})",
+            f"its signature is {class_name}{inspect.signature(cls)}",
+            source,
+        ) from error
+    return cls(**task_args)

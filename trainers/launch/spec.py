@@ -1,0 +1,237 @@
+"""A run as plain data: read from a file, checked before any worker starts, and executed by each worker.
+
+Environment read: RAY_ADDRESS (the cluster of `launcher: ray`; without it an embedded one on this machine);
+RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.config import TrainConfig
+from trainers.config.model import build, dump_yaml, override, parse_mapping
+from trainers.errors import MISSING, ConfigError
+from trainers.launch.find_task import add_to_path, load_task, portable, task_path
+from trainers.launch.imports import without_collection
+from trainers.storage import Storage, storage_uri
+
+if TYPE_CHECKING:
+    from trainers.context import RunContext
+    from trainers.measure.clock import RunResult
+
+# Keys that decide what is learned. A run that goes on must not have changed them.
+IDENTITY = (
+    "task",
+    "task_args",
+    "seed",
+    "global_batch_size",
+    "drop_last",
+    "precision",
+    "optimizer",
+    "lr_schedule",
+    "lr_scaling",
+    "clip_grad_norm",
+)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything that a worker needs; crosses to other processes as plain data."""
+
+    tree: dict[str, Any]
+    """The resolved TrainConfig."""
+    path: tuple[str, ...]
+    """Directories of the task's module."""
+    source: str
+    """The file it came from, for error messages."""
+    uri: str
+    """The run's directory."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """The configuration."""
+        return build(TrainConfig, self.tree, self.source)
+
+    @property
+    def storage(self) -> Storage:
+        """The run's directory."""
+        return Storage(self.uri)
+
+    def execute(self, context: RunContext) -> RunResult:
+        """Run the loop as one worker."""
+        with without_collection():
+            import torch._dynamo  # noqa: F401 (every optimizer imports it)
+
+            from trainers.loop.fit import fit
+        add_to_path(list(self.path))
+        config = self.config
+        return fit(load_task(config.task, config.task_args, self.source), config, context)
+
+    def read_result(self, text: bytes) -> RunResult:
+        """What `execute` gave, from its JSON."""
+        from trainers.measure.clock import RunResult
+
+        return RunResult.from_json(text)
+
+
+def torchrun_world_size() -> int | None:
+    """The number of workers when torchrun (or what sets its variables) started this process."""
+    if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        return int(os.environ["WORLD_SIZE"])
+    return None
+
+
+def read_file(location: str) -> tuple[str, Path | None]:
+    """The text of a configuration file and its directory (None when it is not on this machine)."""
+    if "://" in location:
+        file = Storage(location)
+        storage, name = file.parent, file.name
+        if not storage.exists(name):
+            raise ConfigError("the file", location, "is not there", "check the URI")
+        return decode(storage.read(name), location), None
+    path = Path(location)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        raise ConfigError(
+            "the file",
+            location,
+            "is not there",
+            f"did you mean `{path.parent / near[0]}`?" if near else "check its name",
+        )
+    return decode(path.read_bytes(), location), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
+
+
+def decode(data: bytes, source: str) -> str:
+    """Text of a file; ConfigError when it is none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError("the file", MISSING, f"is not text ({error.reason})", "save it as UTF-8", source) from error
+
+
+def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
+    """A YAML mapping that we wrote to storage; ConfigError names the file when it is damaged."""
+    source = storage.locate(name)
+    return parse_mapping(decode(storage.read(name), source), source)
+
+
+def read_spec(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec:
+    """Read and check a training file; ConfigError says what is wrong, before torch or Ray is imported.
+
+    `world_size` is given by a launcher that has decided it already (torchrun).
+    """
+    text, directory = read_file(location)
+    tree = override(TrainConfig, parse_mapping(text, location), overrides)
+    if world_size is not None:
+        tree = override(TrainConfig, tree, {"scaling.num_workers": world_size, "launcher": "spawn"})
+    return make_spec(tree, location, directory, own_workers=world_size is None)
+
+
+def make_spec(tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True) -> RunSpec:
+    """Check a training mapping that came from `source`, whose relative names mean `directory`.
+
+    `own_workers`: the workers will be started here, and must fit; torchrun's are started already, on any machine.
+    """
+    config = build(TrainConfig, tree, source)
+    try:
+        path = task_path(config.task, config.task_dir, directory, source)
+        uri = storage_uri(config.storage_path)
+        if own_workers and (config.launcher != "ray" or not os.environ.get("RAY_ADDRESS")):
+            check_machine(config)
+    except ConfigError as error:
+        raise error.at(source) from error
+    resolved = config.with_global_batch().tree()
+    return RunSpec(resolved, tuple(portable(path)), source, Storage(uri).child(config.name).uri)
+
+
+def check_machine(config: TrainConfig) -> None:
+    """Workers of a local launcher must fit on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers, each = config.scaling.max_workers, config.scaling.cpus_per_worker
+    if workers * each > cores:
+        cost = f" with {each} cores each" if each > 1 else ""
+        raise ConfigError(
+            "scaling.num_workers",
+            workers,
+            f"must fit on this machine{cost}, which has {cores} cores",
+            f"set it to at most {max(1, cores // each)}, or use `launcher: ray` on a cluster",
+        )
+
+
+def check_task(spec: RunSpec) -> None:
+    """What only the task's own module can refute: that it imports, its class, its arguments."""
+    add_to_path(list(spec.path))
+    config = spec.config
+    load_task(config.task, config.task_args, spec.source)
+
+
+def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
+    """The precision and the device: `device_type` is where workers will train; None: what this machine has."""
+    from trainers.devices.device import resolve_device
+    from trainers.model.precision import check_device_type, resolve_precision
+
+    config = spec.config
+    try:
+        if device_type is None:
+            resolve_precision(config.precision, resolve_device(config.device))
+        else:
+            check_device_type(config.precision, device_type)
+    except ConfigError as error:
+        raise error.at(spec.source) from error
+
+
+def delete_own(storage: Storage, mark: str) -> None:
+    """Delete a directory that holds the file `mark`, which we wrote; ConfigError when it holds something else."""
+    if storage.names() and not storage.exists(mark):
+        raise ConfigError(
+            "--fresh", storage.uri, f"is not ours to delete: it holds files but no {mark}", "give another `--name`"
+        )
+    storage.delete("")
+
+
+def _finished(storage: Storage) -> RunResult | None:
+    """The result of a run that is done; None when there is none, or none that can be read."""
+    from trainers.measure.clock import RunResult
+
+    if not storage.exists("result.json"):
+        return None
+    try:
+        result = RunResult.from_json(storage.read("result.json"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return result if result.status == "done" else None
+
+
+def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
+    """Make the run's directory ready; the result when the run is complete already.
+
+    Raises ConfigError when another run of this name is there that learned something else.
+    """
+    storage = spec.storage
+    if fresh:
+        delete_own(storage, "config.yaml")
+    storage.prove_writable()
+    if storage.exists("config.yaml"):
+        before = read_mapping(storage, "config.yaml")
+        for key in IDENTITY:
+            if before.get(key) != spec.tree.get(key):
+                raise ConfigError(
+                    key,
+                    spec.tree.get(key),
+                    f"differs from {before.get(key)} in {storage.uri}",
+                    "train under another `--name`, or start anew with --fresh",
+                    spec.source,
+                )
+        same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps"))
+        if same_length and (result := _finished(storage)) is not None:
+            return result
+        storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
+    # Where the task is, for whoever opens the run later from another directory.
+    found = {"task_dir": spec.path[0]} if spec.path else {}
+    storage.write("config.yaml", dump_yaml({**spec.tree, **found}).encode())
+    return None

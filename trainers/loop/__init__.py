@@ -1,0 +1,1 @@
+"""Build, train and watch one worker's run."""

@@ -1,0 +1,66 @@
+"""The shared per-worker loop: the same `fit(task, config, context)` in a test, under torchrun, Ray, and in a lane.
+
+build: device, seed, data, model, optimizer; probe the microbatch (trainers/loop/build.py)
+resume the newest complete checkpoint, and train (trainers/loop/training.py)
+out of memory in mid-training: again, with a smaller microbatch
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+
+import torch
+
+from trainers.config import TrainConfig
+from trainers.context import RunContext
+from trainers.errors import TooLargeError
+from trainers.loop.build import build_parts
+from trainers.loop.training import Training
+from trainers.loop.watchdog import Watchdog
+from trainers.measure.clock import RunResult
+from trainers.measure.profiler import inspect_run, memory_watched
+from trainers.step.ceiling import next_smaller
+from trainers.task import Task
+
+logger = logging.getLogger(__name__)
+
+
+def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
+    """Train, on this worker, the run that `config` describes. Every rank must call it; the result is rank-equal.
+
+    A single worker that runs out of memory in mid-training goes on from its newest checkpoint with a smaller
+    microbatch; of several workers the launcher starts the group again. Raises ConfigError (a value that only the
+    device or the data could refute), DivergedError, PreemptedError, TooLargeError, StorageError, CheckpointError,
+    torch.OutOfMemoryError, and whatever the task raises.
+    """
+    config = config.with_global_batch()
+    task_state = copy.deepcopy(task.state_dict())
+    while True:
+        try:
+            with memory_watched(config, context):
+                return _attempt(task, config, context)
+        except TooLargeError as error:
+            if context.world_size > 1:
+                raise TooLargeError(*error.args) from None  # without the frames that hold what did not fit
+            logger.warning("%s; going on with a smaller one", error)
+            context.microbatch_ceiling = next_smaller(error.microbatch_size)
+        task.load_state_dict(task_state)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _attempt(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
+    with contextlib.ExitStack() as stack:
+        inspection = inspect_run(config, context)
+        if inspection is not None:
+            stack.callback(inspection.close)
+        parts = build_parts(task, config, context)
+        stack.callback(parts.close)
+        watchdog = Watchdog(config.failure.hang_timeout_s, context.rank, context.storage, context.hung)
+        stack.callback(watchdog.close)
+        parts.train_feed.beat = parts.val_feed.beat = watchdog.beat
+        return Training(task, config, context, parts, watchdog, inspection, stack).run()

@@ -1,0 +1,210 @@
+"""What a worker measures of itself beside the loop, and how it compares with the other ranks.
+
+Nothing here runs in a step but two hooks under DDP that read a clock (on a GPU: record an event made before). All
+else is read at the end of a log window, when the device has been waited for anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from trainers.devices.device import device_name, memory_figures
+from trainers.devices.nvml import GpuReadings
+from trainers.loop.build import Parts
+from trainers.measure.clock import WARMUP_STEPS, StepClock, Throughput, Totals
+from trainers.measure.ranks import RankFigures, findings
+from trainers.step.flops import device_peak, utilisation
+
+logger = logging.getLogger(__name__)
+
+COMPARE_EVERY_S = 10.0
+"""Between two gathers of all ranks' figures during training."""
+_MEMORY_EVERY_S = 1.0  # a reading is a tenth of a millisecond, and a window may be a single step
+_EVENT_PAIRS = 64
+
+
+class Monitor:
+    """Figures of one worker's run: by window for the log, since the last comparison and in all for the balance."""
+
+    def __init__(self, parts: Parts, clock: StepClock, captured: bool) -> None:
+        """`captured`: steps are CUDA graphs, in which no hook runs."""
+        self.device, self.group, self.clock = parts.device, parts.group, clock
+        self.flops_per_sample = parts.flops_per_sample
+        called = parts.step.model
+        self.peak = device_peak(self.device, parts.spec.name)
+        if isinstance(called, DataParallel) and self.peak is not None:
+            self.peak *= len(called.device_ids)
+        if self.peak is None and self.device.type == "cuda" and self.group.rank == 0:
+            logger.info("no peak of %s in %s is known: MFU is left out", device_name(self.device), parts.spec.name)
+        self._gpu = GpuReadings(self.device)
+        watched = isinstance(called, DistributedDataParallel) and not captured
+        self._backward = BackwardTimer(called, self.device) if watched else None
+        self._warm: Totals | None = None
+        self._window = self._compared = Totals()
+        self._compared_s = 0.0
+        self._memory_s = float("-inf")
+        self._latest: dict[str, Any] | None = None
+        self._said: set[str] = set()
+
+    def window(self) -> dict[str, float]:
+        """Global speed and this rank's data wait of the steps since the last call; memory, at most once a second.
+
+        The device must have been waited for (`StepClock.end_span`).
+        """
+        now = self.clock.totals()
+        spent, self._window = now - self._window, now
+        if self._warm is None and now.steps >= WARMUP_STEPS:
+            self._warm = now
+        self._gpu.sample()
+        if self._backward is not None:
+            self._backward.collect()
+        found: dict[str, float] = {}
+        if time.monotonic() - self._memory_s >= _MEMORY_EVERY_S:
+            self._memory_s = time.monotonic()
+            found |= {name: value for name, value in memory_figures(self.device).items() if name != "total_bytes"}
+        if spent.time_s > 0:
+            found["samples_per_s"] = spent.samples / spent.time_s
+            found["step_time_s"] = spent.time_s / spent.steps
+            found["data_wait_share"] = min(1.0, spent.wait_s / spent.time_s)
+            mfu = self.mfu(found["samples_per_s"])
+            if mfu is not None:
+                found["mfu"] = mfu
+        return found
+
+    def mfu(self, samples_per_s: float) -> float | None:
+        """Model FLOPs utilisation at this global speed; None when FLOPs (rank 0 has them) or the peak are not known."""
+        return utilisation(self.flops_per_sample, samples_per_s, self.group.world_size, self.peak)
+
+    def model_flops(self, speed: Throughput | None) -> tuple[float | None, float | None]:
+        """FLOPs of a sample and the utilisation at this speed; rank 0's are the run's."""
+        return self.flops_per_sample, None if speed is None else self.mfu(speed.samples_per_s)
+
+    def compare(self, elapsed_s: float) -> list[RankFigures] | None:
+        """All ranks side by side since the last comparison, every ten seconds; None in between, or with one rank.
+
+        `elapsed_s` must be equal on all ranks, and every rank must call this equally often: it may be a collective.
+        Rank 0 warns, once for each finding.
+        """
+        if self.group.world_size == 1 or elapsed_s - self._compared_s < COMPARE_EVERY_S:
+            return None
+        self._compared_s = elapsed_s
+        now = self.clock.totals()
+        spent, self._compared = now - self._compared, now
+        rows = self.group.gather(self._row(spent, self._backward.take() if self._backward is not None else None))
+        self._warn(rows)
+        return rows
+
+    def finish(self) -> list[RankFigures]:
+        """All ranks side by side over the whole run after warm-up. Every rank must call it."""
+        now = self.clock.totals()
+        warm = now - self._warm if self._warm is not None and now.steps > self._warm.steps else now
+        rows = self.group.gather(self._row(warm, self._backward.mean() if self._backward is not None else None))
+        self._warn(rows)
+        return rows
+
+    def close(self) -> None:
+        """Let go of NVML and of the hooks."""
+        self._gpu.close()
+        if self._backward is not None:
+            self._backward.close()
+
+    def _row(self, spent: Totals, backward_s: float | None) -> RankFigures:
+        memory = memory_figures(self.device)
+        self._latest = self._gpu.take() or self._latest
+        time_s, steps = max(spent.time_s, 1e-9), max(spent.steps, 1)
+        return {
+            "rank": self.group.rank,
+            "host": socket.gethostname(),
+            "device": str(self.device),
+            "steps": spent.steps,
+            "train_time_s": spent.time_s,
+            "samples_per_s": spent.own_samples / time_s,
+            "samples_per_step": spent.own_samples / steps,
+            "step_time_s": spent.time_s / steps,
+            "data_wait_share": min(1.0, spent.wait_s / time_s),
+            "idle_share": spent.idle_steps / steps,
+            "backward_s": backward_s,
+            "allocated_bytes": memory.get("allocated_bytes", 0),
+            "reserved_bytes": memory.get("reserved_bytes", 0),
+            "peak_bytes": memory["peak_bytes"],
+            "total_bytes": memory["total_bytes"],
+            "gpu": self._latest,
+        }
+
+    def _warn(self, rows: list[RankFigures]) -> None:
+        if self.group.rank != 0:
+            return
+        for key, words in findings(rows):
+            if key not in self._said:
+                self._said.add(key)
+                logger.warning("uneven ranks: %s", words)
+
+
+class BackwardTimer:
+    """Time from the end of DDP's forward to the rank's last gradient: no collective lies between them.
+
+    The last gradient is that of the first parameter, as DDP's own buckets assume. On a GPU both ends are events, of
+    which a fixed number of pairs is recorded between two calls of `collect`.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._pairs: list[tuple[Any, Any]] = []
+        if self._on_gpu:
+            make: Any = torch.cuda.Event
+            self._pairs = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(_EVENT_PAIRS)]
+        self._used = 0
+        self._began: float | None = None
+        self._sum_s, self._count = 0.0, 0
+        self._taken_s, self._taken = 0.0, 0
+        first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+        self._hooks = [model.register_forward_hook(self._forward_ended)]
+        if first is not None:
+            self._hooks.append(first.register_hook(self._backward_ended))
+
+    def _forward_ended(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        if not torch.is_grad_enabled() or (self._on_gpu and self._used == _EVENT_PAIRS):
+            return
+        self._began = time.perf_counter()
+        if self._on_gpu:
+            self._pairs[self._used][0].record()
+
+    def _backward_ended(self, gradient: Tensor) -> None:
+        if self._began is None:
+            return
+        if self._on_gpu:
+            self._pairs[self._used][1].record()
+            self._used += 1
+        else:
+            self._sum_s += time.perf_counter() - self._began
+            self._count += 1
+        self._began = None
+
+    def collect(self) -> None:
+        """Read the events; the device must have been waited for."""
+        for begin, end in self._pairs[: self._used]:
+            self._sum_s += begin.elapsed_time(end) / 1e3
+        self._count += self._used
+        self._used = 0
+
+    def take(self) -> float | None:
+        """Mean since the last call, in seconds; None without any."""
+        count, sum_s = self._count - self._taken, self._sum_s - self._taken_s
+        self._taken, self._taken_s = self._count, self._sum_s
+        return sum_s / count if count else None
+
+    def mean(self) -> float | None:
+        """Mean of all, in seconds; None without any."""
+        return self._sum_s / self._count if self._count else None
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()

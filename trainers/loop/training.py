@@ -1,0 +1,333 @@
+"""The loop itself, on one worker: steps, and whatever is due between them.
+
+until the last step (of this launcher's part of the run), or until asked to stop:
+    set the learning rate; run one step (trainers/step/train_step.py); count it
+    every `log_every_steps`: the mean loss of those steps
+    every ten steps, and before anything is kept: all ranks agree on stop, divergence, checkpoint time
+    when due: evaluate; checkpoint; report
+evaluate and checkpoint the end; write `result.json`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.checkpoint.keeper import Keeper
+from trainers.config import TrainConfig
+from trainers.context import RunContext
+from trainers.devices.device import device_name, environment, reset_peak_memory
+from trainers.errors import DivergedError, PreemptedError, Status, classify
+from trainers.loop.build import Parts
+from trainers.loop.console import say_evaluation, say_start, say_window
+from trainers.loop.monitor import Monitor
+from trainers.loop.watchdog import Watchdog
+from trainers.measure.clock import RunLog, RunResult, StepClock
+from trainers.measure.profiler import Inspection
+from trainers.model.optimizer import lr_factor
+from trainers.model.strategy import is_sharded, share_buffers
+from trainers.step.ceiling import refuse_microbatch
+from trainers.step.evaluation import evaluate
+from trainers.step.microbatch import OUT_OF_MEMORY
+from trainers.task import Task
+
+logger = logging.getLogger(__name__)
+
+AGREE_EVERY_STEPS = 10
+"""Between two agreements of all ranks: a bad loss or a stop is acted on within so many steps."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    stop: bool
+    diverged: bool
+    checkpoint_due: bool
+    preempted: bool
+    writing: bool
+    """Whether a rank is at work on a checkpoint in the background."""
+
+
+class Training:
+    """One attempt of one worker: the loop itself."""
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        context: RunContext,
+        parts: Parts,
+        watchdog: Watchdog,
+        inspection: Inspection | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.task, self.config, self.context, self.parts, self.watchdog = task, config, context, parts, watchdog
+        self.inspection = inspection
+        self.step, self.end = 0, parts.total_steps
+        if context.until_epoch is not None:
+            steps = round(context.until_epoch * parts.sampler.steps_per_epoch, 6)
+            self.end = min(self.end, math.ceil(steps))
+        self.began = time.monotonic()
+        self.metrics: dict[str, float] = {}
+        self.clock = StepClock(parts.device)
+        self.monitor = Monitor(parts, self.clock, config.cuda_graphs)
+        stack.callback(self.monitor.close)
+        self.checkpoint: str | None = None
+        self.evaluated_step = -1
+        self.logged_step = 0
+        self.elapsed_s = 0.0
+        storage = context.storage
+        self.log = RunLog(storage, config.tensorboard) if storage and context.rank == 0 else None
+        self.keeper = Keeper(storage, parts, task, config, self.log, self.kept) if storage else None
+        if self.keeper is not None:
+            stack.callback(self.keeper.checkpoints.abandon)
+
+    def run(self) -> RunResult:
+        """All of it, from the newest checkpoint on."""
+        parts = self.parts
+        reset_peak_memory(parts.device)
+        self.resume()
+        if self.context.rank == 0:
+            say_start(parts, self.config, self.context)
+        if self.log is not None and self.context.storage is not None:
+            report = json.dumps(environment(parts.device), indent=2)
+            self.context.storage.write("environment.json", report.encode())
+        stopped = False
+        while self.step < self.end and not stopped:
+            stopped = self.epoch() and self.step < self.end
+        self.end_window()
+        if not stopped and self.evaluated_step != self.step:
+            self.evaluate()
+        if self.keeper is not None:
+            if self.keeper.kept_step != self.step:
+                self.keep(at_once=True)
+            self.keeper.settle()
+        return self.finish("done" if self.step == parts.total_steps else "stopped")
+
+    def epoch(self) -> bool:
+        """The rest of the current epoch; whether the run was asked to stop in it."""
+        parts, sampler = self.parts, self.parts.sampler
+        self.clock.end_span()  # the last steps of an epoch after which nothing was due
+        number, first = divmod(self.step, sampler.steps_per_epoch)
+        sampler.set_epoch(number)
+        last = min(sampler.steps_per_epoch, first + self.end - self.step)
+        even = is_sharded(parts.model)
+        plans = [sampler.plan(step, self.microbatch_size(step - first), even) for step in range(first, last)]
+        flat: list[Tensor] = [indices for microbatches, _ in plans for indices in microbatches]
+        batches: Iterator[Any] = self.clock.timed(parts.train_feed.batches(flat, training=True))
+        self.clock.start_span()
+        for step, (_, sizes) in zip(range(first, last), plans, strict=True):
+            parts.step.set_lr(lr_factor(self.config.lr_schedule, self.step, parts.total_steps))
+            size = sampler.step_size(step)
+            try:
+                parts.step(batches, sizes, size, idle=not any(sizes))
+            except (RuntimeError, MemoryError) as error:
+                self.check_memory(error)
+                raise
+            self.step += 1
+            self.clock.step(size, sum(sizes))
+            if self.inspection is not None:
+                self.inspection.step(self.clock)
+            if self.after_step():
+                return True
+        return False
+
+    def microbatch_size(self, ahead: int) -> int:
+        """Of the step that comes after so many others: smaller where the noise scale wants two pieces of it."""
+        noise, size = self.parts.step.noise, self.parts.microbatch_size
+        return size if noise is None else noise.microbatch_size(self.step + ahead, size)
+
+    def after_step(self) -> bool:
+        """Whatever is due after a step; whether to stop."""
+        config, parts = self.config, self.parts
+        per_epoch = parts.sampler.steps_per_epoch
+        evaluate_now = self.due(config.evaluate.every_steps, config.evaluate.every_epochs, per_epoch)
+        keep = config.checkpoint
+        by_time = keep.every_s is not None
+        keeps = self.keeper is not None
+        checkpoint_now = keeps and not by_time and self.due(keep.every_steps, keep.every_epochs, per_epoch)
+        agreed = _Agreed(False, False, False, False, False)
+        if evaluate_now or checkpoint_now or self.step % AGREE_EVERY_STEPS == 0 or self.step == self.end:
+            self.clock.end_span()
+            agreed = self.agree()
+            if agreed.diverged:
+                if self.keeper is not None:
+                    self.keeper.settle()
+                raise DivergedError(
+                    f"the loss became NaN or infinite between steps {max(0, self.step - AGREE_EVERY_STEPS)} and "
+                    f"{self.step}" + (f"; the last good checkpoint is {self.checkpoint}" if self.checkpoint else "")
+                )
+            if self.keeper is not None and not agreed.writing:
+                self.keeper.advance()
+        if self.step % config.log_every_steps == 0:
+            self.end_window()
+        improved = False
+        if evaluate_now:
+            self.end_window()
+            improved = self.evaluate()
+        if (checkpoint_now or improved or (keeps and agreed.checkpoint_due)) and self.step < self.end:
+            self.end_window()
+            self.keep(at_once=agreed.preempted)
+        if agreed.preempted and self.step < self.end:
+            raise PreemptedError(f"a node is being taken away; step {self.step} is kept in {self.checkpoint}")
+        if not self.clock.running:
+            self.clock.start_span()
+        return agreed.stop
+
+    def due(self, every_steps: int | None, every_epochs: int | None, per_epoch: int) -> bool:
+        """Whether the step that has just ended is one of every so many."""
+        interval = every_steps or (every_epochs or 1) * per_epoch
+        return self.step % interval == 0
+
+    def agree(self) -> _Agreed:
+        """One small maximum over ranks, so that all do the same next."""
+        now = time.monotonic()
+        config = self.config
+        elapsed_s = now - self.began
+        out_of_time = config.max_time_s is not None and elapsed_s > config.max_time_s
+        due = self.keeper is not None and self.keeper.due()
+        writing = self.keeper is not None and self.keeper.checkpoints.busy
+        stop = self.context.should_stop(self.elapsed_s) or out_of_time
+        preempted = self.context.preempted(self.elapsed_s)
+        flags = torch.tensor(
+            [stop, bool(self.parts.step.bad), due or preempted, preempted, writing, elapsed_s], dtype=torch.float64
+        )
+        *flagged, self.elapsed_s = self.parts.group.max(flags).tolist()
+        return _Agreed(*(bool(flag) for flag in flagged))
+
+    def check_memory(self, error: Exception) -> None:
+        """TooLargeError where a step ran out of memory and a smaller microbatch may be chosen."""
+        parts = self.parts
+        if classify(error) in OUT_OF_MEMORY:
+            refuse_microbatch(error, parts.microbatch_size, self.config, self.context, device_name(parts.device))
+
+    def end_window(self) -> None:
+        """The mean loss of the steps since the last window, in the log and on the terminal."""
+        steps = self.step - self.logged_step
+        if steps == 0:
+            return
+        self.clock.end_span()
+        self.metrics["train_loss"] = self.parts.step.take_loss() / steps
+        self.logged_step = self.step
+        record = {**self.position(), "lr": self.lr(), "train_loss": self.metrics["train_loss"], **self.monitor.window()}
+        noise = self.parts.step.noise
+        if noise is not None:
+            noise.take()
+            record |= noise.recent()
+        ranks = self.monitor.compare(self.elapsed_s)
+        throughput = self.clock.throughput()
+        if throughput is not None:
+            progress = self.step / self.parts.total_steps
+            figures = {"loss": self.metrics["train_loss"], "progress": progress, **asdict(throughput)}
+            self.context.observe(figures | ({"mfu": record["mfu"]} if "mfu" in record else {}))
+        if self.log is not None:
+            self.log.add(record | ({"ranks": ranks} if ranks else {}))
+            say_window(record, self.parts.total_steps, throughput)
+
+    def evaluate(self) -> bool:
+        """Evaluate and report; whether this is the best so far, by `checkpoint.best`."""
+        parts = self.parts
+        began = time.perf_counter()
+        share_buffers(parts.model, parts.group)
+        figures = evaluate(
+            parts.model, self.task, parts.val_feed, self.config.evaluate.microbatch_size, parts.spec, parts.group
+        )
+        self.metrics |= figures
+        self.evaluated_step = self.step
+        record = {**self.position(), **figures}
+        if self.log is not None:
+            self.log.add(record)
+        if self.context.rank == 0:
+            say_evaluation(self.step, figures, time.perf_counter() - began)
+        self.context.report({**self.position(), **self.metrics}, None, self.elapsed_s)
+        return self.keeper is not None and self.keeper.checkpoints.improves(figures)
+
+    def keep(self, at_once: bool) -> None:
+        """Write a checkpoint and the log up to it; with `checkpoint.async` and not `at_once` while training goes on."""
+        if self.keeper is None:
+            return
+        position = {
+            "step": self.step,
+            "global_batch_size": self.config.batch_size,
+            "train_samples": self.parts.sampler.length,
+            "train_time_s": self.clock.train_time_s,
+            "metrics": dict(self.metrics),
+            "evaluated_step": self.evaluated_step,
+        }
+        self.keeper.keep(position, self.metrics if self.evaluated_step == self.step else {}, at_once)
+
+    def kept(self, where: str) -> None:
+        """A checkpoint is complete: report it."""
+        self.checkpoint = where
+        self.watchdog.beat()
+        self.context.report({**self.position(), **self.metrics}, where, self.elapsed_s)
+
+    def resume(self) -> None:
+        """Take the newest complete checkpoint, if there is one."""
+        position = self.keeper.resume(self.context.source) if self.keeper is not None else None
+        if self.keeper is None or position is None:
+            return
+        self.step = self.logged_step = int(position["step"])
+        self.clock.train_time_s = float(position["train_time_s"])
+        self.metrics = dict(position["metrics"])
+        self.evaluated_step = int(position["evaluated_step"])
+        if self.keeper.kept_step == self.step:
+            self.checkpoint = self.keeper.checkpoints.locate(self.step)
+        if self.context.rank == 0:
+            logger.info("resumed at step %d from %s", self.step, self.checkpoint or self.context.source)
+
+    def position(self) -> dict[str, Any]:
+        """Where the run is, for logs and reports."""
+        return {
+            "step": self.step,
+            "epoch": self.step / self.parts.sampler.steps_per_epoch,
+            "train_time_s": self.clock.train_time_s,
+        }
+
+    def lr(self) -> float:
+        """The learning rate of the last step, of the first group."""
+        return float(self.parts.optimizer.param_groups[0]["lr"])
+
+    def finish(self, status: Status) -> RunResult:
+        """The result, the same on every rank; rank 0 writes it."""
+        group = self.parts.group
+        ranks = self.monitor.finish()
+        throughput, first_step_s = group.first((self.clock.throughput(), self.clock.first_step_s))
+        flops_per_sample, mfu = group.first(self.monitor.model_flops(throughput))
+        noise = self.parts.step.noise
+        compiled = group.first(self.inspection.compiled() if self.inspection is not None else None)
+        result = RunResult(
+            status=status,
+            steps=self.step,
+            epochs=self.step / self.parts.sampler.steps_per_epoch,
+            world_size=self.context.world_size,
+            global_batch_size=self.config.batch_size,
+            microbatch_size=self.parts.microbatch_size,
+            accumulation=self.parts.accumulation,
+            train_time_s=self.clock.train_time_s,
+            wall_time_s=time.monotonic() - self.began,
+            peak_memory_bytes=max(row["peak_bytes"] for row in ranks),
+            throughput=throughput,
+            metrics={name: value for name, value in self.metrics.items() if not math.isnan(value)},
+            checkpoint=self.checkpoint,
+            first_step_s=first_step_s,
+            compile=compiled,
+            flops_per_sample=flops_per_sample,
+            mfu=mfu,
+            ranks=ranks,
+            noise_scale=noise.figures() if noise is not None else None,
+        )
+        if self.context.storage is not None and self.context.rank == 0:
+            if self.log is not None:
+                self.log.flush(self.step)
+            self.context.storage.write("result.json", result.to_json().encode())
+        group.barrier()
+        return result

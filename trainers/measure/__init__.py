@@ -1,0 +1,1 @@
+"""Clocks, logs and profiles of a run."""

@@ -1,0 +1,114 @@
+"""The ranks of a run side by side: who waits, who is slow, who has nothing to do. Pure functions over plain rows.
+
+Under DDP every rank's step takes equally long, because the fast ones wait in the all-reduce. So ranks are compared by
+what each does before it waits for anybody: the time until its batches are there, and the time of its own backward pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, TypedDict
+
+_WAIT_SHARE = 0.1
+_SLOWER = 1.2
+_OF_STEP = 0.05
+_IDLE_SHARE = 0.1
+_EVIDENCE_S = 1.0  # of training, below which a difference in time is noise
+_HARMFUL = ("hardware", "heat", "heat (hardware)", "power brake")
+
+
+class RankFigures(TypedDict):
+    """One rank's row."""
+
+    rank: int
+    host: str
+    device: str
+    steps: int
+    """Those that the row is about."""
+    train_time_s: float
+    samples_per_s: float
+    """Of this rank's own samples."""
+    samples_per_step: float
+    step_time_s: float
+    data_wait_share: float
+    """Of the training time, spent until a batch was there."""
+    idle_share: float
+    """Of the steps: those in which the rank had no sample."""
+    backward_s: float | None
+    """Loss and backward pass of one microbatch until its last gradient, without waiting for other ranks; DDP only."""
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+    total_bytes: int
+    gpu: dict[str, Any] | None
+    """What NVML says (trainers/devices/nvml.py)."""
+
+
+def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
+    """What is uneven between ranks: a key that names rank and kind, and the sentence to log, with figures."""
+    found: list[tuple[str, str]] = []
+    for row in rows:
+        rank, others = row["rank"], [other for other in rows if other is not row]
+        if not others:
+            return []
+        if row["idle_share"] > _IDLE_SHARE:
+            words = (
+                f"has no sample in {row['idle_share']:.0%} of its steps: the global batch is too small for all ranks"
+            )
+            found.append((f"{rank} idle", f"rank {rank} {words}"))
+        if row["train_time_s"] < _EVIDENCE_S:
+            continue
+        wait = statistics.median(other["data_wait_share"] for other in others)
+        if row["data_wait_share"] - wait > _WAIT_SHARE:
+            words = f"waits {row['data_wait_share']:.0%} of its time for data, the others {wait:.0%}"
+            found.append((f"{rank} data", f"rank {rank} ({row['host']}) {words}"))
+        if (slower := _slower(row, others)) is not None:
+            found.append((f"{rank} slow", f"rank {rank} ({row['host']}) {slower}"))
+        slowed = [reason for reason in (row["gpu"] or {}).get("slowed_by", ()) if reason in _HARMFUL]
+        if slowed:
+            found.append((f"{rank} clocks", f"the GPU of rank {rank} ({row['host']}) is slowed by {', '.join(slowed)}"))
+    return found
+
+
+def _slower(row: RankFigures, others: list[RankFigures]) -> str | None:
+    own = row["backward_s"]
+    known = [other["backward_s"] for other in others if other["backward_s"] is not None]
+    if own is None or not known or row["idle_share"] > _IDLE_SHARE:
+        return None
+    usual = statistics.median(known)
+    if own < _SLOWER * usual or own - usual < _OF_STEP * row["step_time_s"]:
+        return None
+    words = f"takes {own / usual - 1:.0%} longer for a backward pass ({own * 1e3:.2f} ms, the others {usual * 1e3:.2f})"
+    samples = statistics.median(other["samples_per_step"] for other in others)
+    if row["samples_per_step"] > 1.05 * samples:
+        words += f"; it has {row['samples_per_step']:.3g} samples a step, the others {samples:.3g}"
+    return words
+
+
+def table(rows: list[RankFigures]) -> list[str]:
+    """The rows as lines of a table for the terminal; GPU columns only where there are readings."""
+    columns = [("rank", [str(row["rank"]) for row in rows]), ("host", [row["host"] for row in rows])]
+    columns += [
+        ("samples/s", [f"{row['samples_per_s']:,.0f}" for row in rows]),
+        ("step ms", [f"{row['step_time_s'] * 1e3:.2f}" for row in rows]),
+        ("data", [f"{row['data_wait_share']:.0%}" for row in rows]),
+    ]
+    if any(row["backward_s"] is not None for row in rows):
+        cells = ["-" if row["backward_s"] is None else f"{row['backward_s'] * 1e3:.2f}" for row in rows]
+        columns.append(("backward ms", cells))
+    columns.append(("peak MiB", [f"{row['peak_bytes'] / 2**20:,.0f}" for row in rows]))
+    if any(row["gpu"] for row in rows):
+        for title, name, form in (
+            ("GPU", "utilisation", ".0%"),
+            ("W", "power_w", ".0f"),
+            ("C", "temperature_c", ".0f"),
+        ):
+            columns.append((title, [_cell((row["gpu"] or {}).get(name), form) for row in rows]))
+        columns.append(("slowed by", [", ".join((row["gpu"] or {}).get("slowed_by", ())) or "-" for row in rows]))
+    widths = [max(len(title), *(len(cell) for cell in cells)) for title, cells in columns]
+    lines = [[title for title, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

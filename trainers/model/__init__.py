@@ -1,0 +1,1 @@
+"""A module made trainable: precision, strategy, gradients, optimizer."""

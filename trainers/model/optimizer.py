@@ -1,0 +1,65 @@
+"""Optimizer, learning-rate schedule and batch-size rules from configuration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainers.config import TrainConfig
+from trainers.config.sections import ScheduleConfig
+from trainers.model.strategy import is_shard
+
+_CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+_FUSED_DEVICES = ("cpu", "cuda", "mps")
+
+
+def scaled_lr(config: TrainConfig) -> float:
+    """The learning rate at this run's global batch size.
+
+    linear: lr x k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt: lr x sqrt(k) (Malladi et al. 2022,
+    arXiv 2205.10287, section 4), with k = global batch size / base batch size.
+    """
+    rule, base = config.lr_scaling.rule, config.lr_scaling.base_batch_size
+    if rule == "none" or base is None:
+        return config.optimizer.lr
+    ratio = config.batch_size / base
+    return config.optimizer.lr * (ratio if rule == "linear" else math.sqrt(ratio))
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """The configured optimizer over all parameters that need a gradient, fused where the device has it.
+
+    Fused steps read `found_inf` on the device, so a bad step is skipped without a host synchronisation.
+    """
+    chosen = config.optimizer
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options: dict[str, Any] = {"lr": scaled_lr(config), "weight_decay": chosen.weight_decay}
+    for name in ("momentum", "nesterov", "eps"):
+        if (value := getattr(chosen, name)) is not None:
+            options[name] = value
+    if chosen.betas is not None:
+        options["betas"] = tuple(chosen.betas)
+    fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+    if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
+        fused = False  # torch 2.15 has no sharded form of it
+    return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
+
+
+def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
+    """What the learning rate is multiplied by in `step` (from 0) of `total_steps`.
+
+    Warm-up rises linearly and reaches 1 at its last step; then constant, or linear or half a cosine to 0 after the
+    last step.
+    """
+    warmup = schedule.warmup
+    steps = math.ceil(warmup * total_steps) if isinstance(warmup, float) else warmup
+    if step < steps:
+        return (step + 1) / steps
+    if schedule.name == "constant":
+        return 1.0
+    progress = (step - steps) / max(1, total_steps - steps)
+    return 1.0 - progress if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,140 @@
+"""What each precision name means for autocast, scaler, parameters and matmul, and which devices can do it.
+
+| name      | autocast | loss scaler | parameters | fp32 matmul | cpu | cuda           | mps |
+|-----------|----------|-------------|------------|-------------|-----|----------------|-----|
+| fp32      | -        | -           | as built   | ieee        | yes | yes            | yes |
+| tf32      | -        | -           | as built   | tf32        | no  | capability 8.0 | no  |
+| bf16      | bfloat16 | -           | as built   | ieee        | yes | capability 8.0 | yes |
+| fp16      | float16  | yes         | as built   | ieee        | yes | yes            | yes |
+| bf16-pure | -        | -           | bfloat16   | ieee        | yes | capability 8.0 | yes |
+| fp16-pure | -        | -           | float16    | ieee        | yes | yes            | yes |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainers.config.train import Precision
+from trainers.errors import ConfigError
+from trainers.task import Batch, map_tensors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrecisionSpec:
+    """One row of the table."""
+
+    name: Precision
+    autocast: torch.dtype | None = None
+    scaler: bool = False
+    parameters: torch.dtype | None = None
+    matmul: str = "ieee"
+    devices: tuple[str, ...] = ("cpu", "cuda", "mps")
+    min_capability: tuple[int, int] = (0, 0)
+    channels_last: bool = False
+    """Memory format of 4-D tensors: no part of the table, a run chooses it (`with_layout`)."""
+
+    def autocast_context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """The context for forward and loss."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast)
+
+    def with_layout(self, wanted: Literal["auto"] | bool, model: nn.Module, device: torch.device) -> PrecisionSpec:
+        """The same row with the memory format that `wanted` means for this model: auto is for convolutions on CUDA."""
+        images = any(parameter.ndim == 4 for parameter in model.parameters())
+        if wanted is True and not images:
+            logger.warning("`channels_last` is true, but the model has no 4-D parameter: only batches are converted")
+        return replace(self, channels_last=wanted is True or (wanted == "auto" and images and device.type == "cuda"))
+
+    def convert_model(self, model: nn.Module) -> nn.Module:
+        """Manual half: parameters and buffers in this format, 4-D ones in its layout too."""
+        if self.parameters is not None:
+            model = model.to(self.parameters)
+        if self.channels_last:  # not `model.to(memory_format=...)`, which refuses a model with a 5-D parameter as well
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.ndim == 4:
+                    tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+        return model
+
+    def convert_batch(self, batch: Batch) -> Batch:
+        """Manual half: floating tensors in the parameters' format and layout; indices and masks stay."""
+        if self.parameters is None and not self.channels_last:
+            return batch
+        return map_tensors(self._convert, batch)
+
+    def _convert(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if self.parameters is not None:
+            tensor = tensor.to(self.parameters)
+        if self.channels_last and tensor.ndim == 4:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor
+
+
+_AMPERE = (8, 0)
+TABLE: dict[str, PrecisionSpec] = {
+    spec.name: spec
+    for spec in (
+        PrecisionSpec("fp32"),
+        PrecisionSpec("tf32", matmul="tf32", devices=("cuda",), min_capability=_AMPERE),
+        PrecisionSpec("bf16", autocast=torch.bfloat16, min_capability=_AMPERE),
+        PrecisionSpec("fp16", autocast=torch.float16, scaler=True),
+        PrecisionSpec("bf16-pure", parameters=torch.bfloat16, min_capability=_AMPERE),
+        PrecisionSpec("fp16-pure", parameters=torch.float16),
+    )
+}
+
+
+def resolve_precision(name: str, device: torch.device) -> PrecisionSpec:
+    """The row for `name`; ConfigError when `device` cannot do it."""
+    spec = TABLE[name]
+    able = able_precisions(device)
+    if name not in able:
+        what = device.type
+        if device.type == "cuda":
+            what = f"{torch.cuda.get_device_name(device)} (capability {torch.cuda.get_device_capability(device)})"
+        raise ConfigError("precision", name, f"is not something that {what} can do", f"use one of {', '.join(able)}")
+    return spec
+
+
+def able_precisions(device: torch.device) -> list[Precision]:
+    """The names that `device` can do, in the table's order."""
+    return [row.name for row in TABLE.values() if _able(row, device)]
+
+
+def _able(spec: PrecisionSpec, device: torch.device) -> bool:
+    if device.type not in spec.devices:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= spec.min_capability
+
+
+def apply_matmul(spec: PrecisionSpec) -> None:
+    """Set what fp32 matmuls and convolutions compute in, process-wide, whatever it was before.
+
+    torch's older switches set its newer `fp32_precision` too. Set alone, the newer ones differ from the older, and
+    reading those then raises: torch.compile does, for convolutions and batched products.
+    """
+    lower = spec.matmul == "tf32"
+    backends: Any = torch.backends
+    for inherited in (backends, backends.mkldnn, backends.mkldnn.conv, backends.mkldnn.rnn):
+        inherited.fp32_precision = "none"
+    torch.set_float32_matmul_precision("high" if lower else "highest")
+    torch.backends.cudnn.allow_tf32 = lower
+
+
+def check_device_type(name: str, device_type: str) -> None:
+    """ConfigError when no device of this type can do the precision (its capability is checked where it is)."""
+    if device_type not in TABLE[name].devices:
+        able = [row.name for row in TABLE.values() if device_type in row.devices]
+        raise ConfigError(
+            "precision", name, f"is not something that a {device_type} device can do", f"use one of {', '.join(able)}"
+        )

@@ -1,0 +1,282 @@
+"""Devices that share one model: the wrapper of each strategy, and the few collectives that the loop needs.
+
+| strategy | before the optimizer   | after the probe      | gradients of a step                           |
+|----------|------------------------|----------------------|-----------------------------------------------|
+| ddp      | to the device          | DDP around it        | averaged over ranks, in float32 or bfloat16   |
+| fsdp     | sharded in place       | -                    | averaged and scattered: each rank keeps a part|
+| dp       | to the first GPU       | DataParallel around  | summed on the first GPU of the one process    |
+| none     | to the device          | -                    | as they are                                   |
+
+With one rank (ddp, fsdp) or one GPU (dp) the model stays bare. The bare module keeps its parameters' names always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel, parallel_apply
+
+from trainers.config.sections import DdpConfig
+from trainers.errors import ConfigError
+from trainers.model.gradient_hooks import exchanged
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Group:
+    """The ranks of one run. With one rank every method returns at once, and no process group is needed.
+
+    Every rank must call every method equally often.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, on the tensor's own device."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The maximum over ranks, on the tensor's own device."""
+        return self._reduce(tensor, dist.ReduceOp.MAX)
+
+    def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        moved = tensor.detach().to(self.device, copy=True)
+        dist.all_reduce(moved, operation)
+        return moved.to(tensor.device)
+
+    def gather(self, value: T) -> list[T]:
+        """Plain data of every rank, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def collect(self, value: T) -> list[T]:
+        """Plain data of every rank, in rank order, on rank 0; nothing on the others."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0)
+        return values or []
+
+    def first(self, value: T) -> T:
+        """Rank 0's plain data on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.gather(None)
+
+
+def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
+    """The model on the group's device, sharded over all ranks under fsdp: before the optimizer takes its parameters.
+
+    Every rank must call it with the same weights.
+    """
+    if strategy != "fsdp" or group.world_size == 1:
+        return model.to(group.device)
+    from torch.distributed.device_mesh import init_device_mesh  # 0.4 s, for fsdp alone
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(group.device.type, (group.world_size,))
+    for parameter in model.parameters():  # FSDP2 wants them so; batches may still be channels last
+        parameter.data = parameter.data.contiguous()
+    for unit in shard_units(model):  # each goes to the device by itself: the whole model need not fit there
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def shard_units(model: nn.Module) -> list[nn.Module]:
+    """What is gathered and freed by itself under fsdp: the blocks that a ModuleList or Sequential repeats.
+
+    A block is a child with parameters, at any depth, that is no such container itself; nothing inside it is split
+    further. What is left, and blocks that share a parameter with something outside them, is the root's.
+    """
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+
+    def blocks(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if type(module) in _CONTAINERS and type(child) not in _CONTAINERS:
+                yield child
+            else:
+                yield from blocks(child)
+
+    def whole(block: nn.Module) -> bool:
+        own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
+        return bool(own) and all(uses[parameter] == count for parameter, count in own.items())
+
+    return [block for block in blocks(model) if whole(block)]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether forward and backward of this module are collectives (FSDP2)."""
+    return hasattr(type(model), "set_requires_gradient_sync")
+
+
+def wrap_model(
+    model: nn.Module,
+    group: Group,
+    strategy: str = "ddp",
+    ddp: DdpConfig | None = None,
+    watch: Callable[[Any], Any] | None = None,
+) -> nn.Module:
+    """What training calls in place of the bare module; that module itself where nothing is to be added.
+
+    `watch` makes of DDP's communication hook (None: its own average) one that also looks at the gradients.
+    """
+    if strategy == "dp":
+        return _data_parallel(model, group.device)
+    ddp = ddp or DdpConfig()
+    if strategy != "ddp" or group.world_size == 1:
+        if ddp != DdpConfig():
+            logger.warning("`ddp` is left out: one worker has nobody to send gradients to")
+        return model
+    ids = [group.device.index] if group.device.type == "cuda" else None
+    wrapped = DistributedDataParallel(
+        model, device_ids=ids, gradient_as_bucket_view=True, static_graph=ddp.static_graph
+    )
+    hook: Any = exchanged(group.rank, group.world_size) if group.device.type == "cpu" else None
+    if ddp.compression == "bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        hook = bf16_compress_hook
+    if watch is not None:
+        hook = watch(hook)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    return wrapped
+
+
+def check_static_graph(ddp: DdpConfig, group: Group, accumulation: int, microbatch_size: int) -> None:
+    """ConfigError where DDP's static graph would meet a backward whose gradients stay on the rank."""
+    if ddp.static_graph and group.world_size > 1 and accumulation > 1:
+        raise ConfigError(
+            "ddp.static_graph",
+            True,
+            f"cannot accumulate, and microbatches of {microbatch_size} make {accumulation} of a worker's share",
+            "remove it, or set a larger `microbatch_size`",
+        )
+
+
+def _data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if gpus < 2:
+        logger.warning("strategy dp has %d GPU here: the model is trained as with strategy none", gpus)
+        return model
+    return _DataParallel(model, device_ids=list(range(gpus)))
+
+
+class _DataParallel(DataParallel[nn.Module]):
+    """Replicas run in threads of their own, which autocast to float16 whatever format the caller has chosen."""
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        dtype = torch.get_autocast_dtype("cuda")
+        calls: Any = [functools.partial(_in_format, dtype, replica) for replica in replicas]
+        return parallel_apply(calls, inputs, kwargs, self.device_ids[: len(replicas)])
+
+
+def _in_format(dtype: torch.dtype, replica: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+    torch.set_autocast_dtype("cuda", dtype)
+    return replica(*inputs, **kwargs)
+
+
+def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
+    """torch.compile in place: the module keeps its class and its names. dynamic=False: every size here comes back.
+
+    A sharded model is compiled a unit at a time, inside FSDP's hooks, which no graph may hold; what the root does
+    between its units stays eager.
+    """
+    if not is_sharded(model):
+        model.compile(mode=mode, fullgraph=fullgraph, dynamic=False)
+        return
+    sharded = [module for module in model.modules() if is_sharded(module)]
+    for unit in sharded[1:] or sharded:
+        unit.forward = torch.compile(unit.forward, mode=mode, fullgraph=fullgraph, dynamic=False)
+
+
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """A backward in this context keeps its gradients on the rank: all microbatches of a step but the last."""
+    if isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return _unreduced(model) if is_sharded(model) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _unreduced(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def share_buffers(model: nn.Module, group: Group) -> None:
+    """Rank 0's buffers on every rank, as DDP does before a forward: BatchNorm's statistics are one model's."""
+    if group.world_size > 1:
+        with torch.no_grad():
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+
+
+def is_shard(tensor: Any) -> bool:
+    """Whether this is a rank's part of a tensor (a DTensor)."""
+    return isinstance(tensor, Tensor) and hasattr(type(tensor), "full_tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part that this rank has, without autograd, on the tensor's own memory."""
+    detached: Any = tensor.detach()
+    part: Tensor = detached.to_local() if is_shard(detached) else detached
+    return part
+
+
+def whole(tree: Any, group: Group) -> Any:
+    """Nested plain data with every sharded tensor in one piece, in host memory of rank 0; other ranks get None for it.
+
+    Every rank must call it.
+    """
+    if is_shard(tree):
+        full = tree.full_tensor()
+        return full.cpu() if group.rank == 0 else None
+    if isinstance(tree, dict):
+        return {key: whole(value, group) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(whole(value, group) for value in tree)
+    return tree
+
+
+def shard_like(tree: Any, like: Any) -> Any:
+    """Nested plain data whose tensors every rank has whole: each is cut as its counterpart in `like` is, if it is."""
+    if is_shard(like):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(
+            tree.to(like.device, like.dtype), like.device_mesh, like.placements, src_data_rank=None
+        )
+    if isinstance(tree, dict) and isinstance(like, dict):
+        return {key: shard_like(value, like.get(key)) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)) and isinstance(like, (tuple, list)) and len(tree) == len(like):
+        return type(tree)(shard_like(value, part) for value, part in zip(tree, like, strict=True))
+    return tree

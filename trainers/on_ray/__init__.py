@@ -1,0 +1,1 @@
+"""Everything of trainers that imports Ray."""

@@ -1,0 +1,117 @@
+"""What the connected cluster may grow to, by its cluster file (Ray).
+
+Ray has a register for it, which its own autoscaler of 2.60 leaves empty (ray pull request 63012). So the file is read
+where a job's driver finds it: on the head of a `ray up` cluster, and in KubeRay's head from Kubernetes itself.
+
+Environment read: RAY_ADDRESS, without which a cluster is embedded and never grows; in Kubernetes RAY_CLUSTER_NAME and
+KUBERNETES_SERVICE_HOST, which KubeRay and Kubernetes set.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainers.on_ray.environment import embedded  # before Ray, which reads what it sets
+
+# isort: split
+import ray
+import yaml
+from ray._private.state import state
+
+logger = logging.getLogger(__name__)
+
+BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
+"""Where `ray up` leaves the file on the head, with the resources of every type filled in."""
+_HEAD = "node:__internal_head__"
+_JOIN_S, _LOOK_S = 60, 1.0
+_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def nodes_at_most() -> list[dict[str, float]]:
+    """The nodes that the cluster file allows, the head among them, each with its resources; none if unknown."""
+    config = state.get_cluster_config()
+    if config is not None and config.node_group_configs:
+        return [dict(group.resources) for group in config.node_group_configs for _ in range(max(0, group.max_count))]
+    file = _file(ray.get_runtime_context().get_node_id())
+    if _sizes_unknown(file):
+        _wait_for_a_worker()
+    return allowed(file, max(_workers_up(), key=_size, default={}))
+
+
+def _workers_up() -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"] and _HEAD not in node["Resources"]]
+
+
+@functools.cache
+def _wait_for_a_worker() -> None:
+    """Once: a job may be submitted while the hosts of `ray up` are still joining."""
+    deadline = time.monotonic() + _JOIN_S
+    if not _workers_up():
+        logger.info("no worker has joined the cluster yet: waiting %d s at most", _JOIN_S)
+    while not _workers_up() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+
+
+def _sizes_unknown(config: Mapping[str, Any]) -> bool:
+    """Whether the file allows workers without saying how large they are: hosts of one's own."""
+    types = (config.get("available_node_types") or {}).values()
+    return any(one.get("max_workers") and not _numbers(one.get("resources") or {}) for one in types)
+
+
+def allowed(config: Mapping[str, Any], like: Mapping[str, Any] | None = None) -> list[dict[str, float]]:
+    """The same of a file that Ray has prepared: every type's limit and the cluster's, largest nodes first.
+
+    `like`: the resources of a worker that is up; hosts of one's own, whose size no file says, count as so large.
+    """
+    types: Mapping[str, Mapping[str, Any]] = config.get("available_node_types") or {}
+    head = config.get("head_node_type")
+    sizes = {name: _numbers(node_type.get("resources") or {}) for name, node_type in types.items()}
+    usual = _numbers(like or {})
+    workers = [sizes[name] or usual for name in types for _ in range(types[name].get("max_workers") or 0)]
+    workers.sort(key=_size, reverse=True)
+    nodes = [sizes[head]] if head in sizes else []
+    return [size for size in [*nodes, *workers[: config.get("max_workers") or 0]] if size]
+
+
+def _numbers(resources: Mapping[str, Any]) -> dict[str, float]:
+    """Without what is only on one node, such as its address."""
+    known = {name: amount for name, amount in resources.items() if isinstance(amount, int | float)}
+    return {name: float(amount) for name, amount in known.items() if not name.startswith("node:")}
+
+
+def _size(resources: Mapping[str, Any]) -> tuple[float, float]:
+    return resources.get("GPU", 0), resources.get("CPU", 0)
+
+
+@functools.cache
+def _file(node_id: str) -> Mapping[str, Any]:
+    """The file as the connected cluster's head has it; empty where this is not its head."""
+    heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
+    if embedded() or node_id not in heads:
+        return {}
+    name = os.environ.get("RAY_CLUSTER_NAME")
+    try:
+        if name and "KUBERNETES_SERVICE_HOST" in os.environ:
+            return _of_kuberay(name)
+        file = BOOTSTRAP.expanduser()
+        found: Mapping[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return found
+    except (OSError, ValueError, KeyError, yaml.YAMLError) as error:  # OSError: requests' own errors, too
+        logger.warning("what the cluster may grow to is not known (%s): only nodes that are up count", error)
+        return {}
+
+
+def _of_kuberay(name: str) -> Mapping[str, Any]:
+    """The RayCluster from Kubernetes, read as Ray's autoscaler beside the head reads it, with the head's account."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+    from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
+
+    client = KubernetesHttpApiClient(_NAMESPACE.read_text(encoding="utf-8").strip())
+    config: Mapping[str, Any] = _derive_autoscaling_config_from_ray_cr(client.get(f"rayclusters/{name}"))
+    return config

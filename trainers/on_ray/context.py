@@ -1,0 +1,144 @@
+"""The loop's context inside a worker of a Ray TorchTrainer, and the run's figures as Ray metrics (Ray)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
+
+# isort: split
+import ray
+import ray.train
+import ray.train.torch
+import torch
+from ray.experimental import internal_kv
+from ray.train import Checkpoint, CheckpointUploadMode
+from ray.util.metrics import Gauge
+
+from trainers.storage import Storage
+
+PREEMPTION_POLL_S = 2.0
+"""Between two looks for a drained node; each is a small collective of Ray's own."""
+REPORT_EVERY_S = 20.0
+"""Between two reports to Ray's controller; each blocks for up to its polling interval of 0.5 s."""
+
+
+FIGURES: dict[str, tuple[str, ...]] = {
+    "samples_per_s": ("run",),
+    "step_time_s": ("run",),
+    "loss": ("run",),
+    "mfu": ("run",),
+    "data_wait_share": ("run", "rank"),
+    "gpu_memory_bytes": ("run", "rank"),
+}
+"""What Prometheus is told of a run, and the tags of each; without the rank, rank 0 tells it."""
+
+
+class RayContext:
+    """RunContext of a worker of a Ray TorchTrainer."""
+
+    launcher = "ray"
+
+    def __init__(self, storage: Storage | None) -> None:
+        context = ray.train.get_context()
+        self.storage = storage
+        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        self.local_rank, self.local_world_size = context.get_local_rank(), context.get_local_world_size()
+        self.device_index = own_gpu()
+        self.microbatch_ceiling: int | None = None
+        self.microbatch_bounds: tuple[int | None, int | None] = (None, None)
+        self.source: Storage | None = None
+        self.until_epoch: float | None = None
+        self._told_s = self._asked_s = -math.inf
+        self._untold: tuple[dict[str, Any], str | None] | None = None
+        self._gauges = Gauges(storage.name, self.rank) if storage else None
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+        """Give Ray the metrics, and a reference to a checkpoint that is on storage already; not more often than
+        every 20 s, because Ray's report waits for its controller's next look, and `flush` gives the last.
+        """
+        known = self._untold[1] if self._untold else None
+        self._untold = (metrics, checkpoint or known)
+        if elapsed_s - self._told_s >= REPORT_EVERY_S:
+            self._told_s = elapsed_s
+            self.flush()
+
+    def flush(self) -> None:
+        """Tell Ray what it has not been told. Every rank calls it."""
+        if self._untold is None:
+            return
+        (metrics, checkpoint), self._untold = self._untold, None
+        reference = None
+        if checkpoint is not None and self.rank == 0:
+            where = Storage(checkpoint)
+            reference = Checkpoint(where.path, filesystem=where.filesystem)
+        ray.train.report(metrics, checkpoint=reference, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+    def observe(self, figures: dict[str, float]) -> None:
+        """To Ray's metrics, which Prometheus reads."""
+        if self._gauges is not None:
+            self._gauges.set(figures)
+
+    def should_stop(self, elapsed_s: float) -> bool:
+        """Whether the driver was asked to stop (Ctrl-C, `ray job stop`); rank 0 looks for all."""
+        return self.rank == 0 and self.storage is not None and stop_requested(self.storage)
+
+    def preempted(self, elapsed_s: float) -> bool:
+        """Whether Ray knows that a node of the run will be drained; asked every two seconds, by all ranks."""
+        if elapsed_s - self._asked_s < PREEMPTION_POLL_S:
+            return False
+        self._asked_s = elapsed_s
+        return ray.train.get_preemption_info() is not None
+
+    def fits(self, microbatch_size: int, fits: bool) -> None:
+        """Nobody else would use it."""
+
+    def too_large(self, microbatch_size: int) -> None:
+        """The run's directory knows it."""
+
+    def hung(self, words: str) -> None:
+        """The stacks in the run's directory tell the controller."""
+
+
+class Gauges:
+    """The newest figures of one worker as Ray metrics: `ray_paceline_...` for Prometheus, as metrics.csv lists them."""
+
+    def __init__(self, run: str, rank: int) -> None:
+        self._tags = {"run": run, "rank": str(rank)}
+        self._names = {name: keys for name, keys in FIGURES.items() if rank == 0 or "rank" in keys}
+        self._known: dict[str, Gauge] = {}
+
+    def set(self, figures: dict[str, float]) -> None:
+        """Set those figures that are watched."""
+        if torch.cuda.is_available():
+            figures = {**figures, "gpu_memory_bytes": torch.cuda.memory_allocated()}
+        for name in figures.keys() & self._names.keys():
+            keys = self._names[name]
+            if name not in self._known:
+                self._known[name] = Gauge(f"paceline_{name}", tag_keys=keys)
+            self._known[name].set(figures[name], {key: self._tags[key] for key in keys})
+
+
+def _stop_key(storage: Storage) -> bytes:
+    return f"paceline-stop {storage.uri}".encode()
+
+
+def request_stop(storage: Storage, wanted: bool) -> None:
+    """Ask the workers of the run in this directory to leave, or take the wish back."""
+    if wanted:
+        internal_kv._internal_kv_put(_stop_key(storage), b"1", overwrite=True)
+    else:
+        internal_kv._internal_kv_del(_stop_key(storage))
+
+
+def stop_requested(storage: Storage) -> bool:
+    """Whether the driver of the run in this directory asked its workers to leave."""
+    return bool(internal_kv._internal_kv_exists(_stop_key(storage)))
+
+
+def own_gpu() -> int:
+    """Index of this worker's GPU among those it sees; 0 without any."""
+    if not torch.cuda.is_available():
+        return 0
+    return int(ray.train.torch.get_device().index or 0)

@@ -1,0 +1,93 @@
+"""The process group of Ray Train's workers, without torch in Ray's controller (Ray).
+
+Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in the controller and in Ray's own record
+of the runs, too), and leaves the choice of a backend to the controller's node, which may be a head without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
+
+# isort: split
+import ray
+import ray.train
+from ray.train._internal.utils import get_address_and_port
+from ray.train.backend import Backend, BackendConfig
+
+from trainers.launch.imports import without_collection
+
+_LEAVE_S = 10.0
+
+
+@dataclass
+class GroupConfig(BackendConfig):
+    """In the place of Ray's TorchConfig."""
+
+    backend: str
+    """nccl or gloo."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """Asked for by Ray."""
+        return _GroupBackend
+
+
+class _GroupBackend(Backend):
+    """In the controller: brings the workers together, and apart."""
+
+    share_cuda_visible_devices = True  # NCCL's direct paths between GPUs of a node need to see them all
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Called by Ray when all workers are there."""
+        assert isinstance(backend_config, GroupConfig)
+        address, port = worker_group.execute_single(0, get_address_and_port)
+        worker_group.execute(_join, f"tcp://{_bracketed(address)}:{port}", backend_config.backend)
+
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Called by Ray before the workers end; some of them may be dead already."""
+        if len(worker_group) > 1:
+            ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=_LEAVE_S)
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _join(init_method: str, backend: str) -> None:
+    """On every worker at once."""
+    with without_collection(own_process=True):
+        import torch
+        import torch.distributed as dist
+
+        from trainers.launch.local import TIMEOUT_S
+        from trainers.on_ray.context import own_gpu
+
+    context = ray.train.get_context()
+    os.environ |= {
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+    }
+    if backend == "nccl":
+        torch.cuda.set_device(own_gpu())
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

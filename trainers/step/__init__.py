@@ -1,0 +1,1 @@
+"""One optimizer step, one evaluation, and the search for the microbatch that fits."""

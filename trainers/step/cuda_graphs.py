@@ -1,0 +1,210 @@
+"""Whole steps as CUDA graphs: captured once, then replayed for every step of the same shapes.
+
+A replay launches forward, backward, checks and optimizer in one call, so a small model does not wait for the host.
+
+    the first steps of a shape    run as they are, in the stream that captures: warm-up and training at once, so that
+                                  neither weights nor optimizer nor random state have to be put back
+    the next one                  is captured, which computes nothing, and replayed
+    steps of the same shapes      are copied into the graph's own batches and replayed
+    all others                    (an epoch's last, shorter step) run as they are, with the same code
+
+Random numbers go on from where the generator is, in a replay too. The task's Python code runs only in steps that are
+captured or run as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainers.errors import ConfigError, classify
+from trainers.model.precision import PrecisionSpec
+from trainers.model.strategy import Group
+from trainers.step.train_step import TrainStep
+from trainers.task import Batch, Task, map_tensors, tensors_of
+
+logger = logging.getLogger(__name__)
+
+WARMUP_STEPS = 3
+"""Steps of a shape before it is captured (torch's own number for models without DDP)."""
+_MOST_SHAPES = 64  # that are counted: more of them never come back
+_OUT_OF_MEMORY = ("out_of_memory", "out_of_host_memory")
+
+
+class Capture(Protocol):
+    """What captures work on a device."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work now, where `record` would capture it."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture the work without doing it; what is returned does it, each time."""
+
+
+class CudaCapture:
+    """CUDA graphs of one device, on a stream beside the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, _capture_stream(device)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work on the capturing stream; the current one waits for it, the host does not."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()
+        current.wait_stream(self._stream)
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """A graph of the work. Waits for the device, and gives free memory of torch's cache back."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (pinning, checkpoints, readings) go on meanwhile: only this one's calls are refused.
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the whole process: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    shape: Hashable
+    inputs: list[Tensor]
+    """The tensors of the step's batches, which a replay reads."""
+    replay: Callable[[], None]
+
+
+class GraphedStep(TrainStep):
+    """A TrainStep whose repeated shape is captured and replayed.
+
+    Raises ConfigError where that cannot be: no CUDA, more than one worker, an optimizer whose step reads the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        optimizer: Optimizer,
+        spec: PrecisionSpec,
+        group: Group,
+        clip_grad_norm: float | None = None,
+        capture: Capture | None = None,
+    ) -> None:
+        super().__init__(model, task, optimizer, spec, group, clip_grad_norm)
+        if not self._fused:
+            raise _impossible(
+                f"needs an optimizer whose step never waits for the device, and a group of this {_name(optimizer)} "
+                "is not fused",
+                "build it with `fused=True`",
+            )
+        if group.world_size > 1:
+            raise _impossible(f"is for one worker, and this run has {group.world_size}", "set `scaling.num_workers: 1`")
+        if capture is None and group.device.type != "cuda":
+            raise _impossible(f"needs CUDA, and this worker trains on {group.device.type}", "train on a GPU")
+        self._capture = capture or CudaCapture(group.device)
+        # A graph keeps the numbers that it was captured with, so the learning rate has to be a tensor. It is float32:
+        # that is how the fused steps read it.
+        self._lrs = [torch.full((), base, dtype=torch.float32, device=group.device) for base in self._base_lrs]
+        self._graph: _Graph | None = None
+        self._seen: Counter[Hashable] = Counter()
+        self._last_sizes: list[int] = []
+        self._last_shape: Hashable = None
+        self._warned = False
+
+    def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
+        """As TrainStep's; holds all microbatches of the step at once."""
+        held = [next(batches) for _ in sizes]
+        shape = (tuple(sizes), step_samples, idle, tuple(layout(batch) for batch in held))
+        if self._graph is None and self._seen[shape] >= WARMUP_STEPS:
+            self._graph = self._record(shape, held, sizes, step_samples, idle)
+        if self._graph is not None and self._graph.shape == shape:
+            for mine, tensor in zip(self._graph.inputs, _tensors(held), strict=True):
+                mine.copy_(tensor, non_blocking=True)
+            self._graph.replay()
+            return
+        self._count(shape, list(sizes))
+        self._capture.run(lambda: TrainStep.__call__(self, iter(held), sizes, step_samples, idle))
+
+    def set_lr(self, factor: float) -> None:
+        """Multiply every group's base learning rate, in place on the device."""
+        for param_group, base, lr in zip(self.optimizer.param_groups, self._base_lrs, self._lrs, strict=True):
+            lr.fill_(base * factor)
+            param_group["lr"] = lr  # a checkpoint that was loaded since has brought a tensor of its own
+
+    def _record(
+        self, shape: Hashable, held: list[Batch], sizes: Sequence[int], step_samples: int, idle: bool
+    ) -> _Graph:
+        inputs = [map_tensors(torch.clone, batch) for batch in held]
+        for parameter in self._parameters:
+            parameter.grad = None  # the graph makes its own
+        groups = [param_group for param_group in self.optimizer.param_groups if "capturable" in param_group]
+        flags = [param_group["capturable"] for param_group in groups]
+        try:
+            for param_group in groups:  # only while captured: it would be kept in checkpoints, and warned of in others
+                param_group["capturable"] = True
+            replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
+        except RuntimeError as error:
+            if classify(error) in _OUT_OF_MEMORY:
+                raise
+            cause = error.__context__ or error  # ending a capture that failed raises once more
+            raise _impossible(
+                f"needs a step that the host never waits in, and this one cannot be captured ({_first_line(cause)})",
+                "keep forward() and loss() free of `.item()`, of copies to the CPU and of shapes that depend on values",
+            ) from error
+        finally:
+            for param_group, flag in zip(groups, flags, strict=True):
+                param_group["capturable"] = flag
+        logger.info("captured the step of %d samples as a CUDA graph", step_samples)
+        return _Graph(shape, _tensors(inputs), replay)
+
+    def _count(self, shape: Hashable, sizes: list[int]) -> None:
+        """Remember a step that runs as it is; say so once where not its size but its shape is the reason."""
+        if sizes == self._last_sizes and shape != self._last_shape and not self._warned:
+            self._warned = True
+            logger.warning("`cuda_graphs` replays equal steps only, and here shapes change: the others run as they are")
+        self._last_sizes, self._last_shape = sizes, shape
+        if len(self._seen) >= _MOST_SHAPES:
+            self._seen.clear()
+        self._seen[shape] += 1
+
+
+def layout(batch: Batch) -> Hashable:
+    """What batches of one graph have in common: nesting, shapes, formats, places, and whatever is no tensor."""
+    if isinstance(batch, Tensor):
+        return (batch.shape, batch.dtype, batch.stride(), batch.device)
+    if isinstance(batch, dict):
+        return (type(batch), *((key, layout(value)) for key, value in batch.items()))
+    if isinstance(batch, (tuple, list)):
+        return (type(batch), *(layout(value) for value in batch))
+    if hasattr(batch, "__dataclass_fields__") and not isinstance(batch, type):
+        return (type(batch), *((name, layout(getattr(batch, name))) for name in batch.__dataclass_fields__))
+    # Anything else might be read in forward(): equal only where that is certain.
+    return (type(batch), batch) if isinstance(batch, (str, bytes, bool, int, float, type(None))) else object()
+
+
+def _tensors(batches: list[Batch]) -> list[Tensor]:
+    return [tensor for batch in batches for tensor in tensors_of(batch)]
+
+
+def _impossible(rule: str, fix: str) -> ConfigError:
+    return ConfigError("cuda_graphs", True, rule, f"{fix}, or set `cuda_graphs: false`")
+
+
+def _name(value: Any) -> str:
+    return type(value).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,81 @@
+"""Exact distributed evaluation: the same figures for any number of workers, to the last sample.
+
+Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own row of a table, which is added over
+ranks (to zeros, so exactly) and then summed without rounding. For torchmetrics see trainers/step/metric_states.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from trainers.data.feed import Feed
+from trainers.data.transfer import raise_if_mismatch
+from trainers.errors import ConfigError
+from trainers.model.precision import PrecisionSpec
+from trainers.model.strategy import Group, is_sharded
+from trainers.step.metric_states import MetricStates
+from trainers.task import Task
+
+
+def _check_metrics(task: Task, values: dict[str, torch.Tensor], samples: int) -> None:
+    for name, value in values.items():
+        if value.shape[:1] != (samples,) or value.numel() != samples:
+            raise ConfigError(
+                f"metric {name}",
+                list(value.shape),
+                f"must be one value a sample, a tensor of shape [{samples}]",
+                f"return them unreduced from {type(task).__name__}.metrics()",
+            )
+
+
+def evaluate(
+    model: nn.Module, task: Task, feed: Feed, microbatch_size: int, spec: PrecisionSpec, group: Group
+) -> dict[str, float]:
+    """`val_loss` and the task's metrics as `val_<name>`, over every sample once. Every rank must call it.
+
+    `model` is the bare module: nothing here is a collective until the end, but the forwards of a sharded one. Those are
+    equally many on every rank: a rank with a batch less runs one whose result is left out.
+    """
+    length = len(feed.dataset)  # type: ignore[arg-type]
+    batches = list(torch.arange(length).split(microbatch_size))
+    mine = range(group.rank, len(batches), group.world_size)
+    rounds = -(-len(batches) // group.world_size)
+    idle = batches[:1] if is_sharded(model) and len(mine) < rounds else []
+    rows: list[torch.Tensor] = []
+    names: list[str] = []
+    states = MetricStates()
+    exact = torch.float32 if group.device.type == "mps" else torch.float64
+    was_training = model.training
+    batch = None
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in feed.batches([batches[index] for index in mine] + idle, training=False):
+                with spec.autocast_context(group.device):
+                    outputs = task.forward(model, spec.convert_batch(batch))
+                    if len(rows) == len(mine):
+                        continue
+                    loss = task.loss(outputs, batch)
+                values = states.take(task.metrics(outputs, batch), mine[len(rows)])
+                _check_metrics(task, values, len(batches[mine[len(rows)]]))
+                names = list(values)
+                weight = task.weight(batch).to(loss.device, exact)
+                sums = [value.to(exact).sum() for value in values.values()]
+                rows.append(torch.stack([loss.to(exact) * weight, weight, *sums]))
+    except RuntimeError as error:
+        raise_if_mismatch(error, task, model, batch, group.device)
+        raise
+    finally:
+        model.train(was_training)
+    names = next((known for known in group.gather(names) if known), names)
+    table = torch.zeros(len(batches), 2 + len(names), dtype=torch.float64)
+    if rows:
+        table[list(mine)] = torch.stack(rows).cpu().double()
+    columns = group.sum(table).T.tolist()
+    loss_sum, weight_sum, *sums_of = [math.fsum(column) for column in columns]
+    figures = {name: total / length for name, total in zip(names, sums_of, strict=True)} | states.figures(group)
+    val_loss = loss_sum / weight_sum if weight_sum else math.nan
+    return {"val_loss": val_loss, **{f"val_{name}": figure for name, figure in figures.items()}}

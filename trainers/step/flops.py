@@ -1,0 +1,115 @@
+"""Model FLOPs: what one sample costs by torch's own counter, and the peak of the GPU that it is measured against.
+
+Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the peak of all workers together.
+`peaks.csv` holds dense peaks by `torch.cuda.get_device_name`: data, with the source of each row. A device without a
+row has no utilisation: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import functools
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainers.data.feed import fetch
+from trainers.devices.rng import get_rng_state, set_rng_state
+from trainers.model.precision import PrecisionSpec
+from trainers.task import Task, map_tensors
+
+logger = logging.getLogger(__name__)
+
+PEAKS = Path(__file__).with_name("peaks.csv")
+_LIKE_SAMPLES = 8  # of samples that are all of one shape, a few tell what each costs; two or more, for BatchNorm
+
+
+def count_flops(
+    model: nn.Module, task: Task, dataset: Dataset[Any], microbatch: Tensor, spec: PrecisionSpec, device: torch.device
+) -> float | None:
+    """FLOPs of the forward and backward pass for one sample: matrix products, convolutions and attention, an addition
+    and a multiplication each counted. None when they cannot be counted.
+
+    A throw-away pass over the samples `microbatch` (int64 [n]) of the training split, real ones because padding costs
+    too: not the memory probe's worst case. `model` is the bare module, neither compiled nor wrapped, so one rank may
+    count alone. Weights, gradients, buffers, task state and random state are as before. A recomputed activation
+    counts again.
+    """
+    if device.type == "cuda" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        return None  # torch's counter does not know cuDNN's recurrent layers
+    if type(task).worst_case_batch is Task.worst_case_batch:
+        microbatch = microbatch[:_LIKE_SAMPLES]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    task_state = copy.deepcopy(task.state_dict())
+    random_state = get_rng_state(device)
+    autotune, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not for a shape met once
+    try:
+        with torch.no_grad():
+            batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))
+            batch = task.transform(batch, True)
+        counter = FlopCounterMode(display=False)
+        with counter:
+            with spec.autocast_context(device):
+                loss = task.loss(task.forward(model, spec.convert_batch(batch)), batch)
+            loss.backward()
+    except Exception as error:
+        # Training meets an error of the task too, and says it better; one of the counter's own must not end it.
+        logger.warning("FLOPs cannot be counted (%s: %s): utilisation is left out", type(error).__name__, error)
+        return None
+    finally:
+        torch.backends.cudnn.benchmark = autotune
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        task.load_state_dict(task_state)
+        set_rng_state(random_state, device)
+    return counter.get_total_flops() / len(microbatch) or None
+
+
+def utilisation(
+    flops_per_sample: float | None, samples_per_s: float, world_size: int, peak: float | None
+) -> float | None:
+    """Model FLOPs utilisation over all workers, 0 to 1; `peak` is one device's, in FLOP/s. None when not known."""
+    if flops_per_sample is None or peak is None:
+        return None
+    return flops_per_sample * samples_per_s / (world_size * peak)
+
+
+def device_peak(device: torch.device, precision: str) -> float | None:
+    """Dense peak of this worker's device in `precision` (as in the configuration), in FLOP/s; None when not known."""
+    return gpu_peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+
+
+def gpu_peak(gpu: str, precision: str) -> float | None:
+    """The same by name, which a row's pattern must match whole: a slice of a GPU (MIG) has no row."""
+    if " MIG " in gpu:
+        return None
+    for pattern, peaks in _table():
+        if re.fullmatch(pattern, gpu):
+            return peaks.get(precision.removesuffix("-pure"))
+    return None
+
+
+@functools.cache
+def _table() -> list[tuple[str, dict[str, float]]]:
+    with PEAKS.open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    return [
+        (
+            row["gpu"],
+            {
+                name.removesuffix("_tflops"): float(value) * 1e12
+                for name, value in row.items()
+                if name.endswith("_tflops") and value
+            },
+        )
+        for row in rows
+    ]

@@ -1,0 +1,145 @@
+"""torchmetrics in evaluation, without importing torchmetrics.
+
+A metric's states are taken after every batch and reduced once, at the end, as torchmetrics reduces over ranks: as if
+every batch had been a rank. The order is that of the batches, so the figure is the same for any number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainers.errors import ConfigError
+from trainers.model.strategy import Group
+
+_ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")  # torchmetrics' names; exact for whole numbers
+
+
+class Metric(Protocol):
+    """What is used of a torchmetrics.Metric."""
+
+    _reductions: Mapping[str, Callable[[Any], Any] | None]
+
+    @property
+    def metric_state(self) -> dict[str, Any]:
+        """Tensors, or lists of tensors, by name."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the states are."""
+
+    def compute(self) -> Any:
+        """The figure of the states."""
+
+    def reset(self) -> None:
+        """States as in the beginning."""
+
+
+class MetricStates:
+    """The states of one evaluation's metrics, batch by batch."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+        self._states: dict[str, dict[str, dict[int, Any]]] = {}
+
+    def take(self, values: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+        """Keep and reset the metrics among `values`, which batch number `batch` has updated; return the other values.
+
+        Raises ConfigError for what is neither a tensor nor a metric.
+        """
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                continue
+            if not getattr(value, "_reductions", None):
+                raise ConfigError(
+                    f"metric {name}",
+                    type(value).__name__,
+                    "must be a tensor of one value a sample, or a torchmetrics.Metric with states of its own",
+                    "return the metrics of a collection or a wrapper one by one, each under its name",
+                )
+            self._metrics[name] = value
+            states = self._states.setdefault(name, {attribute: {} for attribute in value._reductions})
+            for attribute, state in value.metric_state.items():
+                _keep(states[attribute], batch, state, value._reductions[attribute])
+            value.reset()
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def figures(self, group: Group) -> dict[str, float]:
+        """Each metric's figure over all batches of all ranks; a vector's as `<name>_<index>`. Every rank must call it.
+
+        Raises ConfigError for a figure of more dimensions.
+        """
+        ranks = group.gather(_moved(self._states, torch.device("cpu")))
+        if not any(ranks):
+            return {}
+        # The first batch is rank 0's: it has every metric.
+        return group.first(self._computed(ranks) if group.rank == 0 else {})
+
+    def _computed(self, ranks: list[Any]) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for name, metric in self._metrics.items():
+            before = metric.metric_state
+            for attribute, reduction in metric._reductions.items():
+                kept = {
+                    batch: state for rank in ranks if name in rank for batch, state in rank[name][attribute].items()
+                }
+                states = [kept[batch] for batch in sorted(kept)]
+                setattr(metric, attribute, _moved(_reduced(states, reduction), metric.device))
+            with torch.no_grad():
+                figure = type(metric).compute(metric)  # the class's own: the instance's would gather once more
+            for attribute, state in before.items():
+                setattr(metric, attribute, state)
+            if isinstance(figure, Tensor) and figure.numel() == 1:
+                figure = figure.reshape(())  # as the instance's would
+            if not isinstance(figure, Tensor) or figure.ndim > 1:
+                shown = list(figure.shape) if isinstance(figure, Tensor) else type(figure).__name__
+                raise ConfigError(
+                    f"metric {name}",
+                    shown,
+                    "must be one number, or a vector of them",
+                    "choose a metric that averages",
+                )
+            if figure.ndim == 0:
+                figures[name] = float(figure)
+            else:
+                figures |= {f"{name}_{index}": value for index, value in enumerate(figure.double().tolist())}
+        return figures
+
+
+def _keep(kept: dict[int, Any], batch: int, state: Any, reduction: Callable[[Any], Any] | None) -> None:
+    """A batch's state; whole numbers that are summed are one state for all of a rank's batches."""
+    if isinstance(state, list):
+        kept[batch] = [item.detach() for item in state]
+        return
+    exact = not state.is_floating_point() and getattr(reduction, "__name__", "") in _ORDERLESS
+    if reduction is not None and exact and kept:
+        first = next(iter(kept))
+        kept[first] = reduction(torch.stack([kept[first], state]))
+    else:
+        kept[batch] = state.detach().clone()
+
+
+def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
+    """What torchmetrics makes of the ranks' states; floating sums are made in float64."""
+    if isinstance(states[0], list):
+        items = [item for state in states for item in state]
+        return reduction(items) if reduction is not None and items else items
+    if len(states) == 1:
+        return states[0]
+    stacked = torch.stack(states)
+    if reduction is None:
+        return stacked
+    if stacked.is_floating_point():
+        return reduction(stacked.double()).to(stacked.dtype)
+    return reduction(stacked)
+
+
+def _moved(states: Any, device: torch.device) -> Any:
+    if isinstance(states, dict):
+        return {key: _moved(value, device) for key, value in states.items()}
+    if isinstance(states, list):
+        return [_moved(value, device) for value in states]
+    return states.to(device)

@@ -1,0 +1,186 @@
+"""One optimizer step: forward and backward of each microbatch, exact global mean, clip, guarded update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import SGD, Optimizer
+
+from trainers.data.transfer import raise_if_mismatch
+from trainers.model.precision import PrecisionSpec
+from trainers.model.strategy import Group, no_sync
+from trainers.step.noise_scale import NoiseScale
+from trainers.task import Batch, Task
+
+
+class TrainStep:
+    """Runs one step and keeps its sums on the device: nothing here waits for the device.
+
+    The loss of a step is the mean over its global weight: microbatch m of rank r contributes
+    `loss * weight / global weight`, times the world size because DDP averages. So short last steps, uneven
+    microbatches and ranks without a sample come out as one process would have them.
+
+    After a gradient that is not finite no step changes the parameters any more (but for a loss scaler, whose business
+    such gradients are): the loop reads `bad` every few steps and ends the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        optimizer: Optimizer,
+        spec: PrecisionSpec,
+        group: Group,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        self.model, self.task, self.optimizer, self.spec, self.group = model, task, optimizer, spec, group
+        self.clip_grad_norm = clip_grad_norm
+        self.noise: NoiseScale | None = None
+        """Measures the gradient noise scale, where that is asked for."""
+        device = group.device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=spec.scaler)
+        # MPS has no float64.
+        exact = torch.float32 if device.type == "mps" else torch.float64
+        self.loss_sum = torch.zeros((), dtype=exact, device=device)
+        self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
+        self._found_inf = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
+        self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
+        self._weighs_samples = type(task).weight is Task.weight
+        self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
+        self._base_lrs = [float(param_group["lr"]) for param_group in optimizer.param_groups]
+        self._fused = all(param_group.get("fused") for param_group in optimizer.param_groups)
+        # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it in some versions only.
+        narrow = any(parameter.dtype is torch.bfloat16 for parameter in self._parameters)
+        self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
+        if spec.scaler and self._fused and isinstance(optimizer, SGD):
+            _start_momentum(optimizer)
+
+    @property
+    def bad(self) -> Tensor:
+        """Bool: whether a loss or, without a loss scaler, a gradient was not finite. This rank's."""
+        return self._bad_loss | ~torch.isfinite(self.loss_sum) | self._found_inf.bool()
+
+    def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
+        """Take `len(sizes)` microbatches from `batches` and update the parameters.
+
+        `step_samples` is the global batch of this step; an `idle` rank has no sample in it and takes part at weight
+        zero, so that collectives match, as does a microbatch of size zero. Adds this rank's part of the step's mean
+        loss to `loss_sum`. Every rank must call it.
+        """
+        for parameter in self._parameters:
+            parameter.grad = None
+        shares, batches = self._shares(batches, sizes, step_samples, idle)
+        last, noise = len(sizes) - 1, self.noise
+        if noise is not None:
+            noise.begin(shares, self.scaler.scale(self._one) if self.scaler.is_enabled() else None)
+        for index, share in enumerate(shares):
+            batch = next(batches)
+            with contextlib.nullcontext() if index == last else no_sync(self.model):
+                loss = self.loss(batch)
+                self._backward(loss, share)
+            if index == 0 and noise is not None and noise.wants_first:
+                noise.first(self._gradients())
+            if isinstance(share, Tensor):
+                self.loss_sum += loss.detach() * share
+            else:
+                self.loss_sum.add_(loss.detach(), alpha=share)
+        self._update(step_samples)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Forward and loss of one batch, in this precision."""
+        try:
+            if self.spec.autocast is None:
+                outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
+                return self.task.loss(outputs, batch)
+            with self.spec.autocast_context(self.group.device):
+                outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
+                return self.task.loss(outputs, batch)
+        except RuntimeError as error:
+            raise_if_mismatch(error, self.task, self.model, batch, self.group.device)
+            raise
+
+    def _backward(self, loss: Tensor, share: float | Tensor) -> None:
+        """Gradients of `loss * share * world size`, which enters as the seed of the backward pass where it can."""
+        scale = share * self.group.world_size
+        if isinstance(scale, Tensor) or self.scaler.is_enabled():
+            self.scaler.scale(loss * scale).backward()
+        elif scale == 1.0:
+            loss.backward()
+        else:
+            key = (scale, loss.dtype, loss.shape)
+            if key not in self._seeds:
+                self._seeds[key] = torch.full_like(loss, scale, requires_grad=False)
+            loss.backward(self._seeds[key])
+
+    def _shares(
+        self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool
+    ) -> tuple[Sequence[float | Tensor], Iterator[Batch]]:
+        """Each microbatch's share of the global weight.
+
+        Samples are counted without looking at the data; any other weight needs the step's batches first and one sum
+        over ranks.
+        """
+        if self._weighs_samples:
+            return [0.0 if idle else size / step_samples for size in sizes], batches
+        held = [next(batches) for _ in sizes]
+        weights = torch.stack([self.task.weight(batch).to(self.loss_sum) for batch in held])
+        for index, size in enumerate(sizes):
+            if idle or size == 0:
+                weights[index] = 0
+        total = self.group.sum(weights.sum()).clamp(min=torch.finfo(weights.dtype).tiny)  # a step may weigh nothing
+        return list(weights / total), iter(held)
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _update(self, step_samples: int) -> None:
+        scaled = self.scaler.is_enabled()
+        if scaled:
+            self.scaler.unscale_(self.optimizer)
+        gradients = self._gradients()
+        if self.noise is not None:
+            self.noise.end(gradients, step_samples)
+        if self.clip_grad_norm is not None:
+            clip_grads_with_norm_(self._parameters, self.clip_grad_norm, get_total_norm(gradients))
+        if scaled:  # infinite gradients are the scaler's business: it skips the step and lowers the scale
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return
+        if gradients and self._one_pass:  # it multiplies by one and sets the flag, which no step clears
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, self._one)
+        elif gradients:
+            bad = (~torch.isfinite(get_total_norm(gradients))).to(self._found_inf)
+            torch.maximum(self._found_inf, bad, out=self._found_inf)
+        if self._fused:
+            self.optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not bool(self._found_inf):  # an optimizer of the task's own without a fused step: waits for the device
+            self.optimizer.step()
+
+    def set_lr(self, factor: float) -> None:
+        """Multiply every group's base learning rate."""
+        for param_group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            param_group["lr"] = base * factor
+
+    def take_loss(self) -> float:
+        """The sum over steps and ranks of the mean losses since the last call. Waits; every rank must call it."""
+        self._bad_loss |= ~torch.isfinite(self.loss_sum)
+        total = float(self.group.sum(self.loss_sum))
+        self.loss_sum.zero_()
+        return total
+
+
+def _start_momentum(optimizer: SGD) -> None:
+    """Momentum from zero, which makes the same first step as none. A fused first step that the loss scaler skips, as it
+    often does, would leave momentum that was never written (seen in torch 2.15).
+    """
+    for param_group in optimizer.param_groups:
+        if param_group["momentum"] and not param_group["dampening"]:
+            for parameter in param_group["params"]:
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -1,0 +1,1 @@
+"""Warm worker groups that run trial after trial (Ray)."""

@@ -1,0 +1,285 @@
+"""The mailbox between trials and lanes: an actor that hands trials out, and what they report back (Ray).
+
+It owns what the sweep knows of which microbatches fit: every running trial tells it, every trial that starts is told,
+and one that is known not to fit never starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from trainers.errors import StorageError
+from trainers.step.ceiling import next_smaller
+from trainers.storage import Storage
+from tune.lanes.lane_starts import LaneStarts
+from tune.lanes.messages import Assignment, Event, Submission
+from tune.trials.journal import read_boundary, write_boundary
+from tune.trials.microbatch_bounds import Boundary
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.01
+MAX_LOSSES = 2
+"""A trial whose lane died under it so often is not started again."""
+
+
+class Mailbox(LaneStarts):
+    """One for each sweep; every call is short or waits without holding a thread."""
+
+    hold_s = 60.0
+
+    def __init__(self, sweep: Storage | None = None) -> None:
+        """`sweep` is the directory that keeps the boundary; None: nothing is kept."""
+        super().__init__()
+        self._sweep = sweep
+        self._boundary = Boundary() if sweep is None else read_boundary(sweep)
+        self._labels: dict[str, str] = {}
+        self._writing = asyncio.Lock()
+        self._trials: dict[str, Submission] = {}
+        self._queue: deque[str] = deque()
+        self._arrived = asyncio.Condition()
+        self._running: dict[int, str] = {}
+        self._devices: dict[int, str] = {}
+        self._expected = 0
+        self._notes: list[str] = []
+        self._closed = False
+        self._broken: str | None = None
+
+    async def submit(self, assignment: Assignment) -> None:
+        """Queue a trial."""
+        trial = self._trials[assignment.ticket] = Submission(assignment)
+        if self._broken is not None:
+            trial.tell(Event(outcome={"status": "error", "message": self._broken}))
+        elif not self._refused(trial):
+            await self._enqueue(assignment.ticket)
+
+    async def _enqueue(self, ticket: str, first: bool = False) -> None:
+        async with self._arrived:
+            if first:
+                self._queue.appendleft(ticket)
+            else:
+                self._queue.append(ticket)
+            self._arrived.notify_all()
+
+    async def hello(self, lane: int, device: str = "") -> None:
+        """A lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that it was
+        running before was lost with the old group.
+        """
+        await self.lost(lane)
+        self._devices[lane] = device
+
+    async def lost(self, lane: int) -> None:
+        """A lane's worker group is gone: its trial waits for whichever lane is free first."""
+        self._devices.pop(lane, None)
+        lost = self._running.pop(lane, None)
+        if lost is None or lost not in self._trials or self._trials[lost].ended:
+            return
+        trial = self._trials[lost]
+        if trial.restarting:
+            trial.restarting = False
+            await self._enqueue(lost, first=True)
+            return
+        trial.losses += 1
+        if trial.losses >= MAX_LOSSES:
+            message = f"its worker group died {trial.losses} times under it"
+            trial.tell(Event(outcome={"status": "node_lost", "message": message, "lane": lane}))
+        else:
+            self.say(f"lane {lane} died under trial {trial.assignment.trial}: the trial starts again")
+            await self._enqueue(lost, first=True)
+
+    async def take(self, lane: int, wait_s: float) -> Assignment | str | None:
+        """The next trial for a lane; "close" when there will be none; None when `wait_s` passed without one."""
+        deadline = time.monotonic() + wait_s
+        async with self._arrived:
+            while True:
+                if self._closed:
+                    return "close"
+                trial = self._next(self._devices.get(lane, ""))
+                if trial is not None:
+                    self._running[lane], trial.started = trial.assignment.ticket, time.time()
+                    return trial.assignment
+                try:
+                    await asyncio.wait_for(self._arrived.wait(), deadline - time.monotonic())
+                except TimeoutError:
+                    return None
+
+    def _next(self, device: str) -> Submission | None:
+        """The first trial in the queue that may fit on a device, with what is known of its microbatches."""
+        for ticket in list(self._queue):
+            trial = self._trials[ticket]
+            if not (trial.cancelled or trial.ended) and self._misfit(trial, device) is not None:
+                continue  # a lane on another device may still run it
+            self._queue.remove(ticket)
+            if trial.cancelled or trial.ended:
+                continue
+            if device:
+                key = trial.key(device)
+                bounds = self._boundary.largest_fit(key), self._boundary.smallest_misfit(key)
+                trial.assignment = replace(trial.assignment, microbatch_bounds=bounds)
+            return trial
+        return None
+
+    def _misfit(self, trial: Submission, device: str) -> str | None:
+        """Why a trial need not be tried on a device; None when it may fit."""
+        if not device:
+            return None
+        size, key = trial.smallest, trial.key(device)
+        if self._boundary.fits(key, size) is not False:
+            return None
+        failed = self._boundary.smallest_misfit(key)
+        return f"a microbatch of {size} is not tried: one of {failed} ran out of memory ({_label(trial, device)})"
+
+    def _refused(self, trial: Submission) -> bool:
+        """End a trial that is known to fit on none of the lanes' devices; whether it was."""
+        reasons = [self._misfit(trial, device) for device in sorted(set(self._devices.values()))]
+        if not reasons or None in reasons:
+            return False
+        trial.tell(Event(outcome={"status": "out_of_memory", "message": str(reasons[0])}))
+        return True
+
+    async def observe(self, lane: int, ticket: str, size: int, fits: bool) -> None:
+        """A running trial has found out that a microbatch fits, or does not; returns when that is durable."""
+        device, trial = self._devices.get(lane), self._trials[ticket]
+        if not device:
+            return
+        key = trial.key(device)
+        self._labels[key] = _label(trial, device)
+        known = self._boundary.fits(key, size)
+        contradiction = self._boundary.observe(key, size, fits)
+        if contradiction is not None:
+            self.say(f"{self._labels[key]}: {contradiction}")
+        if known is fits:
+            return
+        self._queue = deque(waiting for waiting in self._queue if not self._refused(self._trials[waiting]))
+        if self._sweep is not None:
+            async with self._writing:
+                try:
+                    await asyncio.to_thread(write_boundary, self._sweep, self._boundary)
+                except StorageError as error:
+                    self.say(f"what is known of microbatches could not be kept: {error}")
+
+    async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
+        """A running trial's evaluation; whether the trial should go on. One that is started again repeats itself."""
+        trial = self._trials[ticket]
+        if not trial.events or metrics["step"] > trial.events[-1].metrics.get("step", -1):
+            trial.tell(Event(metrics))
+        return not (trial.cancelled or self._closed)
+
+    async def too_large(self, ticket: str, microbatch_size: int) -> None:
+        """A rank ran out of memory in mid-trial: when its lane is back, the trial starts with a smaller microbatch.
+
+        What the other ranks say of their broken collectives until then is no end of the trial.
+        """
+        trial = self._trials[ticket]
+        trial.assignment = replace(trial.assignment, microbatch_ceiling=next_smaller(microbatch_size))
+        trial.restarting = True
+
+    async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
+        """A trial has ended on its lane."""
+        if self._trials[ticket].restarting:
+            return
+        if self._running.get(lane) == ticket:
+            del self._running[lane]
+        self._trials[ticket].tell(Event(outcome={"lane": lane, **outcome}))
+
+    async def next_event(self, ticket: str, index: int) -> Event:
+        """Event number `index` of a submission; waits for it."""
+        state = self._trials[ticket]
+        while len(state.events) <= index:
+            await state.changed.wait()
+        event = state.events[index]
+        if event.outcome is not None and not state.told:
+            deadline = time.monotonic() + self.hold_s
+            while self._open() < self._expected and time.monotonic() < deadline:
+                await asyncio.sleep(_LOOK_S)
+            state.told = True
+        return event
+
+    def _open(self) -> int:
+        """Trials whose Tune actors wait for their end."""
+        return sum(not (trial.told or trial.cancelled) for trial in self._trials.values())
+
+    async def expect(self, count: int) -> None:
+        """Nobody hears of a trial's end while fewer trials than that wait for theirs, unless for `hold_s`.
+
+        Tune gives the actor of a trial that has ended to a trial whose own is still starting, and drops that one; and
+        of two that end at once it drops one. With trials shorter than a start (3 s) it would start one after the other
+        and have none more than before.
+        """
+        self._expected = count
+
+    async def cancel(self, ticket: str) -> None:
+        """Nobody waits for this submission any more: it stops at its next report, or never starts."""
+        state = self._trials.get(ticket)
+        if state is not None:
+            state.cancelled = True
+
+    async def forget(self, ticket: str) -> None:
+        """The end of this submission is in the journal: nothing of it is needed here."""
+        if ticket not in self._running.values():
+            self._trials.pop(ticket, None)
+
+    async def close(self, broken: str | None = None) -> None:
+        """Send the lanes home; with `broken`, end every trial with that message."""
+        if broken is not None:
+            self._broken = broken
+            for trial in self._trials.values():
+                trial.tell(Event(outcome={"status": "error", "message": broken}))
+        async with self._arrived:
+            self._closed = True
+            self._arrived.notify_all()
+
+    async def sources(self) -> set[str]:
+        """The runs that some trial, which waits or runs, begins with: they must not be deleted."""
+        live = [self._trials[ticket] for ticket in (*self._queue, *self._running.values()) if ticket in self._trials]
+        return {trial.assignment.source for trial in live if trial.assignment.source is not None}
+
+    async def reports(self, trial: str) -> list[dict[str, Any]]:
+        """The evaluations of a trial so far, of the submission that got furthest; none when it never started."""
+        submissions = [state for state in self._trials.values() if state.assignment.trial == trial]
+        rows = [[event.metrics for event in state.events if event.outcome is None] for state in submissions]
+        return max(rows, key=len, default=[])
+
+    def say(self, words: str) -> None:
+        """A line for the driver's terminal."""
+        logger.warning("%s", words)
+        self._notes.append(words)
+
+    async def note(self, words: str) -> None:
+        """A lane has something to say to the user."""
+        self.say(words)
+
+    async def state(self) -> dict[str, Any]:
+        """What waits and what runs."""
+        return {"queued": list(self._queue), "running": dict(self._running)}
+
+    async def watch(self, notes: int = 0) -> dict[str, Any]:
+        """For the terminal and the metrics: lanes that are up, their trials with their newest reports, what is known
+        of microbatches, and the notes from number `notes` on.
+        """
+        running = {}
+        for lane, ticket in self._running.items():
+            trial = self._trials[ticket]
+            newest = next((event.metrics for event in reversed(trial.events) if event.outcome is None), {})
+            running[lane] = {"trial": trial.assignment.trial, "started": trial.started, "metrics": newest}
+        boundary = {
+            label: (self._boundary.largest_fit(key), self._boundary.smallest_misfit(key))
+            for key, label in sorted(self._labels.items(), key=lambda item: item[1])
+        }
+        return {
+            "lanes": sorted(self._devices),
+            "queued": len(self._queue),
+            "running": running,
+            "boundary": boundary,
+            "notes": self._notes[notes:],
+        }
+
+
+def _label(trial: Submission, device: str) -> str:
+    """A key of the boundary in words."""
+    return f"{trial.assignment.tree['precision']} on {device}"

@@ -1,0 +1,84 @@
+"""A trial on its way from its Tune actor to a lane, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from tune.trials.microbatch_bounds import fixed_size, key_of
+from tune.trials.stop_rule import Until
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A trial as a lane gets it."""
+
+    ticket: str
+    """Names this submission: Tune may start two actors for one trial, and drop one of them."""
+    trial: str
+    """The trial's id."""
+    tree: dict[str, Any]
+    """Its whole TrainConfig."""
+    microbatch_ceiling: int | None = None
+    """The largest microbatch that may still fit, where one is known not to."""
+    microbatch_bounds: tuple[int | None, int | None] = (None, None)
+    """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
+    until: Until = field(default_factory=Until)
+    """What ends it before its last step."""
+    storage: str | None = None
+    """Directory of its run; None: it keeps nothing."""
+    source: str | None = None
+    """Directory of the run whose newest checkpoint it begins with."""
+    until_epoch: float | None = None
+    """Where the stage of a population's trial ends."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a trial's Tune actor hears: a report while it runs, or (when `outcome` is set) its end."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+    outcome: dict[str, Any] | None = None
+
+
+@dataclass
+class Submission:
+    """A trial in the mailbox, for as long as its Tune actor waits for it."""
+
+    assignment: Assignment
+    events: list[Event] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: bool = False
+    told: bool = False
+    """Whether its Tune actor has heard of its end."""
+    losses: int = 0
+    restarting: bool = False
+    started: float = 0.0
+    keys: dict[str, str] = field(default_factory=dict)
+    """Its key in the boundary on each model of device: slow to make, and asked for often."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether its last event is there."""
+        return bool(self.events) and self.events[-1].outcome is not None
+
+    def tell(self, event: Event) -> None:
+        """Append an event for who waits; nothing follows the end."""
+        if not self.ended:
+            self.events.append(event)
+            self.changed.set()
+            self.changed = asyncio.Event()
+
+    def key(self, device: str) -> str:
+        """What names it in the boundary on a model of device."""
+        if device not in self.keys:
+            own = "cpu" if self.assignment.tree["device"] == "cpu" else device
+            self.keys[device] = key_of(self.assignment.tree, own)
+        return self.keys[device]
+
+    @functools.cached_property
+    def smallest(self) -> int:
+        """The smallest microbatch that it can do with."""
+        return fixed_size(self.assignment.tree) or 1

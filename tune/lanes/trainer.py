@@ -1,0 +1,47 @@
+"""Ray's TorchTrainer without the helpers that a lane has no use for (Ray).
+
+Each of them is an actor: a Python of its own that imports Ray (2.5 s of processor time on the way to the first trial),
+and for most of them the controller waits. Source: DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainers.on_ray.environment import embedded  # before Ray, which reads what it sets
+
+# isort: split
+import ray
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+
+from tune.lanes.controller import Unannounced
+
+_NOWHERE = (
+    DatasetsCallback,  # an actor that manages the Ray datasets of the run; a lane is given none
+    PlacementGroupCleanerCallback,  # gives back what a dead controller had reserved: tune/lanes/lanes.py does
+)
+_NOT_EMBEDDED = (StateManagerCallback,)  # the dashboard's Train page, where the cluster outlives the sweep
+
+
+class LaneTrainer(TorchTrainer):
+    """A TorchTrainer whose group starts as soon as its controller is there."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        without = _NOWHERE + (_NOT_EMBEDDED if embedded() else ())
+        callbacks = super()._create_default_callbacks()  # type: ignore[misc] # its type is that of Train's first version
+        return [callback for callback in callbacks if not isinstance(callback, without)]
+
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        if not embedded():
+            return super()._initialize_and_run_controller(**given)  # type: ignore[misc]
+        if type(given["scaling_policy"]) is FixedScalingPolicy:
+            given["scaling_policy"] = Unannounced(self.scaling_config)  # type: ignore[arg-type]
+        # Ray gives it an environment, for which it starts a process. On this machine all processes have it anyway.
+        controller: Any = ray.remote(num_cpus=0)(TrainController).remote(**given)
+        ray.get(controller.run.remote())
+        return ray.get(controller.get_result.remote())

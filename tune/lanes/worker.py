@@ -1,0 +1,147 @@
+"""A worker of a lane: trial after trial from the mailbox, in one process (Ray)."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import ray.train
+import torch
+
+from trainers.config.model import dump_yaml
+from trainers.devices.device import device_name, total_memory_bytes
+from trainers.devices.nvml import Pressure
+from trainers.errors import DivergedError, PacelineError, RunFailedError
+from trainers.launch.local import setup_logging
+from trainers.launch.spec import RunSpec
+from trainers.model.strategy import Group
+from trainers.on_ray.context import Gauges, own_gpu
+from trainers.storage import Storage
+from tune.lanes.messages import Assignment
+from tune.lanes.process_state import Baseline
+
+_IDLE_S = 20.0  # an idle lane's ranks hear of each other this often, well inside the process group's timeout
+
+
+class LaneContext:
+    """RunContext of a trial in a lane: reports to the mailbox, and keeps nothing but a population's stages."""
+
+    launcher = "lane"
+
+    def __init__(self, mailbox: Any, lane: int, assignment: Assignment, gauges: Gauges) -> None:
+        context = ray.train.get_context()
+        self._mailbox, self._lane, self._gauges = mailbox, lane, gauges
+        self._ticket, self._stop, self._until = assignment.ticket, False, assignment.until
+        self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds
+        self.storage = None if assignment.storage is None else Storage(assignment.storage)
+        self.source = None if assignment.source is None else Storage(assignment.source)
+        self.until_epoch = assignment.until_epoch
+        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        self.local_rank, self.local_world_size = context.get_local_rank(), context.get_local_world_size()
+        self.device_index = own_gpu()
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+        """Rank 0 tells the mailbox of an evaluation, and hears whether the trial should go on."""
+        if self.rank == 0 and checkpoint is None:
+            goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics))
+            self._stop = self._stop or not goes_on or self._until.reached(metrics)
+
+    def observe(self, figures: dict[str, float]) -> None:
+        """The figures of whatever trial the lane runs."""
+        self._gauges.set(figures)
+        if self.rank == 0:
+            self._stop = self._stop or self._until.measured(figures)
+
+    def should_stop(self, elapsed_s: float) -> bool:
+        """Whether the search has stopped the trial."""
+        return self._stop
+
+    def preempted(self, elapsed_s: float) -> bool:
+        """A trial, or its stage, is started again elsewhere."""
+        return False
+
+    def fits(self, microbatch_size: int, fits: bool) -> None:
+        """All other trials shall know it: rank 0 says what was agreed, any rank what did not fit."""
+        low, high = self.microbatch_bounds
+        if not fits:
+            self.microbatch_bounds = (low, min(microbatch_size, high or microbatch_size))
+        if self.rank == 0 or not fits:
+            ray.get(self._mailbox.observe.remote(self._lane, self._ticket, microbatch_size, fits))
+
+    def too_large(self, microbatch_size: int) -> None:
+        """The mailbox gives the trial out again with a smaller microbatch."""
+        ray.get(self._mailbox.too_large.remote(self._ticket, microbatch_size))
+
+    def hung(self, words: str) -> None:
+        """The trial ends here; the lane starts again."""
+        ray.get(self._mailbox.end.remote(self._lane, self._ticket, {"status": "hung", "message": words}))
+
+
+def serve_trials(loop_config: Mapping[str, Any]) -> None:
+    """What each worker of a lane runs: trials, until the mailbox closes."""
+    mailbox, lane = loop_config["mailbox"], loop_config["lane"]
+    context = ray.train.get_context()
+    setup_logging(1)  # trials of many lanes would talk at once: warnings only
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    gauges = Gauges(f"{loop_config['name']}/lane-{lane}", context.get_world_rank())
+    group = Group(context.get_world_rank(), context.get_world_size(), _collective_device())
+    path = tuple(loop_config["path"])
+    baseline = Baseline(group.device, path)
+    devices = sorted(set(group.gather(_device_label(group.device))))
+    if group.rank == 0:
+        ray.get(mailbox.hello.remote(lane, " and ".join(devices)))
+    while True:
+        assignment = group.first(ray.get(mailbox.take.remote(lane, _IDLE_S)) if group.rank == 0 else None)
+        if assignment == "close":
+            return
+        if assignment is None:
+            continue
+        outcome = _run(assignment, LaneContext(mailbox, lane, assignment, gauges), path)
+        if group.rank == 0 or "raised" in outcome:
+            raised = outcome.pop("raised", None)
+            ray.get(mailbox.end.remote(lane, assignment.ticket, outcome))
+            if raised is not None:
+                raise raised
+        if loop_config["fresh"]:
+            return
+        left = [words for rank in group.gather(baseline.restore()) for words in rank]
+        if left:
+            words = f"lane {lane} starts again: trial {assignment.trial} has left behind: {'; '.join(left)}"
+            if group.rank == 0:
+                ray.get(mailbox.note.remote(words))
+            raise RunFailedError("error", words)
+
+
+def _collective_device() -> torch.device:
+    return torch.device("cuda", own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _device_label(device: torch.device) -> str:
+    """What decides how much fits: the GPU's model and memory."""
+    return f"{device_name(device)}, {total_memory_bytes(device) / 2**30:.1f} GiB"
+
+
+def _run(assignment: Assignment, context: LaneContext, path: tuple[str, ...]) -> dict[str, Any]:
+    """One trial on this worker: its outcome as plain data; with `raised` when this process must not be used again."""
+    spec = RunSpec(assignment.tree, path, f"trial {assignment.trial}", "")
+    pressure = Pressure()
+    if context.storage is not None and context.rank == 0:  # so that `python -m trainers evaluate` finds its way
+        found = {"task_dir": path[0]} if path else {}
+        context.storage.write("config.yaml", dump_yaml({**assignment.tree, **found}).encode())
+    try:
+        result = spec.execute(context)
+    except Exception as error:
+        failure = RunFailedError.of(error, context.rank)
+        outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}
+        if not isinstance(error, PacelineError) and failure.status == "error":
+            outcome["traceback"] = traceback.format_exc(limit=-20)
+        # Divergence is agreed by all ranks; anything else may have left the others waiting in a collective.
+        agreed = context.world_size == 1 or isinstance(error, DivergedError)
+        if "CUDA error" in str(error) or not agreed:
+            outcome["raised"] = failure
+        return outcome
+    return {"status": result.status, "result": asdict(result), "cpu_pressure": pressure.share()}

@@ -1,0 +1,1 @@
+"""The answer of a sweep, and the files that show it."""

@@ -1,0 +1,129 @@
+"""What is believed of the time to target of every batch size and setting, from the few that were tried. Pure.
+
+The logarithm of the samples to the target is taken as
+
+    log E(s, B) = level + kind(s) + setting(s) + log(1 + B / N) + bend(log B) + own_bend(s, log B)
+
+The fourth term is McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11) with the noise scale N, which is not known
+but for a factor: measured ones (noise_scale.py) are of the part of training that they were measured in. The bends
+are Gaussian processes that let the curve be something else. So what is not observed comes from the theory, and what is
+observed counts more. Settings that differ only in how fast the same training runs (precision, compile, ...) are held
+to need about as many samples; any others may need anything. Throughput is interpolated between measured batch sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Draws = NDArray[np.float64]
+
+_DRAWS = 4000
+_LEVEL = 30.0  # nothing is known of how many samples a target needs
+_KIND = 0.7  # what another optimizer, width, ... may make of it, as a factor e^0.7
+_SETTING = 0.10  # what another precision may: bf16 and fp32 curves in benchmarks/results differ by less
+_BEND, _OWN_BEND, _REACH = 0.20, 0.05, 2.0  # standard deviations, and octaves over which a bend is one
+_REPEAT = 0.08  # runs that differ in their seed only
+_NOISE_FACTOR = 1.2  # standard deviation of the logarithm of what a measured noise scale is off by
+_NOISES = 41
+_SPEED, _SPEED_BETWEEN, _SPEED_BEYOND = 0.02, 0.04, 0.12  # as measured; an octave from measured ones; outside of them
+
+
+@dataclass(frozen=True)
+class Place:
+    """A batch size of a setting."""
+
+    setting: str
+    kind: str
+    """Settings of one kind differ only in how fast the same training runs."""
+    size: int
+    """Global batch size."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Samples to the target of a run at a place."""
+
+    place: Place
+    samples: float
+    error: float
+    """Standard deviation of its logarithm beyond what repeats differ by: evaluations are some samples apart."""
+
+
+def log_samples(
+    places: Sequence[Place], needed: Sequence[Needed], noise_scale: float | None
+) -> tuple[Draws, NDArray[np.float64]]:
+    """Draws [n, D] of log E at n places, and its mean [n]; without any observation only differences mean something."""
+    observed = [*places, *(one.place for one in needed)]
+    n = len(places)
+    covariance = _covariance(observed)
+    sizes = np.array([place.size for place in observed], dtype=float)
+    noises = np.geomspace(sizes.min() / 8, sizes.max() * 16, _NOISES)
+    prior = np.full(_NOISES, 0.3 / _NOISES)
+    if noise_scale is not None:
+        off = (np.log(noises) - math.log(noise_scale)) / _NOISE_FACTOR
+        shape = np.exp(-(off**2) / 2)
+        if shape.sum() > 0:
+            prior += 0.7 * shape / shape.sum()
+    prior /= prior.sum()
+    means = np.log1p(sizes[:, None] / noises)  # [n + m, N]
+    rng = np.random.default_rng(0)
+    if needed:
+        logs = np.log([one.samples for one in needed])
+        level = float(np.mean(logs))
+        noise = np.array([one.error**2 + _REPEAT**2 for one in needed])
+        inner = covariance[n:, n:] + np.diag(noise)
+        gain = np.linalg.solve(inner, covariance[n:, :n]).T  # [n, m]
+        off = logs[:, None] - level - means[n:]
+        log_likelihood = -0.5 * np.einsum("mk,mk->k", off, np.linalg.solve(inner, off))
+        weights = prior * np.exp(log_likelihood - log_likelihood.max())
+        weights /= weights.sum()
+        means = level + means[:n] + gain @ off
+        spread = covariance[:n, :n] - gain @ covariance[n:, :n]
+    else:
+        weights, spread = prior, covariance - _LEVEL**2  # the level would only blur the differences
+    root = np.linalg.cholesky(spread + 1e-6 * np.eye(n))
+    chosen = rng.choice(_NOISES, _DRAWS, p=weights)
+    return means[:, chosen] + root @ rng.standard_normal((n, _DRAWS)), means @ weights
+
+
+def _covariance(places: Sequence[Place]) -> NDArray[np.float64]:
+    octaves = np.log2([place.size for place in places])
+    alike = np.exp(-(((octaves[:, None] - octaves) / _REACH) ** 2) / 2)
+    same_setting = np.array([[one.setting == other.setting for other in places] for one in places], dtype=float)
+    same_kind = np.array([[one.kind == other.kind for other in places] for one in places], dtype=float)
+    shared = _LEVEL**2 + _KIND**2 * same_kind + _BEND**2 * alike
+    return np.asarray(shared + (_SETTING**2 + _OWN_BEND**2 * alike) * same_setting)
+
+
+def log_speeds(places: Sequence[Place], measured: Mapping[Place, tuple[float, float]]) -> tuple[Draws, Draws]:
+    """Mean [n] and standard deviation [n] of the logarithm of samples/s; nan at the places of a setting without any.
+
+    `measured` are samples/s and the relative half width of their 95 % interval. Between two of them it is a straight
+    line in the logarithms; outside it goes on with half the slope (on the side of the larger batches, where devices
+    saturate) or the whole one.
+    """
+    means, widths = np.full(len(places), math.nan), np.full(len(places), math.nan)
+    for setting in dict.fromkeys(place.setting for place in places):
+        known = sorted((place.size, *figures) for place, figures in measured.items() if place.setting == setting)
+        if not known:
+            continue
+        at, logs = np.log2([size for size, *_ in known]), np.log([speed for _, speed, _ in known])
+        errors = np.array([max(_SPEED, width / 2) for *_, width in known])
+        for index, place in enumerate(places):
+            if place.setting != setting:
+                continue
+            octave = math.log2(place.size)
+            nearest = int(np.argmin(np.abs(at - octave)))
+            away, slope = abs(at[nearest] - octave), 0.0
+            inside = at[0] <= octave <= at[-1]
+            if not inside and len(at) > 1:
+                first = 0 if octave < at[0] else len(at) - 2
+                slope = (logs[first + 1] - logs[first]) / (at[first + 1] - at[first]) * (1.0 if first == 0 else 0.5)
+            means[index] = np.interp(octave, at, logs) + slope * (octave - float(np.clip(octave, at[0], at[-1])))
+            widths[index] = math.hypot(errors[nearest], away * (_SPEED_BETWEEN if inside else _SPEED_BEYOND))
+    return means, widths

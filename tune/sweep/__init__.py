@@ -1,0 +1,1 @@
+"""Plan, run and watch a sweep."""

@@ -1,0 +1,214 @@
+"""What the driver does between two of Tune's steps: heeds Ctrl-C, shows the sweep, lets the lanes grow (Ray).
+
+Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
+
+# isort: split
+import ray
+from ray import tune
+from ray.util.metrics import Gauge
+
+from trainers.errors import STATUSES
+from tune.report.answer import objective_value
+from tune.search.space import chosen, purpose_of
+from tune.sweep.pace import Pace
+from tune.sweep.spec import SweepSpec
+from tune.sweep.terminal import Terminal, View, shown_config
+from tune.sweep.trial import make_record
+from tune.trials.journal import Journal, TrialRecord, trial_id
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+GROW_EVERY_S = 10.0
+
+
+class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
+    """Ctrl-C, or SIGTERM from `ray job stop`."""
+
+
+class Interrupts:
+    """SIGINT and SIGTERM while the sweep runs: noted here, acted on between two of Tune's steps.
+
+    Raising from the handler itself would be lost in whatever `except` happens to be running.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+
+    def __enter__(self) -> Interrupts:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is not None:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+
+    def __exit__(self, *exc: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+
+class Progress(tune.Callback):
+    """The sweep as its driver sees it; records the trials that the search stopped."""
+
+    def __init__(
+        self,
+        spec: SweepSpec,
+        journal: Journal,
+        mailbox: Any,
+        total: int | None,
+        usd_per_hour: float | None,
+        grow: Callable[[], None],
+        pace: Pace,
+    ) -> None:
+        """`usd_per_hour` is the price of one lane; `grow` is called every ten seconds, while trials may wait."""
+        self.spec, self.journal, self.mailbox, self.total = spec, journal, mailbox, total
+        self.usd_per_hour, self._grow, self._pace = usd_per_hour, grow, pace
+        self.interrupts = Interrupts()
+        self.terminal = Terminal()
+        self.seen: dict[str, dict[str, Any]] = {}
+        self._started: dict[str, float] = {}
+        self._purposes: dict[str, Any] = {}
+        self._statuses: Counter[str] = Counter()
+        self._best: tuple[float, TrialRecord] | None = None
+        self._notes = 0
+        self._busy: set[int] = set()
+        self._began = self._grew = time.monotonic()
+        self._looked = 0.0
+        self._trials = Gauge("paceline_trials", tag_keys=("run", "status"))
+        self._lane_busy = Gauge("paceline_lane_busy", tag_keys=("run", "lane"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (tune.Callback, ())  # Tune pickles its callbacks for a restore that the journal replaces
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Called by Tune in its loop, several times a second."""
+        if self.interrupts.signal_name is not None:
+            raise Interrupted(self.interrupts.signal_name)
+        now = time.monotonic()
+        if now - self._grew >= GROW_EVERY_S:
+            self._grew = now
+            self._grow()
+        if now - self._looked >= LOOK_EVERY_S:
+            self._looked = now
+            self.look()
+
+    def look(self) -> None:
+        """Ask the mailbox how things are; show it."""
+        state = ray.get(self.mailbox.watch.remote(self._notes))
+        self._pace.lanes_up(len(state["lanes"]))
+        self._notes += len(state["notes"])
+        for words in state["notes"]:
+            self.terminal.say(words)
+        run = self.spec.config.name
+        counts = {**self._statuses, "running": len(state["running"])}
+        for status in ("running", *STATUSES):
+            self._trials.set(counts.get(status, 0), {"run": run, "status": status})
+        self._busy |= set(state["lanes"])
+        for lane in self._busy:
+            self._lane_busy.set(float(lane in state["running"]), {"run": run, "lane": str(lane)})
+        self.terminal.update(self._view(state))
+
+    def _view(self, state: dict[str, Any]) -> View:
+        spent_s = time.monotonic() - self._began
+        config = self.spec.config
+        return View(
+            name=config.name,
+            total=self.total,
+            statuses=dict(self._statuses),
+            lanes=len(state["lanes"]),
+            running=[
+                (
+                    lane,
+                    shown_config(self.seen.get(trial["trial"], {})),
+                    trial["metrics"],
+                    time.time() - trial["started"],
+                )
+                for lane, trial in sorted(state["running"].items())
+            ],
+            best=None if self._best is None else (config.objective.metric, *self._best),
+            boundary=state["boundary"],
+            spent_s=spent_s,
+            left_s=None if config.time_budget_s is None else max(0.0, config.time_budget_s - spent_s),
+            usd=None if config.usd_per_hour is None else config.usd_per_hour * spent_s / 3600,
+        )
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Called by Tune when a trial gets its actor."""
+        self._pace.trial_started(trial.trial_id)
+        name = self._name(trial)
+        self.seen[name] = chosen(trial.config)
+        self._purposes[name] = purpose_of(trial.config)
+        self._started.setdefault(name, time.time())
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Called by Tune when a trial has ended, or was stopped: a line on the terminal."""
+        name = self._name(trial)
+        record = self.journal.find(name) or self._stopped(name)
+        if record is None:
+            return
+        self._statuses[record.status] += 1
+        value = objective_value(self.spec.config.objective, record)
+        better = min if self.spec.config.objective.direction == "min" else max
+        if value is not None and (self._best is None or better(value, self._best[0]) != self._best[0]):
+            self._best = (value, record)
+        figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
+        parts = [
+            f"trial {self._statuses.total()}/{self.total or '?'}",
+            shown_config(record.config),
+            record.status if record.purpose == "trial" else f"{record.purpose} {record.status}",
+            f"{record.samples_per_s:,.0f} samples/s" if record.samples_per_s else "",
+            figures,
+            record.message,
+        ]
+        self.terminal.say("  ".join(part for part in parts if part))
+
+    def _stopped(self, name: str) -> TrialRecord | None:
+        reports = ray.get(self.mailbox.reports.remote(name))
+        stage = self.journal.newest_stage(name) if self.spec.config.scheduler == "pbt" else None
+        if stage is not None:
+            begun = len(stage.curve) and stage.curve[-1]["step"]
+            reports = [*stage.curve, *(row for row in reports if row["step"] > begun)]
+        if not reports:
+            return None
+        record = make_record(
+            name,
+            self.seen[name] if stage is None else stage.config,
+            self.spec.config.objective,
+            self._started[name] if stage is None else stage.started,
+            reports,
+            {"status": "stopped", "message": "stopped by the search"},
+            self.usd_per_hour,
+            self._purposes[name],
+        )
+        if stage is not None:
+            record = replace(record, schedule=stage.schedule)
+        self.journal.append(record)
+        return record
+
+    def record_stopped(self) -> None:
+        """Record what the end of a budget cut off."""
+        for name in self._started:
+            if self.journal.find(name) is None:
+                self._stopped(name)
+
+    def _name(self, trial: Any) -> str:
+        """Our id of one of Tune's trials: of a population's, whose configuration changes, Tune keeps it."""
+        if self.spec.config.scheduler == "pbt":
+            return str(trial)
+        return trial_id(chosen(trial.config), purpose_of(trial.config))

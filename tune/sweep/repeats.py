@@ -1,0 +1,85 @@
+"""Repeats of the finalists: one at a time, in turn, on a lane beside which no other one works (Ray)."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+from trainers.config import TrainConfig
+from trainers.config.model import override
+from tune.lanes.messages import Assignment, Event
+from tune.report.answer import in_short, labels
+from tune.search.finalists import repeats_to_run
+from tune.sweep.spec import SweepSpec
+from tune.sweep.trial import make_record
+from tune.trials.journal import Journal, TrialRecord, trial_id
+from tune.trials.stop_rule import Until
+
+_QUIET_S = 60.0  # how long a trial that the search has stopped may take to notice
+_LOOK_S = 0.5
+
+
+def run_repeats(
+    spec: SweepSpec,
+    mailbox: Any,
+    usd_per_hour: float | None,
+    check: Callable[[], None],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run the repeats that have no record yet; returns the configurations of all that have one, by id.
+
+    `check` is called often, and raises where the sweep shall end. `usd_per_hour` is the price of one lane.
+    """
+    journal = Journal(spec.storage)
+    records = journal.records()
+    seen = {record.id: record.config for record in records if record.purpose == "repeat"}
+    wanted = repeats_to_run(spec.config, spec.train, records)
+    if not wanted:
+        return seen
+    names = labels(spec.config, records)
+    say(f"{len(wanted)} repeats of the finalists, alone and in turn")
+    deadline = time.monotonic() + _QUIET_S
+    while ray.get(mailbox.state.remote())["running"] and time.monotonic() < deadline:
+        check()
+        time.sleep(_LOOK_S)
+    for number, (finalist, seed) in enumerate(wanted, 1):
+        record = _repeat(spec, mailbox, finalist, seed, usd_per_hour, check)
+        journal.append(record)
+        seen[record.id] = record.config
+        reached = "not reached" if record.time_to_target_s is None else f"reached in {record.time_to_target_s:.3g} s"
+        shown = in_short(names, finalist)
+        say(f"repeat {number}/{len(wanted)}  {shown}  seed {seed}  {record.status}  {reached}")
+    return seen
+
+
+def _repeat(
+    spec: SweepSpec,
+    mailbox: Any,
+    finalist: TrialRecord,
+    seed: int,
+    usd_per_hour: float | None,
+    check: Callable[[], None],
+) -> TrialRecord:
+    trial = trial_id(finalist.config, "repeat", seed)
+    ticket = f"{trial}/{uuid.uuid4().hex[:8]}"
+    tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
+    objective, started = spec.config.objective, time.time()
+    (target,) = (objective.target or {}).items()
+    ray.get(mailbox.submit.remote(Assignment(ticket, trial, tree, until=Until(target))))
+    curve: list[dict[str, float]] = []
+    while True:
+        reference = mailbox.next_event.remote(ticket, len(curve))
+        while not ray.wait([reference], timeout=_LOOK_S)[0]:
+            check()
+        event: Event = ray.get(reference)
+        if event.outcome is not None:
+            record = make_record(
+                trial, finalist.config, objective, started, curve, event.outcome, usd_per_hour, "repeat", seed
+            )
+            mailbox.forget.remote(ticket)
+            return record
+        curve.append({name: float(value) for name, value in event.metrics.items()})

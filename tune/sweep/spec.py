@@ -1,0 +1,189 @@
+"""A sweep as plain data: read from a file, checked before Ray is imported, kept with the sweep for its resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainers.config import TrainConfig
+from trainers.config.model import build, dump_yaml, override, parse_mapping
+from trainers.errors import ConfigError
+from trainers.launch.spec import delete_own, make_spec, read_file, read_mapping
+from trainers.storage import Storage, storage_uri
+from tune.config import SweepConfig
+from tune.search.finalists import repeats_to_run
+from tune.search.frontier import Ended
+from tune.search.population import population
+from tune.search.space import check_space, grid, planned_trials
+from tune.trials.journal import Journal, trial_id
+
+_SAVED = "sweep.yaml"
+
+
+@dataclass(frozen=True)
+class SweepSpec:
+    """Everything that a sweep needs."""
+
+    config: SweepConfig
+    train: dict[str, Any]
+    """The resolved TrainConfig that trials vary."""
+    path: tuple[str, ...]
+    """Directories of the task's module."""
+    source: str
+    """The file it came from, for error messages."""
+    uri: str
+    """The sweep's directory."""
+
+    @property
+    def storage(self) -> Storage:
+        """The sweep's directory."""
+        return Storage(self.uri)
+
+    def saved(self) -> dict[str, Any]:
+        """What the sweep's directory keeps for `resume`."""
+        sweep = self.config.model_dump(mode="json", exclude_none=True)
+        return {**sweep, "train": {**self.train, "task_dir": self.path[0] if self.path else None}}
+
+
+def read_sweep(location: str, overrides: Mapping[str, Any], own_workers: bool = True) -> SweepSpec:
+    """Read and check a sweep file; ConfigError says what is wrong, before torch or Ray is imported.
+
+    Overrides mean keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or, below `train.`, of the run.
+    `own_workers`: it will run from here; one that is only planned for a cluster need not fit on this machine.
+    """
+    text, directory = read_file(location)
+    tree = parse_mapping(text, location)
+    of_train = {key.removeprefix("train."): value for key, value in overrides.items() if key.startswith("train.")}
+    of_sweep = {key: value for key, value in overrides.items() if not key.startswith("train.")}
+    config = build(SweepConfig, override(SweepConfig, tree, of_sweep), location)
+    if isinstance(config.train, str):
+        file = config.train if "://" in config.train or directory is None else str(directory / config.train)
+        text, directory = read_file(file)
+        train, source = parse_mapping(text, file), file
+    else:
+        train, source = config.train, location
+    return _spec(config, override(TrainConfig, train, of_train), source, location, directory, own_workers)
+
+
+def _spec(
+    config: SweepConfig,
+    train: dict[str, Any],
+    train_source: str,
+    source: str,
+    directory: Path | None,
+    own_workers: bool = True,
+) -> SweepSpec:
+    # A trial's own name and storage mean nothing: it keeps nothing, the journal does.
+    given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
+    base = _without_swept(given, config)
+    try:
+        uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
+    except ConfigError as error:
+        raise error.at(source) from error
+    try:
+        run = make_spec({**base, "storage_path": uri}, train_source, directory, own_workers)
+    except ConfigError as error:
+        if error.field in config.space:
+            raise ConfigError(f"space.{error.field}", error.value, error.rule, error.fix, source) from error
+        raise
+    kept = {key: value for key, value in run.tree.items() if key != "storage_path"}
+    check_space(config, kept, source)
+    return SweepSpec(config, kept, run.path, source, uri)
+
+
+def _without_swept(train: dict[str, Any], config: SweepConfig) -> dict[str, Any]:
+    """The run with the first value of each swept key, so that what only the space gives is there."""
+    first: dict[str, Any] = {}
+    for key, values in config.space.items():
+        if isinstance(values, list):
+            first[key] = values[0]
+        else:
+            pair = values.uniform or values.loguniform or values.choice
+            first[key] = pair[0] if pair else values.min
+    return override(TrainConfig, train, first)
+
+
+def read_saved(location: str) -> SweepSpec:
+    """The sweep that lies in a directory; ConfigError when there is none."""
+    storage = Storage(storage_uri(location))
+    if not storage.exists(_SAVED):
+        raise ConfigError("the directory", location, "holds no sweep", f"name the directory with the {_SAVED}")
+    source = storage.locate(_SAVED)
+    tree = read_mapping(storage, _SAVED)
+    config = build(SweepConfig, tree, source)
+    assert isinstance(config.train, dict)
+    task_dir = config.train.get("task_dir")
+    parent = storage.parent.uri
+    return _spec(
+        config.model_copy(update={"storage_path": parent}),
+        config.train,
+        source,
+        source,
+        Path(task_dir) if task_dir else None,
+    )
+
+
+def is_complete(spec: SweepSpec) -> bool:
+    """Whether every trial has a record; a random search is known to be complete only by running it."""
+    journal = Journal(spec.storage)
+    if spec.config.search == "frontier":
+        from tune.search.frontier_search import Frontier
+
+        records = journal.records()
+        over = isinstance(Frontier(spec.config, spec.train).next(records), Ended)
+        return bool(records) and over and not repeats_to_run(spec.config, spec.train, records)
+    if spec.config.search == "optuna":
+        return _num_records(spec) >= (planned_trials(spec.config) or 1)
+    if spec.config.scheduler == "pbt":
+        names = [name for name, _ in population(spec.config)]
+    else:
+        names = [trial_id(trial) for trial in grid(spec.config)[: planned_trials(spec.config)]]
+    if not names or any(journal.find(name) is None for name in names):
+        return False
+    return not repeats_to_run(spec.config, spec.train, journal.records())
+
+
+def prepare(spec: SweepSpec, fresh: bool) -> int:
+    """Make the sweep's directory ready; returns how many trials stand in it already.
+
+    Raises ConfigError when another sweep of this name is there.
+    """
+    storage = spec.storage
+    if fresh:
+        delete_own(storage, _SAVED)
+    storage.prove_writable()
+    if storage.exists(_SAVED):
+        before = read_mapping(storage, _SAVED)
+        now = spec.saved()
+        is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
+        for key in ("space", "search", "seed", "objective", *(["scheduler"] if is_population else [])):
+            if before.get(key) != now.get(key):
+                raise ConfigError(
+                    key,
+                    now.get(key),
+                    f"differs from {before.get(key)} in {storage.uri}",
+                    "sweep under another `--name`, or start anew with --fresh",
+                    spec.source,
+                )
+        changed = [
+            key
+            for key in TrainConfig.model_fields
+            if before["train"].get(key) != now["train"].get(key) and key not in ("task_dir", "scaling")
+        ]
+        if changed:
+            raise ConfigError(
+                f"train.{changed[0]}",
+                now["train"].get(changed[0]),
+                f"differs from {before['train'].get(changed[0])} in {storage.uri}",
+                "sweep under another `--name`, or start anew with --fresh",
+                spec.source,
+            )
+    else:
+        storage.write(_SAVED, dump_yaml(spec.saved()).encode())
+    return _num_records(spec)
+
+
+def _num_records(spec: SweepSpec) -> int:
+    return sum(name.endswith(".json") for name in spec.storage.names("trials"))

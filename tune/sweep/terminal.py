@@ -1,0 +1,118 @@
+"""The sweep on the terminal while it runs: a live table where there is one, plain lines in a log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from tune.report.answer import duration, shown
+from tune.trials.journal import TrialRecord
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class View:
+    """All that is shown."""
+
+    name: str
+    total: int | None
+    """Trials that are planned, where that is known."""
+    statuses: Mapping[str, int]
+    """Trials that have ended, by status."""
+    lanes: int
+    """Lanes that are up."""
+    running: list[tuple[int, str, Mapping[str, Any], float]]
+    """Lane, configuration, newest metrics, age in s."""
+    best: tuple[str, float, TrialRecord] | None
+    """The objective's name, its best value so far, and whose it is."""
+    boundary: Mapping[str, tuple[int | None, int | None]]
+    """By precision and device: the largest microbatch that fits, the smallest that does not."""
+    spent_s: float
+    left_s: float | None
+    """Until the budget of time or of dollars is used up."""
+    usd: float | None
+    """Spent so far."""
+
+
+def shown_config(config: Mapping[str, Any]) -> str:
+    """A trial's configuration in a line: the last parts of its keys."""
+    return "  ".join(f"{key.rsplit('.', 1)[-1]} {shown(value)}" for key, value in config.items())
+
+
+def render(view: View) -> RenderableType:
+    """The live table."""
+    ended = sum(view.statuses.values())
+    counts = ", ".join(f"{count} {status}" for status, count in view.statuses.items() if count)
+    head = f"{view.name}   {ended}/{view.total or '?'} trials" + (f": {counts}" if counts else "")
+    table = Table(box=None, pad_edge=False, show_header=bool(view.running))
+    for column in ("lane", "trial", "step", "newest", "for"):
+        table.add_column(column, justify="right" if column in ("lane", "step", "for") else "left")
+    for lane, config, metrics, age_s in view.running:
+        newest = "  ".join(
+            f"{key} {value:.4g}" for key, value in metrics.items() if key.startswith(("val_", "train_l"))
+        )
+        table.add_row(str(lane), config, str(metrics.get("step", "")), newest, duration(age_s))
+    lines = []
+    if view.best is not None:
+        name, value, record = view.best
+        lines.append(f"best so far   {name} {value:.4g}   {shown_config(record.config)}")
+    lines += [f"microbatch    {fits_words(label, *bounds)}" for label, bounds in view.boundary.items()]
+    time = f"time          {duration(view.spent_s)}, {len(view.running)} of {view.lanes} lanes busy"
+    if view.usd is not None:
+        time += f", {view.usd:.2f} USD"
+    if view.left_s is not None:
+        time += f"; {duration(view.left_s)} of the budget left"
+    return Group(Text(head, style="bold"), table, *(Text(line) for line in [*lines, time]))
+
+
+def fits_words(label: str, low: int | None, high: int | None) -> str:
+    """What is known of one boundary."""
+    known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (high is not None)
+    return f"{label}: {', '.join(known)}"
+
+
+class Terminal:
+    """Lines, and below them the live table where standard output is a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._live: Live | None = None
+        self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def __enter__(self) -> Terminal:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+            # What is logged goes above the table: the handlers took hold of the stream before.
+            handlers = {id(one): one for name in ("tune", "trainers") for one in logging.getLogger(name).handlers}
+            for handler in handlers.values():
+                if isinstance(handler, logging.StreamHandler):
+                    self._streams.append((handler, handler.setStream(sys.stdout)))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        for handler, stream in self._streams:
+            if stream is not None:
+                handler.setStream(stream)
+        self._streams.clear()
+
+    def update(self, view: View) -> None:
+        """Show how things are."""
+        if self._live is not None:
+            self._live.update(render(view), refresh=True)
+
+    def say(self, words: str) -> None:
+        """A line that stays."""
+        logger.info("%s", words)
