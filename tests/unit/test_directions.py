@@ -1,4 +1,4 @@
-"""Who may import whom: tune -> cluster -> trainers, and Ray only where the design says."""
+"""What imports cost and must not do: no pickle, no Ray or torch where they are not needed, no logging set up."""
 
 from __future__ import annotations
 
@@ -10,71 +10,13 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("trainers", "cluster", "tune")
-FILES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).glob("**/*.py"))
-MAY_IMPORT = {
-    "trainers": {"trainers"},
-    "cluster": {"cluster", "trainers"},
-    "tune": {"tune", "cluster", "trainers"},
-}
-WITH_RAY = {
-    "trainers/on_ray/capacity.py",
-    "trainers/on_ray/context.py",
-    "trainers/on_ray/coordinator.py",
-    "trainers/on_ray/process_group.py",
-    "trainers/on_ray/trainer.py",
-    "cluster/files/ray_up.py",
-    "cluster/health/actors.py",
-    "cluster/health/check.py",
-    "tune/lanes/worker.py",
-    "tune/lanes/controller.py",
-    "tune/lanes/trainer.py",
-    "tune/lanes/lanes.py",
-    "tune/sweep/run.py",
-    "tune/sweep/trial.py",
-    "tune/sweep/population_trial.py",
-    "tune/sweep/progress.py",
-    "tune/sweep/repeats.py",
-    "tune/search/population.py",
-    "tune/search/space.py",
-    "tune/search/frontier_search.py",
-}
+from tests.rooms import REPOSITORY, source_files
 
-
-def imported(path: Path) -> set[str]:
-    """Top names of all imports of a file, at any level of it."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
-            found.add((node.module or "").split(".")[0])
-    return found
+FILES = source_files()
 
 
 def name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
-
-
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_rooms_are_imported_in_one_direction(path: Path) -> None:
-    room = path.relative_to(REPOSITORY).parts[0]
-    assert imported(path) & set(PACKAGES) <= MAY_IMPORT[room]
-    assert not imported(path) & {"tests", "examples", "benchmarks"}
-
-
-@pytest.mark.parametrize("path", FILES, ids=name)
-def test_ray_is_imported_only_where_the_design_says(path: Path) -> None:
-    if name(path) not in WITH_RAY:
-        assert "ray" not in imported(path)
-
-
-def test_the_list_of_files_with_ray_is_not_longer_than_it_must_be() -> None:
-    present = {name(path) for path in FILES if "ray" in imported(path)}
-    assert present <= WITH_RAY
-    assert {"trainers/on_ray/trainer.py", "tune/lanes/lanes.py", "tune/sweep/run.py", "tune/sweep/trial.py"} <= present
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)

@@ -1,0 +1,221 @@
+"""Draw the rooms of the three packages from their imports, floor by floor, and name what breaks their order.
+
+Run as:
+    python -m tests.rooms [ROOT]       (ROOT: another checkout, such as one of an earlier commit)
+    python -m tests.rooms --mermaid    the drawing in docs/architecture.md
+
+A room is a folder of a package, or a file directly in it. It stands one floor above the highest room that it imports.
+Imports inside functions and under TYPE_CHECKING count like all others. Exit code 1: a circle, an upward
+import, a file in no room, or Ray outside its rooms.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = ("trainers", "cluster", "tune")
+"""Lowest first: each may import itself and those before it."""
+
+_ORDER = """
+trainers: errors storage versions context config devices data model task arrow measure step checkpoint loop launch
+trainers: command_line on_ray inference __main__
+cluster: finding files rules plan health __main__
+tune: config trials search lanes report sweep __main__
+"""
+ORDER = {
+    package: [
+        room for line in _ORDER.split("\n") if line.startswith(f"{package}:") for room in line.partition(":")[2].split()
+    ]
+    for package in PACKAGES
+}
+"""The rooms of each package, lowest first, as docs/architecture.md draws them."""
+WITH_RAY = (
+    "trainers/on_ray/",
+    "cluster/files/ray_up.py",
+    "cluster/health/",
+    "tune/lanes/",
+    "tune/search/ray_search.py",
+    "tune/sweep/",
+)
+"""Where Ray may be imported: the folder is the mark."""
+
+Arrows = Mapping[str, set[str]]
+"""For each name the names that it imports."""
+
+
+def source_files(root: Path = REPOSITORY) -> list[Path]:
+    """Every Python file of the three packages."""
+    return sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Dotted names of all imports of a file, at any level of it; `from a import b` gives `a` and `a.b`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            assert node.module is not None
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def file_arrows(root: Path = REPOSITORY) -> dict[str, set[str]]:
+    """Which files (as dotted modules) import which; a package's own `__init__` is no module of its own."""
+    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in source_files(root)}
+    arrows: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        if not module.endswith("__init__"):
+            arrows[module] = (imported_modules(path) & modules.keys()) - {module}
+    return arrows
+
+
+def room_of(module: str) -> str:
+    """`trainers.data.feed` lies in `trainers.data`."""
+    return ".".join(module.split(".")[:2])
+
+
+def room_arrows(files: Arrows) -> dict[str, set[str]]:
+    """Which rooms import which."""
+    arrows: dict[str, set[str]] = defaultdict(set)
+    for module, targets in files.items():
+        arrows[room_of(module)] |= {room_of(target) for target in targets} - {room_of(module)}
+    return dict(arrows)
+
+
+def circles(arrows: Arrows) -> list[list[str]]:
+    """Every group of names that import each other (Tarjan 1972: strongly connected components of two or more)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for target in sorted(arrows.get(name, ())):
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in sorted(arrows):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def floors(arrows: Arrows) -> dict[str, int]:
+    """The floor of each name: 0 for what imports nothing; the members of a circle share one."""
+    group_of = {name: name for name in arrows}
+    for group in circles(arrows):
+        group_of |= dict.fromkeys(group, group[0])
+    known: dict[str, int] = {}
+
+    def floor(group: str) -> int:
+        if group not in known:
+            members = [name for name in arrows if group_of[name] == group]
+            below = {group_of[target] for name in members for target in arrows[name]} - {group}
+            known[group] = max((floor(target) + 1 for target in below), default=0)
+        return known[group]
+
+    return {name: floor(group_of[name]) for name in arrows}
+
+
+def upward(files: Arrows) -> list[str]:
+    """Imports against ORDER, and rooms that are not in it."""
+    place = {
+        f"{package}.{room}": (number, ORDER[package].index(room))
+        for number, package in enumerate(PACKAGES)
+        for room in ORDER[package]
+    }
+    found = [f"{module} lies in no known room" for module in files if room_of(module) not in place]
+    for module, targets in files.items():
+        for target in targets:
+            lower, upper = place.get(room_of(target)), place.get(room_of(module))
+            if lower is not None and upper is not None and lower > upper:
+                found.append(f"{module} imports {target}, which lies above it")
+    return sorted(found)
+
+
+def ray_elsewhere(root: Path = REPOSITORY) -> list[str]:
+    """Files with an import of Ray that lie in no place of WITH_RAY."""
+    names = {str(path.relative_to(root)): path for path in source_files(root)}
+    return [
+        f"{name} imports Ray, which belongs to {', '.join(WITH_RAY)}"
+        for name, path in names.items()
+        if not name.startswith(WITH_RAY) and any(one.split(".")[0] == "ray" for one in imported_modules(path))
+    ]
+
+
+def drawing(package: str, files: Arrows) -> Iterable[str]:
+    """The rooms of one package by floor, highest first."""
+    rooms = {
+        room: {target for target in targets if target.split(".")[0] == package}
+        for room, targets in room_arrows(files).items()
+        if room.split(".")[0] == package
+    }
+    level = floors(rooms)
+    num_files = defaultdict(int)
+    for module in files:
+        num_files[room_of(module)] += 1
+    num_arrows = sum(len(targets) for targets in rooms.values())
+    yield f"{package}: {len(rooms)} rooms on {max(level.values()) + 1} floors, {num_arrows} arrows"
+    for floor in sorted(set(level.values()), reverse=True):
+        names = sorted(room for room in rooms if level[room] == floor)
+        yield f"  {floor:2}  " + "  ".join(f"{name.split('.')[1]} ({num_files[name]})" for name in names)
+
+
+def mermaid(files: Arrows) -> str:
+    """All rooms as a Mermaid flowchart, without the arrows that follow from others."""
+    rooms = room_arrows(files)
+    below: dict[str, set[str]] = {}
+    for room in sorted(rooms, key=floors(rooms).__getitem__):
+        below[room] = rooms[room].union(*(below[target] for target in rooms[room]))
+    lines = ["flowchart TD"]
+    for package in reversed(PACKAGES):
+        lines.append(f"    subgraph {package}")
+        own = [room for room in reversed(ORDER[package]) if f"{package}.{room}" in rooms and room != "__main__"]
+        lines += [f"        {package}.{room}[{room}]" for room in own]
+        for room in own:
+            targets = rooms[f"{package}.{room}"]
+            shown = {target for target in targets if not any(target in below[other] for other in targets)}
+            inside = [one for one in reversed(ORDER[package]) if f"{package}.{one}" in shown]
+            lines += [f"        {package}.{room} --> {package}.{one}" for one in inside]
+        lines.append("    end")
+    lines += [f"    {upper} --> {lower}" for lower, upper in itertools.pairwise(PACKAGES)]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """The command; returns its exit code."""
+    if argv == ["--mermaid"]:
+        print(mermaid(file_arrows()))
+        return 0
+    root = Path(argv[0]) if argv else REPOSITORY
+    files = file_arrows(root)
+    for package in PACKAGES:
+        print("\n".join(drawing(package, files)))
+    wrong = [f"circle of rooms: {', '.join(group)}" for group in circles(room_arrows(files))]
+    wrong += [f"circle of files: {', '.join(group)}" for group in circles(files)]
+    if root == REPOSITORY:
+        wrong += upward(files) + ray_elsewhere()
+    print("\n".join(wrong) if wrong else "no circle, and every import goes down")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
