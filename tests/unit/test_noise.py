@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.processes import run_processes
+from trainers.devices.group import Group
 from trainers.measure.step_times import student_t95
-from trainers.model.strategy import Group
 from trainers.step.noise_scale import NoiseEstimate, NoiseScale, Window, estimate
 
 torch.set_num_threads(1)

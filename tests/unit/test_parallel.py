@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from trainers.config.sections import DdpConfig
+from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model import strategy as parallel
-from trainers.model.strategy import Group, check_static_graph, place_model, shard_like, shard_units, whole, wrap_model
+from trainers.model.sharding import shard_like, shard_units, whole
+from trainers.model.strategy import check_static_graph, place_model, wrap_model
 
 CPU = torch.device("cpu")
 ALONE = Group(0, 1, CPU)

@@ -1,8 +1,4 @@
-"""Batches on the device: resident tensors that are indexed there, or whole batches fetched here or by a DataLoader.
-
-A dataset gives a whole batch at once by `gather(rows)` (an int64 array to a batch that is ready, as ArrowDataset has
-it), by torch's `__getitems__(indices)`, or by being a TensorDataset; any other is asked for a sample at a time.
-"""
+"""Batches on the device: resident tensors that are indexed there, or whole batches fetched here or by a DataLoader."""
 
 from __future__ import annotations
 
@@ -16,42 +12,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainers.config.sections import DataConfig
+from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, is_tensor_dataset, leaves_of, map_tensors
 from trainers.data.transfer import Pinnable, to_device
 from trainers.devices.device import total_memory_bytes
 from trainers.errors import ConfigError
-from trainers.task import Batch, Task, is_tensor_dataset, map_tensors, tensors_of
 
 _RESIDENT_SHARE = 0.1  # of the device's memory, over all workers of the device: leaves the rest to training
 _FETCH = 4096  # samples fetched at once while a dataset is made resident
 
 
-Rows = np.ndarray[Any, np.dtype[np.int64]]
-
-
-def fetch(dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Callable[[list[Any]], Batch]) -> Batch:
-    """One batch of a map-style dataset, a whole batch at a time where the dataset can."""
-    rows = np.asarray(indices, dtype=np.int64)
-    if is_tensor_dataset(dataset):
-        chosen = torch.from_numpy(rows)
-        # A copy a row: indexing with [] copies number by number, ten times slower.
-        return tuple(tensor.index_select(0, chosen) for tensor in dataset.tensors)  # type: ignore[attr-defined]
-    if hasattr(dataset, "gather"):
-        return dataset.gather(rows)
-    numbers: list[int] = rows.tolist()
-    if hasattr(dataset, "__getitems__"):
-        return _collated(dataset.__getitems__(numbers), collate)
-    return collate([dataset[number] for number in numbers])
-
-
-def _collated(fetched: Any, collate: Callable[[list[Any]], Batch]) -> Batch:
-    """`__getitems__` gives a list of samples (torch's protocol) or, faster, a batch that is ready."""
-    return collate(fetched) if isinstance(fetched, list) else fetched
-
-
 class _WholeBatches(Dataset[Any]):
     """Seen by the DataLoader in place of a dataset: an array of indices gives one batch."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Batch]) -> None:
+    def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
 
     def __getitem__(self, index: int) -> Batch:
@@ -78,11 +51,22 @@ class Feed:
     """Batches of one split on the device, in the order of the index tensors that it is asked for."""
 
     def __init__(
-        self, dataset: Dataset[Any], task: Task, config: DataConfig, device: torch.device, *, sharers: int, seed: int
+        self,
+        dataset: Dataset[Any],
+        collate: Collate,
+        transform: Callable[[Batch, bool], Batch] | None,
+        config: DataConfig,
+        device: torch.device,
+        *,
+        sharers: int,
+        seed: int,
     ) -> None:
-        """`sharers` is how many workers share the device's memory (those of one host, on a CPU)."""
-        self.dataset, self.task, self.device = dataset, task, device
-        self.beat: Callable[[], None] = _nothing
+        """`transform` gets each batch on the device, and whether it is for training; None leaves batches as they are.
+
+        `sharers` is how many workers share the device's memory (those of one host, on a CPU).
+        """
+        self.dataset, self.device, self._collate, self._transform = dataset, device, collate, transform
+        self.beat: Callable[[], None] = lambda: None
         """Called for every batch: the loop's sign of life."""
         self.resident = self._make_resident(config, sharers)
         self._plan = _Plan()
@@ -93,7 +77,7 @@ class Feed:
             self._pins = False
         if self.resident is None and config.num_workers > 0:
             self._loader = DataLoader(
-                _WholeBatches(dataset, task.collate),
+                _WholeBatches(dataset, collate),
                 batch_sampler=self._plan,  # type: ignore[arg-type]
                 collate_fn=Pinnable if self._pins else _identity,
                 num_workers=config.num_workers,
@@ -118,7 +102,7 @@ class Feed:
             data: Batch = tuple(self.dataset.tensors)  # type: ignore[attr-defined]
         else:
             parts = [
-                fetch(self.dataset, range(start, min(start + _FETCH, length)), self.task.collate)
+                fetch(self.dataset, range(start, min(start + _FETCH, length)), self._collate)
                 for start in range(0, length, _FETCH)
             ]
             data = parts[0] if len(parts) == 1 else concatenate(parts)
@@ -135,12 +119,11 @@ class Feed:
         """One transformed batch on the device for each int64 index tensor, in order."""
         resident = self.resident is not None
         source = self._resident_batches(microbatches) if resident else self._loaded_batches(microbatches)
-        transforms = type(self.task).transform is not Task.transform
         for batch in source:
             self.beat()
-            if transforms:
+            if self._transform is not None:
                 with torch.no_grad():
-                    batch = self.task.transform(batch, training)
+                    batch = self._transform(batch, training)
             yield batch
 
     def _resident_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
@@ -162,7 +145,7 @@ class Feed:
 
     def _fetched_here(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
         for indices in microbatches:
-            batch = fetch(self.dataset, indices.numpy(), self.task.collate)
+            batch = fetch(self.dataset, indices.numpy(), self._collate)
             yield Pinnable(batch).pin_memory().batch if self._pins else batch
 
     def close(self) -> None:
@@ -175,25 +158,8 @@ class Feed:
 
 def _indexable(data: Batch, length: int) -> bool:
     """Whether every leaf of a nested batch is a tensor with one row a sample."""
-    if isinstance(data, Tensor):
-        return data.ndim > 0 and len(data) == length
-    if isinstance(data, dict):
-        return all(_indexable(value, length) for value in data.values())
-    if isinstance(data, (tuple, list)):
-        return all(_indexable(value, length) for value in data)
-    fields = getattr(data, "__dataclass_fields__", None)
-    return fields is not None and all(_indexable(getattr(data, name), length) for name in fields)
-
-
-def _nothing() -> None:
-    """Nobody listens."""
+    return all(isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == length for leaf in leaves_of(data))
 
 
 def _identity(batch: Batch) -> Batch:
     return batch
-
-
-def concatenate(parts: list[Batch]) -> Batch:
-    """Batches of one nesting joined along the first dimension of every tensor."""
-    joined = iter([torch.cat(tensors) for tensors in zip(*(tensors_of(part) for part in parts), strict=True)])
-    return map_tensors(lambda _: next(joined), parts[0])

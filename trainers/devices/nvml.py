@@ -1,5 +1,4 @@
-"""Readings of a rank's own GPU by NVML: what the driver says of load, memory, power, heat and slowed clocks; and how
-long work of its node has waited for a processor.
+"""Readings of a rank's own GPU by NVML: what the driver says of load, memory, power, heat and slowed clocks.
 
 Without a GPU, without NVML, or where a figure is not supported (a MIG slice has no utilisation) there is none: never
 an error. A reading takes the driver about a millisecond and does not wait for the GPU.
@@ -11,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,31 +19,6 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 1.0  # NVML's own averages are over about this time
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be" (nvml.h).
 _SLOWED = {0x4: "power cap", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake"}
-
-
-class Pressure:
-    """Since it was made: the share of the time in which some work of this machine (or container) waited for a CPU.
-
-    Read from Linux's pressure stall information; None where there is none.
-    """
-
-    def __init__(self) -> None:
-        self._began_s, self._before_us = time.monotonic(), _waited_us()
-
-    def share(self) -> float | None:
-        """0 to 1."""
-        elapsed_s, now_us = time.monotonic() - self._began_s, _waited_us()
-        if self._before_us is None or now_us is None or elapsed_s <= 0:
-            return None
-        return min(1.0, (now_us - self._before_us) / 1e6 / elapsed_s)
-
-
-def _waited_us() -> int | None:
-    try:
-        some, *_ = Path("/proc/pressure/cpu").read_text().splitlines()
-        return int(some.rpartition("total=")[2])
-    except (OSError, ValueError):
-        return None
 
 
 class GpuReadings:

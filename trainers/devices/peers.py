@@ -18,7 +18,7 @@ from trainers.errors import ConfigError, StorageError
 from trainers.storage import Storage
 
 if TYPE_CHECKING:
-    from trainers.model.strategy import Group
+    from trainers.devices.group import Group
 
 _SEEN_WITHIN_S = 5.0
 """How late a file of another host may appear: NFS caches a directory for a few seconds."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from trainers.config import TrainConfig
 from trainers.config.sections import ScheduleConfig
-from trainers.model.strategy import is_shard
+from trainers.model.sharding import is_shard
 
 _CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _FUSED_DEVICES = ("cpu", "cuda", "mps")

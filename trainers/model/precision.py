@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from trainers.config.train import Precision
+from trainers.data.batch import Batch, map_tensors
 from trainers.errors import ConfigError
-from trainers.task import Batch, map_tensors
 
 logger = logging.getLogger(__name__)
 

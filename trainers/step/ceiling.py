@@ -1,7 +1,7 @@
 """Which microbatch ran out of memory in mid-training: kept with the run, and read by its next start.
 
 The probe tries the worst case that the task names, so a step may still need more: longer sequences, another process
-on the device, fragmentation. The next start takes half of what failed.
+on the device, fragmentation. The next start takes half of what failed. Does not import torch: a sweep's actor reads it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import json
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
-from trainers.errors import TooLargeError
+from trainers.errors import Status, TooLargeError
 from trainers.storage import Storage
 
+OUT_OF_MEMORY: tuple[Status, ...] = ("out_of_memory", "out_of_host_memory")
 _FILE = "microbatch.json"
 
 
 def setting_of(config: TrainConfig, world_size: int, device_name: str) -> str:
-    """What a ceiling was met under; under another device, strategy or number of workers it says nothing."""
+    """What a ceiling holds for: it says nothing of another device, strategy or number of workers."""
     return f"{world_size} x {device_name}, {config.strategy}, compile {config.compile}"
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from trainers.data.feed import Feed
-from trainers.data.transfer import raise_if_mismatch
+from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.precision import PrecisionSpec
-from trainers.model.strategy import Group, is_sharded
+from trainers.model.sharding import is_sharded
+from trainers.step.forward import ForwardPass
 from trainers.step.metric_states import MetricStates
 from trainers.task import Task
 
@@ -44,6 +45,7 @@ def evaluate(
     mine = range(group.rank, len(batches), group.world_size)
     rounds = -(-len(batches) // group.world_size)
     idle = batches[:1] if is_sharded(model) and len(mine) < rounds else []
+    forward = ForwardPass(model, task, spec, group.device)
     rows: list[torch.Tensor] = []
     names: list[str] = []
     states = MetricStates()
@@ -54,11 +56,10 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch in feed.batches([batches[index] for index in mine] + idle, training=False):
-                with spec.autocast_context(group.device):
-                    outputs = task.forward(model, spec.convert_batch(batch))
-                    if len(rows) == len(mine):
-                        continue
-                    loss = task.loss(outputs, batch)
+                if len(rows) == len(mine):
+                    forward.outputs(batch)
+                    continue
+                outputs, loss = forward.outputs_and_loss(batch)
                 values = states.take(task.metrics(outputs, batch), mine[len(rows)])
                 _check_metrics(task, values, len(batches[mine[len(rows)]]))
                 names = list(values)
@@ -66,7 +67,7 @@ def evaluate(
                 sums = [value.to(exact).sum() for value in values.values()]
                 rows.append(torch.stack([loss.to(exact) * weight, weight, *sums]))
     except RuntimeError as error:
-        raise_if_mismatch(error, task, model, batch, group.device)
+        forward.explain(error, batch)
         raise
     finally:
         model.train(was_training)

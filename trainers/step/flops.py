@@ -7,7 +7,6 @@ row has no utilisation: nothing is guessed.
 
 from __future__ import annotations
 
-import copy
 import csv
 import functools
 import logging
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainers.data.feed import fetch
-from trainers.devices.rng import get_rng_state, set_rng_state
+from trainers.data.batch import fetch, map_tensors
 from trainers.model.precision import PrecisionSpec
-from trainers.task import Task, map_tensors
+from trainers.step.forward import ForwardPass
+from trainers.step.throwaway import throwaway
+from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +46,21 @@ def count_flops(
         return None  # torch's counter does not know cuDNN's recurrent layers
     if type(task).worst_case_batch is Task.worst_case_batch:
         microbatch = microbatch[:_LIKE_SAMPLES]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    task_state = copy.deepcopy(task.state_dict())
-    random_state = get_rng_state(device)
+    forward, counter = ForwardPass(model, task, spec, device), FlopCounterMode(display=False)
     autotune, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not for a shape met once
-    try:
-        with torch.no_grad():
-            batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))
-            batch = task.transform(batch, True)
-        counter = FlopCounterMode(display=False)
-        with counter:
-            with spec.autocast_context(device):
-                loss = task.loss(task.forward(model, spec.convert_batch(batch)), batch)
-            loss.backward()
-    except Exception as error:
-        # Training meets an error of the task too, and says it better; one of the counter's own must not end it.
-        logger.warning("FLOPs cannot be counted (%s: %s): utilisation is left out", type(error).__name__, error)
-        return None
-    finally:
-        torch.backends.cudnn.benchmark = autotune
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        task.load_state_dict(task_state)
-        set_rng_state(random_state, device)
+    with throwaway(model, task, device):
+        try:
+            with torch.no_grad():
+                batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))
+                batch = task.transform(batch, True)
+            with counter:
+                forward.loss(batch).backward()
+        except Exception as error:
+            # Training meets an error of the task too, and says it better; one of the counter's own must not end it.
+            logger.warning("FLOPs cannot be counted (%s: %s): utilisation is left out", type(error).__name__, error)
+            return None
+        finally:
+            torch.backends.cudnn.benchmark = autotune
     return counter.get_total_flops() / len(microbatch) or None
 
 

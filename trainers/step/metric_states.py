@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainers.devices.group import Group
 from trainers.errors import ConfigError
-from trainers.model.strategy import Group
 
 _ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")  # torchmetrics' names; exact for whole numbers
 

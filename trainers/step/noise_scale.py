@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from trainers.config import TrainConfig
+from trainers.devices.group import Group
 from trainers.measure.step_times import student_t95
 from trainers.model.gradient_hooks import Hook, all_reduced
-from trainers.model.strategy import Group, is_sharded
+from trainers.model.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, Optimizer
 
-from trainers.data.transfer import raise_if_mismatch
+from trainers.data.batch import Batch
+from trainers.devices.group import Group
 from trainers.model.precision import PrecisionSpec
-from trainers.model.strategy import Group, no_sync
+from trainers.model.strategy import no_sync
+from trainers.step.forward import ForwardPass
 from trainers.step.noise_scale import NoiseScale
-from trainers.task import Batch, Task
+from trainers.task import Task
 
 
 class TrainStep:
@@ -39,6 +41,7 @@ class TrainStep:
     ) -> None:
         self.model, self.task, self.optimizer, self.spec, self.group = model, task, optimizer, spec, group
         self.clip_grad_norm = clip_grad_norm
+        self._forward = ForwardPass(model, task, spec, group.device)
         self.noise: NoiseScale | None = None
         """Measures the gradient noise scale, where that is asked for."""
         device = group.device
@@ -93,16 +96,7 @@ class TrainStep:
 
     def loss(self, batch: Batch) -> Tensor:
         """Forward and loss of one batch, in this precision."""
-        try:
-            if self.spec.autocast is None:
-                outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
-                return self.task.loss(outputs, batch)
-            with self.spec.autocast_context(self.group.device):
-                outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
-                return self.task.loss(outputs, batch)
-        except RuntimeError as error:
-            raise_if_mismatch(error, self.task, self.model, batch, self.group.device)
-            raise
+        return self._forward.loss(batch)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
         """Gradients of `loss * share * world size`, which enters as the seed of the backward pass where it can."""

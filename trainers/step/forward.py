@@ -1,0 +1,52 @@
+"""The forward pass: a task's outputs and loss of a batch, in the run's precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainers.data.batch import Batch
+from trainers.model.precision import PrecisionSpec
+from trainers.step.device_mismatch import raise_if_mismatch
+from trainers.task import Task
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A model, bare or wrapped, as a task calls it on one device.
+
+    Its methods raise DeviceMismatchError where torch refuses tensors of different devices.
+    """
+
+    model: nn.Module
+    task: Task
+    spec: PrecisionSpec
+    device: torch.device
+
+    def outputs(self, batch: Batch) -> Any:
+        """What `task.forward` returns."""
+        return self._compute(batch, with_loss=False)[0]
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Scalar: what `task.loss` returns."""
+        return self.outputs_and_loss(batch)[1]
+
+    def outputs_and_loss(self, batch: Batch) -> tuple[Any, Tensor]:
+        """Both, of one pass."""
+        return self._compute(batch, with_loss=True)
+
+    def _compute(self, batch: Batch, with_loss: bool) -> tuple[Any, Any]:
+        try:
+            with self.spec.autocast_context(self.device):
+                outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
+                return outputs, self.task.loss(outputs, batch) if with_loss else None
+        except RuntimeError as error:
+            self.explain(error, batch)
+            raise
+
+    def explain(self, error: RuntimeError, batch: Batch) -> None:
+        """Raise DeviceMismatchError where `error` is torch's complaint about devices; return for any other."""
+        raise_if_mismatch(error, self.task, self.model, batch, self.device)
