@@ -63,13 +63,13 @@ WAYS: dict[str, DataConfig] = {
 def test_batches_are_right_though_the_device_is_late(task: Task, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The computing stream is held up, so that a copy which did not wait, or memory freed too soon, shows."""
     pinned: list[bool] = []
-    begin = moves._CudaCopies.begin
+    begin = moves.Copies.begin
 
     def spy(self: Any, batch: Any) -> Any:
         pinned.extend(tensor.is_pinned() for tensor in tensors_of(batch))
         return begin(self, batch)
 
-    monkeypatch.setattr(moves._CudaCopies, "begin", spy)
+    monkeypatch.setattr(moves.Copies, "begin", spy)
     feed = task_feed(Rows(), task, WAYS[way], CUDA, sharers=1, seed=0)
     sums: list[Tensor] = []
     for _ in range(2):

@@ -68,7 +68,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 
 
 def concatenate(batches: list[Batch]) -> Batch:
-    """Batches of one nesting joined along the first dimension of every tensor."""
+    """Join batches of one nesting along the first dimension of every tensor; a single one is returned as it is."""
+    if len(batches) == 1:
+        return batches[0]
     joined = iter([torch.cat(tensors) for tensors in zip(*(tensors_of(batch) for batch in batches), strict=True)])
     return map_tensors(lambda _: next(joined), batches[0])
 

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -22,29 +21,13 @@ _FETCH = 4096  # samples fetched at once while a dataset is made resident
 
 
 class _WholeBatches(Dataset[Any]):
-    """Seen by the DataLoader in place of a dataset: an array of indices gives one batch."""
+    """What the DataLoader reads in place of a dataset: an index is an array of rows, an item a batch."""
 
     def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __getitem__(self, index: int) -> Batch:
-        return self.__getitems__(np.array([index]))
-
-    def __getitems__(self, indices: Rows) -> Batch:
-        return fetch(self.dataset, indices, self.collate)
-
-
-class _Plan:
-    """The indices of the coming microbatches; a DataLoader with persistent workers reads it anew each epoch."""
-
-    def __init__(self) -> None:
-        self.microbatches: Sequence[Tensor] = ()
-
-    def __iter__(self) -> Iterator[Rows]:
-        return (indices.numpy() for indices in self.microbatches)
-
-    def __len__(self) -> int:
-        return len(self.microbatches)
+    def __getitem__(self, rows: Rows) -> Batch:
+        return fetch(self.dataset, rows, self.collate)
 
 
 class Feed:
@@ -69,7 +52,7 @@ class Feed:
         self.beat: Callable[[], None] = lambda: None
         """Called for every batch: the loop's sign of life."""
         self.resident = self._make_resident(config, sharers)
-        self._plan = _Plan()
+        self._rows: list[Rows] = []  # of the coming batches: a DataLoader with persistent workers reads it each epoch
         self._loader: DataLoader[Any] | None = None
         self._pins = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
         if self._pins and self.resident is None and not torch.accelerator.is_available():
@@ -78,7 +61,8 @@ class Feed:
         if self.resident is None and config.num_workers > 0:
             self._loader = DataLoader(
                 _WholeBatches(dataset, collate),
-                batch_sampler=self._plan,  # type: ignore[arg-type]
+                batch_size=None,
+                sampler=self._rows,  # type: ignore[arg-type]
                 collate_fn=Pinnable if self._pins else _identity,
                 num_workers=config.num_workers,
                 prefetch_factor=config.prefetch_factor,
@@ -91,22 +75,18 @@ class Feed:
         length = len(self.dataset)  # type: ignore[arg-type]
         if config.resident is False or length == 0 or (config.resident == "auto" and config.num_workers > 0):
             return None
-        if config.resident == "auto":
-            if not is_tensor_dataset(self.dataset):
-                return None
-            tensors = self.dataset.tensors  # type: ignore[attr-defined]
-            wanted = sum(tensor.numel() * tensor.element_size() for tensor in tensors) * sharers
-            if wanted > _RESIDENT_SHARE * total_memory_bytes(self.device):
-                return None
+        data: Batch = None
         if is_tensor_dataset(self.dataset):
-            data: Batch = tuple(self.dataset.tensors)  # type: ignore[attr-defined]
-        else:
-            parts = [
-                fetch(self.dataset, range(start, min(start + _FETCH, length)), self._collate)
-                for start in range(0, length, _FETCH)
-            ]
-            data = parts[0] if len(parts) == 1 else concatenate(parts)
-        if not _indexable(data, length):
+            data = tuple(self.dataset.tensors)  # type: ignore[attr-defined]
+        if config.resident == "auto":
+            wanted = sharers * sum(tensor.numel() * tensor.element_size() for tensor in data or ())
+            if data is None or wanted > _RESIDENT_SHARE * total_memory_bytes(self.device):
+                return None
+        if data is None:
+            starts = range(0, length, _FETCH)
+            rows = (range(start, min(start + _FETCH, length)) for start in starts)
+            data = concatenate([fetch(self.dataset, some, self._collate) for some in rows])
+        if not all(isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == length for leaf in leaves_of(data)):
             raise ConfigError(
                 "data.resident",
                 config.resident,
@@ -116,10 +96,8 @@ class Feed:
         return map_tensors(lambda tensor: tensor.to(self.device), data)
 
     def batches(self, microbatches: Sequence[Tensor], training: bool) -> Iterator[Batch]:
-        """One transformed batch on the device for each int64 index tensor, in order."""
-        resident = self.resident is not None
-        source = self._resident_batches(microbatches) if resident else self._loaded_batches(microbatches)
-        for batch in source:
+        """Yield one transformed batch on the device for each int64 index tensor, in order."""
+        for batch in (self._loaded_batches if self.resident is None else self._resident_batches)(microbatches):
             self.beat()
             if self._transform is not None:
                 with torch.no_grad():
@@ -138,7 +116,7 @@ class Feed:
         if self._loader is None:
             host = self._fetched_here(microbatches)
         else:
-            self._plan.microbatches = microbatches
+            self._rows[:] = [indices.numpy() for indices in microbatches]
             loaded = iter(self._loader)
             host = (carried.batch for carried in loaded) if self._pins else loaded
         yield from to_device(host, self.device, ahead=self._loader is not None)
@@ -154,11 +132,6 @@ class Feed:
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
         self._loader, self.resident = None, None
-
-
-def _indexable(data: Batch, length: int) -> bool:
-    """Whether every leaf of a nested batch is a tensor with one row a sample."""
-    return all(isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == length for leaf in leaves_of(data))
 
 
 def _identity(batch: Batch) -> Batch:

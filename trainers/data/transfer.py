@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,34 +22,28 @@ class Pinnable:
         self.batch = batch
 
     def pin_memory(self) -> Pinnable:
-        """The same batch in page-locked memory (torch's protocol)."""
+        """Return the same batch in page-locked memory (torch's protocol)."""
         return Pinnable(map_tensors(lambda tensor: tensor.pin_memory() if _strided(tensor) else tensor, self.batch))
 
 
-class Copies(Protocol):
-    """Copies that run beside the computation."""
-
-    def begin(self, batch: Batch) -> Batch:
-        """The batch on the device, before its copy is done."""
-
-    def hand_over(self, batch: Batch) -> Batch:
-        """What `begin` gave, from now on safe to use (and to free) in the stream that computes."""
-
-
-class _CudaCopies:
-    """Copies on a stream of their own. Neither method waits for the device when the memory is page-locked."""
+class Copies:
+    """Copies on a CUDA stream of their own. Neither method waits for the device when the memory is page-locked."""
 
     def __init__(self, device: torch.device) -> None:
         # One for the whole process: torch keeps the memory of every stream apart.
         self._device, self._stream = device, _copy_stream(device)
 
     def begin(self, batch: Batch) -> Batch:
+        """Return the batch on the device, before its copy is done."""
+
+        def copy(tensor: Tensor) -> Tensor:
+            return tensor.to(self._device, non_blocking=True) if _strided(tensor) else tensor
+
         with torch.cuda.stream(self._stream):
-            return map_tensors(
-                lambda tensor: tensor.to(self._device, non_blocking=True) if _strided(tensor) else tensor, batch
-            )
+            return map_tensors(copy, batch)
 
     def hand_over(self, batch: Batch) -> Batch:
+        """Return what `begin` gave, from now on safe to use (and to free) in the stream that computes."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
 
@@ -82,12 +75,12 @@ def to_device(batches: Iterator[Batch], device: torch.device, ahead: bool) -> It
     if device.type == "cpu":
         return batches
     if device.type == "cuda":
-        return copied(batches, _CudaCopies(device), ahead)
+        return copied(batches, Copies(device), ahead)
     return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)
 
 
 def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Batch]:
-    """The batches through `copies`."""
+    """Yield the batches through `copies`."""
 
     def begin() -> Batch:
         batch = next(batches, _END)
