@@ -19,7 +19,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +39,6 @@ CAPTURE_AFTER_STEPS = 3
 _MOST_SHAPES = 64  # that are counted: more of them never come back
 
 
-class Capture(Protocol):
-    """What captures work on a device."""
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Do the work now, where `record` would capture it."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture the work without doing it; what is returned does it, each time."""
-
-
 class CudaCapture:
     """CUDA graphs of one device, on a stream beside the current one."""
 
@@ -65,7 +54,7 @@ class CudaCapture:
         current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A graph of the work. Waits for the device, and gives free memory of torch's cache back."""
+        """Capture the work without doing it; what is returned does it, each time. Waits for the device."""
         graph = torch.cuda.CUDAGraph()
         # Other threads (pinning, checkpoints, readings) go on meanwhile: only this one's calls are refused.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
@@ -101,13 +90,13 @@ class GraphedStep(TrainStep):
         spec: PrecisionSpec,
         group: Group,
         clip_grad_norm: float | None = None,
-        capture: Capture | None = None,
+        capture: CudaCapture | None = None,
     ) -> None:
         super().__init__(model, task, optimizer, spec, group, clip_grad_norm)
         if not self._fused:
             raise _impossible(
-                f"needs an optimizer whose step never waits for the device, and a group of this {_name(optimizer)} "
-                "is not fused",
+                "needs an optimizer whose step never waits for the device, and a group of this "
+                f"{type(optimizer).__name__} is not fused",
                 "build it with `fused=True`",
             )
         if group.world_size > 1:
@@ -160,8 +149,9 @@ class GraphedStep(TrainStep):
             if classify(error) in OUT_OF_MEMORY:
                 raise
             cause = error.__context__ or error  # ending a capture that failed raises once more
+            words = (str(cause).splitlines() or [type(cause).__name__])[0]
             raise _impossible(
-                f"needs a step that the host never waits in, and this one cannot be captured ({_first_line(cause)})",
+                f"needs a step that the host never waits in, and this one cannot be captured ({words})",
                 "keep forward() and loss() free of `.item()`, of copies to the CPU and of shapes that depend on values",
             ) from error
         finally:
@@ -194,11 +184,3 @@ def layout(batch: Batch) -> Hashable:
 
 def _impossible(rule: str, fix: str) -> ConfigError:
     return ConfigError("cuda_graphs", True, rule, f"{fix}, or set `cuda_graphs: false`")
-
-
-def _name(value: Any) -> str:
-    return type(value).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -7,43 +7,24 @@ every batch had been a rank. The order is that of the batches, so the figure is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainers.data.batch import map_tensors
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 
 _ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")  # torchmetrics' names; exact for whole numbers
 
 
-class Metric(Protocol):
-    """What is used of a torchmetrics.Metric."""
-
-    _reductions: Mapping[str, Callable[[Any], Any] | None]
-
-    @property
-    def metric_state(self) -> dict[str, Any]:
-        """Tensors, or lists of tensors, by name."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the states are."""
-
-    def compute(self) -> Any:
-        """The figure of the states."""
-
-    def reset(self) -> None:
-        """States as in the beginning."""
-
-
 class MetricStates:
     """The states of one evaluation's metrics, batch by batch."""
 
     def __init__(self) -> None:
-        self._metrics: dict[str, Metric] = {}
-        self._states: dict[str, dict[str, dict[int, Any]]] = {}
+        self._metrics: dict[str, Any] = {}  # torchmetrics.Metric by name
+        self._states: dict[str, dict[str, dict[int, Any]]] = {}  # tensors or lists of them, by metric, state and batch
 
     def take(self, values: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
         """Keep and reset the metrics among `values`, which batch number `batch` has updated; return the other values.
@@ -72,7 +53,7 @@ class MetricStates:
 
         Raises ConfigError for a figure of more dimensions.
         """
-        ranks = group.gather(_moved(self._states, torch.device("cpu")))
+        ranks = group.gather(map_tensors(Tensor.cpu, self._states))
         if not any(ranks):
             return {}
         # The first batch is rank 0's: it has every metric.
@@ -87,7 +68,8 @@ class MetricStates:
                     batch: state for rank in ranks if name in rank for batch, state in rank[name][attribute].items()
                 }
                 states = [kept[batch] for batch in sorted(kept)]
-                setattr(metric, attribute, _moved(_reduced(states, reduction), metric.device))
+                reduced = map_tensors(lambda tensor, on=metric.device: tensor.to(on), _reduced(states, reduction))
+                setattr(metric, attribute, reduced)
             with torch.no_grad():
                 figure = type(metric).compute(metric)  # the class's own: the instance's would gather once more
             for attribute, state in before.items():
@@ -135,11 +117,3 @@ def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
     if stacked.is_floating_point():
         return reduction(stacked.double()).to(stacked.dtype)
     return reduction(stacked)
-
-
-def _moved(states: Any, device: torch.device) -> Any:
-    if isinstance(states, dict):
-        return {key: _moved(value, device) for key, value in states.items()}
-    if isinstance(states, list):
-        return [_moved(value, device) for value in states]
-    return states.to(device)

@@ -37,7 +37,6 @@ from trainers.model.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
 
-
 _RECENT_WINDOWS = 20
 _HALVES_EVERY_STEPS = 20  # a split step costs at most as much as two, so training slows by at most 5 %
 
@@ -63,12 +62,6 @@ class NoiseEstimate:
     low: float
     high: float
     """inf where the data allow any larger value."""
-    gradient_square: float
-    """|G|^2; an unbiased estimate, so it may be negative."""
-    trace: float
-    """tr(Sigma)."""
-    windows: int
-    """Windows that it is from; below 3 the interval is everything."""
 
 
 class NoiseScale:
@@ -122,7 +115,7 @@ class NoiseScale:
     def first(self, gradients: Sequence[Tensor]) -> None:
         """The first microbatch's backward is done, and nothing is added to its gradients yet."""
         if self.wants_first and gradients:
-            self._add(gradients)
+            self._square += self._squared(gradients)
 
     def end(self, gradients: Sequence[Tensor], step_samples: int) -> None:
         """The gradients of a step of `step_samples` are complete: averaged over ranks, unscaled, not clipped yet."""
@@ -141,9 +134,6 @@ class NoiseScale:
         row = [share * square - piece, step_samples * (piece - share**2 * square), share - share**2]
         self._sums += torch.where(measured, torch.stack(row), 0.0)
 
-    def _add(self, gradients: Sequence[Tensor]) -> None:
-        self._square += self._squared(gradients)
-
     def _squared(self, gradients: Sequence[Tensor]) -> Tensor:
         """The squared norm; of half-precision gradients in float32, where their own norm would have three digits."""
         if all(gradient.dtype in (torch.float32, torch.float64) for gradient in gradients):
@@ -152,12 +142,12 @@ class NoiseScale:
         return torch.stack(norms).to(self._exact).square().sum()
 
     def recent(self) -> dict[str, float]:
-        """For the log: the noise scale of the newest windows, where there is any signal in them."""
+        """Return the noise scale of the newest windows for the log, where there is any signal in them."""
         found = estimate(self.windows[-_RECENT_WINDOWS:])
         return {"noise_scale": max(0.0, found.noise_scale)} if found and math.isfinite(found.noise_scale) else {}
 
     def figures(self) -> dict[str, float | None] | None:
-        """The noise scale of the whole run with its interval as strict JSON has it: None where a figure is infinite."""
+        """Return the noise scale of the whole run with its interval; None stands for infinity, for strict JSON."""
         found = estimate(self.windows)
         if found is None:
             return None
@@ -165,7 +155,7 @@ class NoiseScale:
         return {name: value if math.isfinite(value) else None for name, value in named.items()}
 
     def hook(self, inner: Hook | None = None) -> Hook:
-        """A DDP communication hook that looks at each bucket before `inner` averages it over ranks.
+        """Return a DDP communication hook that measures each bucket before `inner` averages it over ranks.
 
         Without `inner` the average is DDP's own, to the last bit.
         """
@@ -174,7 +164,7 @@ class NoiseScale:
 
         def look(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
             if self._on:
-                self._add([bucket.buffer()])
+                self._square += self._squared([bucket.buffer()])
             return average(state, bucket)
 
         look.__annotations__.clear()  # DDP compares them with types, and here they are text
@@ -187,13 +177,9 @@ class NoiseScale:
         if weight > 0:
             self.windows.append(Window(signal, noise, weight))
 
-    def estimate(self, half_life: float | None = None) -> NoiseEstimate | None:
-        """What the windows say, the same on every rank; None before the first one with a measurement."""
-        return estimate(self.windows, half_life)
-
 
 def noise_scale(config: TrainConfig, group: Group, model: nn.Module, accumulation: int) -> NoiseScale | None:
-    """The measurements that `noise_scale: true` asks for; None, with a warning, where there is nothing to measure."""
+    """Return what `noise_scale: true` asks for; None, with a warning, where there is nothing to measure."""
     if not config.noise_scale:
         return None
     reason = ""
@@ -212,52 +198,33 @@ def noise_scale(config: TrainConfig, group: Group, model: nn.Module, accumulatio
     return NoiseScale(group, 1 if config.cuda_graphs else 10)
 
 
-def estimate(windows: Sequence[Window], half_life: float | None = None) -> NoiseEstimate | None:
-    """The noise scale over windows, oldest first: the ratio of means, each window weighted by 2^(-age / half_life).
+def estimate(windows: Sequence[Window]) -> NoiseEstimate | None:
+    """The noise scale over windows: the ratio of means. None without windows.
 
-    The noise scale grows in training (section 2.3): with a half-life, in windows, the estimate follows it; without,
-    it is the mean over all of them. The interval is Fieller's (1954) for a ratio of means, from the spread of the
-    windows.
+    The interval is Fieller's (1954) for a ratio of means, from the spread of the windows.
     """
     if not windows:
         return None
-    n = len(windows)
-    decay = [1.0 if half_life is None else 2.0 ** (-(n - 1 - index) / half_life) for index in range(n)]
-    total = math.fsum(decay)
-    signal, noise, weight = (
-        math.fsum(d * getattr(window, name) for d, window in zip(decay, windows, strict=True)) / total
-        for name in ("signal", "noise", "weight")
-    )
-    low, high = _interval(windows, [d / total for d in decay], signal, noise)
-    return NoiseEstimate(
-        noise_scale=noise / signal if signal > 0 else math.inf,
-        low=low,
-        high=high,
-        gradient_square=signal / weight,
-        trace=noise / weight,
-        windows=n,
-    )
+    signal = math.fsum(window.signal for window in windows) / len(windows)
+    noise = math.fsum(window.noise for window in windows) / len(windows)
+    low, high = _interval(windows, signal, noise)
+    return NoiseEstimate(noise / signal if signal > 0 else math.inf, low, high)
 
 
-def _interval(windows: Sequence[Window], decay: Sequence[float], signal: float, noise: float) -> tuple[float, float]:
+def _interval(windows: Sequence[Window], signal: float, noise: float) -> tuple[float, float]:
     """Fieller's interval of noise / signal: the inverse of that of signal / noise, whose denominator is far from 0."""
-    effective = 1.0 / math.fsum(d * d for d in decay)
-    if effective <= 2:
+    n = len(windows)
+    if n <= 2:
         return 0.0, math.inf
-    correction = effective / (effective - 1)
+    signals, noises = [window.signal - signal for window in windows], [window.noise - noise for window in windows]
 
-    def covariance(one: str, other: str) -> float:
-        means = {"signal": signal, "noise": noise}
-        products = (
-            d * d * (getattr(window, one) - means[one]) * (getattr(window, other) - means[other])
-            for d, window in zip(decay, windows, strict=True)
-        )
-        return correction * math.fsum(products)
+    def covariance(one: list[float], other: list[float]) -> float:
+        return math.fsum(a * b for a, b in zip(one, other, strict=True)) / (n * (n - 1))
 
-    t2 = student_t95(effective - 1) ** 2
-    a = noise * noise - t2 * covariance("noise", "noise")
-    b = signal * noise - t2 * covariance("signal", "noise")
-    c = signal * signal - t2 * covariance("signal", "signal")
+    t2 = student_t95(n - 1) ** 2
+    a = noise * noise - t2 * covariance(noises, noises)
+    b = signal * noise - t2 * covariance(signals, noises)
+    c = signal * signal - t2 * covariance(signals, signals)
     if a <= 0:
         return 0.0, math.inf
     root = math.sqrt(max(0.0, b * b - a * c))
