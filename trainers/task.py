@@ -94,6 +94,6 @@ def _missing(task: Task, method: str) -> TypeError:
 def task_feed(
     dataset: Dataset[Any], task: Task, config: DataConfig, device: torch.device, *, sharers: int, seed: int
 ) -> Feed:
-    """A feed of `dataset` that collates and transforms as the task does; `sharers` as in Feed."""
+    """Return a feed of `dataset` that collates and transforms as the task does; `sharers` as in Feed."""
     transform = None if type(task).transform is Task.transform else task.transform
     return Feed(dataset, task.collate, transform, config, device, sharers=sharers, seed=seed)

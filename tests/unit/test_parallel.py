@@ -84,7 +84,7 @@ def test_what_is_left_out_is_said(caplog: pytest.LogCaptureFixture, monkeypatch:
     wrap_model(nn.Linear(2, 2), ALONE, "dp")
     assert "strategy dp has 0 GPU here" in caplog.text
     wrap_model(nn.Linear(2, 2), ALONE, "ddp", DdpConfig(compression="bf16"))
-    assert "one worker has nobody to send gradients to" in caplog.text
+    assert "`ddp` has no effect: one worker sends no gradients" in caplog.text
     caplog.clear()
     wrap_model(nn.Linear(2, 2), ALONE, "ddp", DdpConfig())
     assert caplog.text == ""

@@ -86,18 +86,18 @@ class ArrowDataset(Dataset[Any]):
         return self.__dict__ | {"_files": None}  # another process maps the files itself
 
     def __getitem__(self, index: int) -> Any:
-        """One sample."""
+        """Return one sample."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         batch = self.__getitems__([index % len(self)])
         return {key: value[0] for key, value in batch.items()} if self._keys else tuple(value[0] for value in batch)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """A batch, ready: B samples in the order of their indices."""
+        """Return a batch, ready: B samples in the order of their indices."""
         return self.gather(np.asarray(indices, dtype=np.int64))
 
     def gather(self, rows: Array) -> Any:
-        """The same for an int64 array."""
+        """Return the same for an int64 array."""
         if len(rows) and rows.view(np.uint64).max() >= self._length:  # seen as unsigned, a negative one is too large
             raise IndexError(f"samples {rows.min()} to {rows.max()} of {len(self)}")
         files = self._files or self._open()
@@ -185,7 +185,7 @@ class _MappedFile:
         ]
 
     def take(self, rows: Array) -> list[Tensor | list[Any]]:
-        """The values of some rows, a column each."""
+        """Return the values of some rows, a column each."""
         pieces = None
         if self._several:
             # Record batches are of one size, but for the last, as nearly all writers leave them.

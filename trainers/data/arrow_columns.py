@@ -35,7 +35,7 @@ class NotMappedError(Exception):
 
 
 def column_of(parts: list[pa.Array], whole: pa.Buffer, column: str, file: str) -> Column:
-    """A column of the record batches that lie in `whole`, the mapped file.
+    """Return a column of the record batches that lie in `whole`, the mapped file.
 
     Raises NotMappedError when its values are not in it as they are, ConfigError for nulls and for unknown types.
     """

@@ -22,7 +22,7 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
-    """Key and value of each item of a tuple, list, dict or dataclass; None for a leaf."""
+    """Return key and value of each item of a tuple, list, dict or dataclass; None for a leaf."""
     if isinstance(batch, dict):
         return list(batch.items())
     if isinstance(batch, (tuple, list)):
@@ -33,18 +33,18 @@ def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
 
 
 def leaves_of(batch: Batch) -> list[Any]:
-    """All leaves of a nested batch, tensors and others, in order."""
+    """Return all leaves of a nested batch, tensors and others, in order."""
     parts = parts_of(batch)
     return [batch] if parts is None else [leaf for _, part in parts for leaf in leaves_of(part)]
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
-    """All tensors of a nested batch, in order."""
+    """Return all tensors of a nested batch, in order."""
     return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
 
 
 def num_samples(batch: Batch) -> int:
-    """First dimension of the first tensor in a nested batch."""
+    """Return the first dimension of the first tensor in a nested batch."""
     for tensor in tensors_of(batch):
         if tensor.ndim:
             return tensor.shape[0]
@@ -52,7 +52,7 @@ def num_samples(batch: Batch) -> int:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """The same nesting with `function` applied to every tensor; other leaves stay as they are."""
+    """Apply `function` to every tensor and keep the nesting; other leaves stay as they are."""
     if isinstance(batch, Tensor):
         return function(batch)
     parts = parts_of(batch)
@@ -81,7 +81,7 @@ def is_tensor_dataset(dataset: Dataset[Any]) -> bool:
 
 
 def fetch(dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate) -> Batch:
-    """One batch of a map-style dataset, a whole batch at a time where the dataset can."""
+    """Return one batch of a map-style dataset, a whole batch at a time where the dataset can."""
     rows = np.asarray(indices, dtype=np.int64)
     if is_tensor_dataset(dataset):
         chosen = torch.from_numpy(rows)

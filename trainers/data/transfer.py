@@ -66,7 +66,7 @@ def _strided(tensor: Tensor) -> bool:
 
 
 def to_device(batches: Iterator[Batch], device: torch.device, ahead: bool) -> Iterator[Batch]:
-    """The same batches on `device`, in order; on a CPU the very same iterator.
+    """Return the same batches on `device`, in order; on a CPU the very same iterator.
 
     `ahead`: the copy of the next batch begins before the one at hand is given out. Right where other processes load
     it; a batch that is made in this process may draw random numbers, which must not happen before a checkpoint of

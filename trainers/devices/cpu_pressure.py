@@ -7,16 +7,13 @@ from pathlib import Path
 
 
 class Pressure:
-    """Since it was made: the share of the time in which some work of this machine (or container) waited for a CPU.
-
-    Read from Linux's pressure stall information; None where there is none.
-    """
+    """Measures, from its creation on, in how much of the time work of this machine or container waited for a CPU."""
 
     def __init__(self) -> None:
         self._began_s, self._before_us = time.monotonic(), _waited_us()
 
     def share(self) -> float | None:
-        """0 to 1."""
+        """Return a share, 0 to 1; None where Linux has no such information."""
         elapsed_s, now_us = time.monotonic() - self._began_s, _waited_us()
         if self._before_us is None or now_us is None or elapsed_s <= 0:
             return None

@@ -21,11 +21,11 @@ class Group:
         self.rank, self.world_size, self.device = rank, world_size, device
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks, on the tensor's own device."""
+        """Return the sum over ranks, on the tensor's own device."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The maximum over ranks, on the tensor's own device."""
+        """Return the maximum over ranks, on the tensor's own device."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
@@ -36,7 +36,7 @@ class Group:
         return moved.to(tensor.device)
 
     def gather(self, value: T) -> list[T]:
-        """Plain data of every rank, in rank order, on every rank."""
+        """Return plain data of every rank, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -44,7 +44,7 @@ class Group:
         return values
 
     def collect(self, value: T) -> list[T]:
-        """Plain data of every rank, in rank order, on rank 0; nothing on the others."""
+        """Return plain data of every rank, in rank order, on rank 0; nothing on the others."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -52,7 +52,7 @@ class Group:
         return values or []
 
     def first(self, value: T) -> T:
-        """Rank 0's plain data on every rank."""
+        """Return rank 0's plain data on every rank."""
         if self.world_size == 1:
             return value
         box = [value]

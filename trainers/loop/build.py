@@ -86,7 +86,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 
 
 def _load_data(task: Task, config: TrainConfig, context: RunContext, group: Group) -> tuple[Dataset[Any], Dataset[Any]]:
-    """The datasets of both splits, neither of them empty."""
+    """Load the datasets of both splits and refuse an empty one."""
     seed_all(config.seed)  # data that draws without a generator of its own is the same in every process
     if context.local_rank == 0:
         task.setup()
@@ -120,7 +120,7 @@ def _make_sampler(train: Dataset[Any], config: TrainConfig, context: RunContext)
 
 
 def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context: RunContext) -> tuple[int, int]:
-    """The microbatch size, and how many of them a worker accumulates at most."""
+    """Return the microbatch size, and how many of them a worker accumulates at most."""
     group, name = probe.group, device_name(probe.group.device)
     share = -(-min(config.batch_size, num_train) // context.world_size)
     ceiling = _ceiling(config, context, name) if group.rank == 0 else None
@@ -145,7 +145,7 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
 
 
 def _ceiling(config: TrainConfig, context: RunContext, name: str) -> int | None:
-    """The largest microbatch that is not known to run out of memory in mid-training."""
+    """Return the largest microbatch that is not known to run out of memory in mid-training."""
     found = read_ceiling(context.storage, setting_of(config, context.world_size, name))
     known = [size for size in (found, context.microbatch_ceiling) if size is not None]
     return min(known, default=None)
@@ -160,7 +160,7 @@ def _make_step(
     config: TrainConfig,
     accumulation: int,
 ) -> TrainStep:
-    """The step of the compiled and wrapped model, with its measurement of the noise scale."""
+    """Compile and wrap the model, and make its step, with the noise scale where that is asked for."""
     if config.compile != "off":
         compile_model(model, config.compile, config.fullgraph)
     noise = noise_scale(config, group, model, accumulation)
@@ -173,8 +173,8 @@ def _make_step(
 
 
 def _settle_buckets(replica: Replica) -> None:
-    """Two throw-away passes: DDP rebuilds its buckets after the first backward, and a resumed run must sum gradients
-    in the order in which the unbroken one does.
+    """Run two throw-away passes: DDP rebuilds its buckets after the first backward, and a resumed run must sum
+    gradients in the order in which the unbroken one does.
     """
     step = replica.step
     with throwaway(replica.model, step.task, replica.device):

@@ -14,7 +14,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 def shard_units(model: nn.Module) -> list[nn.Module]:
-    """What is gathered and freed by itself under fsdp: the blocks that a ModuleList or Sequential repeats.
+    """Find what fsdp gathers and frees on its own: the blocks that a ModuleList or Sequential repeats.
 
     A block is a child with parameters, at any depth, that is no such container itself; nothing inside it is split
     further. What is left, and blocks that share a parameter with something outside them, is the root's.
@@ -28,11 +28,11 @@ def shard_units(model: nn.Module) -> list[nn.Module]:
             else:
                 yield from blocks(child)
 
-    def whole(block: nn.Module) -> bool:
+    def owns_all(block: nn.Module) -> bool:
         own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
         return bool(own) and all(uses[parameter] == count for parameter, count in own.items())
 
-    return [block for block in blocks(model) if whole(block)]
+    return [block for block in blocks(model) if owns_all(block)]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -46,14 +46,14 @@ def is_shard(tensor: Any) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part that this rank has, without autograd, on the tensor's own memory."""
+    """Return the part that this rank has, without autograd, on the tensor's own memory."""
     detached: Any = tensor.detach()
     part: Tensor = detached.to_local() if is_shard(detached) else detached
     return part
 
 
 def whole(tree: Any, group: Group) -> Any:
-    """Nested plain data with every sharded tensor in one piece, in host memory of rank 0; other ranks get None for it.
+    """Gather every sharded tensor of nested plain data, into host memory of rank 0; other ranks get None for it.
 
     Every rank must call it.
     """
@@ -68,7 +68,7 @@ def whole(tree: Any, group: Group) -> Any:
 
 
 def shard_like(tree: Any, like: Any) -> Any:
-    """Nested plain data whose tensors every rank has whole: each is cut as its counterpart in `like` is, if it is."""
+    """Cut the tensors of nested plain data, which every rank has whole, as their counterparts in `like` are."""
     if is_shard(like):
         from torch.distributed.tensor import distribute_tensor
 

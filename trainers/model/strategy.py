@@ -1,4 +1,4 @@
-"""Devices that share one model: the wrapper of each strategy, and the few collectives that the loop needs.
+"""Devices that share one model: where each strategy puts it, and how it wraps and compiles it.
 
 | strategy | before the optimizer   | after the probe      | gradients of a step                           |
 |----------|------------------------|----------------------|-----------------------------------------------|
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
-    """The model on the group's device, sharded over all ranks under fsdp: before the optimizer takes its parameters.
+    """Move the model to the group's device, or shard it over all ranks (fsdp), before the optimizer is built.
 
     Every rank must call it with the same weights.
     """
@@ -58,16 +58,16 @@ def wrap_model(
     ddp: DdpConfig | None = None,
     watch: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
-    """What training calls in place of the bare module; that module itself where nothing is to be added.
+    """Return what training calls in place of the bare module; that module itself where nothing is to be added.
 
-    `watch` makes of DDP's communication hook (None: its own average) one that also looks at the gradients.
+    `watch` turns DDP's communication hook (None: its own average) into one that also measures the gradients.
     """
     if strategy == "dp":
         return _data_parallel(model, group.device)
     ddp = ddp or DdpConfig()
     if strategy != "ddp" or group.world_size == 1:
         if ddp != DdpConfig():
-            logger.warning("`ddp` is left out: one worker has nobody to send gradients to")
+            logger.warning("`ddp` has no effect: one worker sends no gradients")
         return model
     ids = [group.device.index] if group.device.type == "cuda" else None
     wrapped = DistributedDataParallel(
@@ -86,7 +86,7 @@ def wrap_model(
 
 
 def check_static_graph(ddp: DdpConfig, group: Group, accumulation: int, microbatch_size: int) -> None:
-    """ConfigError where DDP's static graph would meet a backward whose gradients stay on the rank."""
+    """Raise ConfigError where DDP's static graph would meet a backward whose gradients stay on the rank."""
     if ddp.static_graph and group.world_size > 1 and accumulation > 1:
         raise ConfigError(
             "ddp.static_graph",
@@ -119,7 +119,7 @@ def _in_format(dtype: torch.dtype, replica: nn.Module, *inputs: Any, **kwargs: A
 
 
 def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
-    """torch.compile in place: the module keeps its class and its names. dynamic=False: every size here comes back.
+    """Compile in place: the module keeps its class and its names. dynamic=False: every size here comes back.
 
     A sharded model is compiled a unit at a time, inside FSDP's hooks, which no graph may hold; what the root does
     between its units stays eager.
@@ -133,7 +133,7 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """A backward in this context keeps its gradients on the rank: all microbatches of a step but the last."""
+    """Return a context whose backward keeps gradients on the rank: for all microbatches of a step but the last."""
     if isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return _unreduced(model) if is_sharded(model) else contextlib.nullcontext()
@@ -149,7 +149,7 @@ def _unreduced(model: Any) -> Iterator[None]:
 
 
 def share_buffers(model: nn.Module, group: Group) -> None:
-    """Rank 0's buffers on every rank, as DDP does before a forward: BatchNorm's statistics are one model's."""
+    """Copy rank 0's buffers to every rank, as DDP does before a forward: BatchNorm's statistics are one model's."""
     if group.world_size > 1:
         with torch.no_grad():
             for buffer in model.buffers():

@@ -18,17 +18,17 @@ _FILE = "microbatch.json"
 
 
 def setting_of(config: TrainConfig, world_size: int, device_name: str) -> str:
-    """What a ceiling holds for: it says nothing of another device, strategy or number of workers."""
+    """Return what a ceiling holds for: another device, strategy or number of workers has its own."""
     return f"{world_size} x {device_name}, {config.strategy}, compile {config.compile}"
 
 
 def next_smaller(microbatch_size: int) -> int:
-    """The size after one that did not fit."""
+    """Return the size to try after one that did not fit."""
     return -(-microbatch_size // 2)
 
 
 def read_ceiling(storage: Storage | None, setting: str) -> int | None:
-    """The largest microbatch that may still fit; None when none is known not to."""
+    """Return the largest microbatch that may still fit; None when none is known not to."""
     if storage is None or not storage.exists(_FILE):
         return None
     known = json.loads(storage.read(_FILE)).get(setting)
@@ -36,7 +36,7 @@ def read_ceiling(storage: Storage | None, setting: str) -> int | None:
 
 
 def write_ceiling(storage: Storage | None, setting: str, failed_size: int) -> None:
-    """A microbatch of `failed_size` ran out of memory; any rank may call it."""
+    """Record that a microbatch of `failed_size` ran out of memory; any rank may call it."""
     if storage is None:
         return
     known = json.loads(storage.read(_FILE)) if storage.exists(_FILE) else {}
@@ -47,7 +47,7 @@ def write_ceiling(storage: Storage | None, setting: str, failed_size: int) -> No
 def refuse_microbatch(
     error: BaseException, failed_size: int, config: TrainConfig, context: RunContext, device_name: str
 ) -> None:
-    """Say that `failed_size` did not fit; keep it, and raise TooLargeError, where a smaller one may be chosen."""
+    """Report that `failed_size` did not fit; store it and raise TooLargeError where a smaller one may be chosen."""
     context.fits(failed_size, False)
     if config.microbatch_size != "auto" or failed_size == 1:
         return

@@ -114,7 +114,7 @@ class GraphedStep(TrainStep):
         self._warned = False
 
     def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
-        """As TrainStep's; holds all microbatches of the step at once."""
+        """Take the step as TrainStep does; holds all its microbatches at once."""
         held = [next(batches) for _ in sizes]
         shape = (tuple(sizes), step_samples, idle, tuple(layout(batch) for batch in held))
         if self._graph is None and self._seen[shape] >= CAPTURE_AFTER_STEPS:
@@ -172,7 +172,7 @@ class GraphedStep(TrainStep):
 
 
 def layout(batch: Batch) -> Hashable:
-    """What batches of one graph have in common: nesting, shapes, formats, places, and whatever is no tensor."""
+    """Describe what batches of one graph have in common: nesting, shapes, formats, places, all that is no tensor."""
     if isinstance(batch, Tensor):
         return (batch.shape, batch.dtype, batch.stride(), batch.device)
     parts = parts_of(batch)

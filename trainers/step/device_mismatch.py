@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +29,25 @@ _MISMATCH = (
 
 
 def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: Batch, device: torch.device) -> None:
-    """DeviceMismatchError from torch's complaint about devices, naming what lies elsewhere; returns for other errors.
+    """Raise DeviceMismatchError from torch's complaint about devices, naming what is elsewhere; else return.
 
     Looks at the batch, at the model's parameters and buffers, and at tensors that modules or the task hold as plain
     attributes, which `model.to(device)` does not move.
     """
     if any(words in str(error) for words in _MISMATCH):
         bare = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
-        places = {
+        found = {
             "batch": named_tensors(batch, "batch"),
             "state": _registered(bare),
             "attribute": _attributes(bare),
             "task": _held(task, type(task).__name__),
         }
         elsewhere = {
-            place: [f"{name} on {tensor.device}" for name, tensor in found if _lies_elsewhere(tensor, device)]
-            for place, found in places.items()
+            place: [f"{name} on {tensor.device}" for name, tensor in tensors if _lies_elsewhere(tensor, device)]
+            for place, tensors in found.items()
         }
         if any(elsewhere.values()) or "device" in str(error):
-            _raise(error, elsewhere, device)
+            raise DeviceMismatchError(_sentence(error, elsewhere, device)) from error
 
 
 _FIXES = {
@@ -59,7 +59,7 @@ _FIXES = {
 }
 
 
-def _raise(error: RuntimeError, elsewhere: dict[str, list[str]], device: torch.device) -> NoReturn:
+def _sentence(error: RuntimeError, elsewhere: dict[str, list[str]], device: torch.device) -> str:
     names = [name for found in elsewhere.values() for name in found]
     if names:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -68,7 +68,7 @@ def _raise(error: RuntimeError, elsewhere: dict[str, list[str]], device: torch.d
     else:
         said = f"forward() or loss() makes a tensor that is not on {device}, where batch and model are"
         fix = "give it the `device=` of one of its inputs"
-    raise DeviceMismatchError(f"{said}; {fix} (torch: {str(error).splitlines()[0]})") from error
+    return f"{said}; {fix} (torch: {str(error).splitlines()[0]})"
 
 
 def _lies_elsewhere(tensor: Tensor, device: torch.device) -> bool:
@@ -88,14 +88,14 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in an object's attributes; what a module has registered is not among them."""
+    """Yield the tensors in an object's attributes; what a module has registered is not among them."""
     for key, value in vars(owner).items():
         if key not in ("_parameters", "_buffers", "_modules"):
             yield from named_tensors(value, f"{name}.{key}", depth - 1)
 
 
 def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nested batch with its path (`batch['image'][0]`), also those in objects of other classes."""
+    """Yield every tensor of a nested batch with its path (`batch['image'][0]`), and those in other objects."""
     if isinstance(value, Tensor):
         yield f"`{name}`", value
     elif isinstance(value, nn.Module):

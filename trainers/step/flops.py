@@ -34,13 +34,12 @@ _LIKE_SAMPLES = 8  # of samples that are all of one shape, a few tell what each 
 def count_flops(
     model: nn.Module, task: Task, dataset: Dataset[Any], microbatch: Tensor, spec: PrecisionSpec, device: torch.device
 ) -> float | None:
-    """FLOPs of the forward and backward pass for one sample: matrix products, convolutions and attention, an addition
-    and a multiplication each counted. None when they cannot be counted.
+    """Count the FLOPs of the forward and backward pass for one sample: matrix products, convolutions and attention, an
+    addition and a multiplication each counted. None when they cannot be counted.
 
     A throw-away pass over the samples `microbatch` (int64 [n]) of the training split, real ones because padding costs
     too: not the memory probe's worst case. `model` is the bare module, neither compiled nor wrapped, so one rank may
-    count alone. Weights, gradients, buffers, task state and random state are as before. A recomputed activation
-    counts again.
+    count alone. A recomputed activation counts again.
     """
     if device.type == "cuda" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return None  # torch's counter does not know cuDNN's recurrent layers
@@ -79,27 +78,15 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 
 
 def gpu_peak(gpu: str, precision: str) -> float | None:
-    """The same by name, which a row's pattern must match whole: a slice of a GPU (MIG) has no row."""
+    """Return the same by name, which a row's pattern must match whole: a slice of a GPU (MIG) has no row."""
     if " MIG " in gpu:
         return None
-    for pattern, peaks in _table():
-        if re.fullmatch(pattern, gpu):
-            return peaks.get(precision.removesuffix("-pure"))
-    return None
+    row = next((row for row in _rows() if re.fullmatch(row["gpu"], gpu)), {})
+    peak_tflops = row.get(f"{precision.removesuffix('-pure')}_tflops")
+    return float(peak_tflops) * 1e12 if peak_tflops else None
 
 
 @functools.cache
-def _table() -> list[tuple[str, dict[str, float]]]:
+def _rows() -> list[dict[str, str]]:
     with PEAKS.open(newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    return [
-        (
-            row["gpu"],
-            {
-                name.removesuffix("_tflops"): float(value) * 1e12
-                for name, value in row.items()
-                if name.endswith("_tflops") and value
-            },
-        )
-        for row in rows
-    ]
+        return list(csv.DictReader(stream))

@@ -49,9 +49,9 @@ class MetricStates:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def figures(self, group: Group) -> dict[str, float]:
-        """Each metric's figure over all batches of all ranks; a vector's as `<name>_<index>`. Every rank must call it.
+        """Compute each metric's figure over all batches of all ranks; a vector's as `<name>_<index>`.
 
-        Raises ConfigError for a figure of more dimensions.
+        Every rank must call it. Raises ConfigError for a figure of more dimensions.
         """
         ranks = group.gather(map_tensors(Tensor.cpu, self._states))
         if not any(ranks):
@@ -92,7 +92,7 @@ class MetricStates:
 
 
 def _keep(kept: dict[int, Any], batch: int, state: Any, reduction: Callable[[Any], Any] | None) -> None:
-    """A batch's state; whole numbers that are summed are one state for all of a rank's batches."""
+    """Keep a batch's state; whole numbers that are summed are one state for all of a rank's batches."""
     if isinstance(state, list):
         kept[batch] = [item.detach() for item in state]
         return
@@ -105,7 +105,7 @@ def _keep(kept: dict[int, Any], batch: int, state: Any, reduction: Callable[[Any
 
 
 def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
-    """What torchmetrics makes of the ranks' states; floating sums are made in float64."""
+    """Return what torchmetrics makes of the ranks' states; floating sums are made in float64."""
     if isinstance(states[0], list):
         items = [item for state in states for item in state]
         return reduction(items) if reduction is not None and items else items

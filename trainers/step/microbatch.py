@@ -83,7 +83,7 @@ def choose_microbatch(
     bounds: tuple[int | None, int | None] = (None, None),
     tell: Callable[[int, bool], None] = lambda size, fits: None,
 ) -> int:
-    """The microbatch size: the wanted one, or for `auto` the share split into as few parts as fit.
+    """Return the microbatch size: the wanted one, or for `auto` the share split into as few parts as fit.
 
     `share` is the most samples that a rank has in a step, or the most to try where a step `accumulates` anyway.
     `bounds` are the largest size that is known to fit and the smallest that is known not to: neither is tried again;
@@ -127,7 +127,7 @@ def choose_microbatch(
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
-    """The size of the largest part when `share` samples are split into as few even parts as fit.
+    """Return the size of the largest part when `share` samples are split into as few even parts as fit.
 
     Parts are doubled until one fits, then bisected: `fits` is asked at most once for a size, and for sizes that are
     known not to fit no more than that takes. It must raise when a single sample does not fit.

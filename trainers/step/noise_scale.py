@@ -58,7 +58,7 @@ class NoiseEstimate:
     """The gradient noise scale with its 95 % confidence interval, in samples."""
 
     noise_scale: float
-    """tr(Sigma) / |G|^2; inf when the gradient cannot be told from noise at all."""
+    """tr(Sigma) / |G|^2; inf when the gradient cannot be distinguished from noise."""
     low: float
     high: float
     """inf where the data allow any larger value."""
@@ -69,8 +69,8 @@ class NoiseScale:
 
     With microbatches, the piece is each rank's first: its gradient stands in `.grad` before the second is added, so
     a measurement costs one norm and no memory. With one microbatch on each of several DDP ranks, the pieces are the
-    ranks' own gradients, which only a communication hook sees: register `hook()`. FSDP averages before anybody can
-    look: it has no estimate. Steps that are captured as CUDA graphs need `every_steps` 1: a replay repeats the
+    ranks' own gradients, which only a communication hook sees: register `hook()`. FSDP averages before any hook runs:
+    it has no estimate. Steps that are captured as CUDA graphs need `every_steps` 1: a replay repeats the
     measurement that was captured, and a step captured without one never makes any.
 
     With one microbatch of one worker there are no pieces: every `halves_every_steps`-th step may be taken as two
@@ -90,7 +90,7 @@ class NoiseScale:
         self._on = self._split = False
 
     def begin(self, shares: Sequence[float | Tensor], scale: Tensor | None = None) -> None:
-        """A step begins: this rank's microbatches have these shares of its global weight.
+        """Begin a step, in which this rank's microbatches have these shares of the global weight.
 
         `scale` is the loss scale of this step, on the device: what `GradScaler.scale(ones)` gives.
         """
@@ -103,7 +103,7 @@ class NoiseScale:
             self._share = sum(shares) if self._hooked else shares[0]
 
     def microbatch_size(self, step: int, size: int) -> int:
-        """Of step number `step`, in a run whose microbatches have `size` samples."""
+        """Return the size for step number `step`, in a run whose microbatches have `size` samples."""
         halved = self.halves_every_steps and step % self.halves_every_steps == 0
         return -(-size // 2) if halved else size
 
@@ -113,12 +113,12 @@ class NoiseScale:
         return self._on and self._split and not self._hooked
 
     def first(self, gradients: Sequence[Tensor]) -> None:
-        """The first microbatch's backward is done, and nothing is added to its gradients yet."""
+        """Measure the first microbatch's gradients, before anything is added to them."""
         if self.wants_first and gradients:
             self._square += self._squared(gradients)
 
     def end(self, gradients: Sequence[Tensor], step_samples: int) -> None:
-        """The gradients of a step of `step_samples` are complete: averaged over ranks, unscaled, not clipped yet."""
+        """Measure a step's complete gradients: of `step_samples`, averaged over ranks, unscaled, not clipped yet."""
         if not self._on or not gradients:
             return
         self._on = False
@@ -135,7 +135,7 @@ class NoiseScale:
         self._sums += torch.where(measured, torch.stack(row), 0.0)
 
     def _squared(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The squared norm; of half-precision gradients in float32, where their own norm would have three digits."""
+        """Return the squared norm; of half-precision gradients in float32: their own norm has three digits."""
         if all(gradient.dtype in (torch.float32, torch.float64) for gradient in gradients):
             return get_total_norm(gradients).to(self._exact).square()
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
@@ -184,7 +184,7 @@ def noise_scale(config: TrainConfig, group: Group, model: nn.Module, accumulatio
         return None
     reason = ""
     if is_sharded(model):
-        reason = "strategy fsdp averages gradients before anybody can look"
+        reason = "strategy fsdp averages gradients before a hook can read them"
     elif group.world_size == 1 and accumulation == 1:
         if config.compile != "off" or config.cuda_graphs:
             reason = "one microbatch of one worker has no pieces, and halves would be compiled or captured anew"
@@ -199,7 +199,7 @@ def noise_scale(config: TrainConfig, group: Group, model: nn.Module, accumulatio
 
 
 def estimate(windows: Sequence[Window]) -> NoiseEstimate | None:
-    """The noise scale over windows: the ratio of means. None without windows.
+    """Estimate the noise scale over windows as the ratio of means; None without windows.
 
     The interval is Fieller's (1954) for a ratio of means, from the spread of the windows.
     """

@@ -26,8 +26,8 @@ class TrainStep:
     `loss * weight / global weight`, times the world size because DDP averages. So short last steps, uneven
     microbatches and ranks without a sample come out as one process would have them.
 
-    After a gradient that is not finite no step changes the parameters any more (but for a loss scaler, whose business
-    such gradients are): the loop reads `bad` every few steps and ends the run.
+    After a gradient that is not finite no step changes the parameters any more: the loop reads `bad` every few steps
+    and ends the run. A loss scaler handles such gradients itself.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TrainStep:
             self.noise.end(gradients, step_samples)
         if self.clip_grad_norm is not None:
             clip_grads_with_norm_(self._parameters, self.clip_grad_norm, get_total_norm(gradients))
-        if scaled:  # infinite gradients are the scaler's business: it skips the step and lowers the scale
+        if scaled:  # for infinite gradients the scaler skips the step and lowers the scale
             self.scaler.step(self.optimizer)
             self.scaler.update()
             return
@@ -163,7 +163,7 @@ class TrainStep:
             param_group["lr"] = base * factor
 
     def take_loss(self) -> float:
-        """The sum over steps and ranks of the mean losses since the last call. Waits; every rank must call it."""
+        """Sum the mean losses since the last call, over steps and ranks. Waits; every rank must call it."""
         self._bad_loss |= ~torch.isfinite(self.loss_sum)
         total = float(self.group.sum(self.loss_sum))
         self.loss_sum.zero_()
