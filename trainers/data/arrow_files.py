@@ -182,12 +182,8 @@ def _column(batch: pa.RecordBatch, entry: Entry, file: Storage) -> pa.Array:
     for name, array in zip(entry, arrays, strict=True):
         check_nulls(array, name, file.uri)
         if array.type != arrays[0].type or not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
-            raise ConfigError(
-                f"column {name}",
-                str(array.type),
-                f"cannot be stacked with column {entry[0]}, which is {arrays[0].type}, in {file.uri}",
-                "stack number columns of one type",
-            )
+            rule = f"cannot be stacked with column {entry[0]}, which is {arrays[0].type}, in {file.uri}"
+            raise ConfigError(f"column {name}", str(array.type), rule, "stack number columns of one type")
     stacked = np.stack([array.to_numpy() for array in arrays], axis=1)
     return pa.FixedSizeListArray.from_arrays(pa.array(stacked.reshape(-1)), len(arrays))
 

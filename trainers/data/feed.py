@@ -62,7 +62,7 @@ class Feed:
             self._loader = DataLoader(
                 _WholeBatches(dataset, collate),
                 batch_size=None,
-                sampler=self._rows,  # type: ignore[arg-type]
+                sampler=self._rows,
                 collate_fn=Pinnable if self._pins else _identity,
                 num_workers=config.num_workers,
                 prefetch_factor=config.prefetch_factor,
@@ -87,12 +87,8 @@ class Feed:
             rows = (range(start, min(start + _FETCH, length)) for start in starts)
             data = concatenate([fetch(self.dataset, some, self._collate) for some in rows])
         if not all(isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == length for leaf in leaves_of(data)):
-            raise ConfigError(
-                "data.resident",
-                config.resident,
-                f"needs data that is nothing but tensors of {length} samples each",
-                "set `data.resident: false`",
-            )
+            rule = f"needs data that is nothing but tensors of {length} samples each"
+            raise ConfigError("data.resident", config.resident, rule, "set `data.resident: false`")
         return map_tensors(lambda tensor: tensor.to(self.device), data)
 
     def batches(self, microbatches: Sequence[Tensor], training: bool) -> Iterator[Batch]:

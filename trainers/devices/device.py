@@ -24,23 +24,15 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
     """`auto` is cuda, then mps, then cpu; a forced device that is not there is a ConfigError."""
     if name in ("auto", "cuda") and torch.cuda.is_available():
         if index >= torch.cuda.device_count():
-            raise ConfigError(
-                "scaling.num_workers",
-                index + 1,
-                f"must be at most the {torch.cuda.device_count()} GPUs of this machine",
-                "lower it, or set `device: cpu`",
-            )
+            rule = f"must be at most the {torch.cuda.device_count()} GPUs of this machine"
+            raise ConfigError("scaling.num_workers", index + 1, rule, "lower it, or set `device: cpu`")
         return torch.device("cuda", index)
     if name in ("auto", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
     if name in ("auto", "cpu"):
         return torch.device("cpu")
-    raise ConfigError(
-        "device",
-        name,
-        f"is not there (torch {torch.__version__} sees no {name} device)",
-        "set `device: auto`, or fix the driver",
-    )
+    rule = f"is not there (torch {torch.__version__} sees no {name} device)"
+    raise ConfigError("device", name, rule, "set `device: auto`, or fix the driver")
 
 
 def device_name(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from trainers.errors import ConfigError, classify
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.sharding import is_sharded, whole
 from trainers.model.strategy import check_static_graph, compile_model, place_model, wrap_model
-from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch, setting_of
+from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
 from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
@@ -110,12 +110,8 @@ def _make_sampler(train: Dataset[Any], config: TrainConfig, context: RunContext)
         drop_last=config.drop_last,
     )
     if sampler.steps_per_epoch == 0:
-        raise ConfigError(
-            "global_batch_size",
-            config.batch_size,
-            f"gives no whole step of the {sampler.length} training samples with drop_last",
-            "lower it, or set `drop_last: false`",
-        )
+        rule = f"gives no whole step of the {sampler.length} training samples with drop_last"
+        raise ConfigError("global_batch_size", config.batch_size, rule, "lower it, or set `drop_last: false`")
     return sampler
 
 
@@ -123,7 +119,7 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
     """Return the microbatch size, and how many of them a worker accumulates at most."""
     group, name = probe.group, device_name(probe.group.device)
     share = -(-min(config.batch_size, num_train) // context.world_size)
-    ceiling = _ceiling(config, context, name) if group.rank == 0 else None
+    ceiling = read_ceiling(config, context, name) if group.rank == 0 else None
     ceiling, bounds = group.first((ceiling, context.microbatch_bounds))
     largest = min(share, ceiling or share) if config.microbatch_size == "auto" else share
     tried = [largest]
@@ -142,13 +138,6 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
     accumulation = len(split_share(torch.empty(share), size))
     check_static_graph(config.ddp, group, accumulation, size)
     return size, accumulation
-
-
-def _ceiling(config: TrainConfig, context: RunContext, name: str) -> int | None:
-    """Return the largest microbatch that is not known to run out of memory in mid-training."""
-    found = read_ceiling(context.storage, setting_of(config, context.world_size, name))
-    known = [size for size in (found, context.microbatch_ceiling) if size is not None]
-    return min(known, default=None)
 
 
 def _make_step(
@@ -193,9 +182,6 @@ def _check_state(task: Task, group: Group) -> None:
         data.seek(0)
         torch.load(data, weights_only=True)
     except Exception as error:
-        raise ConfigError(
-            "task",
-            type(task).__name__,
-            "has a state_dict with more than tensors and plain data, which cannot be loaded safely",
-            "keep numbers, text, lists, dicts and tensors in it",
-        ) from error
+        rule = "has a state_dict with more than tensors and plain data, which cannot be loaded safely"
+        fix = "keep numbers, text, lists, dicts and tensors in it"
+        raise ConfigError("task", type(task).__name__, rule, fix) from error

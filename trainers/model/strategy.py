@@ -88,12 +88,8 @@ def wrap_model(
 def check_static_graph(ddp: DdpConfig, group: Group, accumulation: int, microbatch_size: int) -> None:
     """Raise ConfigError where DDP's static graph would meet a backward whose gradients stay on the rank."""
     if ddp.static_graph and group.world_size > 1 and accumulation > 1:
-        raise ConfigError(
-            "ddp.static_graph",
-            True,
-            f"cannot accumulate, and microbatches of {microbatch_size} make {accumulation} of a worker's share",
-            "remove it, or set a larger `microbatch_size`",
-        )
+        rule = f"cannot accumulate, and microbatches of {microbatch_size} make {accumulation} of a worker's share"
+        raise ConfigError("ddp.static_graph", True, rule, "remove it, or set a larger `microbatch_size`")
 
 
 def _data_parallel(model: nn.Module, device: torch.device) -> nn.Module:

@@ -13,23 +13,11 @@ from torch import nn
 
 from trainers.data.feed import Feed
 from trainers.devices.group import Group
-from trainers.errors import ConfigError
 from trainers.model.precision import PrecisionSpec
 from trainers.model.sharding import is_sharded
 from trainers.step.forward import ForwardPass
 from trainers.step.metric_states import MetricStates
 from trainers.task import Task
-
-
-def _check_metrics(task: Task, values: dict[str, torch.Tensor], samples: int) -> None:
-    for name, value in values.items():
-        if value.shape[:1] != (samples,) or value.numel() != samples:
-            raise ConfigError(
-                f"metric {name}",
-                list(value.shape),
-                f"must be one value a sample, a tensor of shape [{samples}]",
-                f"return them unreduced from {type(task).__name__}.metrics()",
-            )
 
 
 def evaluate(
@@ -60,8 +48,8 @@ def evaluate(
                     forward.outputs(batch)
                     continue
                 outputs, loss = forward.outputs_and_loss(batch)
-                values = states.take(task.metrics(outputs, batch), mine[len(rows)])
-                _check_metrics(task, values, len(batches[mine[len(rows)]]))
+                index = mine[len(rows)]
+                values = states.take(task.metrics(outputs, batch), index, len(batches[index]), type(task).__name__)
                 names = list(values)
                 weight = task.weight(batch).to(loss.device, exact)
                 sums = [value.to(exact).sum() for value in values.values()]

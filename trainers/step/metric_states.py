@@ -7,6 +7,7 @@ every batch had been a rank. The order is that of the batches, so the figure is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -26,13 +27,18 @@ class MetricStates:
         self._metrics: dict[str, Any] = {}  # torchmetrics.Metric by name
         self._states: dict[str, dict[str, dict[int, Any]]] = {}  # tensors or lists of them, by metric, state and batch
 
-    def take(self, values: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
-        """Keep and reset the metrics among `values`, which batch number `batch` has updated; return the other values.
+    def take(self, values: Mapping[str, Any], batch: int, samples: int, task: str) -> dict[str, Tensor]:
+        """Keep and reset the metrics among `values`, which batch number `batch` has updated; return the tensors.
 
-        Raises ConfigError for what is neither a tensor nor a metric.
+        Raises ConfigError, which names the class `task`, for what is neither a tensor [samples] nor a metric.
         """
         for name, value in values.items():
             if isinstance(value, Tensor):
+                if value.shape[:1] != (samples,) or value.numel() != samples:
+                    rule = f"must be one value a sample, a tensor of shape [{samples}]"
+                    raise ConfigError(
+                        f"metric {name}", list(value.shape), rule, f"return them unreduced from {task}.metrics()"
+                    )
                 continue
             if not getattr(value, "_reductions", None):
                 raise ConfigError(
@@ -64,11 +70,9 @@ class MetricStates:
         for name, metric in self._metrics.items():
             before = metric.metric_state
             for attribute, reduction in metric._reductions.items():
-                kept = {
-                    batch: state for rank in ranks if name in rank for batch, state in rank[name][attribute].items()
-                }
-                states = [kept[batch] for batch in sorted(kept)]
-                reduced = map_tensors(lambda tensor, on=metric.device: tensor.to(on), _reduced(states, reduction))
+                kept = [item for rank in ranks if name in rank for item in rank[name][attribute].items()]
+                states = [state for _, state in sorted(kept, key=itemgetter(0))]
+                reduced = map_tensors(methodcaller("to", metric.device), _reduced(states, reduction))
                 setattr(metric, attribute, reduced)
             with torch.no_grad():
                 figure = type(metric).compute(metric)  # the class's own: the instance's would gather once more
@@ -78,12 +82,8 @@ class MetricStates:
                 figure = figure.reshape(())  # as the instance's would
             if not isinstance(figure, Tensor) or figure.ndim > 1:
                 shown = list(figure.shape) if isinstance(figure, Tensor) else type(figure).__name__
-                raise ConfigError(
-                    f"metric {name}",
-                    shown,
-                    "must be one number, or a vector of them",
-                    "choose a metric that averages",
-                )
+                rule = "must be one number, or a vector of them"
+                raise ConfigError(f"metric {name}", shown, rule, "choose a metric that averages")
             if figure.ndim == 0:
                 figures[name] = float(figure)
             else:
