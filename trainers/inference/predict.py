@@ -52,7 +52,7 @@ def predict(
             for rows in part:
                 batch = next(source)
                 with torch.no_grad():
-                    outputs = forward.outputs(batch)
+                    outputs, _ = forward(batch, with_loss=False)
                 made.append(_record(rows, task.predictions(outputs, batch), task))
             for records in group.collect(made):
                 for record in records:

@@ -6,9 +6,7 @@ import io
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from trainers.config import TrainConfig
@@ -18,7 +16,7 @@ from trainers.devices.device import device_name, resolve_device, seed_all, set_f
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
 from trainers.errors import ConfigError, classify
-from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
+from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.sharding import is_sharded, whole
 from trainers.model.strategy import check_static_graph, compile_model, place_model, wrap_model
 from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
@@ -59,7 +57,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         microbatch = sampler.permutation()[:microbatch_size]
         flops_per_sample = count_flops(model, task, train, microbatch, spec, device)
 
-    step = _make_step(model, task, optimizer, spec, group, config, accumulation)
+    step = _make_step(probe, config, accumulation)
     sharers = context.local_world_size if device.type == "cpu" else 1
     train_feed, val_feed = (
         task_feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed) for dataset in (train, val)
@@ -103,11 +101,11 @@ def _load_data(task: Task, config: TrainConfig, context: RunContext, group: Grou
 def _make_sampler(train: Dataset[Any], config: TrainConfig, context: RunContext) -> StepSampler:
     sampler = StepSampler(
         train,
-        global_batch_size=config.batch_size,
-        num_replicas=context.world_size,
-        rank=context.rank,
+        context.world_size,
+        context.rank,
         seed=config.seed,
         drop_last=config.drop_last,
+        global_batch_size=config.batch_size,
     )
     if sampler.steps_per_epoch == 0:
         rule = f"gives no whole step of the {sampler.length} training samples with drop_last"
@@ -140,23 +138,16 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
     return size, accumulation
 
 
-def _make_step(
-    model: nn.Module,
-    task: Task,
-    optimizer: Optimizer,
-    spec: PrecisionSpec,
-    group: Group,
-    config: TrainConfig,
-    accumulation: int,
-) -> TrainStep:
+def _make_step(probed: Probe, config: TrainConfig, accumulation: int) -> TrainStep:
     """Compile and wrap the model, and make its step, with the noise scale where that is asked for."""
+    model, group = probed.forward.model, probed.group
     if config.compile != "off":
         compile_model(model, config.compile, config.fullgraph)
     noise = noise_scale(config, group, model, accumulation)
     watch = noise.hook if noise is not None and accumulation == 1 else None
     wrapped = wrap_model(model, group, config.strategy, config.ddp, watch)
     kind = GraphedStep if config.cuda_graphs else TrainStep
-    step = kind(wrapped, task, optimizer, spec, group, config.clip_grad_norm)
+    step = kind(wrapped, probed.forward.task, probed.optimizer, probed.forward.spec, group, config.clip_grad_norm)
     step.noise = noise
     return step
 

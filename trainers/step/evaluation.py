@@ -45,9 +45,9 @@ def evaluate(
         with torch.no_grad():
             for batch in feed.batches([batches[index] for index in mine] + idle, training=False):
                 if len(rows) == len(mine):
-                    forward.outputs(batch)
+                    forward(batch, with_loss=False)
                     continue
-                outputs, loss = forward.outputs_and_loss(batch)
+                outputs, loss = forward(batch)
                 index = mine[len(rows)]
                 values = states.take(task.metrics(outputs, batch), index, len(batches[index]), type(task).__name__)
                 names = list(values)

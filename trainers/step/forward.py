@@ -16,29 +16,18 @@ from trainers.task import Task
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """A model, bare or wrapped, as a task calls it on one device.
-
-    Its methods raise DeviceMismatchError where torch refuses tensors of different devices.
-    """
+    """A model, bare or wrapped, as a task calls it on one device."""
 
     model: nn.Module
     task: Task
     spec: PrecisionSpec
     device: torch.device
 
-    def outputs(self, batch: Batch) -> Any:
-        """What `task.forward` returns."""
-        return self._compute(batch, with_loss=False)[0]
+    def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
+        """Return the task's outputs and its scalar loss, or None for the loss.
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Scalar: what `task.loss` returns."""
-        return self.outputs_and_loss(batch)[1]
-
-    def outputs_and_loss(self, batch: Batch) -> tuple[Any, Tensor]:
-        """Both, of one pass."""
-        return self._compute(batch, with_loss=True)
-
-    def _compute(self, batch: Batch, with_loss: bool) -> tuple[Any, Any]:
+        Raises DeviceMismatchError where torch refuses tensors of different devices.
+        """
         try:
             with self.spec.autocast_context(self.device):
                 outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
@@ -46,6 +35,11 @@ class ForwardPass:
         except RuntimeError as error:
             self.explain(error, batch)
             raise
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss alone."""
+        loss: Tensor = self(batch)[1]
+        return loss
 
     def explain(self, error: RuntimeError, batch: Batch) -> None:
         """Raise DeviceMismatchError where `error` is torch's complaint about devices; return for any other."""
