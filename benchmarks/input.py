@@ -33,8 +33,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from benchmarks.measure import interleave, save, show, summarize
 from trainers.arrow import ArrowDataset
 from trainers.config.sections import DataConfig
-from trainers.data.feed import Feed
-from trainers.task import Task
+from trainers.task import Task, task_feed
 
 Epoch = Callable[[], Iterable[Any]]
 _CPU = torch.device("cpu")
@@ -147,7 +146,7 @@ def guides_loader(name: str, kind: Kind, data: TensorDataset, workers: int) -> E
 
 def feed(data: Dataset[Any], task: Task, kind: Kind, resident: bool) -> Epoch:
     """Our batches of one epoch."""
-    source = Feed(data, task, DataConfig(resident=resident), _CPU, sharers=1, seed=0)
+    source = task_feed(data, task, DataConfig(resident=resident), _CPU, sharers=1, seed=0)
     order = torch.randperm(kind.samples, generator=torch.Generator().manual_seed(0))
     return lambda: source.batches(order.split(kind.batch), training=True)
 

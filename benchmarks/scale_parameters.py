@@ -23,10 +23,10 @@ from benchmarks.checkpoint import make_state, written_at_once
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
 from trainers.config.model import build
+from trainers.devices.group import Group
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
-from trainers.model.strategy import Group
 from trainers.storage import Storage
 from trainers.task import Task
 

@@ -16,9 +16,9 @@ from tests.specs import evaluations, losses
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import Best
 from trainers.checkpoint.store import Archive
+from trainers.devices.group import Group
 from trainers.errors import StorageError
 from trainers.launch.local import run_spawn
-from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 pytestmark = pytest.mark.slow

@@ -12,12 +12,13 @@ from torch import Tensor
 from tests.distributed.processes import run_processes
 from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
-from trainers.data.feed import Feed
 from trainers.data.sampler import StepSampler, split_share
+from trainers.devices.group import Group
 from trainers.model.precision import TABLE
-from trainers.model.strategy import Group, wrap_model
+from trainers.model.strategy import wrap_model
 from trainers.step.evaluation import evaluate
 from trainers.step.train_step import TrainStep
+from trainers.task import task_feed
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def gradient(task: Blobs, rank: int, world_size: int, split: tuple[int, int, int
     train = TrainStep(wrap_model(model, group), task, optimizer, TABLE["fp32"], group)
     share = sampler.share(step)
     plan = split_share(share if len(share) else sampler.anchor(step), microbatch)
-    feed = Feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
+    feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
     sizes = [len(indices) for indices in plan]
     train(feed.batches(plan, training=True), sizes, sampler.step_size(step), idle=len(share) == 0)
     return [p.grad.clone() for p in model.parameters() if p.grad is not None], train.take_loss()
@@ -80,7 +81,7 @@ def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:
     for samples in (1, 7, 64, 1797):
         task = Tokens(samples=samples)
         torch.manual_seed(0)
-        feed = Feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
+        feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
         found.append(evaluate(task.model(), task, feed, 32, TABLE["fp32"], group))
     return found
 

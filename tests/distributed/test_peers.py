@@ -10,8 +10,8 @@ import torch
 
 from tests.distributed.processes import run_processes
 from trainers.devices import peers
+from trainers.devices.group import Group
 from trainers.errors import ConfigError
-from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 pytestmark = pytest.mark.slow

@@ -19,25 +19,18 @@ from tests.tasks import Blobs
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
 from trainers.config.sections import DataConfig, DdpConfig
-from trainers.data.feed import Feed
 from trainers.data.sampler import StepSampler
+from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.local import LocalContext, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
 from trainers.measure.clock import RunResult
 from trainers.model.precision import TABLE
-from trainers.model.strategy import (
-    Group,
-    compile_model,
-    is_sharded,
-    local,
-    place_model,
-    share_buffers,
-    whole,
-    wrap_model,
-)
+from trainers.model.sharding import is_sharded, local, whole
+from trainers.model.strategy import compile_model, place_model, share_buffers, wrap_model
 from trainers.step.evaluation import evaluate
 from trainers.step.train_step import TrainStep
+from trainers.task import task_feed
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +150,7 @@ def gradient(task: Blobs, rank: int, world_size: int, split: tuple[int, int, int
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     train = TrainStep(wrap_model(model, group, "fsdp"), task, optimizer, TABLE["fp32"], group)
     microbatches, sizes = sampler.plan(step, microbatch, even=is_sharded(model))
-    feed = Feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
+    feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
     train(feed.batches(microbatches, training=True), sizes, sampler.step_size(step), idle=not any(sizes))
     found = whole([p.grad for p in model.parameters()], group)
     return [g.clone() for g in found if g is not None], train.take_loss()
@@ -173,7 +166,7 @@ def figures(rank: int, world_size: int) -> list[dict[str, float]]:
             for buffer in model.buffers():
                 buffer.add_(rank)
             share_buffers(model, group)
-            feed = Feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
+            feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
             found.append(evaluate(model, task, feed, 32, TABLE["fp32"], group))
     return found
 
@@ -187,7 +180,7 @@ def steps_taken(rank: int, world_size: int) -> list[tuple[bool, bool]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         train = TrainStep(model, task, optimizer, TABLE["fp32"], group)
         before = [local(parameter).clone() for parameter in model.parameters()]
-        feed = Feed(task.dataset("train"), task, DataConfig(), CPU, sharers=1, seed=0)
+        feed = task_feed(task.dataset("train"), task, DataConfig(), CPU, sharers=1, seed=0)
         train(feed.batches([torch.arange(8)], training=True), [8], 8 * world_size, idle=False)
         same = all(torch.equal(local(p), value) for p, value in zip(model.parameters(), before, strict=True))
         found.append((bool(train.bad), not same))

@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.distributed.processes import run_processes
 from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
-from trainers.data.feed import Feed
+from trainers.devices.group import Group
 from trainers.model.precision import TABLE
-from trainers.model.strategy import Group
 from trainers.step.evaluation import evaluate
+from trainers.task import task_feed
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:
     for samples in (20, 97, 1797):  # the first: fewer batches than ranks
         task = Measured(samples=samples)
         torch.manual_seed(0)
-        feed = Feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
+        feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
         found.append(evaluate(task.model(), task, feed, 32, TABLE["fp32"], Group(rank, world_size, CPU)))
     return found
 

@@ -17,10 +17,11 @@ from trainers.config import TrainConfig
 from trainers.config.model import build, override
 from trainers.data.sampler import split_share
 from trainers.launch.local import LocalContext
-from trainers.loop.build import Parts, build_parts
+from trainers.loop.build import build_replica
 from trainers.loop.fit import fit
 from trainers.measure.clock import RunResult, read_log
 from trainers.model.optimizer import lr_factor
+from trainers.step.replica import Replica
 from trainers.storage import Storage
 from trainers.task import Task
 
@@ -68,13 +69,13 @@ def curve(path: Path) -> list[float]:
     return [record["train_loss"] for record in read_log(Storage(str(path))) if "train_loss" in record]
 
 
-def make(device: torch.device, task: Task | None = None, **changes: Any) -> tuple[Parts, TrainConfig]:
+def make(device: torch.device, task: Task | None = None, **changes: Any) -> tuple[Replica, TrainConfig]:
     """The parts of a run, to be stepped by hand; `parts.close()` ends them."""
     chosen = config(device, **changes).with_global_batch()
-    return build_parts(task or Blobs(), chosen, Context(None)), chosen
+    return build_replica(task or Blobs(), chosen, Context(None)), chosen
 
 
-def stepper(parts: Parts, config: TrainConfig, steps: int) -> Callable[[], None]:
+def stepper(parts: Replica, config: TrainConfig, steps: int) -> Callable[[], None]:
     """One call, one step, over as many epochs as `steps` need: what the loop does between two looks at the device."""
     sampler = parts.sampler
     positions = [divmod(number, sampler.steps_per_epoch) for number in range(steps)]

@@ -14,9 +14,9 @@ from tests.gpu.runs import CUDA, Images, curve, make, train
 from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
 from trainers.data import transfer as moves
-from trainers.data.feed import Feed
+from trainers.data.batch import map_tensors, tensors_of
 from trainers.errors import DeviceMismatchError
-from trainers.task import Task, map_tensors, tensors_of
+from trainers.task import Task, task_feed
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, BATCH = 96, 250_000, 8  # 8 MB a batch: its copy takes longer than the launch of a kernel
@@ -63,14 +63,14 @@ WAYS: dict[str, DataConfig] = {
 def test_batches_are_right_though_the_device_is_late(task: Task, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The computing stream is held up, so that a copy which did not wait, or memory freed too soon, shows."""
     pinned: list[bool] = []
-    begin = moves._CudaCopies.begin
+    begin = moves.Copies.begin
 
     def spy(self: Any, batch: Any) -> Any:
         pinned.extend(tensor.is_pinned() for tensor in tensors_of(batch))
         return begin(self, batch)
 
-    monkeypatch.setattr(moves._CudaCopies, "begin", spy)
-    feed = Feed(Rows(), task, WAYS[way], CUDA, sharers=1, seed=0)
+    monkeypatch.setattr(moves.Copies, "begin", spy)
+    feed = task_feed(Rows(), task, WAYS[way], CUDA, sharers=1, seed=0)
     sums: list[Tensor] = []
     for _ in range(2):
         for batch in feed.batches(order(), training=True):
@@ -91,7 +91,7 @@ def test_resident_and_loaded_batches_are_equal() -> None:
     asked = list(torch.randperm(203, generator=torch.Generator().manual_seed(1)).split(24))
 
     def batches(device: torch.device, **options: Any) -> list[list[Tensor]]:
-        feed = Feed(data, Task(), DataConfig(**options), device, sharers=1, seed=0)
+        feed = task_feed(data, Task(), DataConfig(**options), device, sharers=1, seed=0)
         found = [[tensor.cpu() for tensor in tensors_of(batch)] for batch in feed.batches(asked, training=True)]
         feed.close()
         return found

@@ -12,10 +12,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from tests.gpu.runs import CUDA, Images, make, stepper, train
 from tests.tasks import Blobs
 from trainers.devices.device import synchronize
+from trainers.devices.group import Group
 from trainers.errors import DivergedError
-from trainers.loop.build import Parts
 from trainers.model.precision import resolve_precision
-from trainers.model.strategy import Group
+from trainers.step.replica import Replica
 from trainers.step.train_step import TrainStep
 
 WARM, MEASURED = 24, 12
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[type[Blobs] | type[Images], dict[str, Any]]] = {
 }
 
 
-def prepared(kind: str, steps: int) -> tuple[Parts, Callable[[], None]]:
+def prepared(kind: str, steps: int) -> tuple[Replica, Callable[[], None]]:
     """The parts of a run, and its step. All steps are one epoch's: an epoch's order is copied to the device once, at
     its start, where the host may wait.
     """

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from trainers.arrow import ArrowDataset
 from trainers.config.sections import DataConfig
-from trainers.data.feed import Feed, fetch
+from trainers.data.batch import fetch
 from trainers.errors import ConfigError, StorageError
-from trainers.task import Task
+from trainers.task import Task, task_feed
 
 torch.set_num_threads(1)
 ROWS, WIDTH = 1000, 6
@@ -185,7 +185,7 @@ class Rows(Task):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_through_the_loader(config: dict[str, Any], start: str, kept: dict[str, Any]) -> None:
     dataset = ArrowDataset(kept["parquet"], ["row", "int64"], cache=kept["cache"])
-    feed = Feed(dataset, Rows(), DataConfig(**config), torch.device("cpu"), sharers=1, seed=0)
+    feed = task_feed(dataset, Rows(), DataConfig(**config), torch.device("cpu"), sharers=1, seed=0)
     if isinstance(feed._loader, DataLoader) and config.get("num_workers"):
         feed._loader.multiprocessing_context = multiprocessing.get_context(start)
     plan = list(torch.randperm(ROWS).split(96))
@@ -199,7 +199,7 @@ def test_through_the_loader(config: dict[str, Any], start: str, kept: dict[str, 
 def test_what_has_no_width_cannot_be_resident(kept: dict[str, Any]) -> None:
     dataset = ArrowDataset(kept["one batch"], ["int64", "text"])
     with pytest.raises(ConfigError, match=r"data\.resident"):
-        Feed(dataset, Rows(), DataConfig(resident=True), torch.device("cpu"), sharers=1, seed=0)
+        task_feed(dataset, Rows(), DataConfig(resident=True), torch.device("cpu"), sharers=1, seed=0)
 
 
 def test_it_crosses_to_other_processes_as_names(kept: dict[str, Any]) -> None:

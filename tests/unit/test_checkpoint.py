@@ -20,9 +20,9 @@ import torch
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import FORMAT
 from trainers.checkpoint.store import Archive
+from trainers.devices.group import Group
 from trainers.devices.rng import get_rng_state
 from trainers.errors import CheckpointError, StorageError
-from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 torch.set_num_threads(1)

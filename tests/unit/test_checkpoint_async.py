@@ -21,11 +21,11 @@ import torch
 from tests.unit.test_loop import Context, Tiny, assert_same_run, config, train
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.store import Archive
+from trainers.devices.group import Group
 from trainers.devices.rng import get_rng_state
 from trainers.errors import DivergedError, StorageError
 from trainers.loop.fit import fit
 from trainers.measure.clock import read_log
-from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 torch.set_num_threads(1)

@@ -18,10 +18,10 @@ from trainers.checkpoint.manifest import Best, Manifest, surplus
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.sections import CheckpointConfig
+from trainers.devices.group import Group
 from trainers.errors import CheckpointError, ConfigError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
-from trainers.model.strategy import Group
 from trainers.storage import Storage
 from trainers.task import Task
 

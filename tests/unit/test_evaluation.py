@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trainers.config.sections import DataConfig
-from trainers.data.feed import Feed
+from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.precision import resolve_precision
-from trainers.model.strategy import Group
 from trainers.step.evaluation import evaluate
-from trainers.task import Task
+from trainers.task import Task, task_feed
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -58,7 +57,7 @@ def small_model() -> nn.Module:
 def run(
     task: Task, dataset: TensorDataset, size: int, model: nn.Module | None = None, group: Group | None = None
 ) -> dict[str, float]:
-    feed = Feed(dataset, task, DataConfig(), CPU, sharers=1, seed=0)
+    feed = task_feed(dataset, task, DataConfig(), CPU, sharers=1, seed=0)
     return evaluate(model or small_model(), task, feed, size, FP32, group or Group(0, 1, CPU))
 
 

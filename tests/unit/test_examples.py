@@ -176,7 +176,7 @@ def class_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_imagenet_is_the_same_from_folders_parquet_and_arrow(class_folders: Path, tmp_path: Path) -> None:
     from examples.imagenet.convert import convert
     from examples.imagenet.task import ImageNet
-    from trainers.data.feed import fetch
+    from trainers.data.batch import fetch
 
     found = {}
     places = {"folders": class_folders, "parquet": tmp_path / "parquet", "arrow": tmp_path / "arrow"}

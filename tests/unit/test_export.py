@@ -17,11 +17,11 @@ from tests.specs import make
 from trainers.__main__ import main
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.store import Archive
+from trainers.devices.group import Group
 from trainers.inference.export import export
 from trainers.launch.find_task import load_task
 from trainers.launch.local import run_local
 from trainers.launch.spec import RunSpec, prepare_storage
-from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 torch.set_num_threads(1)

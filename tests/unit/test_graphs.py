@@ -17,10 +17,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from trainers.config import TrainConfig
 from trainers.config.model import build
+from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.precision import resolve_precision
-from trainers.model.strategy import Group
-from trainers.step.cuda_graphs import WARMUP_STEPS, GraphedStep, layout
+from trainers.step.cuda_graphs import CAPTURE_AFTER_STEPS, GraphedStep, layout
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
 
@@ -136,7 +136,7 @@ def test_captured_training_is_training(optimizer: Callable[[Any], Optimizer], ta
 def test_what_is_captured_and_what_is_not() -> None:
     capture = Fake()
     train(make(capture), EPOCH * 3)
-    assert WARMUP_STEPS == 3
+    assert CAPTURE_AFTER_STEPS == 3
     first = ["run"] * 4
     second = ["record", "replay", "replay", "replay", "run"]
     third = ["replay", "replay", "replay", "run"]
@@ -209,7 +209,7 @@ def test_batches_are_copied_not_kept() -> None:
     capture = Fake()
     step = make(capture)
     x, y = torch.ones(4, 4), torch.ones(4)
-    for _ in range(WARMUP_STEPS + 1):
+    for _ in range(CAPTURE_AFTER_STEPS + 1):
         step(iter([(x, y)]), [4], 4, idle=False)
     before = [tensor.clone() for tensor in (x, y)]
     step(iter([(torch.zeros(4, 4), torch.zeros(4))]), [4], 4, idle=False)

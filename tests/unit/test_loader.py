@@ -11,8 +11,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trainers.config.sections import DataConfig
 from trainers.data import feed as loader
-from trainers.data.feed import Feed, concatenate, fetch
-from trainers.task import Task, map_tensors, tensors_of
+from trainers.data.batch import concatenate, fetch, map_tensors, tensors_of
+from trainers.data.feed import Feed
+from trainers.task import Task, task_feed
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ class Marked(Task):
 
 
 def feed(dataset: Dataset[Any], **options: Any) -> Feed:
-    return Feed(dataset, Marked(), DataConfig(**options), CPU, sharers=1, seed=0)
+    return task_feed(dataset, Marked(), DataConfig(**options), CPU, sharers=1, seed=0)
 
 
 def collect(source: Feed, asked: list[Tensor] = ASKED) -> list[list[Tensor]]:
@@ -112,10 +113,11 @@ def test_no_batch_is_asked_for_and_none_comes(resident: bool) -> None:
 
 
 def test_the_transform_hears_whether_it_is_training() -> None:
-    source = feed(Samples())
+    task = Marked()
+    source = task_feed(Samples(), task, DataConfig(), CPU, sharers=1, seed=0)
     list(source.batches(ASKED[:1], training=True))
     list(source.batches(ASKED[:1], training=False))
-    assert source.task.seen == [True, False]  # type: ignore[attr-defined]
+    assert task.seen == [True, False]
 
 
 def test_auto_keeps_small_tensor_datasets_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +128,7 @@ def test_auto_keeps_small_tensor_datasets_only(monkeypatch: pytest.MonkeyPatch) 
     assert feed(small, num_workers=1).resident is None
     monkeypatch.setattr(loader, "total_memory_bytes", lambda _: 10 * bytes_of_it)
     assert feed(small).resident is not None
-    shared = Feed(small, Marked(), DataConfig(), CPU, sharers=2, seed=0)  # twice the data on one host
+    shared = task_feed(small, Marked(), DataConfig(), CPU, sharers=2, seed=0)  # twice the data on one host
     assert shared.resident is None
     monkeypatch.setattr(loader, "total_memory_bytes", lambda _: 10 * bytes_of_it - 10)
     assert feed(small).resident is None
@@ -153,7 +155,7 @@ def test_a_tasks_own_collate_is_used() -> None:
         def collate(self, samples: list[Any]) -> Any:
             return torch.nn.utils.rnn.pad_sequence([torch.ones(int(label) % 4 + 1) for _, label in samples], True)
 
-    source = Feed(Samples(), Padded(), DataConfig(), CPU, sharers=1, seed=0)
+    source = task_feed(Samples(), Padded(), DataConfig(), CPU, sharers=1, seed=0)
     shapes = [tuple(batch.shape) for batch in source.batches(ASKED, training=True)]
     assert shapes == [(3, 4), (1, 1), (4, 4)]
 

@@ -121,7 +121,7 @@ def evaluations(path: Path) -> list[tuple[int, float]]:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    from trainers.model.strategy import Group
+    from trainers.devices.group import Group
 
     loaded = Checkpoints(Storage(str(path)), Group(0, 1, torch.device("cpu")), 1).load()
     assert loaded is not None

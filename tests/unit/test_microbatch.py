@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.utils.data import Dataset, TensorDataset
 
+from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
-from trainers.model.strategy import Group
-from trainers.step.microbatch import choose_microbatch, fewest_parts
+from trainers.step.forward import ForwardPass
+from trainers.step.microbatch import Probe, choose_microbatch, fewest_parts
 from trainers.task import Task
 
 torch.set_num_threads(1)
@@ -79,7 +80,8 @@ def choose(
     model = model if model is not None else Net()
     optimizer = optimizer or AdamW(model.parameters(), fused=True)
     group, spec = Group(0, 1, CPU), resolve_precision("fp32", CPU)
-    return choose_microbatch(wanted, share, model, optimizer, task, task.dataset("train"), spec, group)
+    probe = Probe(ForwardPass(model, task, spec, CPU), optimizer, task.dataset("train"), group)
+    return choose_microbatch(wanted, share, probe)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -258,7 +260,8 @@ def test_a_rank_that_has_no_room_lowers_it_for_all() -> None:
     spec, optimizer = resolve_precision("fp32", CPU), AdamW(model.parameters())
 
     def run(wanted: int | str) -> int:
-        return choose_microbatch(wanted, 32, model, optimizer, task, task.dataset("train"), spec, TwoRanks(0, 2, CPU))
+        forward = ForwardPass(model, task, spec, CPU)
+        return choose_microbatch(wanted, 32, Probe(forward, optimizer, task.dataset("train"), TwoRanks(0, 2, CPU)))
 
     assert run("auto") == 8
     with pytest.raises(torch.OutOfMemoryError, match="did not fit on another rank"):

@@ -7,9 +7,10 @@ import torch
 from torch.optim import AdamW
 
 from tests.unit.test_microbatch import CPU, Hungry, Net
+from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
-from trainers.model.strategy import Group
-from trainers.step.microbatch import choose_microbatch
+from trainers.step.forward import ForwardPass
+from trainers.step.microbatch import Probe, choose_microbatch
 
 
 def choose(
@@ -17,18 +18,9 @@ def choose(
 ) -> tuple[int, set[int], list[tuple[int, bool]]]:
     """The size, the sizes that were tried, and what was told."""
     task, model, told = Hungry(fits), Net(), list[tuple[int, bool]]()
-    size = choose_microbatch(
-        wanted,
-        64,
-        model,
-        AdamW(model.parameters(), fused=True),
-        task,
-        task.dataset("train"),
-        resolve_precision("fp32", CPU),
-        Group(0, 1, CPU),
-        bounds=bounds,
-        tell=lambda size, fits: told.append((size, fits)),
-    )
+    forward = ForwardPass(model, task, resolve_precision("fp32", CPU), CPU)
+    probe = Probe(forward, AdamW(model.parameters(), fused=True), task.dataset("train"), Group(0, 1, CPU))
+    size = choose_microbatch(wanted, 64, probe, bounds=bounds, tell=lambda size, fits: told.append((size, fits)))
     return size, set(task.tried), told
 
 

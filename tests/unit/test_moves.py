@@ -19,15 +19,17 @@ from torch.utils.data import TensorDataset
 
 from trainers.checkpoint.run_state import match_layout
 from trainers.config.sections import DataConfig
-from trainers.data.feed import Feed
-from trainers.data.transfer import Pinnable, copied, named_tensors, raise_if_mismatch, to_device
+from trainers.data.batch import Batch
+from trainers.data.transfer import Pinnable, copied, to_device
+from trainers.devices.group import Group
 from trainers.errors import DeviceMismatchError, RunFailedError
 from trainers.model.precision import TABLE
-from trainers.model.strategy import Group
+from trainers.step.device_mismatch import named_tensors, raise_if_mismatch
 from trainers.step.evaluation import evaluate
-from trainers.step.microbatch import choose_microbatch
+from trainers.step.forward import ForwardPass
+from trainers.step.microbatch import Probe, choose_microbatch
 from trainers.step.train_step import TrainStep
-from trainers.task import Batch, Task
+from trainers.task import Task, task_feed
 
 torch.set_num_threads(1)
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -114,7 +116,7 @@ def test_only_loaders_with_processes_run_ahead(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("trainers.data.feed.to_device", spy)
     for workers in (0, 1):
         config = DataConfig(num_workers=workers, resident=False)
-        feed = Feed(TensorDataset(torch.ones(4, 2)), Task(), config, CPU, sharers=1, seed=0)
+        feed = task_feed(TensorDataset(torch.ones(4, 2)), Task(), config, CPU, sharers=1, seed=0)
         assert len(list(feed.batches([torch.arange(2)], training=True))) == 1
         feed.close()
     assert seen == [False, True]
@@ -152,7 +154,7 @@ def test_a_pinning_loader_gives_what_was_collated() -> None:
     config = DataConfig(pin_memory=True, resident=False)
     accelerated = torch.accelerator.is_available()
     with contextlib.nullcontext() if accelerated else pytest.warns(UserWarning, match="no accelerator"):
-        feed = Feed(TensorDataset(torch.arange(6.0)), Task(), config, CPU, sharers=1, seed=0)
+        feed = task_feed(TensorDataset(torch.arange(6.0)), Task(), config, CPU, sharers=1, seed=0)
         (batch,) = feed.batches([torch.tensor([4, 1])], training=True)
     assert isinstance(batch, tuple)
     assert batch[0].tolist() == [4.0, 1.0]
@@ -265,8 +267,8 @@ def test_the_probe_and_evaluation_name_it_too() -> None:
     model, group, task = Plain(CPU), Group(0, 1, CPU), Far()
     optimizer = SGD(model.parameters(), lr=0.1, fused=True)
     with pytest.raises(DeviceMismatchError, match=r"batch\['inputs'\]"):
-        choose_microbatch("auto", 4, model, optimizer, task, data, TABLE["fp32"], group)
-    feed = Feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
+        choose_microbatch("auto", 4, Probe(ForwardPass(model, task, TABLE["fp32"], CPU), optimizer, data, group))
+    feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
     with pytest.raises(DeviceMismatchError, match=r"batch\['inputs'\]"):
         evaluate(model, task, feed, 4, TABLE["fp32"], group)
 

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.processes import run_processes
+from trainers.devices.group import Group
 from trainers.measure.step_times import student_t95
-from trainers.model.strategy import Group
 from trainers.step.noise_scale import NoiseEstimate, NoiseScale, Window, estimate
 
 torch.set_num_threads(1)
@@ -89,12 +89,14 @@ def measure(sizes: list[int], steps: int = 1500, window: int = 75) -> NoiseScale
 
 @pytest.mark.parametrize("sizes", [[16, 16], [8] * 4, [24, 8], [8, 24], [30, 2], [1, 31], [2, 3, 5, 7, 15]], ids=str)
 def test_every_split_of_a_step_gives_the_analytic_noise_scale(sizes: list[int]) -> None:
-    found = measure(sizes, steps=2000, window=100).estimate()
+    windows = measure(sizes, steps=2000, window=100).windows
+    found = estimate(windows)
     assert found is not None
     check(found, rel=0.5)
-    assert found.trace == pytest.approx(TRACE, rel=0.1)
-    assert found.gradient_square == pytest.approx(GRADIENT_SQUARE, rel=0.3)
-    assert found.windows == 20
+    weight = sum(window.weight for window in windows)
+    assert sum(window.noise for window in windows) / weight == pytest.approx(TRACE, rel=0.1)
+    assert sum(window.signal for window in windows) / weight == pytest.approx(GRADIENT_SQUARE, rel=0.3)
+    assert len(windows) == 20
 
 
 def test_steps_of_different_sizes_and_splits_add_up() -> None:
@@ -105,7 +107,7 @@ def test_steps_of_different_sizes_and_splits_add_up() -> None:
         train_step(noise, model, [draw(size) for size in sizes], sum(sizes))
         if step % 75 == 74:
             noise.take()
-    found = noise.estimate()
+    found = estimate(noise.windows)
     assert found is not None
     check(found, rel=0.35)
 
@@ -118,7 +120,7 @@ def test_the_mean_of_single_ratios_would_be_wrong() -> None:
         train_step(noise, model, [draw(16), draw(16)], 32)
         noise.take()
     single = sum(window.noise / window.signal for window in noise.windows) / len(noise.windows)
-    found = noise.estimate()
+    found = estimate(noise.windows)
     assert found is not None
     assert abs(found.noise_scale / NOISE_SCALE - 1) < 0.3
     assert abs(single / NOISE_SCALE - 1) > 0.5
@@ -127,7 +129,7 @@ def test_the_mean_of_single_ratios_would_be_wrong() -> None:
 def test_one_microbatch_on_one_worker_says_nothing() -> None:
     noise = measure([32], steps=20, window=5)
     assert noise.windows == []
-    assert noise.estimate() is None
+    assert estimate(noise.windows) is None
 
 
 def test_only_every_nth_step_is_measured() -> None:
@@ -213,23 +215,12 @@ def test_a_gradient_lost_in_noise_gives_no_upper_end() -> None:
     negative = estimate([Window(-1.0, 50.0, 1.0), Window(-1.2, 51.0, 1.0), Window(-1.1, 49.0, 1.0)])
     assert negative is not None
     assert negative.noise_scale == negative.high == math.inf
-    assert negative.gradient_square < 0
 
 
 def test_two_windows_have_no_interval() -> None:
     found = estimate(drawn(2, 0))
     assert found is not None
     assert (found.low, found.high) == (0.0, math.inf)
-
-
-def test_a_half_life_follows_a_noise_scale_that_grows() -> None:
-    windows = [Window(1.0, 10.0 + index, 1.0) for index in range(100)]
-    mean, recent = estimate(windows), estimate(windows, half_life=5)
-    assert mean is not None
-    assert recent is not None
-    assert mean.noise_scale == pytest.approx(59.5)
-    assert 100 < recent.noise_scale < 105
-    assert recent.low > mean.noise_scale
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(2, 4.3027), (4, 2.7764), (10, 2.2281), (60, 2.0003)])
@@ -271,7 +262,7 @@ def _run(rank: int, world_size: int, way: str) -> Figures:
         optimizer.step()
         if step % 10 == 9:
             noise.take()
-    return seen, noise.estimate()
+    return seen, estimate(noise.windows)
 
 
 @pytest.mark.slow
@@ -287,4 +278,3 @@ def test_ranks_are_pieces_and_looking_at_them_changes_no_bit(world_size: int, tm
             assert found == results[0][way][1]  # every rank says the same
             assert found is not None
             check(found, rel=2.0)
-            assert found.trace == pytest.approx(TRACE, rel=0.2)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from trainers.config.sections import DdpConfig
+from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model import strategy as parallel
-from trainers.model.strategy import Group, check_static_graph, place_model, shard_like, shard_units, whole, wrap_model
+from trainers.model.sharding import shard_like, shard_units, whole
+from trainers.model.strategy import check_static_graph, place_model, wrap_model
 
 CPU = torch.device("cpu")
 ALONE = Group(0, 1, CPU)
@@ -82,7 +84,7 @@ def test_what_is_left_out_is_said(caplog: pytest.LogCaptureFixture, monkeypatch:
     wrap_model(nn.Linear(2, 2), ALONE, "dp")
     assert "strategy dp has 0 GPU here" in caplog.text
     wrap_model(nn.Linear(2, 2), ALONE, "ddp", DdpConfig(compression="bf16"))
-    assert "one worker has nobody to send gradients to" in caplog.text
+    assert "`ddp` has no effect: one worker sends no gradients" in caplog.text
     caplog.clear()
     wrap_model(nn.Linear(2, 2), ALONE, "ddp", DdpConfig())
     assert caplog.text == ""

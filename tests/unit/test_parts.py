@@ -13,7 +13,7 @@ import torch
 from tests.unit.test_loop import PER_EPOCH, Context, Tiny, config, curve, evaluations
 from trainers.checkpoint.keeper import Keeper
 from trainers.errors import CheckpointError, ConfigError
-from trainers.loop.build import build_parts
+from trainers.loop.build import build_replica
 from trainers.loop.fit import fit
 from trainers.storage import Storage
 
@@ -79,7 +79,7 @@ def test_a_part_takes_what_its_configuration_changes_of_the_optimizer_and_the_re
     part(tmp_path / "first", None, 1.0, optimizer=before)
     context, task = Context(tmp_path / "second"), Tiny()
     changed = config(optimizer=now)
-    parts = build_parts(task, changed, context)
+    parts = build_replica(task, changed, context)
     (group,) = parts.optimizer.param_groups
     group["eps"] = 0.5  # not the configuration's doing: the checkpoint's comes back
     keeper = Keeper(context.storage or Storage(""), parts, task, changed, None, lambda where: None)

@@ -22,7 +22,7 @@ from tests.tasks import Blobs
 from trainers.__main__ import main
 from trainers.arrow import ArrowDataset
 from trainers.config.sections import DataConfig
-from trainers.data.feed import Feed
+from trainers.devices.group import Group
 from trainers.errors import CheckpointError, ConfigError, StorageError
 from trainers.inference.passes import Inference, check_out, infer, run_spec
 from trainers.inference.predict import predict
@@ -30,9 +30,8 @@ from trainers.launch.local import LocalContext
 from trainers.launch.spec import RunSpec, prepare_storage
 from trainers.loop.fit import fit
 from trainers.model.precision import TABLE
-from trainers.model.strategy import Group
 from trainers.storage import Storage
-from trainers.task import Task
+from trainers.task import Task, task_feed
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -54,7 +53,7 @@ class Plain(Blobs):
 
 def written(task: Task, path: Path, size: int = 32, precision: str = "fp32") -> pa.Table:
     torch.manual_seed(0)
-    feed = Feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
+    feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
     model = TABLE[precision].convert_model(task.model())
     predict(model, task, feed, size, TABLE[precision], Group(0, 1, CPU), Storage(str(path)), {"split": "val"})
     return pq.read_table(path)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from trainers.data.batch import tensors_of
+from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
-from trainers.model.strategy import Group
 from trainers.step.train_step import TrainStep
-from trainers.task import Task, tensors_of
+from trainers.task import Task
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.task import Task, is_tensor_dataset, map_tensors, num_samples, tensors_of
+from trainers.data.batch import is_tensor_dataset, map_tensors, num_samples, tensors_of
+from trainers.task import Task
 
 
 class Pair(NamedTuple):

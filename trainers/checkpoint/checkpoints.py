@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 from trainers.checkpoint.background import HostCopy, Job, Worker
 from trainers.checkpoint.manifest import Best, Manifest, folder_name, rank_file, versions
 from trainers.checkpoint.store import Archive
+from trainers.devices.group import Group
 from trainers.errors import CheckpointError, StorageError
-from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)

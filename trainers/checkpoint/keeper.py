@@ -13,8 +13,8 @@ from trainers.checkpoint.run_state import restore, training_state
 from trainers.config import TrainConfig
 from trainers.devices.rng import get_rng_state
 from trainers.errors import CheckpointError
-from trainers.loop.build import Parts
 from trainers.measure.clock import RunLog
+from trainers.step.replica import Replica
 from trainers.storage import Storage
 from trainers.task import Task
 
@@ -32,7 +32,7 @@ class Keeper:
     def __init__(
         self,
         storage: Storage,
-        parts: Parts,
+        parts: Replica,
         task: Task,
         config: TrainConfig,
         log: RunLog | None,

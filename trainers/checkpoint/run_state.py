@@ -16,8 +16,8 @@ from trainers.checkpoint.checkpoints import Loaded
 from trainers.config import TrainConfig
 from trainers.devices.rng import set_rng_state
 from trainers.errors import CheckpointError, ConfigError
-from trainers.loop.build import Parts
-from trainers.model.strategy import is_sharded, shard_like, whole
+from trainers.model.sharding import is_sharded, shard_like, whole
+from trainers.step.replica import Replica
 from trainers.task import Task
 
 _SECTIONS = ("model", "optimizer", "scaler", "task", "position")
@@ -26,7 +26,7 @@ _HOW = ("fused", "foreach", "capturable")
 configuration has changed since, as a sweep's population does."""
 
 
-def training_state(parts: Parts, task: Task, position: dict[str, Any]) -> dict[str, Any]:
+def training_state(parts: Replica, task: Task, position: dict[str, Any]) -> dict[str, Any]:
     """Everything but random state, without any wrapper's prefix; `position` says where in the data the run is.
 
     Every rank must call it; of a sharded model rank 0 alone has the tensors.
@@ -41,7 +41,7 @@ def training_state(parts: Parts, task: Task, position: dict[str, Any]) -> dict[s
     return whole(state, parts.group) if is_sharded(parts.model) else state
 
 
-def restore(parts: Parts, task: Task, loaded: Loaded, config: TrainConfig) -> dict[str, Any]:
+def restore(parts: Replica, task: Task, loaded: Loaded, config: TrainConfig) -> dict[str, Any]:
     """Take back a loaded checkpoint and return its position.
 
     Raises CheckpointError when it does not fit the model, ConfigError when it was trained on other steps.

@@ -71,10 +71,10 @@ class ArrowDataset(Dataset[Any]):
         self._sources, self._cache = sources, Path(cache) if cache is not None else None
         for source in sources:
             check_columns(source, [name for entry in self._entries for name in entry])
-        opened = self._open()
-        if any(file.rows == 0 for file in opened):  # a writer's empty part
-            self._sources = [source for source, file in zip(sources, opened, strict=True) if file.rows]
-            opened = self._open()
+        found = [(source, file) for source, file in zip(sources, self._open(), strict=True) if file.rows]
+        self._sources = [source for source, _ in found]  # without a writer's empty parts
+        opened = [file for _, file in found]
+        self._files: list[_MappedFile] | None = opened
         self._starts = np.cumsum([0, *(file.rows for file in opened)])
         self._length = int(self._starts[-1])
         self._check(opened)
@@ -86,18 +86,18 @@ class ArrowDataset(Dataset[Any]):
         return self.__dict__ | {"_files": None}  # another process maps the files itself
 
     def __getitem__(self, index: int) -> Any:
-        """One sample."""
+        """Return one sample."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         batch = self.__getitems__([index % len(self)])
         return {key: value[0] for key, value in batch.items()} if self._keys else tuple(value[0] for value in batch)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """A batch, ready: B samples in the order of their indices."""
+        """Return a batch, ready: B samples in the order of their indices."""
         return self.gather(np.asarray(indices, dtype=np.int64))
 
     def gather(self, rows: Array) -> Any:
-        """The same for an int64 array."""
+        """Return the same for an int64 array."""
         if len(rows) and rows.view(np.uint64).max() >= self._length:  # seen as unsigned, a negative one is too large
             raise IndexError(f"samples {rows.min()} to {rows.max()} of {len(self)}")
         files = self._files or self._open()
@@ -106,7 +106,7 @@ class ArrowDataset(Dataset[Any]):
         else:
             owner = np.searchsorted(self._starts, rows, "right") - 1
             offsets = rows - self._starts[owner]
-            values = [empty(len(rows)) for empty in (column.empty for column in files[0].columns)]
+            values = [column.empty(len(rows)) for column in files[0].columns]
             for number in np.unique(owner):
                 at = np.flatnonzero(owner == number)
                 for into, part in zip(values, files[number].take(offsets[at]), strict=True):
@@ -121,35 +121,31 @@ class ArrowDataset(Dataset[Any]):
         return value.view(len(value), *self._shapes[name]) if name in self._shapes else value
 
     def _open(self) -> list[_MappedFile]:
-        self._files: list[_MappedFile] | None = [
-            _open_mapped(source, self._entries, self._cache) for source in self._sources
-        ]
+        self._files = [_mapped(source, self._entries, self._cache) for source in self._sources]
         return self._files
 
     def _check(self, opened: list[_MappedFile]) -> None:
         if not opened:
             raise ConfigError("files", self._given, "hold no row", "give files with samples")
         for index, name in enumerate(self._names):
-            kind = opened[0].columns[index].kind
-            for file in opened[1:]:
-                if file.columns[index].kind != kind:
-                    raise ConfigError(
-                        f"column {name}",
-                        file.columns[index].kind,
-                        f"in {file.name} differs from {kind} in {opened[0].name}",
-                        "write it alike in all files",
-                    )
             column = opened[0].columns[index]
+            for file in opened[1:]:
+                other = file.columns[index].kind
+                if other != column.kind:
+                    rule = f"in {file.name} differs from {column.kind} in {opened[0].name}"
+                    raise ConfigError(f"column {name}", other, rule, "write it alike in all files")
             if name in self._decode and not isinstance(column, Values):
                 raise ConfigError("decode", name, "is a column of tensors already", "decode text, bytes or lists")
             if name in self._shapes:
                 shape = self._shapes[name]
                 size = math.prod(column.shape) if isinstance(column, Numbers) else -1
                 if math.prod(shape) != size:
-                    raise ConfigError(f"shapes.{name}", list(shape), f"does not fit {kind}", "give the sample's shape")
+                    raise ConfigError(
+                        f"shapes.{name}", list(shape), f"does not fit {column.kind}", "give the sample's shape"
+                    )
 
 
-def _open_mapped(source: Storage, entries: Sequence[Entry], cache: Path | None) -> _MappedFile:
+def _mapped(source: Storage, entries: Sequence[Entry], cache: Path | None) -> _MappedFile:
     names = [entry[0] for entry in entries]
     if source.is_local and all(len(entry) == 1 for entry in entries):
         try:
@@ -179,13 +175,11 @@ class _MappedFile:
         self._several = len(batches) > 1
         sizes = {batch.num_rows for batch in batches[:-1]}
         self._even = max(sizes) if len(sizes) == 1 and batches[-1].num_rows <= max(sizes) else 0
-        arrays = [[batch.column(column) for batch in batches] for column in columns]
-        self.columns = [
-            column_of(parts, whole, shown, name) for parts, shown in zip(arrays, names, strict=True) if parts
-        ]
+        arrays = [[batch.column(column) for batch in batches] for column in columns] if batches else []
+        self.columns = [column_of(parts, whole, shown, name) for parts, shown in zip(arrays, names, strict=False)]
 
     def take(self, rows: Array) -> list[Tensor | list[Any]]:
-        """The values of some rows, a column each."""
+        """Return the values of some rows, a column each."""
         pieces = None
         if self._several:
             # Record batches are of one size, but for the last, as nearly all writers leave them.

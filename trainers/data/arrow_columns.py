@@ -35,7 +35,7 @@ class NotMappedError(Exception):
 
 
 def column_of(parts: list[pa.Array], whole: pa.Buffer, column: str, file: str) -> Column:
-    """A column of the record batches that lie in `whole`, the mapped file.
+    """Return a column of the record batches that lie in `whole`, the mapped file.
 
     Raises NotMappedError when its values are not in it as they are, ConfigError for nulls and for unknown types.
     """
@@ -56,8 +56,10 @@ def column_of(parts: list[pa.Array], whole: pa.Buffer, column: str, file: str) -
             shape = (*shape, flat[0].type.list_size)
             flat = [part.values.slice(part.offset * shape[-1], len(part) * shape[-1]) for part in flat]
         else:
-            if isinstance(flat[0].type, pa.FixedShapeTensorType):
-                _check_layout(flat[0].type, column, file)
+            order = getattr(flat[0].type, "permutation", None)  # of a fixed-shape tensor
+            if order is not None and list(order) != sorted(order):
+                rule = f"of {file} has its axes permuted"
+                raise ConfigError(f"column {column}", str(flat[0].type), rule, "write them in order")
             flat = [part.storage for part in flat]
     kind = flat[0].type
     if pa.types.is_fixed_size_binary(kind):
@@ -74,14 +76,6 @@ def column_of(parts: list[pa.Array], whole: pa.Buffer, column: str, file: str) -
     if isinstance(tensor_type, pa.FixedShapeTensorType):
         shape = tuple(tensor_type.shape)
     return Numbers(flat, whole, dtype, shape)
-
-
-def _check_layout(tensor_type: pa.FixedShapeTensorType, column: str, file: str) -> None:
-    order = tensor_type.permutation
-    if order is not None and list(order) != sorted(order):
-        raise ConfigError(
-            f"column {column}", str(tensor_type), f"of {file} has its axes permuted", "write them in order"
-        )
 
 
 def _refuse(kind: pa.DataType, column: str, file: str) -> NoReturn:

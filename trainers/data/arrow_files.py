@@ -39,7 +39,7 @@ _ROWS = 65_536  # of one converted record batch
 
 
 def find_files(files: str | Path | Sequence[str | Path]) -> list[Storage]:
-    """Each file of a path, URI, glob or directory (with all below it), or of a list of them, sorted within each.
+    """Return each file of a path, URI, glob or directory (with all below it), or of a list of them, sorted within each.
 
     Raises ConfigError when there is none.
     """
@@ -87,7 +87,7 @@ def _explained(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(file: Storage) -> Iterator[Any]:
-    """A pq.ParquetFile, or a reader of an Arrow IPC file or stream."""
+    """Open a pq.ParquetFile, or a reader of an Arrow IPC file or stream."""
     with file.parent.reader(file.name) as stream, _explained(file.uri):
         head = stream.read(6)
         stream.seek(0)
@@ -98,24 +98,24 @@ def _opened(file: Storage) -> Iterator[Any]:
 
 
 def column_names(file: Storage) -> list[str]:
-    """All columns of a file, in its order."""
+    """Return all columns of a file, in its order."""
     with _opened(file) as reader:
         return list((reader.schema_arrow if isinstance(reader, pq.ParquetFile) else reader.schema).names)
 
 
 def check_columns(file: Storage, wanted: Sequence[str]) -> None:
-    """ConfigError when a column is not in the file, or stands in it twice."""
+    """Raise ConfigError when a column is not in the file, or is in it twice."""
     names = column_names(file)
     for name in wanted:
         if names.count(name) != 1:
             near = difflib.get_close_matches(name, names, n=1)
-            rule = f"is no column of {file.uri}" if name not in names else f"stands more than once in {file.uri}"
+            rule = f"is no column of {file.uri}" if name not in names else f"is more than once in {file.uri}"
             fix = f"did you mean `{near[0]}`?" if near and near[0] != name else f"it has {', '.join(names[:20])}"
             raise ConfigError("columns", name, rule, fix)
 
 
 def default_cache() -> Path:
-    """A directory of this user's own below the system's temporary one: on the node, and gone some day."""
+    """Make a directory of this user's own below the system's temporary one: on the node, and not kept for ever."""
     directory = Path(tempfile.gettempdir(), f"paceline-arrow-{os.getuid()}")
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.is_symlink() or directory.stat().st_uid != os.getuid():
@@ -124,7 +124,7 @@ def default_cache() -> Path:
 
 
 def converted(file: Storage, entries: Sequence[Entry], cache: Path | None) -> Path:
-    """The file's entries as the columns "0", "1", ... of an Arrow IPC file in the cache; written when it is not there.
+    """Write the file's entries as the columns "0", "1", ... of an Arrow IPC file in the cache, unless it is there.
 
     Its name is made from the file's place, size and time of change and from the entries, so that a file that was
     written anew is converted anew. Raises ConfigError for what cannot be stacked, StorageError for a full disk.
@@ -182,17 +182,13 @@ def _column(batch: pa.RecordBatch, entry: Entry, file: Storage) -> pa.Array:
     for name, array in zip(entry, arrays, strict=True):
         check_nulls(array, name, file.uri)
         if array.type != arrays[0].type or not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
-            raise ConfigError(
-                f"column {name}",
-                str(array.type),
-                f"cannot be stacked with column {entry[0]}, which is {arrays[0].type}, in {file.uri}",
-                "stack number columns of one type",
-            )
+            rule = f"cannot be stacked with column {entry[0]}, which is {arrays[0].type}, in {file.uri}"
+            raise ConfigError(f"column {name}", str(array.type), rule, "stack number columns of one type")
     stacked = np.stack([array.to_numpy() for array in arrays], axis=1)
     return pa.FixedSizeListArray.from_arrays(pa.array(stacked.reshape(-1)), len(arrays))
 
 
 def check_nulls(array: pa.Array, column: str, file: str) -> None:
-    """ConfigError when a value is missing: no tensor can hold that."""
+    """Raise ConfigError when a value is missing: no tensor can hold that."""
     if array.null_count:
         raise ConfigError(f"column {column}", MISSING, f"of {file} has nulls", "fill or drop those rows")

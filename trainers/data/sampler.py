@@ -74,7 +74,7 @@ class StepSampler(DistributedSampler[int]):
         return self.permutation()[start : start + 1]
 
     def plan(self, step: int, microbatch_size: int, even: bool = False) -> tuple[list[Tensor], list[int]]:
-        """This rank's microbatches of a step, and how many samples each of them counts: 0 for an anchor.
+        """Return this rank's microbatches of a step, and how many samples each of them counts: 0 for an anchor.
 
         `even`: as many on every rank, for a model whose forward is a collective.
         """
@@ -85,9 +85,9 @@ class StepSampler(DistributedSampler[int]):
 
 
 def split_share(share: Tensor, microbatch_size: int, largest: int | None = None) -> list[Tensor]:
-    """A share in as few microbatches as fit, of sizes that differ by at most one (so none is tiny).
+    """Split a share into as few microbatches as fit, of sizes that differ by at most one (so none is tiny).
 
-    With `largest`, in as many as a share of so many samples needs; some may then be empty.
+    With `largest`, into as many as a share of that many samples needs; some may then be empty.
     """
     count = max(1, -(-(len(share) if largest is None else largest) // microbatch_size))
     return [share] if count == 1 else list(torch.tensor_split(share, count))

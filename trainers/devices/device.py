@@ -24,27 +24,19 @@ def resolve_device(name: str, index: int = 0) -> torch.device:
     """`auto` is cuda, then mps, then cpu; a forced device that is not there is a ConfigError."""
     if name in ("auto", "cuda") and torch.cuda.is_available():
         if index >= torch.cuda.device_count():
-            raise ConfigError(
-                "scaling.num_workers",
-                index + 1,
-                f"must be at most the {torch.cuda.device_count()} GPUs of this machine",
-                "lower it, or set `device: cpu`",
-            )
+            rule = f"must be at most the {torch.cuda.device_count()} GPUs of this machine"
+            raise ConfigError("scaling.num_workers", index + 1, rule, "lower it, or set `device: cpu`")
         return torch.device("cuda", index)
     if name in ("auto", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
     if name in ("auto", "cpu"):
         return torch.device("cpu")
-    raise ConfigError(
-        "device",
-        name,
-        f"is not there (torch {torch.__version__} sees no {name} device)",
-        "set `device: auto`, or mend the driver",
-    )
+    rule = f"is not there (torch {torch.__version__} sees no {name} device)"
+    raise ConfigError("device", name, rule, "set `device: auto`, or fix the driver")
 
 
 def device_name(device: torch.device) -> str:
-    """What the device is called: the GPU's own name, else its type."""
+    """Return the GPU's own name, or the type of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -126,14 +118,14 @@ def memory_figures(device: torch.device) -> dict[str, int]:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """All memory of the device; of the host for a CPU."""
+    """Return all memory of the device; of the host for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a figure depends on: versions, hardware, git commit. Saved with every run."""
+    """Collect what a figure depends on: versions, hardware, git commit. Saved with every run."""
     report = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}
     for package in ("paceline", "torch", "ray", "pyarrow", "numpy"):
         try:
@@ -142,12 +134,9 @@ def environment(device: torch.device) -> dict[str, str]:
             continue
     report["device"] = str(device)
     if device.type == "cuda":
-        report["gpu"] = torch.cuda.get_device_name(device)
-        report["cuda"] = torch.version.cuda or "none"
+        report |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda or "none"}
     commit = _git_commit()
-    if commit:
-        report["git_commit"] = commit
-    return report
+    return report | ({"git_commit": commit} if commit else {})
 
 
 def _git_commit() -> str | None:

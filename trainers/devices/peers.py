@@ -18,14 +18,14 @@ from trainers.errors import ConfigError, StorageError
 from trainers.storage import Storage
 
 if TYPE_CHECKING:
-    from trainers.model.strategy import Group
+    from trainers.devices.group import Group
 
 _SEEN_WITHIN_S = 5.0
 """How late a file of another host may appear: NFS caches a directory for a few seconds."""
 
 
 def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
-    """Of Paceline's code as it is imported here: jobs bring their own, hosts have one installed."""
+    """Hash Paceline's code as it is imported here: jobs bring their own, hosts have one installed."""
     digest = hashlib.sha256()
     home = Path(trainers.__file__).parent.parent
     for package in packages:
@@ -35,7 +35,7 @@ def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
 
 
 def own_versions() -> dict[str, str]:
-    """What must be equal on all ranks."""
+    """Return what must be equal on all ranks."""
     return {
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
@@ -44,7 +44,7 @@ def own_versions() -> dict[str, str]:
 
 
 def check_peers(group: Group, storage: Storage | None) -> None:
-    """Versions are equal on all ranks, and all of them read what rank 0 writes to storage. Every rank must call it.
+    """Check that versions are equal on all ranks, and that all read what rank 0 writes. Every rank must call it.
 
     Raises the same ConfigError on every rank. Takes a few milliseconds, and is for runs on more than one host.
     """
@@ -62,8 +62,7 @@ def check_peers(group: Group, storage: Storage | None) -> None:
 
 def _check_storage(group: Group, storage: Storage, hosts: list[str]) -> None:
     name = group.first(f".shared-{uuid.uuid4().hex[:8]}")
-    wrong = _write(storage, name) if group.rank == 0 else None
-    wrong = group.first(wrong)
+    wrong = group.first(_write(storage, name) if group.rank == 0 else None)
     answers = group.gather(wrong or _read(storage, name))
     if group.rank == 0:
         with contextlib.suppress(StorageError):  # a hidden file of some bytes is left

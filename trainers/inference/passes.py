@@ -28,8 +28,8 @@ from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.model import override, parse_overrides
 from trainers.context import RunContext
-from trainers.data.feed import Feed
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
+from trainers.devices.group import Group
 from trainers.errors import MISSING, CheckpointError, ConfigError, PacelineError, RunFailedError
 from trainers.inference.predict import predict
 from trainers.inference.saved_run import SavedRun
@@ -37,10 +37,10 @@ from trainers.launch.find_task import add_to_path, load_task
 from trainers.launch.local import run_local, run_spawn, run_torchrun, setup_logging
 from trainers.launch.spec import RunSpec, check_precision, check_task, make_spec, torchrun_world_size
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
-from trainers.model.strategy import Group, compile_model
+from trainers.model.strategy import compile_model
 from trainers.step.evaluation import evaluate
 from trainers.storage import Storage, storage_uri
-from trainers.task import Task
+from trainers.task import Task, task_feed
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
     checkpoint, step, model, spec = _model(task, config, group, spec, job)
     seed_all(config.seed + context.rank)
     sharers = context.local_world_size if device.type == "cpu" else 1
-    feed = Feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed)
+    feed = task_feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed)
     size = config.evaluate.microbatch_size
     figures: dict[str, float] = {}
     try:

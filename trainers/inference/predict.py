@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from trainers.data.feed import Feed
+from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.precision import PrecisionSpec
-from trainers.model.strategy import Group
+from trainers.step.forward import ForwardPass
 from trainers.storage import Storage
 from trainers.task import Task
 
@@ -44,14 +45,14 @@ def predict(
     windows = [batches[start : start + window] for start in range(0, len(batches), window)]
     mine = [part[group.rank * _WINDOW : (group.rank + 1) * _WINDOW] for part in windows]
     source = feed.batches([rows for part in mine for rows in part], training=False)
-    model.eval()
+    forward = ForwardPass(model.eval(), task, spec, group.device)
     with _writer(target, about) if group.rank == 0 else contextlib.nullcontext() as writer:
         for part in mine:
             made = []
             for rows in part:
                 batch = next(source)
-                with torch.no_grad(), spec.autocast_context(group.device):
-                    outputs = task.forward(model, spec.convert_batch(batch))
+                with torch.no_grad():
+                    outputs, _ = forward(batch, with_loss=False)
                 made.append(_record(rows, task.predictions(outputs, batch), task))
             for records in group.collect(made):
                 for record in records:

@@ -8,14 +8,14 @@ from typing import Any
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
-from trainers.loop.build import Parts
 from trainers.measure.clock import Throughput
 from trainers.model.optimizer import scaled_lr
+from trainers.step.replica import Replica
 
 logger = logging.getLogger(__name__)
 
 
-def say_start(parts: Parts, config: TrainConfig, context: RunContext) -> None:
+def say_start(parts: Replica, config: TrainConfig, context: RunContext) -> None:
     """The batch arithmetic, the data and the learning rate."""
     workers = f"{context.world_size} worker{'s' if context.world_size > 1 else ''}"
     logger.info(

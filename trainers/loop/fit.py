@@ -17,7 +17,7 @@ import torch
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.errors import TooLargeError
-from trainers.loop.build import build_parts
+from trainers.loop.build import build_replica
 from trainers.loop.training import Training
 from trainers.loop.watchdog import Watchdog
 from trainers.measure.clock import RunResult
@@ -58,7 +58,7 @@ def _attempt(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
         inspection = inspect_run(config, context)
         if inspection is not None:
             stack.callback(inspection.close)
-        parts = build_parts(task, config, context)
+        parts = build_replica(task, config, context)
         stack.callback(parts.close)
         watchdog = Watchdog(config.failure.hang_timeout_s, context.rank, context.storage, context.hung)
         stack.callback(watchdog.close)

@@ -17,10 +17,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainers.devices.device import device_name, memory_figures
 from trainers.devices.nvml import GpuReadings
-from trainers.loop.build import Parts
 from trainers.measure.clock import WARMUP_STEPS, StepClock, Throughput, Totals
 from trainers.measure.ranks import RankFigures, findings
 from trainers.step.flops import device_peak, utilisation
+from trainers.step.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _EVENT_PAIRS = 64
 class Monitor:
     """Figures of one worker's run: by window for the log, since the last comparison and in all for the balance."""
 
-    def __init__(self, parts: Parts, clock: StepClock, captured: bool) -> None:
+    def __init__(self, parts: Replica, clock: StepClock, captured: bool) -> None:
         """`captured`: steps are CUDA graphs, in which no hook runs."""
         self.device, self.group, self.clock = parts.device, parts.group, clock
         self.flops_per_sample = parts.flops_per_sample

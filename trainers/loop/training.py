@@ -27,17 +27,17 @@ from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import device_name, environment, reset_peak_memory
 from trainers.errors import DivergedError, PreemptedError, Status, classify
-from trainers.loop.build import Parts
 from trainers.loop.console import say_evaluation, say_start, say_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.watchdog import Watchdog
 from trainers.measure.clock import RunLog, RunResult, StepClock
 from trainers.measure.profiler import Inspection
 from trainers.model.optimizer import lr_factor
-from trainers.model.strategy import is_sharded, share_buffers
-from trainers.step.ceiling import refuse_microbatch
+from trainers.model.sharding import is_sharded
+from trainers.model.strategy import share_buffers
+from trainers.step.ceiling import OUT_OF_MEMORY, refuse_microbatch
 from trainers.step.evaluation import evaluate
-from trainers.step.microbatch import OUT_OF_MEMORY
+from trainers.step.replica import Replica
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Training:
         task: Task,
         config: TrainConfig,
         context: RunContext,
-        parts: Parts,
+        parts: Replica,
         watchdog: Watchdog,
         inspection: Inspection | None,
         stack: contextlib.ExitStack,

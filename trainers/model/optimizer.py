@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from trainers.config import TrainConfig
 from trainers.config.sections import ScheduleConfig
-from trainers.model.strategy import is_shard
+from trainers.model.sharding import is_shard
 
 _CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _FUSED_DEVICES = ("cpu", "cuda", "mps")
 
 
 def scaled_lr(config: TrainConfig) -> float:
-    """The learning rate at this run's global batch size.
+    """Return the learning rate at this run's global batch size.
 
     linear: lr x k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt: lr x sqrt(k) (Malladi et al. 2022,
     arXiv 2205.10287, section 4), with k = global batch size / base batch size.
@@ -31,7 +31,7 @@ def scaled_lr(config: TrainConfig) -> float:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The configured optimizer over all parameters that need a gradient, fused where the device has it.
+    """Build the configured optimizer over all parameters that need a gradient, fused where the device has it.
 
     Fused steps read `found_inf` on the device, so a bad step is skipped without a host synchronisation.
     """
@@ -50,7 +50,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
-    """What the learning rate is multiplied by in `step` (from 0) of `total_steps`.
+    """Return the factor of the learning rate in `step` (from 0) of `total_steps`.
 
     Warm-up rises linearly and reaches 1 at its last step; then constant, or linear or half a cosine to 0 after the
     last step.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from trainers.config.train import Precision
+from trainers.data.batch import Batch, map_tensors
 from trainers.errors import ConfigError
-from trainers.task import Batch, map_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -39,23 +40,23 @@ class PrecisionSpec:
     devices: tuple[str, ...] = ("cpu", "cuda", "mps")
     min_capability: tuple[int, int] = (0, 0)
     channels_last: bool = False
-    """Memory format of 4-D tensors: no part of the table, a run chooses it (`with_layout`)."""
+    """Memory format of 4-D tensors: not in the table, a run chooses it (`with_layout`)."""
 
     def autocast_context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """The context for forward and loss."""
+        """Return the context for forward and loss."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.autocast)
 
     def with_layout(self, wanted: Literal["auto"] | bool, model: nn.Module, device: torch.device) -> PrecisionSpec:
-        """The same row with the memory format that `wanted` means for this model: auto is for convolutions on CUDA."""
+        """Return the row with the memory format that `wanted` means for this model: auto, for convolutions on CUDA."""
         images = any(parameter.ndim == 4 for parameter in model.parameters())
         if wanted is True and not images:
             logger.warning("`channels_last` is true, but the model has no 4-D parameter: only batches are converted")
         return replace(self, channels_last=wanted is True or (wanted == "auto" and images and device.type == "cuda"))
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Manual half: parameters and buffers in this format, 4-D ones in its layout too."""
+        """Convert parameters and buffers to this row's format, 4-D ones to its layout too."""
         if self.parameters is not None:
             model = model.to(self.parameters)
         if self.channels_last:  # not `model.to(memory_format=...)`, which refuses a model with a 5-D parameter as well
@@ -65,7 +66,7 @@ class PrecisionSpec:
         return model
 
     def convert_batch(self, batch: Batch) -> Batch:
-        """Manual half: floating tensors in the parameters' format and layout; indices and masks stay."""
+        """Convert floating tensors to the parameters' format and layout; indices and masks stay."""
         if self.parameters is None and not self.channels_last:
             return batch
         return map_tensors(self._convert, batch)
@@ -95,26 +96,32 @@ TABLE: dict[str, PrecisionSpec] = {
 
 
 def resolve_precision(name: str, device: torch.device) -> PrecisionSpec:
-    """The row for `name`; ConfigError when `device` cannot do it."""
-    spec = TABLE[name]
+    """Return the row for `name`; raise ConfigError when `device` cannot do it."""
     able = able_precisions(device)
     if name not in able:
         what = device.type
         if device.type == "cuda":
             what = f"{torch.cuda.get_device_name(device)} (capability {torch.cuda.get_device_capability(device)})"
-        raise ConfigError("precision", name, f"is not something that {what} can do", f"use one of {', '.join(able)}")
-    return spec
+        raise _unable(name, what, able)
+    return TABLE[name]
 
 
 def able_precisions(device: torch.device) -> list[Precision]:
-    """The names that `device` can do, in the table's order."""
-    return [row.name for row in TABLE.values() if _able(row, device)]
+    """Return the names that `device` can do, in the table's order."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    rows = (row for row in TABLE.values() if device.type in row.devices)
+    return [row.name for row in rows if device.type != "cuda" or capability >= row.min_capability]
 
 
-def _able(spec: PrecisionSpec, device: torch.device) -> bool:
-    if device.type not in spec.devices:
-        return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= spec.min_capability
+def check_device_type(name: str, device_type: str) -> None:
+    """Raise ConfigError when no device of this type can do the precision (its capability is checked where it is)."""
+    if device_type not in TABLE[name].devices:
+        able = [row.name for row in TABLE.values() if device_type in row.devices]
+        raise _unable(name, f"a {device_type} device", able)
+
+
+def _unable(name: str, what: str, able: Sequence[str]) -> ConfigError:
+    return ConfigError("precision", name, f"is not something that {what} can do", f"use one of {', '.join(able)}")
 
 
 def apply_matmul(spec: PrecisionSpec) -> None:
@@ -129,12 +136,3 @@ def apply_matmul(spec: PrecisionSpec) -> None:
         inherited.fp32_precision = "none"
     torch.set_float32_matmul_precision("high" if lower else "highest")
     torch.backends.cudnn.allow_tf32 = lower
-
-
-def check_device_type(name: str, device_type: str) -> None:
-    """ConfigError when no device of this type can do the precision (its capability is checked where it is)."""
-    if device_type not in TABLE[name].devices:
-        able = [row.name for row in TABLE.values() if device_type in row.devices]
-        raise ConfigError(
-            "precision", name, f"is not something that a {device_type} device can do", f"use one of {', '.join(able)}"
-        )

@@ -19,34 +19,24 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainers.data.batch import Batch, map_tensors, parts_of, tensors_of
+from trainers.devices.group import Group
 from trainers.errors import ConfigError, classify
 from trainers.model.precision import PrecisionSpec
-from trainers.model.strategy import Group
+from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.train_step import TrainStep
-from trainers.task import Batch, Task, map_tensors, tensors_of
+from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
-WARMUP_STEPS = 3
+CAPTURE_AFTER_STEPS = 3
 """Steps of a shape before it is captured (torch's own number for models without DDP)."""
 _MOST_SHAPES = 64  # that are counted: more of them never come back
-_OUT_OF_MEMORY = ("out_of_memory", "out_of_host_memory")
-
-
-class Capture(Protocol):
-    """What captures work on a device."""
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Do the work now, where `record` would capture it."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture the work without doing it; what is returned does it, each time."""
 
 
 class CudaCapture:
@@ -64,7 +54,7 @@ class CudaCapture:
         current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A graph of the work. Waits for the device, and gives free memory of torch's cache back."""
+        """Capture the work without doing it; what is returned does it, each time. Waits for the device."""
         graph = torch.cuda.CUDAGraph()
         # Other threads (pinning, checkpoints, readings) go on meanwhile: only this one's calls are refused.
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
@@ -100,13 +90,13 @@ class GraphedStep(TrainStep):
         spec: PrecisionSpec,
         group: Group,
         clip_grad_norm: float | None = None,
-        capture: Capture | None = None,
+        capture: CudaCapture | None = None,
     ) -> None:
         super().__init__(model, task, optimizer, spec, group, clip_grad_norm)
         if not self._fused:
             raise _impossible(
-                f"needs an optimizer whose step never waits for the device, and a group of this {_name(optimizer)} "
-                "is not fused",
+                "needs an optimizer whose step never waits for the device, and a group of this "
+                f"{type(optimizer).__name__} is not fused",
                 "build it with `fused=True`",
             )
         if group.world_size > 1:
@@ -124,13 +114,13 @@ class GraphedStep(TrainStep):
         self._warned = False
 
     def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
-        """As TrainStep's; holds all microbatches of the step at once."""
+        """Take the step as TrainStep does; holds all its microbatches at once."""
         held = [next(batches) for _ in sizes]
         shape = (tuple(sizes), step_samples, idle, tuple(layout(batch) for batch in held))
-        if self._graph is None and self._seen[shape] >= WARMUP_STEPS:
+        if self._graph is None and self._seen[shape] >= CAPTURE_AFTER_STEPS:
             self._graph = self._record(shape, held, sizes, step_samples, idle)
         if self._graph is not None and self._graph.shape == shape:
-            for mine, tensor in zip(self._graph.inputs, _tensors(held), strict=True):
+            for mine, tensor in zip(self._graph.inputs, tensors_of(held), strict=True):
                 mine.copy_(tensor, non_blocking=True)
             self._graph.replay()
             return
@@ -156,18 +146,19 @@ class GraphedStep(TrainStep):
                 param_group["capturable"] = True
             replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
         except RuntimeError as error:
-            if classify(error) in _OUT_OF_MEMORY:
+            if classify(error) in OUT_OF_MEMORY:
                 raise
             cause = error.__context__ or error  # ending a capture that failed raises once more
+            words = (str(cause).splitlines() or [type(cause).__name__])[0]
             raise _impossible(
-                f"needs a step that the host never waits in, and this one cannot be captured ({_first_line(cause)})",
+                f"needs a step that the host never waits in, and this one cannot be captured ({words})",
                 "keep forward() and loss() free of `.item()`, of copies to the CPU and of shapes that depend on values",
             ) from error
         finally:
             for param_group, flag in zip(groups, flags, strict=True):
                 param_group["capturable"] = flag
         logger.info("captured the step of %d samples as a CUDA graph", step_samples)
-        return _Graph(shape, _tensors(inputs), replay)
+        return _Graph(shape, tensors_of(inputs), replay)
 
     def _count(self, shape: Hashable, sizes: list[int]) -> None:
         """Remember a step that runs as it is; say so once where not its size but its shape is the reason."""
@@ -181,30 +172,15 @@ class GraphedStep(TrainStep):
 
 
 def layout(batch: Batch) -> Hashable:
-    """What batches of one graph have in common: nesting, shapes, formats, places, and whatever is no tensor."""
+    """Describe what batches of one graph have in common: nesting, shapes, formats, places, all that is no tensor."""
     if isinstance(batch, Tensor):
         return (batch.shape, batch.dtype, batch.stride(), batch.device)
-    if isinstance(batch, dict):
-        return (type(batch), *((key, layout(value)) for key, value in batch.items()))
-    if isinstance(batch, (tuple, list)):
-        return (type(batch), *(layout(value) for value in batch))
-    if hasattr(batch, "__dataclass_fields__") and not isinstance(batch, type):
-        return (type(batch), *((name, layout(getattr(batch, name))) for name in batch.__dataclass_fields__))
+    parts = parts_of(batch)
+    if parts is not None:
+        return (type(batch), *((key, layout(value)) for key, value in parts))
     # Anything else might be read in forward(): equal only where that is certain.
     return (type(batch), batch) if isinstance(batch, (str, bytes, bool, int, float, type(None))) else object()
 
 
-def _tensors(batches: list[Batch]) -> list[Tensor]:
-    return [tensor for batch in batches for tensor in tensors_of(batch)]
-
-
 def _impossible(rule: str, fix: str) -> ConfigError:
     return ConfigError("cuda_graphs", True, rule, f"{fix}, or set `cuda_graphs: false`")
-
-
-def _name(value: Any) -> str:
-    return type(value).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

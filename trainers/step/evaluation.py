@@ -12,23 +12,12 @@ import torch
 from torch import nn
 
 from trainers.data.feed import Feed
-from trainers.data.transfer import raise_if_mismatch
-from trainers.errors import ConfigError
+from trainers.devices.group import Group
 from trainers.model.precision import PrecisionSpec
-from trainers.model.strategy import Group, is_sharded
+from trainers.model.sharding import is_sharded
+from trainers.step.forward import ForwardPass
 from trainers.step.metric_states import MetricStates
 from trainers.task import Task
-
-
-def _check_metrics(task: Task, values: dict[str, torch.Tensor], samples: int) -> None:
-    for name, value in values.items():
-        if value.shape[:1] != (samples,) or value.numel() != samples:
-            raise ConfigError(
-                f"metric {name}",
-                list(value.shape),
-                f"must be one value a sample, a tensor of shape [{samples}]",
-                f"return them unreduced from {type(task).__name__}.metrics()",
-            )
 
 
 def evaluate(
@@ -44,6 +33,7 @@ def evaluate(
     mine = range(group.rank, len(batches), group.world_size)
     rounds = -(-len(batches) // group.world_size)
     idle = batches[:1] if is_sharded(model) and len(mine) < rounds else []
+    forward = ForwardPass(model, task, spec, group.device)
     rows: list[torch.Tensor] = []
     names: list[str] = []
     states = MetricStates()
@@ -54,19 +44,18 @@ def evaluate(
     try:
         with torch.no_grad():
             for batch in feed.batches([batches[index] for index in mine] + idle, training=False):
-                with spec.autocast_context(group.device):
-                    outputs = task.forward(model, spec.convert_batch(batch))
-                    if len(rows) == len(mine):
-                        continue
-                    loss = task.loss(outputs, batch)
-                values = states.take(task.metrics(outputs, batch), mine[len(rows)])
-                _check_metrics(task, values, len(batches[mine[len(rows)]]))
+                if len(rows) == len(mine):
+                    forward(batch, with_loss=False)
+                    continue
+                outputs, loss = forward(batch)
+                index = mine[len(rows)]
+                values = states.take(task.metrics(outputs, batch), index, len(batches[index]), type(task).__name__)
                 names = list(values)
                 weight = task.weight(batch).to(loss.device, exact)
                 sums = [value.to(exact).sum() for value in values.values()]
                 rows.append(torch.stack([loss.to(exact) * weight, weight, *sums]))
     except RuntimeError as error:
-        raise_if_mismatch(error, task, model, batch, group.device)
+        forward.explain(error, batch)
         raise
     finally:
         model.train(was_training)

@@ -7,7 +7,6 @@ row has no utilisation: nothing is guessed.
 
 from __future__ import annotations
 
-import copy
 import csv
 import functools
 import logging
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainers.data.feed import fetch
-from trainers.devices.rng import get_rng_state, set_rng_state
+from trainers.data.batch import fetch, map_tensors
 from trainers.model.precision import PrecisionSpec
-from trainers.task import Task, map_tensors
+from trainers.step.forward import ForwardPass
+from trainers.step.throwaway import throwaway
+from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -34,43 +34,32 @@ _LIKE_SAMPLES = 8  # of samples that are all of one shape, a few tell what each 
 def count_flops(
     model: nn.Module, task: Task, dataset: Dataset[Any], microbatch: Tensor, spec: PrecisionSpec, device: torch.device
 ) -> float | None:
-    """FLOPs of the forward and backward pass for one sample: matrix products, convolutions and attention, an addition
-    and a multiplication each counted. None when they cannot be counted.
+    """Count the FLOPs of the forward and backward pass for one sample: matrix products, convolutions and attention, an
+    addition and a multiplication each counted. None when they cannot be counted.
 
     A throw-away pass over the samples `microbatch` (int64 [n]) of the training split, real ones because padding costs
     too: not the memory probe's worst case. `model` is the bare module, neither compiled nor wrapped, so one rank may
-    count alone. Weights, gradients, buffers, task state and random state are as before. A recomputed activation
-    counts again.
+    count alone. A recomputed activation counts again.
     """
     if device.type == "cuda" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return None  # torch's counter does not know cuDNN's recurrent layers
     if type(task).worst_case_batch is Task.worst_case_batch:
         microbatch = microbatch[:_LIKE_SAMPLES]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    task_state = copy.deepcopy(task.state_dict())
-    random_state = get_rng_state(device)
+    forward, counter = ForwardPass(model, task, spec, device), FlopCounterMode(display=False)
     autotune, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not for a shape met once
-    try:
-        with torch.no_grad():
-            batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))
-            batch = task.transform(batch, True)
-        counter = FlopCounterMode(display=False)
-        with counter:
-            with spec.autocast_context(device):
-                loss = task.loss(task.forward(model, spec.convert_batch(batch)), batch)
-            loss.backward()
-    except Exception as error:
-        # Training meets an error of the task too, and says it better; one of the counter's own must not end it.
-        logger.warning("FLOPs cannot be counted (%s: %s): utilisation is left out", type(error).__name__, error)
-        return None
-    finally:
-        torch.backends.cudnn.benchmark = autotune
-        model.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        task.load_state_dict(task_state)
-        set_rng_state(random_state, device)
+    with throwaway(model, task, device):
+        try:
+            with torch.no_grad():
+                batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))
+                batch = task.transform(batch, True)
+            with counter:
+                forward.loss(batch).backward()
+        except Exception as error:
+            # Training meets an error of the task too, and says it better; one of the counter's own must not end it.
+            logger.warning("FLOPs cannot be counted (%s: %s): utilisation is left out", type(error).__name__, error)
+            return None
+        finally:
+            torch.backends.cudnn.benchmark = autotune
     return counter.get_total_flops() / len(microbatch) or None
 
 
@@ -89,27 +78,15 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 
 
 def gpu_peak(gpu: str, precision: str) -> float | None:
-    """The same by name, which a row's pattern must match whole: a slice of a GPU (MIG) has no row."""
+    """Return the same by name, which a row's pattern must match whole: a slice of a GPU (MIG) has no row."""
     if " MIG " in gpu:
         return None
-    for pattern, peaks in _table():
-        if re.fullmatch(pattern, gpu):
-            return peaks.get(precision.removesuffix("-pure"))
-    return None
+    row = next((row for row in _rows() if re.fullmatch(row["gpu"], gpu)), {})
+    peak_tflops = row.get(f"{precision.removesuffix('-pure')}_tflops")
+    return float(peak_tflops) * 1e12 if peak_tflops else None
 
 
 @functools.cache
-def _table() -> list[tuple[str, dict[str, float]]]:
+def _rows() -> list[dict[str, str]]:
     with PEAKS.open(newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    return [
-        (
-            row["gpu"],
-            {
-                name.removesuffix("_tflops"): float(value) * 1e12
-                for name, value in row.items()
-                if name.endswith("_tflops") and value
-            },
-        )
-        for row in rows
-    ]
+        return list(csv.DictReader(stream))

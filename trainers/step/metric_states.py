@@ -7,51 +7,38 @@ every batch had been a rank. The order is that of the batches, so the figure is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from operator import itemgetter, methodcaller
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainers.data.batch import map_tensors
+from trainers.devices.group import Group
 from trainers.errors import ConfigError
-from trainers.model.strategy import Group
 
 _ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")  # torchmetrics' names; exact for whole numbers
-
-
-class Metric(Protocol):
-    """What is used of a torchmetrics.Metric."""
-
-    _reductions: Mapping[str, Callable[[Any], Any] | None]
-
-    @property
-    def metric_state(self) -> dict[str, Any]:
-        """Tensors, or lists of tensors, by name."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the states are."""
-
-    def compute(self) -> Any:
-        """The figure of the states."""
-
-    def reset(self) -> None:
-        """States as in the beginning."""
 
 
 class MetricStates:
     """The states of one evaluation's metrics, batch by batch."""
 
     def __init__(self) -> None:
-        self._metrics: dict[str, Metric] = {}
-        self._states: dict[str, dict[str, dict[int, Any]]] = {}
+        self._metrics: dict[str, Any] = {}  # torchmetrics.Metric by name
+        self._states: dict[str, dict[str, dict[int, Any]]] = {}  # tensors or lists of them, by metric, state and batch
 
-    def take(self, values: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
-        """Keep and reset the metrics among `values`, which batch number `batch` has updated; return the other values.
+    def take(self, values: Mapping[str, Any], batch: int, samples: int, task: str) -> dict[str, Tensor]:
+        """Keep and reset the metrics among `values`, which batch number `batch` has updated; return the tensors.
 
-        Raises ConfigError for what is neither a tensor nor a metric.
+        Raises ConfigError, which names the class `task`, for what is neither a tensor [samples] nor a metric.
         """
         for name, value in values.items():
             if isinstance(value, Tensor):
+                if value.shape[:1] != (samples,) or value.numel() != samples:
+                    rule = f"must be one value a sample, a tensor of shape [{samples}]"
+                    raise ConfigError(
+                        f"metric {name}", list(value.shape), rule, f"return them unreduced from {task}.metrics()"
+                    )
                 continue
             if not getattr(value, "_reductions", None):
                 raise ConfigError(
@@ -68,11 +55,11 @@ class MetricStates:
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def figures(self, group: Group) -> dict[str, float]:
-        """Each metric's figure over all batches of all ranks; a vector's as `<name>_<index>`. Every rank must call it.
+        """Compute each metric's figure over all batches of all ranks; a vector's as `<name>_<index>`.
 
-        Raises ConfigError for a figure of more dimensions.
+        Every rank must call it. Raises ConfigError for a figure of more dimensions.
         """
-        ranks = group.gather(_moved(self._states, torch.device("cpu")))
+        ranks = group.gather(map_tensors(Tensor.cpu, self._states))
         if not any(ranks):
             return {}
         # The first batch is rank 0's: it has every metric.
@@ -83,11 +70,10 @@ class MetricStates:
         for name, metric in self._metrics.items():
             before = metric.metric_state
             for attribute, reduction in metric._reductions.items():
-                kept = {
-                    batch: state for rank in ranks if name in rank for batch, state in rank[name][attribute].items()
-                }
-                states = [kept[batch] for batch in sorted(kept)]
-                setattr(metric, attribute, _moved(_reduced(states, reduction), metric.device))
+                kept = [item for rank in ranks if name in rank for item in rank[name][attribute].items()]
+                states = [state for _, state in sorted(kept, key=itemgetter(0))]
+                reduced = map_tensors(methodcaller("to", metric.device), _reduced(states, reduction))
+                setattr(metric, attribute, reduced)
             with torch.no_grad():
                 figure = type(metric).compute(metric)  # the class's own: the instance's would gather once more
             for attribute, state in before.items():
@@ -96,12 +82,8 @@ class MetricStates:
                 figure = figure.reshape(())  # as the instance's would
             if not isinstance(figure, Tensor) or figure.ndim > 1:
                 shown = list(figure.shape) if isinstance(figure, Tensor) else type(figure).__name__
-                raise ConfigError(
-                    f"metric {name}",
-                    shown,
-                    "must be one number, or a vector of them",
-                    "choose a metric that averages",
-                )
+                rule = "must be one number, or a vector of them"
+                raise ConfigError(f"metric {name}", shown, rule, "choose a metric that averages")
             if figure.ndim == 0:
                 figures[name] = float(figure)
             else:
@@ -110,7 +92,7 @@ class MetricStates:
 
 
 def _keep(kept: dict[int, Any], batch: int, state: Any, reduction: Callable[[Any], Any] | None) -> None:
-    """A batch's state; whole numbers that are summed are one state for all of a rank's batches."""
+    """Keep a batch's state; whole numbers that are summed are one state for all of a rank's batches."""
     if isinstance(state, list):
         kept[batch] = [item.detach() for item in state]
         return
@@ -123,7 +105,7 @@ def _keep(kept: dict[int, Any], batch: int, state: Any, reduction: Callable[[Any
 
 
 def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
-    """What torchmetrics makes of the ranks' states; floating sums are made in float64."""
+    """Return what torchmetrics makes of the ranks' states; floating sums are made in float64."""
     if isinstance(states[0], list):
         items = [item for state in states for item in state]
         return reduction(items) if reduction is not None and items else items
@@ -135,11 +117,3 @@ def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
     if stacked.is_floating_point():
         return reduction(stacked.double()).to(stacked.dtype)
     return reduction(stacked)
-
-
-def _moved(states: Any, device: torch.device) -> Any:
-    if isinstance(states, dict):
-        return {key: _moved(value, device) for key, value in states.items()}
-    if isinstance(states, list):
-        return [_moved(value, device) for value in states]
-    return states.to(device)

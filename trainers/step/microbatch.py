@@ -7,78 +7,117 @@ module first: worst-case batch, forward, backward and optimizer step, everything
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from trainers.data.transfer import raise_if_mismatch
+from trainers.data.batch import map_tensors, tensors_of
 from trainers.devices.device import synchronize
-from trainers.devices.rng import get_rng_state, set_rng_state
+from trainers.devices.group import Group
 from trainers.errors import classify
-from trainers.model.precision import PrecisionSpec
-from trainers.model.strategy import Group, is_sharded, local, no_sync
-from trainers.task import Task, map_tensors, tensors_of
+from trainers.model.sharding import is_sharded
+from trainers.model.strategy import no_sync
+from trainers.step.ceiling import OUT_OF_MEMORY
+from trainers.step.forward import ForwardPass
+from trainers.step.throwaway import throwaway
 
 logger = logging.getLogger(__name__)
 
-OUT_OF_MEMORY = ("out_of_memory", "out_of_host_memory")
+
+@dataclass(frozen=True)
+class Probe:
+    """Whole steps of a size, to see whether they fit; everything is put back after them."""
+
+    forward: ForwardPass
+    """Of the bare module, before DDP has put its hooks into it."""
+    optimizer: Optimizer
+    """A fresh one."""
+    dataset: Dataset[Any]
+    group: Group
+
+    def run(self, size: int, passes: int) -> BaseException | None:
+        """Take steps of `passes` times `size` samples; return the out-of-memory error that this rank met, if any."""
+        error = self._error(size, passes)
+        if self.forward.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        return error
+
+    def _error(self, size: int, passes: int) -> BaseException | None:
+        forward, optimizer, batch = self.forward, self.optimizer, None
+        with throwaway(forward.model, forward.task, forward.device, optimizer):
+            try:
+                for _ in range(2):  # the second with the optimizer's state in memory, as every step but the first
+                    optimizer.zero_grad(set_to_none=True)
+                    for index in range(passes):
+                        with torch.no_grad():
+                            batch = forward.task.worst_case_batch(self.dataset, size)
+                            batch = map_tensors(lambda tensor: tensor.to(forward.device), batch)
+                            batch = forward.task.transform(batch, True)
+                        with contextlib.nullcontext() if index == passes - 1 else no_sync(forward.model):
+                            forward.loss(batch).backward()
+                    optimizer.step()
+                    if not tensors_of(list(optimizer.state.values())):
+                        break
+                synchronize(forward.device)
+            except (RuntimeError, MemoryError) as error:
+                if classify(error) in OUT_OF_MEMORY:
+                    return error.with_traceback(None)  # its frames hold the tensors that did not fit
+                if isinstance(error, RuntimeError):
+                    forward.explain(error, batch)
+                raise
+        return None
 
 
 def choose_microbatch(
     wanted: int | str,
     share: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-    task: Task,
-    dataset: Dataset[Any],
-    spec: PrecisionSpec,
-    group: Group,
+    probe: Probe,
     accumulates: bool = False,
     bounds: tuple[int | None, int | None] = (None, None),
     tell: Callable[[int, bool], None] = lambda size, fits: None,
 ) -> int:
-    """The microbatch size: the wanted one, or for `auto` the share split into as few parts as fit.
+    """Return the microbatch size: the wanted one, or for `auto` the share split into as few parts as fit.
 
-    `model` is the module before DDP has put its hooks into it, `optimizer` a fresh one, `share` the most samples
-    that a rank has in a step, or the most to try where a step `accumulates` anyway. `bounds` are the largest size that
-    is known to fit and the smallest that is known not to: neither is tried again; `tell` hears of each size that was
-    tried. Every rank must call it, with equal bounds. Raises the out-of-memory error, on every rank, when the wanted
-    size (or, for auto, a single sample) does not fit.
+    `share` is the most samples that a rank has in a step, or the most to try where a step `accumulates` anyway.
+    `bounds` are the largest size that is known to fit and the smallest that is known not to: neither is tried again;
+    `tell` is called with each size that was tried. Every rank must call it, with equal bounds. Raises the out-of-memory
+    error, on every rank, when the wanted size (or, for auto, a single sample) does not fit.
 
     The forward of a sharded model is a collective: there a rank that runs out of memory raises at once, whatever
     is wanted, since the others wait for it and can only be ended from outside.
     """
+    known_fit, known_misfit = bounds
+    sharded = is_sharded(probe.forward.model)
 
     def fits(size: int) -> bool:
         """On every rank; raises where there is nothing smaller to try."""
-        known_fit, known_misfit = bounds
+        last = wanted != "auto" or size == 1
         if known_misfit is not None and size >= known_misfit:
-            if wanted != "auto" or size == 1:
+            if last:
                 raise torch.OutOfMemoryError(f"a microbatch of {known_misfit} is known not to fit")
             return False
         if known_fit is not None and size <= known_fit:
             return True
         # The whole gradient of a sharded model is there only while microbatches accumulate: two of them show it.
-        passes = 2 if is_sharded(model) and (accumulates or size < share) else 1
-        error = _probe(size, passes, model, optimizer, task, dataset, spec, group.device)
-        if error is not None and is_sharded(model):
+        error = probe.run(size, passes=2 if sharded and (accumulates or size < share) else 1)
+        if error is not None and sharded:
             tell(size, False)
             raise error
-        met = group.gather(None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
-        reasons = [reason for reason in met if reason is not None]
-        tell(size, not reasons)
-        if reasons and (wanted != "auto" or size == 1):
-            raise error or torch.OutOfMemoryError(f"a microbatch of {size} did not fit on another rank: {reasons[0]}")
-        if reasons:
-            logger.info("a microbatch of %d does not fit (%s)", size, reasons[0])
-        return not reasons
+        met = probe.group.gather(None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
+        reason = next((reason for reason in met if reason is not None), None)
+        tell(size, reason is None)
+        if reason is not None and last:
+            raise error or torch.OutOfMemoryError(f"a microbatch of {size} did not fit on another rank: {reason}")
+        if reason is not None:
+            logger.info("a microbatch of %d does not fit (%s)", size, reason)
+        return reason is None
 
     if wanted != "auto":
         size = min(int(wanted), share)
@@ -88,7 +127,7 @@ def choose_microbatch(
 
 
 def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
-    """The size of the largest part when `share` samples are split into as few even parts as fit.
+    """Return the size of the largest part when `share` samples are split into as few even parts as fit.
 
     Parts are doubled until one fits, then bisected: `fits` is asked at most once for a size, and for sizes that are
     known not to fit no more than that takes. It must raise when a single sample does not fit.
@@ -104,57 +143,3 @@ def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
         else:
             too_few = middle
     return -(-share // parts)
-
-
-def _probe(
-    size: int,
-    passes: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-    task: Task,
-    dataset: Dataset[Any],
-    spec: PrecisionSpec,
-    device: torch.device,
-) -> BaseException | None:
-    """Whole steps of `passes` times `size` samples; the out-of-memory error that this rank met in it, if any."""
-    tensors = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    before = [tensor.to("cpu", copy=True) for tensor in tensors]
-    optimizer_state = copy.deepcopy(optimizer.state_dict())
-    task_state = copy.deepcopy(task.state_dict())
-    random_state = get_rng_state(device)
-    batch = None
-    try:
-        for _ in range(2):  # the second with the optimizer's state in memory, as every step but the first
-            optimizer.zero_grad(set_to_none=True)
-            for index in range(passes):
-                with torch.no_grad():
-                    batch = map_tensors(lambda tensor: tensor.to(device), task.worst_case_batch(dataset, size))
-                    batch = task.transform(batch, True)
-                with contextlib.nullcontext() if index == passes - 1 else no_sync(model):
-                    with spec.autocast_context(device):
-                        outputs = task.forward(model, spec.convert_batch(batch))
-                        loss = task.loss(outputs, batch)
-                    loss.backward()
-            optimizer.step()
-            if not tensors_of(list(optimizer.state.values())):
-                break
-        synchronize(device)
-    except (RuntimeError, MemoryError) as error:
-        if classify(error) not in OUT_OF_MEMORY:
-            if isinstance(error, RuntimeError):
-                raise_if_mismatch(error, task, model, batch, device)
-            raise
-        return error.with_traceback(None)  # its frames hold the tensors that did not fit
-    finally:
-        optimizer.zero_grad(set_to_none=True)
-        optimizer.state.clear()
-        optimizer.load_state_dict(optimizer_state)
-        with torch.no_grad():
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
-        task.load_state_dict(task_state)
-        set_rng_state(random_state, device)
-        if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-    return None

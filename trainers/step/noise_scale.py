@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from trainers.config import TrainConfig
+from trainers.devices.group import Group
 from trainers.measure.step_times import student_t95
 from trainers.model.gradient_hooks import Hook, all_reduced
-from trainers.model.strategy import Group, is_sharded
+from trainers.model.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
-
 
 _RECENT_WINDOWS = 20
 _HALVES_EVERY_STEPS = 20  # a split step costs at most as much as two, so training slows by at most 5 %
@@ -58,16 +58,10 @@ class NoiseEstimate:
     """The gradient noise scale with its 95 % confidence interval, in samples."""
 
     noise_scale: float
-    """tr(Sigma) / |G|^2; inf when the gradient cannot be told from noise at all."""
+    """tr(Sigma) / |G|^2; inf when the gradient cannot be distinguished from noise."""
     low: float
     high: float
     """inf where the data allow any larger value."""
-    gradient_square: float
-    """|G|^2; an unbiased estimate, so it may be negative."""
-    trace: float
-    """tr(Sigma)."""
-    windows: int
-    """Windows that it is from; below 3 the interval is everything."""
 
 
 class NoiseScale:
@@ -75,8 +69,8 @@ class NoiseScale:
 
     With microbatches, the piece is each rank's first: its gradient stands in `.grad` before the second is added, so
     a measurement costs one norm and no memory. With one microbatch on each of several DDP ranks, the pieces are the
-    ranks' own gradients, which only a communication hook sees: register `hook()`. FSDP averages before anybody can
-    look: it has no estimate. Steps that are captured as CUDA graphs need `every_steps` 1: a replay repeats the
+    ranks' own gradients, which only a communication hook sees: register `hook()`. FSDP averages before any hook runs:
+    it has no estimate. Steps that are captured as CUDA graphs need `every_steps` 1: a replay repeats the
     measurement that was captured, and a step captured without one never makes any.
 
     With one microbatch of one worker there are no pieces: every `halves_every_steps`-th step may be taken as two
@@ -96,7 +90,7 @@ class NoiseScale:
         self._on = self._split = False
 
     def begin(self, shares: Sequence[float | Tensor], scale: Tensor | None = None) -> None:
-        """A step begins: this rank's microbatches have these shares of its global weight.
+        """Begin a step, in which this rank's microbatches have these shares of the global weight.
 
         `scale` is the loss scale of this step, on the device: what `GradScaler.scale(ones)` gives.
         """
@@ -109,7 +103,7 @@ class NoiseScale:
             self._share = sum(shares) if self._hooked else shares[0]
 
     def microbatch_size(self, step: int, size: int) -> int:
-        """Of step number `step`, in a run whose microbatches have `size` samples."""
+        """Return the size for step number `step`, in a run whose microbatches have `size` samples."""
         halved = self.halves_every_steps and step % self.halves_every_steps == 0
         return -(-size // 2) if halved else size
 
@@ -119,12 +113,12 @@ class NoiseScale:
         return self._on and self._split and not self._hooked
 
     def first(self, gradients: Sequence[Tensor]) -> None:
-        """The first microbatch's backward is done, and nothing is added to its gradients yet."""
+        """Measure the first microbatch's gradients, before anything is added to them."""
         if self.wants_first and gradients:
-            self._add(gradients)
+            self._square += self._squared(gradients)
 
     def end(self, gradients: Sequence[Tensor], step_samples: int) -> None:
-        """The gradients of a step of `step_samples` are complete: averaged over ranks, unscaled, not clipped yet."""
+        """Measure a step's complete gradients: of `step_samples`, averaged over ranks, unscaled, not clipped yet."""
         if not self._on or not gradients:
             return
         self._on = False
@@ -140,23 +134,20 @@ class NoiseScale:
         row = [share * square - piece, step_samples * (piece - share**2 * square), share - share**2]
         self._sums += torch.where(measured, torch.stack(row), 0.0)
 
-    def _add(self, gradients: Sequence[Tensor]) -> None:
-        self._square += self._squared(gradients)
-
     def _squared(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The squared norm; of half-precision gradients in float32, where their own norm would have three digits."""
+        """Return the squared norm; of half-precision gradients in float32: their own norm has three digits."""
         if all(gradient.dtype in (torch.float32, torch.float64) for gradient in gradients):
             return get_total_norm(gradients).to(self._exact).square()
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         return torch.stack(norms).to(self._exact).square().sum()
 
     def recent(self) -> dict[str, float]:
-        """For the log: the noise scale of the newest windows, where there is any signal in them."""
+        """Return the noise scale of the newest windows for the log, where there is any signal in them."""
         found = estimate(self.windows[-_RECENT_WINDOWS:])
         return {"noise_scale": max(0.0, found.noise_scale)} if found and math.isfinite(found.noise_scale) else {}
 
     def figures(self) -> dict[str, float | None] | None:
-        """The noise scale of the whole run with its interval as strict JSON has it: None where a figure is infinite."""
+        """Return the noise scale of the whole run with its interval; None stands for infinity, for strict JSON."""
         found = estimate(self.windows)
         if found is None:
             return None
@@ -164,7 +155,7 @@ class NoiseScale:
         return {name: value if math.isfinite(value) else None for name, value in named.items()}
 
     def hook(self, inner: Hook | None = None) -> Hook:
-        """A DDP communication hook that looks at each bucket before `inner` averages it over ranks.
+        """Return a DDP communication hook that measures each bucket before `inner` averages it over ranks.
 
         Without `inner` the average is DDP's own, to the last bit.
         """
@@ -173,7 +164,7 @@ class NoiseScale:
 
         def look(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
             if self._on:
-                self._add([bucket.buffer()])
+                self._square += self._squared([bucket.buffer()])
             return average(state, bucket)
 
         look.__annotations__.clear()  # DDP compares them with types, and here they are text
@@ -186,18 +177,14 @@ class NoiseScale:
         if weight > 0:
             self.windows.append(Window(signal, noise, weight))
 
-    def estimate(self, half_life: float | None = None) -> NoiseEstimate | None:
-        """What the windows say, the same on every rank; None before the first one with a measurement."""
-        return estimate(self.windows, half_life)
-
 
 def noise_scale(config: TrainConfig, group: Group, model: nn.Module, accumulation: int) -> NoiseScale | None:
-    """The measurements that `noise_scale: true` asks for; None, with a warning, where there is nothing to measure."""
+    """Return what `noise_scale: true` asks for; None, with a warning, where there is nothing to measure."""
     if not config.noise_scale:
         return None
     reason = ""
     if is_sharded(model):
-        reason = "strategy fsdp averages gradients before anybody can look"
+        reason = "strategy fsdp averages gradients before a hook can read them"
     elif group.world_size == 1 and accumulation == 1:
         if config.compile != "off" or config.cuda_graphs:
             reason = "one microbatch of one worker has no pieces, and halves would be compiled or captured anew"
@@ -211,52 +198,33 @@ def noise_scale(config: TrainConfig, group: Group, model: nn.Module, accumulatio
     return NoiseScale(group, 1 if config.cuda_graphs else 10)
 
 
-def estimate(windows: Sequence[Window], half_life: float | None = None) -> NoiseEstimate | None:
-    """The noise scale over windows, oldest first: the ratio of means, each window weighted by 2^(-age / half_life).
+def estimate(windows: Sequence[Window]) -> NoiseEstimate | None:
+    """Estimate the noise scale over windows as the ratio of means; None without windows.
 
-    The noise scale grows in training (section 2.3): with a half-life, in windows, the estimate follows it; without,
-    it is the mean over all of them. The interval is Fieller's (1954) for a ratio of means, from the spread of the
-    windows.
+    The interval is Fieller's (1954) for a ratio of means, from the spread of the windows.
     """
     if not windows:
         return None
-    n = len(windows)
-    decay = [1.0 if half_life is None else 2.0 ** (-(n - 1 - index) / half_life) for index in range(n)]
-    total = math.fsum(decay)
-    signal, noise, weight = (
-        math.fsum(d * getattr(window, name) for d, window in zip(decay, windows, strict=True)) / total
-        for name in ("signal", "noise", "weight")
-    )
-    low, high = _interval(windows, [d / total for d in decay], signal, noise)
-    return NoiseEstimate(
-        noise_scale=noise / signal if signal > 0 else math.inf,
-        low=low,
-        high=high,
-        gradient_square=signal / weight,
-        trace=noise / weight,
-        windows=n,
-    )
+    signal = math.fsum(window.signal for window in windows) / len(windows)
+    noise = math.fsum(window.noise for window in windows) / len(windows)
+    low, high = _interval(windows, signal, noise)
+    return NoiseEstimate(noise / signal if signal > 0 else math.inf, low, high)
 
 
-def _interval(windows: Sequence[Window], decay: Sequence[float], signal: float, noise: float) -> tuple[float, float]:
+def _interval(windows: Sequence[Window], signal: float, noise: float) -> tuple[float, float]:
     """Fieller's interval of noise / signal: the inverse of that of signal / noise, whose denominator is far from 0."""
-    effective = 1.0 / math.fsum(d * d for d in decay)
-    if effective <= 2:
+    n = len(windows)
+    if n <= 2:
         return 0.0, math.inf
-    correction = effective / (effective - 1)
+    signals, noises = [window.signal - signal for window in windows], [window.noise - noise for window in windows]
 
-    def covariance(one: str, other: str) -> float:
-        means = {"signal": signal, "noise": noise}
-        products = (
-            d * d * (getattr(window, one) - means[one]) * (getattr(window, other) - means[other])
-            for d, window in zip(decay, windows, strict=True)
-        )
-        return correction * math.fsum(products)
+    def covariance(one: list[float], other: list[float]) -> float:
+        return math.fsum(a * b for a, b in zip(one, other, strict=True)) / (n * (n - 1))
 
-    t2 = student_t95(effective - 1) ** 2
-    a = noise * noise - t2 * covariance("noise", "noise")
-    b = signal * noise - t2 * covariance("signal", "noise")
-    c = signal * signal - t2 * covariance("signal", "signal")
+    t2 = student_t95(n - 1) ** 2
+    a = noise * noise - t2 * covariance(noises, noises)
+    b = signal * noise - t2 * covariance(signals, noises)
+    c = signal * signal - t2 * covariance(signals, signals)
     if a <= 0:
         return 0.0, math.inf
     root = math.sqrt(max(0.0, b * b - a * c))

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, Optimizer
 
-from trainers.data.transfer import raise_if_mismatch
+from trainers.data.batch import Batch
+from trainers.devices.group import Group
 from trainers.model.precision import PrecisionSpec
-from trainers.model.strategy import Group, no_sync
+from trainers.model.strategy import no_sync
+from trainers.step.forward import ForwardPass
 from trainers.step.noise_scale import NoiseScale
-from trainers.task import Batch, Task
+from trainers.task import Task
 
 
 class TrainStep:
@@ -24,8 +26,8 @@ class TrainStep:
     `loss * weight / global weight`, times the world size because DDP averages. So short last steps, uneven
     microbatches and ranks without a sample come out as one process would have them.
 
-    After a gradient that is not finite no step changes the parameters any more (but for a loss scaler, whose business
-    such gradients are): the loop reads `bad` every few steps and ends the run.
+    After a gradient that is not finite no step changes the parameters any more: the loop reads `bad` every few steps
+    and ends the run. A loss scaler handles such gradients itself.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class TrainStep:
     ) -> None:
         self.model, self.task, self.optimizer, self.spec, self.group = model, task, optimizer, spec, group
         self.clip_grad_norm = clip_grad_norm
+        self._forward = ForwardPass(model, task, spec, group.device)
         self.noise: NoiseScale | None = None
         """Measures the gradient noise scale, where that is asked for."""
         device = group.device
@@ -93,16 +96,7 @@ class TrainStep:
 
     def loss(self, batch: Batch) -> Tensor:
         """Forward and loss of one batch, in this precision."""
-        try:
-            if self.spec.autocast is None:
-                outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
-                return self.task.loss(outputs, batch)
-            with self.spec.autocast_context(self.group.device):
-                outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
-                return self.task.loss(outputs, batch)
-        except RuntimeError as error:
-            raise_if_mismatch(error, self.task, self.model, batch, self.group.device)
-            raise
+        return self._forward.loss(batch)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
         """Gradients of `loss * share * world size`, which enters as the seed of the backward pass where it can."""
@@ -147,7 +141,7 @@ class TrainStep:
             self.noise.end(gradients, step_samples)
         if self.clip_grad_norm is not None:
             clip_grads_with_norm_(self._parameters, self.clip_grad_norm, get_total_norm(gradients))
-        if scaled:  # infinite gradients are the scaler's business: it skips the step and lowers the scale
+        if scaled:  # for infinite gradients the scaler skips the step and lowers the scale
             self.scaler.step(self.optimizer)
             self.scaler.update()
             return
@@ -169,7 +163,7 @@ class TrainStep:
             param_group["lr"] = base * factor
 
     def take_loss(self) -> float:
-        """The sum over steps and ranks of the mean losses since the last call. Waits; every rank must call it."""
+        """Sum the mean losses since the last call, over steps and ranks. Waits; every rank must call it."""
         self._bad_loss |= ~torch.isfinite(self.loss_sum)
         total = float(self.group.sum(self.loss_sum))
         self.loss_sum.zero_()

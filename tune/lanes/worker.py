@@ -13,12 +13,12 @@ import ray.train
 import torch
 
 from trainers.config.model import dump_yaml
+from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, total_memory_bytes
-from trainers.devices.nvml import Pressure
+from trainers.devices.group import Group
 from trainers.errors import DivergedError, PacelineError, RunFailedError
 from trainers.launch.local import setup_logging
 from trainers.launch.spec import RunSpec
-from trainers.model.strategy import Group
 from trainers.on_ray.context import Gauges, own_gpu
 from trainers.storage import Storage
 from tune.lanes.messages import Assignment

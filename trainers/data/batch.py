@@ -1,0 +1,96 @@
+"""Batches: any nesting of tensors, what it holds, and how a dataset gives one.
+
+A dataset gives a whole batch at once by `gather(rows)` (an int64 array to a batch that is ready, as ArrowDataset has
+it), by torch's `__getitems__(indices)`, or by being a TensorDataset; any other is asked for a sample at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+Batch = Any
+"""Any nesting of tensors (tuple, list, dict, dataclass) whose first dimension counts samples."""
+Collate = Callable[[list[Any]], Batch]
+"""Makes a batch from a list of samples."""
+Rows = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
+    """Return key and value of each item of a tuple, list, dict or dataclass; None for a leaf."""
+    if isinstance(batch, dict):
+        return list(batch.items())
+    if isinstance(batch, (tuple, list)):
+        return list(enumerate(batch))
+    if hasattr(batch, "__dataclass_fields__") and not isinstance(batch, type):
+        return [(name, getattr(batch, name)) for name in batch.__dataclass_fields__]
+    return None
+
+
+def leaves_of(batch: Batch) -> list[Any]:
+    """Return all leaves of a nested batch, tensors and others, in order."""
+    parts = parts_of(batch)
+    return [batch] if parts is None else [leaf for _, part in parts for leaf in leaves_of(part)]
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    """Return all tensors of a nested batch, in order."""
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+
+
+def num_samples(batch: Batch) -> int:
+    """Return the first dimension of the first tensor in a nested batch."""
+    for tensor in tensors_of(batch):
+        if tensor.ndim:
+            return tensor.shape[0]
+    raise ValueError("the batch has no tensor with a first dimension to count samples by: override `weight()`")
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """Apply `function` to every tensor and keep the nesting; other leaves stay as they are."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    parts = parts_of(batch)
+    if parts is None:
+        return batch
+    mapped = [(key, map_tensors(function, value)) for key, value in parts]
+    if isinstance(batch, dict):
+        return type(batch)(mapped)
+    if not isinstance(batch, (tuple, list)):
+        return type(batch)(**dict(mapped))
+    values = [value for _, value in mapped]
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def concatenate(batches: list[Batch]) -> Batch:
+    """Join batches of one nesting along the first dimension of every tensor; a single one is returned as it is."""
+    if len(batches) == 1:
+        return batches[0]
+    joined = iter([torch.cat(tensors) for tensors in zip(*(tensors_of(batch) for batch in batches), strict=True)])
+    return map_tensors(lambda _: next(joined), batches[0])
+
+
+def is_tensor_dataset(dataset: Dataset[Any]) -> bool:
+    """Whether the dataset is nothing but tensors, which may be indexed a whole batch at a time."""
+    return type(dataset) is TensorDataset
+
+
+def fetch(dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate) -> Batch:
+    """Return one batch of a map-style dataset, a whole batch at a time where the dataset can."""
+    rows = np.asarray(indices, dtype=np.int64)
+    if is_tensor_dataset(dataset):
+        chosen = torch.from_numpy(rows)
+        # A copy a row: indexing with [] copies number by number, ten times slower.
+        return tuple(tensor.index_select(0, chosen) for tensor in dataset.tensors)  # type: ignore[attr-defined]
+    if hasattr(dataset, "gather"):
+        return dataset.gather(rows)
+    numbers: list[int] = rows.tolist()
+    if not hasattr(dataset, "__getitems__"):
+        return collate([dataset[number] for number in numbers])
+    fetched = dataset.__getitems__(numbers)  # a list of samples (torch's protocol) or, faster, a batch that is ready
+    return collate(fetched) if isinstance(fetched, list) else fetched

@@ -1,0 +1,82 @@
+"""Sharded models and tensors (FSDP2, DTensor): what is sharded, what a rank has of it, and the whole of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainers.devices.group import Group
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+def shard_units(model: nn.Module) -> list[nn.Module]:
+    """Find what fsdp gathers and frees on its own: the blocks that a ModuleList or Sequential repeats.
+
+    A block is a child with parameters, at any depth, that is no such container itself; nothing inside it is split
+    further. What is left, and blocks that share a parameter with something outside them, is the root's.
+    """
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+
+    def blocks(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if type(module) in _CONTAINERS and type(child) not in _CONTAINERS:
+                yield child
+            else:
+                yield from blocks(child)
+
+    def owns_all(block: nn.Module) -> bool:
+        own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
+        return bool(own) and all(uses[parameter] == count for parameter, count in own.items())
+
+    return [block for block in blocks(model) if owns_all(block)]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether forward and backward of this module are collectives (FSDP2)."""
+    return hasattr(type(model), "set_requires_gradient_sync")
+
+
+def is_shard(tensor: Any) -> bool:
+    """Whether this is a rank's part of a tensor (a DTensor)."""
+    return isinstance(tensor, Tensor) and hasattr(type(tensor), "full_tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part that this rank has, without autograd, on the tensor's own memory."""
+    detached: Any = tensor.detach()
+    part: Tensor = detached.to_local() if is_shard(detached) else detached
+    return part
+
+
+def whole(tree: Any, group: Group) -> Any:
+    """Gather every sharded tensor of nested plain data, into host memory of rank 0; other ranks get None for it.
+
+    Every rank must call it.
+    """
+    if is_shard(tree):
+        full = tree.full_tensor()
+        return full.cpu() if group.rank == 0 else None
+    if isinstance(tree, dict):
+        return {key: whole(value, group) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(whole(value, group) for value in tree)
+    return tree
+
+
+def shard_like(tree: Any, like: Any) -> Any:
+    """Cut the tensors of nested plain data, which every rank has whole, as their counterparts in `like` are."""
+    if is_shard(like):
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(
+            tree.to(like.device, like.dtype), like.device_mesh, like.placements, src_data_rank=None
+        )
+    if isinstance(tree, dict) and isinstance(like, dict):
+        return {key: shard_like(value, like.get(key)) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)) and isinstance(like, (tuple, list)) and len(tree) == len(like):
+        return type(tree)(shard_like(value, part) for value, part in zip(tree, like, strict=True))
+    return tree

@@ -1,0 +1,113 @@
+"""Explains torch's complaint about tensors on different devices by naming those that are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from trainers.data.batch import Batch
+from trainers.errors import DeviceMismatchError
+from trainers.task import Task
+
+_NAMED = 4  # how many tensors a sentence names
+_DEPTH = 6  # how deep they are looked for
+# torch's own words, from the checks of its dispatcher and of its CUDA, cuDNN and meta kernels.
+_MISMATCH = (
+    "same device",
+    "expected device",
+    "two devices",
+    "device type",
+    "but expected on",
+    "Input type",
+    "passed weights are on",
+    "Placeholder storage",
+)
+
+
+def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: Batch, device: torch.device) -> None:
+    """Raise DeviceMismatchError from torch's complaint about devices, naming what is elsewhere; else return.
+
+    Looks at the batch, at the model's parameters and buffers, and at tensors that modules or the task hold as plain
+    attributes, which `model.to(device)` does not move.
+    """
+    if any(words in str(error) for words in _MISMATCH):
+        bare = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+        found = {
+            "batch": named_tensors(batch, "batch"),
+            "state": _registered(bare),
+            "attribute": _attributes(bare),
+            "task": _held(task, type(task).__name__),
+        }
+        elsewhere = {
+            place: [f"{name} on {tensor.device}" for name, tensor in tensors if _lies_elsewhere(tensor, device)]
+            for place, tensors in found.items()
+        }
+        if any(elsewhere.values()) or "device" in str(error):
+            raise DeviceMismatchError(_sentence(error, elsewhere, device)) from error
+
+
+_FIXES = {
+    "batch": "move what `transform()` makes to the batch's device, and keep a batch's tensors in tuples, lists, dicts "
+    "and dataclasses",
+    "state": "leave parameters and buffers where `model.to()` puts them",
+    "attribute": "keep a module's tensors with `register_buffer()`, which moves them with the model",
+    "task": "move a task's tensors to the batch's device where they are used",
+}
+
+
+def _sentence(error: RuntimeError, elsewhere: dict[str, list[str]], device: torch.device) -> str:
+    names = [name for found in elsewhere.values() for name in found]
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        said = f"{', '.join(names[:_NAMED])}{more} cannot meet the rest on {device}"
+        fix = "; ".join(_FIXES[place] for place, found in elsewhere.items() if found)
+    else:
+        said = f"forward() or loss() makes a tensor that is not on {device}, where batch and model are"
+        fix = "give it the `device=` of one of its inputs"
+    return f"{said}; {fix} (torch: {str(error).splitlines()[0]})"
+
+
+def _lies_elsewhere(tensor: Tensor, device: torch.device) -> bool:
+    number = tensor.device.type == "cpu" and tensor.ndim == 0  # torch takes these as plain numbers
+    return tensor.device != device and not number
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((f"parameter `{name}`", tensor) for name, tensor in model.named_parameters())
+    yield from ((f"buffer `{name}`", tensor) for name, tensor in model.named_buffers())
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, tensor in _held(module, path or type(module).__name__):
+            yield f"attribute {name}", tensor
+
+
+def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in an object's attributes; what a module has registered is not among them."""
+    for key, value in vars(owner).items():
+        if key not in ("_parameters", "_buffers", "_modules"):
+            yield from named_tensors(value, f"{name}.{key}", depth - 1)
+
+
+def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a nested batch with its path (`batch['image'][0]`), and those in other objects."""
+    if isinstance(value, Tensor):
+        yield f"`{name}`", value
+    elif isinstance(value, nn.Module):
+        for path, tensor in (*value.named_parameters(), *value.named_buffers()):
+            yield f"`{name}.{path}`", tensor
+    elif depth == 0:  # objects may hold each other
+        return
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from named_tensors(item, f"{name}[{key!r}]", depth - 1)
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from named_tensors(item, f"{name}[{index}]", depth - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _held(value, name, depth)

@@ -1,0 +1,46 @@
+"""The forward pass: a task's outputs and loss of a batch, in the run's precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainers.data.batch import Batch
+from trainers.model.precision import PrecisionSpec
+from trainers.step.device_mismatch import raise_if_mismatch
+from trainers.task import Task
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """A model, bare or wrapped, as a task calls it on one device."""
+
+    model: nn.Module
+    task: Task
+    spec: PrecisionSpec
+    device: torch.device
+
+    def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
+        """Return the task's outputs and its scalar loss, or None for the loss.
+
+        Raises DeviceMismatchError where torch refuses tensors of different devices.
+        """
+        try:
+            with self.spec.autocast_context(self.device):
+                outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
+                return outputs, self.task.loss(outputs, batch) if with_loss else None
+        except RuntimeError as error:
+            self.explain(error, batch)
+            raise
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss alone."""
+        loss: Tensor = self(batch)[1]
+        return loss
+
+    def explain(self, error: RuntimeError, batch: Batch) -> None:
+        """Raise DeviceMismatchError where `error` is torch's complaint about devices; return for any other."""
+        raise_if_mismatch(error, self.task, self.model, batch, self.device)
