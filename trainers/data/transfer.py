@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from trainers.errors import DeviceMismatchError
+from trainers.errors import DeviceMismatchError, first_line
 from trainers.task import Batch, Task, map_tensors
 
 _END = object()
@@ -158,7 +158,7 @@ def _raise(error: RuntimeError, elsewhere: dict[str, list[str]], device: torch.d
     else:
         said = f"forward() or loss() makes a tensor that is not on {device}, where batch and model are"
         fix = "give it the `device=` of one of its inputs"
-    raise DeviceMismatchError(f"{said}; {fix} (torch: {str(error).splitlines()[0]})") from error
+    raise DeviceMismatchError(f"{said}; {fix} (torch: {first_line(error)})") from error
 
 
 def _lies_elsewhere(tensor: Tensor, device: torch.device) -> bool:

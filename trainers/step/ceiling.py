@@ -10,7 +10,7 @@ import json
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
-from trainers.errors import TooLargeError
+from trainers.errors import TooLargeError, first_line
 from trainers.storage import Storage
 
 _FILE = "microbatch.json"
@@ -52,4 +52,4 @@ def refuse_microbatch(
         return
     write_ceiling(context.storage, setting_of(config, context.world_size, device_name), failed_size)
     context.too_large(failed_size)
-    raise TooLargeError(failed_size, str(error).splitlines()[0]) from None
+    raise TooLargeError(failed_size, first_line(error)) from None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainers.errors import ConfigError, classify
+from trainers.errors import ConfigError, classify, first_line
 from trainers.model.precision import PrecisionSpec
 from trainers.model.strategy import Group
 from trainers.step.train_step import TrainStep
@@ -160,7 +160,7 @@ class GraphedStep(TrainStep):
                 raise
             cause = error.__context__ or error  # ending a capture that failed raises once more
             raise _impossible(
-                f"needs a step that the host never waits in, and this one cannot be captured ({_first_line(cause)})",
+                f"needs a step that the host never waits in, and this one cannot be captured ({first_line(cause)})",
                 "keep forward() and loss() free of `.item()`, of copies to the CPU and of shapes that depend on values",
             ) from error
         finally:
@@ -204,7 +204,3 @@ def _impossible(rule: str, fix: str) -> ConfigError:
 
 def _name(value: Any) -> str:
     return type(value).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
