@@ -81,7 +81,8 @@ def _train(location: str, rest: list[str]) -> int:
         from trainers.launch.local import run_local, run_spawn, run_torchrun, setup_logging
 
         if launcher == "ray":
-            from trainers.on_ray.trainer import check_cluster, run_on_ray
+            from trainers.on_ray.connect import check_cluster
+            from trainers.on_ray.trainer import run_on_ray
     rank = int(os.environ["RANK"]) if torchrun is not None else 0
     setup_logging(rank)
     check_task(spec)

@@ -20,8 +20,10 @@ MAY_IMPORT = {
 }
 WITH_RAY = {
     "trainers/on_ray/capacity.py",
+    "trainers/on_ray/connect.py",
     "trainers/on_ray/context.py",
     "trainers/on_ray/coordinator.py",
+    "trainers/on_ray/failures.py",
     "trainers/on_ray/process_group.py",
     "trainers/on_ray/trainer.py",
     "cluster/files/ray_up.py",

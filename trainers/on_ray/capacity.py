@@ -13,16 +13,16 @@ import functools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers.on_ray.environment import embedded  # before Ray, which reads what it sets
-
-# isort: split
 import ray
 import yaml
 from ray._private.state import state
+
+from trainers.on_ray.environment import embedded
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,15 @@ BOOTSTRAP = Path("~/ray_bootstrap_config.yaml")
 _HEAD = "node:__internal_head__"
 _JOIN_S, _LOOK_S = 60, 1.0
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def capacity() -> dict[str, float]:
+    """Return all resources that the connected cluster has or may grow to, by its cluster file."""
+    now = {name: float(amount) for name, amount in ray.cluster_resources().items()}
+    grown = Counter[str]()
+    for resources in nodes_at_most():
+        grown.update(resources)
+    return {name: max(now.get(name, 0.0), float(grown.get(name, 0))) for name in now | grown}
 
 
 def nodes_at_most() -> list[dict[str, float]]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 import ray.train
 import ray.train.torch

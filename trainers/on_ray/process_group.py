@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 import ray.train
 from ray.train._internal.utils import get_address_and_port

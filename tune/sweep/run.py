@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler
@@ -21,8 +18,8 @@ from cluster.files.capacity import worker_groups
 from cluster.health.check import require_sound
 from trainers.config import TrainConfig
 from trainers.launch.spec import RunSpec, check_precision, check_task
-from trainers.on_ray.capacity import nodes_at_most
-from trainers.on_ray.trainer import capacity, check_cluster, connect, wants_gpu
+from trainers.on_ray.capacity import capacity, nodes_at_most
+from trainers.on_ray.connect import check_cluster, connect, wants_gpu
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
 from tune.search.population import member_name, population_scheduler, population_space
