@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: str) -> list[str]:
-    """Directories that must be on `sys.path` for `module:Class`; found by looking for files, without an import.
+    """Return the directories that must be on `sys.path` for `module:Class`: looks for files, and imports nothing.
 
     Raises ConfigError when there is neither such a file nor such an installed module.
     """
@@ -61,8 +61,8 @@ def _installed(module: str) -> bool:
 
 
 def portable(paths: list[str]) -> list[str]:
-    """Inside a Ray job: directories below the working directory as relative ones, since the job's package is in another
-    place for the next job and maybe on another node. Elsewhere the paths as they are.
+    """Inside a Ray job, make directories below the working directory relative: the job's package lies elsewhere for the
+    next job and maybe on another node. Outside of one, return the paths as they are.
     """
     if not inside_ray_job():
         return paths
@@ -85,7 +85,7 @@ def add_to_path(paths: list[str]) -> None:
 
 
 def _where(error: Exception) -> str:
-    """File and line of an import's failure: the innermost one that is the user's, not a library's."""
+    """Return file and line of an import's failure: the innermost frame that is the user's, not a library's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -97,21 +97,21 @@ def _where(error: Exception) -> str:
 
 def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
     """Import and construct a task; its directories must be on `sys.path`. ConfigError says what is wrong."""
+    module_name, _, class_name = task.partition(":")
     with without_collection():
         from trainers.task import Task
-    module_name, _, class_name = task.partition(":")
-    try:
-        with without_collection():
+
+        try:
             module = importlib.import_module(module_name)
-    except Exception as error:
-        words = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(
-            "task",
-            task,
-            f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})",
-            "mend that line or install what it needs",
-            source,
-        ) from error
+        except Exception as error:
+            words = error.msg if isinstance(error, SyntaxError) else str(error)
+            raise ConfigError(
+                "task",
+                task,
+                f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})",
+                "fix that line or install what it needs",
+                source,
+            ) from error
     cls = getattr(module, class_name, None)
     if cls is None:
         near = difflib.get_close_matches(class_name, dir(module), n=1)

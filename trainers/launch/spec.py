@@ -7,9 +7,10 @@ RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from trainers.storage import Storage, storage_uri
 if TYPE_CHECKING:
     from trainers.context import RunContext
     from trainers.measure.clock import RunResult
+    from trainers.task import Task
 
 # Keys that decide what is learned. A run that goes on must not have changed them.
 IDENTITY = (
@@ -41,7 +43,7 @@ IDENTITY = (
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Everything that a worker needs; crosses to other processes as plain data."""
+    """Everything that a worker needs; crosses to other processes as plain data. Its `tree` must not be changed."""
 
     tree: dict[str, Any]
     """The resolved TrainConfig."""
@@ -52,42 +54,48 @@ class RunSpec:
     uri: str
     """The run's directory."""
 
-    @property
+    @functools.cached_property
     def config(self) -> TrainConfig:
-        """The configuration."""
+        """The configuration, validated at the first access in a process."""
         return build(TrainConfig, self.tree, self.source)
 
-    @property
+    @functools.cached_property
     def storage(self) -> Storage:
         """The run's directory."""
         return Storage(self.uri)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return asdict(self)  # without what is kept of the properties
+
     def execute(self, context: RunContext) -> RunResult:
-        """Run the loop as one worker."""
+        """Train as one worker."""
         with without_collection():
             import torch._dynamo  # noqa: F401 (every optimizer imports it)
 
             from trainers.loop.fit import fit
+        return fit(self.load_task(), self.config, context)
+
+    def load_task(self) -> Task:
+        """Import and construct the task, with its directories on `sys.path`; ConfigError says what is wrong."""
         add_to_path(list(self.path))
-        config = self.config
-        return fit(load_task(config.task, config.task_args, self.source), config, context)
+        return load_task(self.config.task, self.config.task_args, self.source)
 
     def read_result(self, text: bytes) -> RunResult:
-        """What `execute` gave, from its JSON."""
+        """Parse what `execute` returned, from its JSON."""
         from trainers.measure.clock import RunResult
 
         return RunResult.from_json(text)
 
 
 def torchrun_world_size() -> int | None:
-    """The number of workers when torchrun (or what sets its variables) started this process."""
+    """Return the number of workers when torchrun (or what sets its variables) started this process, else None."""
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         return int(os.environ["WORLD_SIZE"])
     return None
 
 
 def read_file(location: str) -> tuple[str, Path | None]:
-    """The text of a configuration file and its directory (None when it is not on this machine)."""
+    """Return the text of a configuration file and its directory (None when it is not on this machine)."""
     if "://" in location:
         file = Storage(location)
         storage, name = file.parent, file.name
@@ -107,7 +115,7 @@ def read_file(location: str) -> tuple[str, Path | None]:
 
 
 def decode(data: bytes, source: str) -> str:
-    """Text of a file; ConfigError when it is none."""
+    """Decode a text file; ConfigError when it is none."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -115,7 +123,7 @@ def decode(data: bytes, source: str) -> str:
 
 
 def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
-    """A YAML mapping that we wrote to storage; ConfigError names the file when it is damaged."""
+    """Read a YAML mapping that we wrote to storage; ConfigError names the file when it is damaged."""
     source = storage.locate(name)
     return parse_mapping(decode(storage.read(name), source), source)
 
@@ -150,7 +158,7 @@ def make_spec(tree: dict[str, Any], source: str, directory: Path | None, own_wor
 
 
 def check_machine(config: TrainConfig) -> None:
-    """Workers of a local launcher must fit on this machine."""
+    """Raise ConfigError where the workers of a local launcher do not fit on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers, each = config.scaling.max_workers, config.scaling.cpus_per_worker
     if workers * each > cores:
@@ -163,15 +171,8 @@ def check_machine(config: TrainConfig) -> None:
         )
 
 
-def check_task(spec: RunSpec) -> None:
-    """What only the task's own module can refute: that it imports, its class, its arguments."""
-    add_to_path(list(spec.path))
-    config = spec.config
-    load_task(config.task, config.task_args, spec.source)
-
-
 def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
-    """The precision and the device: `device_type` is where workers will train; None: what this machine has."""
+    """Check precision and device; `device_type` is where workers will train, None: what this machine has."""
     from trainers.devices.device import resolve_device
     from trainers.model.precision import check_device_type, resolve_precision
 
@@ -195,7 +196,7 @@ def delete_own(storage: Storage, mark: str) -> None:
 
 
 def _finished(storage: Storage) -> RunResult | None:
-    """The result of a run that is done; None when there is none, or none that can be read."""
+    """Return the result of a run that is done; None when there is none, or none that can be read."""
     from trainers.measure.clock import RunResult
 
     if not storage.exists("result.json"):
@@ -208,7 +209,7 @@ def _finished(storage: Storage) -> RunResult | None:
 
 
 def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
-    """Make the run's directory ready; the result when the run is complete already.
+    """Make the run's directory ready; return the result when the run is complete already.
 
     Raises ConfigError when another run of this name is there that learned something else.
     """
@@ -231,7 +232,7 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
         if same_length and (result := _finished(storage)) is not None:
             return result
         storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
-    # Where the task is, for whoever opens the run later from another directory.
+    # A command that opens the run later may start in another directory.
     found = {"task_dir": spec.path[0]} if spec.path else {}
     storage.write("config.yaml", dump_yaml({**spec.tree, **found}).encode())
     return None

@@ -17,7 +17,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler
 from cluster.files.capacity import worker_groups
 from cluster.health.check import require_sound
 from trainers.config import TrainConfig
-from trainers.launch.spec import RunSpec, check_precision, check_task
+from trainers.launch.spec import RunSpec, check_precision
 from trainers.on_ray.capacity import capacity, nodes_at_most
 from trainers.on_ray.connect import check_cluster, connect, wants_gpu
 from tune.lanes.lanes import Lanes, start_mailbox
@@ -46,7 +46,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
     run = RunSpec(spec.train, spec.path, spec.source, spec.uri)
-    check_task(run)
+    run.load_task()
     connect(show_workers=False)
     device_type = check_cluster(run)
     if checked:
