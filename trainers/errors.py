@@ -154,9 +154,10 @@ class RunFailedError(PacelineError):
             return RunFailedError("error", str(error), time.time(), config=True)
         frames = traceback.extract_tb(error.__traceback__)
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        words = (str(error).splitlines() or [""])[0]
         return RunFailedError(
             classify(error),
-            f"rank {rank}: {type(error).__name__}: {first_line(error)}{at}",
+            f"rank {rank}: {type(error).__name__}: {words}{at}",
             time.time(),
             smaller=isinstance(error, TooLargeError),
         )
@@ -197,13 +198,8 @@ def show(value: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type's name where the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, or its type's name: of a traceback, the line that names the cause."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    """The first line of an error's message; the name of its class where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).
@@ -226,3 +222,8 @@ def classify(error: BaseException) -> Status:
     if names & {"ActorDiedError", "NodeDiedError", "ActorUnavailableError", "WorkerCrashedError"}:
         return "node_lost"
     return "error"
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's message, the cause where it is a traceback; its class's name where empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

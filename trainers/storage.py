@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
-from trainers.errors import ConfigError, StorageError, first_line
+from trainers.errors import ConfigError, StorageError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class Storage:
                 raise ConfigError(
                     "storage_path",
                     self.uri,
-                    f"cannot be opened ({first_line(error)})",
+                    f"cannot be opened ({_first_line(error)})",
                     "use a directory or a URI such as s3://bucket/path",
                 ) from error
         return self._fs
@@ -225,12 +225,16 @@ class Storage:
             ) from error
 
 
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 @contextlib.contextmanager
 def _explained(action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"could not {action}: {first_line(error)}") from error
+        raise StorageError(f"could not {action}: {_first_line(error)}") from error
 
 
 def retrying(action: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 
 from trainers.checkpoint.manifest import Best, Manifest, folder_name, surplus
-from trainers.errors import CheckpointError, StorageError, first_line
+from trainers.errors import CheckpointError, StorageError
 from trainers.storage import Storage, retrying
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,8 @@ class Archive:
                 f"{where} is no checkpoint of ours: it holds more than tensors and plain data, or is damaged"
             ) from error
         except (RuntimeError, ValueError, EOFError, KeyError) as error:
-            raise CheckpointError(f"{where} is no checkpoint of ours: {first_line(error)}") from error
+            words = (str(error).splitlines() or [type(error).__name__])[0]
+            raise CheckpointError(f"{where} is no checkpoint of ours: {words}") from error
         if not isinstance(state, dict):
             raise CheckpointError(f"{where} is no checkpoint of ours: it holds no mapping")
         return state

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from trainers.errors import MISSING, ConfigError, StorageError, first_line
+from trainers.errors import MISSING, ConfigError, StorageError
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -79,10 +79,10 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, EOFError) as error:
-        words = first_line(error).rstrip(".")
+        words = str(error).splitlines()[0].rstrip(".")
         raise ConfigError("files", name, f"cannot be read ({words})", "give whole Parquet or Arrow files") from error
     except OSError as error:
-        raise StorageError(f"could not read {name}: {first_line(error)}") from error
+        raise StorageError(f"could not read {name}: {str(error).splitlines()[0]}") from error
 
 
 @contextlib.contextmanager
