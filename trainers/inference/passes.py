@@ -33,7 +33,7 @@ from trainers.errors import MISSING, CheckpointError, ConfigError
 from trainers.inference.predict import predict
 from trainers.inference.saved_run import SavedRun
 from trainers.launch.local import failing_as_run, run_local, run_spawn, run_torchrun, setup_logging
-from trainers.launch.spec import RunSpec, check_precision, make_spec, torchrun_world_size
+from trainers.launch.spec import Job, RunSpec, check_precision, make_spec, torchrun_world_size
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.strategy import Group, compile_model
 from trainers.step.evaluation import evaluate
@@ -77,24 +77,13 @@ class InferenceResult:
 
 
 @dataclass(frozen=True)
-class Inference:
-    """A job for the launchers: with `out` predictions, else an evaluation."""
+class Inference(Job[InferenceResult]):
+    """One pass over a split: with `out` predictions, else an evaluation."""
 
-    spec: RunSpec
     split: str
     which: str
     """The checkpoint: newest, best or step-N."""
     out: str | None
-
-    @property
-    def config(self) -> TrainConfig:
-        """The run's configuration, with this command's changes."""
-        return self.spec.config
-
-    @property
-    def storage(self) -> Storage:
-        """The run's directory."""
-        return self.spec.storage
 
     def read_result(self, text: bytes) -> InferenceResult:
         """Parse what `execute` returned on rank 0."""
@@ -104,7 +93,7 @@ class Inference:
         """Do one pass as one worker."""
         for number in (signal.SIGTERM, signal.SIGINT):  # nothing is to be kept: a signal ends it at once
             signal.signal(number, signal.default_int_handler)
-        return infer(self.spec.load_task(), self.config, context, self)
+        return infer(self.load_task(), self.config, context, self)
 
 
 def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) -> InferenceResult:
@@ -199,7 +188,7 @@ def _command(command: str, args: Sequence[str]) -> int:
     check_precision(spec)
     if out is not None and rank == 0:
         check_out(out)
-    job = Inference(spec, split, which, out)
+    job = Inference(**asdict(spec), split=split, which=which, out=out)
     run = run_torchrun if torchrun is not None else run_spawn if spec.config.launcher == "spawn" else run_local
     with failing_as_run(rank):
         result = run(job)

@@ -19,50 +19,20 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from trainers.config import TrainConfig
-from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
+from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1800
-
-
-class Result(Protocol):
-    """What a worker returns."""
-
-    def to_json(self) -> str:
-        """Return it as it crosses between processes."""
-
-
-R = TypeVar("R", bound=Result)
-R_co = TypeVar("R_co", bound=Result, covariant=True)
-
-
-class Job(Protocol[R_co]):
-    """What the launchers start: a training run (RunSpec) or an inference pass (Inference)."""
-
-    @property
-    def config(self) -> TrainConfig:
-        """The configuration, which names device and workers."""
-
-    @property
-    def storage(self) -> Storage:
-        """The run's directory."""
-
-    def execute(self, context: RunContext) -> R_co:
-        """Do the work of one worker."""
-
-    def read_result(self, text: bytes) -> R_co:
-        """Parse what `execute` returned, from its JSON."""
 
 
 class LocalContext:
@@ -145,20 +115,20 @@ def failing_as_run(rank: int) -> Iterator[None]:
         raise RunFailedError.of(error, rank) from error
 
 
-def run_local(spec: Job[R]) -> R:
+def run_local(job: Job[R]) -> R:
     """Run one worker in this process."""
-    context = LocalContext(spec.storage, "local")
+    context = LocalContext(job.storage, "local")
     context.listen()
-    return spec.execute(context)
+    return job.execute(context)
 
 
-def run_torchrun(spec: Job[R]) -> R:
+def run_torchrun(job: Job[R]) -> R:
     """Run this process as one of torchrun's workers; each of them calls this."""
     numbers = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return _run_in_group(spec, LocalContext(spec.storage, "torchrun", *numbers), "env://")
+    return _run_in_group(job, LocalContext(job.storage, "torchrun", *numbers), "env://")
 
 
-def run_spawn(spec: Job[R]) -> R:
+def run_spawn(job: Job[R]) -> R:
     """Run `scaling.num_workers` processes on this machine, and return rank 0's result.
 
     A group that ran out of memory in mid-training starts again with a smaller microbatch. Raises RunFailedError with
@@ -166,18 +136,18 @@ def run_spawn(spec: Job[R]) -> R:
     """
     while True:
         try:
-            return _spawn_group(spec)
+            return _spawn_group(job)
         except RunFailedError as failure:
             if not failure.smaller:
                 raise
             logger.warning("%s; the workers start again with a smaller one", failure.message)
 
 
-def _spawn_group(spec: Job[R]) -> R:
-    workers = spec.config.scaling.max_workers
+def _spawn_group(job: Job[R]) -> R:
+    workers = job.config.scaling.max_workers
     with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory:
         processes = start_processes(
-            _spawned, (spec, workers, directory), nprocs=workers, join=False, start_method="spawn"
+            _spawned, (job, workers, directory), nprocs=workers, join=False, start_method="spawn"
         )
         assert processes is not None
         # Ctrl-C reaches the workers too (one terminal, one process group): they stop, and this process waits.
@@ -194,14 +164,14 @@ def _spawn_group(spec: Job[R]) -> R:
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return spec.read_result(Path(directory, "result.json").read_bytes())
+        return job.read_result(Path(directory, "result.json").read_bytes())
 
 
-def _spawned(rank: int, spec: Job[Any], world_size: int, directory: str) -> None:
+def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
     setup_logging(rank)
-    context = LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
+    context = LocalContext(job.storage, "spawn", rank, world_size, rank, world_size)
     try:
-        result = _run_in_group(spec, context, f"file://{directory}/rendezvous")
+        result = _run_in_group(job, context, f"file://{directory}/rendezvous")
         if rank == 0:
             Path(directory, "result.json").write_text(result.to_json())
     except BaseException as error:
@@ -236,13 +206,13 @@ def join_group(backend: str, init_method: str, rank: int, world_size: int, devic
     )
 
 
-def _run_in_group(spec: Job[R], context: LocalContext, init_method: str) -> R:
+def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
     context.listen()
-    use_cuda = spec.config.device in ("auto", "cuda") and torch.cuda.is_available()
+    use_cuda = job.config.device in ("auto", "cuda") and torch.cuda.is_available()
     device_index = context.local_rank % torch.cuda.device_count() if use_cuda else 0
     join_group("nccl" if use_cuda else "gloo", init_method, context.rank, context.world_size, device_index)
     try:
-        return spec.execute(context)
+        return job.execute(context)
     finally:
         # A DDP reducer in a reference cycle would outlive the group: the process then aborts one time in eight.
         gc.collect()

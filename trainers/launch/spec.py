@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from trainers.config import TrainConfig
 from trainers.config.model import build, dump_yaml, override, parse_mapping
@@ -41,9 +42,19 @@ IDENTITY = (
 )
 
 
+class Result(Protocol):
+    """What a worker returns."""
+
+    def to_json(self) -> str:
+        """Return it as it crosses between processes."""
+
+
+R = TypeVar("R", bound=Result)
+
+
 @dataclass(frozen=True)
-class RunSpec:
-    """Everything that a worker needs; crosses to other processes as plain data. Its `tree` must not be changed."""
+class Job(ABC, Generic[R]):
+    """All that a worker needs; crosses to other processes as plain data. Its `tree` must not be changed."""
 
     tree: dict[str, Any]
     """The resolved TrainConfig."""
@@ -67,6 +78,23 @@ class RunSpec:
     def __getstate__(self) -> dict[str, Any]:
         return asdict(self)  # without what is kept of the properties
 
+    def load_task(self) -> Task:
+        """Import and construct the task, with its directories on `sys.path`; ConfigError says what is wrong."""
+        add_to_path(list(self.path))
+        return load_task(self.config.task, self.config.task_args, self.source)
+
+    @abstractmethod
+    def execute(self, context: RunContext) -> R:
+        """Do the work of one worker."""
+
+    @abstractmethod
+    def read_result(self, text: bytes) -> R:
+        """Parse what `execute` returned, from its JSON."""
+
+
+class RunSpec(Job["RunResult"]):
+    """A training run."""
+
     def execute(self, context: RunContext) -> RunResult:
         """Train as one worker."""
         with without_collection():
@@ -75,13 +103,8 @@ class RunSpec:
             from trainers.loop.fit import fit
         return fit(self.load_task(), self.config, context)
 
-    def load_task(self) -> Task:
-        """Import and construct the task, with its directories on `sys.path`; ConfigError says what is wrong."""
-        add_to_path(list(self.path))
-        return load_task(self.config.task, self.config.task_args, self.source)
-
     def read_result(self, text: bytes) -> RunResult:
-        """Parse what `execute` returned, from its JSON."""
+        """Parse a result, from its JSON."""
         from trainers.measure.clock import RunResult
 
         return RunResult.from_json(text)

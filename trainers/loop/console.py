@@ -18,23 +18,10 @@ logger = logging.getLogger(__name__)
 def say_start(parts: Parts, config: TrainConfig, context: RunContext) -> None:
     """Log the batch arithmetic, the data and the learning rate."""
     workers = f"{context.world_size} worker{'s' if context.world_size > 1 else ''}"
-    logger.info(
-        "global batch %d = microbatch %d x accumulation %d x %s (%s, %s, %s)",
-        config.batch_size,
-        parts.microbatch_size,
-        parts.accumulation,
-        workers,
-        context.launcher,
-        parts.device,
-        parts.spec.name,
-    )
-    logger.info(
-        "%d training samples, %d steps an epoch, %d steps in all; learning rate %g",
-        parts.sampler.length,
-        parts.sampler.steps_per_epoch,
-        parts.total_steps,
-        scaled_lr(config),
-    )
+    batch = f"global batch {config.batch_size} = microbatch {parts.microbatch_size} x accumulation {parts.accumulation}"
+    logger.info("%s x %s (%s, %s, %s)", batch, workers, context.launcher, parts.device, parts.spec.name)
+    steps = f"{parts.sampler.steps_per_epoch} steps an epoch, {parts.total_steps} steps in all"
+    logger.info("%d training samples, %s; learning rate %g", parts.sampler.length, steps, scaled_lr(config))
 
 
 def say_window(record: Mapping[str, Any], total_steps: int, throughput: Throughput | None) -> None:

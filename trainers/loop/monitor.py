@@ -79,7 +79,7 @@ class Monitor:
         return found
 
     def mfu(self, samples_per_s: float) -> float | None:
-        """Return the model FLOPs utilisation at this global speed; None where FLOPs (known to rank 0) or peak are not."""
+        """Return the model FLOPs utilisation at this speed; None where FLOPs (on rank 0) or peak are unknown."""
         return utilisation(self.flops_per_sample, samples_per_s, self.group.world_size, self.peak)
 
     def compare(self, elapsed_s: float) -> list[RankFigures] | None:

@@ -1,7 +1,7 @@
-"""Ray's coordinator, by whose books the size of an elastic group is chosen (Ray).
+"""Keep Ray's coordinator up to date, by whose records the size of an elastic group is chosen.
 
-It counts nodes every 20 s, and believes for 180 s what a run has told it: of a node that is gone, and of a run whose
-driver was killed, it hears late. Source: default_autoscaling_coordinator.py of ray.data (Ray 2.60).
+It counts nodes every 20 s, and keeps what a run has reserved for 180 s: it learns late of a node that is gone, and of a
+run whose driver was killed. Source: default_autoscaling_coordinator.py of ray.data (Ray 2.60).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _count_nodes() -> None:
 
 
 def free_dead_runs() -> None:
-    """Let Ray forget what runs hold whose controller is dead, as after `kill -9` of a driver: the run that goes on
-    would start with what they leave, or wait for them.
+    """Free what runs reserved whose controller is dead, as after `kill -9` of a driver: a resumed run would have to
+    wait for it, or start with what is left.
     """
     try:
         from ray.train.v2._internal.state.state_actor import get_state_actor

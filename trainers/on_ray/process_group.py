@@ -1,4 +1,4 @@
-"""The process group of Ray Train's workers, without torch in Ray's controller (Ray).
+"""The process group of Ray Train's workers, without torch in Ray's controller.
 
 Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in the controller and in Ray's own record
 of the runs, too), and leaves the choice of a backend to the controller's node, which may be a head without a GPU.

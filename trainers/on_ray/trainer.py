@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def _worker(loop_config: dict[str, Any]) -> None:
-    """What each worker of the TorchTrainer runs."""
+    """Run the loop as one worker of the TorchTrainer."""
     # A long line for every report, from every rank; the logger is named by its file.
     logging.getLogger(str(ray.train.v2._internal.execution.context.__file__)).setLevel(logging.WARNING)
     spec = RunSpec(**loop_config)
@@ -54,7 +54,7 @@ def _worker(loop_config: dict[str, Any]) -> None:
 
 
 def run_on_ray(spec: RunSpec) -> RunResult:
-    """The run as a TorchTrainer on the connected cluster; needs `check_cluster` before it.
+    """Train on the connected cluster; needs `check_cluster` before it.
 
     Raises RunFailedError when the budget for a kind of failure is used up.
     """
@@ -88,20 +88,19 @@ def run_on_ray(spec: RunSpec) -> RunResult:
 
 
 def _fit(trainer: TorchTrainer, storage: Storage) -> None:
-    """Ray's `fit` in a thread of its own, so that SIGTERM and the first Ctrl-C ask the workers to stop.
+    """Run Ray's `fit` in a thread of its own, so that SIGTERM and the first Ctrl-C ask the workers to stop.
 
-    A second signal leaves at once; the workers die with this process.
+    A second signal ends it at once; the workers die with this process.
     """
     request_stop(storage, False)
     failed: list[BaseException] = []
+    asked = threading.Event()
 
     def run() -> None:
         try:
             trainer.fit()
         except BaseException as error:
             failed.append(error)
-
-    asked = threading.Event()
 
     def handler(number: int, frame: FrameType | None) -> None:
         if asked.is_set():
@@ -111,14 +110,13 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     thread = threading.Thread(target=run, name="ray-train", daemon=True)
     thread.start()
-    told = False
     try:
-        while thread.is_alive():
+        while thread.is_alive() and not asked.is_set():
             thread.join(0.2)
-            if asked.is_set() and not told:
-                told = True
-                logger.info("asked to stop: the workers write a checkpoint first (Ctrl-C again leaves at once)")
-                request_stop(storage, True)
+        if asked.is_set():
+            logger.info("asked to stop: the workers write a checkpoint first (Ctrl-C again leaves at once)")
+            request_stop(storage, True)
+        thread.join()
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
