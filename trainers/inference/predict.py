@@ -68,12 +68,12 @@ def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch
     arrays = {INDEX: pa.array(rows.numpy())}
     for name, value in columns.items():
         if not isinstance(value, Tensor) or value.shape[:1] != rows.shape or name == INDEX or value.is_complex():
-            raise ConfigError(
-                f"prediction {name}",
-                list(value.shape) if isinstance(value, Tensor) else type(value).__name__,
-                f"must be a real tensor of one row a sample, here [{len(rows)}, ...], under another name than {INDEX}",
-                f"choose what to write in {type(task).__name__}.predictions()",
+            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            rule = (
+                f"must be a real tensor of one row a sample, here [{len(rows)}, ...], under another name than {INDEX}"
             )
+            fix = f"choose what to write in {type(task).__name__}.predictions()"
+            raise ConfigError(f"prediction {name}", given, rule, fix)
         values = value.detach()
         if values.dtype in (torch.bfloat16, torch.float16):  # the first is unknown to Arrow, the second to many readers
             values = values.float()

@@ -40,12 +40,8 @@ class SavedRun:
         if not storage.exists("config.yaml"):
             runs = [name for name in storage.parent.names() if storage.parent.exists(f"{name}/config.yaml")]
             near = difflib.get_close_matches(storage.name, runs, n=1)
-            raise ConfigError(
-                "RUN",
-                location,
-                "is no run: there is no config.yaml in it",
-                f"did you mean `{storage.parent.locate(near[0])}`?" if near else "give the directory of a run",
-            )
+            fix = f"did you mean `{storage.parent.locate(near[0])}`?" if near else "give the directory of a run"
+            raise ConfigError("RUN", location, "is no run: there is no config.yaml in it", fix)
         tree = read_mapping(storage, "config.yaml")
         return SavedRun(storage, build(TrainConfig, tree, storage.locate("config.yaml")))
 

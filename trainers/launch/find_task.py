@@ -43,9 +43,8 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
     near = difflib.get_close_matches(module.rsplit(".", 1)[-1], beside, n=1)
     fix = f"did you mean `{near[0]}:{task.partition(':')[2]}`?" if near else "check the name, or set `task_dir`"
     file = module.replace(".", "/") + ".py"
-    raise ConfigError(
-        "task", task, f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module", fix, source
-    )
+    rule = f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module"
+    raise ConfigError("task", task, rule, fix, source)
 
 
 def _holds(root: Path, module: str) -> bool:
@@ -73,11 +72,8 @@ def portable(paths: list[str]) -> list[str]:
 def add_to_path(paths: list[str]) -> None:
     """Put directories first on `sys.path`; a relative one is looked for below every entry there already."""
     for path in reversed(paths):
-        if Path(path).is_absolute():
-            found: str | None = path
-        else:
-            bases = [str(Path.cwd()), *sys.path]
-            found = next((str(Path(base) / path) for base in bases if (Path(base) / path).is_dir()), None)
+        candidates = (Path(base, path) for base in [Path.cwd(), *sys.path])
+        found = next((str(candidate) for candidate in candidates if candidate.is_dir()), None)
         if found is not None:
             if found in sys.path:
                 sys.path.remove(found)
@@ -105,13 +101,8 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
             module = importlib.import_module(module_name)
         except Exception as error:
             words = error.msg if isinstance(error, SyntaxError) else str(error)
-            raise ConfigError(
-                "task",
-                task,
-                f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})",
-                "fix that line or install what it needs",
-                source,
-            ) from error
+            rule = f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})"
+            raise ConfigError("task", task, rule, "fix that line or install what it needs", source) from error
     cls = getattr(module, class_name, None)
     if cls is None:
         near = difflib.get_close_matches(class_name, dir(module), n=1)
@@ -122,11 +113,6 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
     try:
         inspect.signature(cls).bind(**task_args)
     except TypeError as error:
-        raise ConfigError(
-            "task_args",
-            task_args,
-            f"does not fit {class_name} ({error})",
-            f"its signature is {class_name}{inspect.signature(cls)}",
-            source,
-        ) from error
+        rule, fix = f"does not fit {class_name} ({error})", f"its signature is {class_name}{inspect.signature(cls)}"
+        raise ConfigError("task_args", task_args, rule, fix, source) from error
     return cls(**task_args)

@@ -128,12 +128,8 @@ def read_file(location: str) -> tuple[str, Path | None]:
     path = Path(location)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        raise ConfigError(
-            "the file",
-            location,
-            "is not there",
-            f"did you mean `{path.parent / near[0]}`?" if near else "check its name",
-        )
+        fix = f"did you mean `{path.parent / near[0]}`?" if near else "check its name"
+        raise ConfigError("the file", location, "is not there", fix)
     return decode(path.read_bytes(), location), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
 
 
@@ -186,12 +182,9 @@ def check_machine(config: TrainConfig) -> None:
     workers, each = config.scaling.max_workers, config.scaling.cpus_per_worker
     if workers * each > cores:
         cost = f" with {each} cores each" if each > 1 else ""
-        raise ConfigError(
-            "scaling.num_workers",
-            workers,
-            f"must fit on this machine{cost}, which has {cores} cores",
-            f"set it to at most {max(1, cores // each)}, or use `launcher: ray` on a cluster",
-        )
+        rule = f"must fit on this machine{cost}, which has {cores} cores"
+        fix = f"set it to at most {max(1, cores // each)}, or use `launcher: ray` on a cluster"
+        raise ConfigError("scaling.num_workers", workers, rule, fix)
 
 
 def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
@@ -212,9 +205,8 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
 def delete_own(storage: Storage, mark: str) -> None:
     """Delete a directory that holds the file `mark`, which we wrote; ConfigError when it holds something else."""
     if storage.names() and not storage.exists(mark):
-        raise ConfigError(
-            "--fresh", storage.uri, f"is not ours to delete: it holds files but no {mark}", "give another `--name`"
-        )
+        rule = f"is not ours to delete: it holds files but no {mark}"
+        raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
     storage.delete("")
 
 
@@ -244,13 +236,9 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
         before = read_mapping(storage, "config.yaml")
         for key in IDENTITY:
             if before.get(key) != spec.tree.get(key):
-                raise ConfigError(
-                    key,
-                    spec.tree.get(key),
-                    f"differs from {before.get(key)} in {storage.uri}",
-                    "train under another `--name`, or start anew with --fresh",
-                    spec.source,
-                )
+                rule = f"differs from {before.get(key)} in {storage.uri}"
+                fix = "train under another `--name`, or start anew with --fresh"
+                raise ConfigError(key, spec.tree.get(key), rule, fix, spec.source)
         same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps"))
         if same_length and (result := _finished(storage)) is not None:
             return result

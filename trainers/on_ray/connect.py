@@ -30,10 +30,8 @@ def connect(show_workers: bool = True) -> None:
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
     context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
-    if context.dashboard_url:
-        logger.info(
-            "dashboard: http://%s (it asks for the token that `ray get-auth-token` prints)", context.dashboard_url
-        )
+    if url := context.dashboard_url:
+        logger.info("dashboard: http://%s (it asks for the token that `ray get-auth-token` prints)", url)
 
 
 def check_cluster(spec: RunSpec) -> str:
@@ -42,16 +40,12 @@ def check_cluster(spec: RunSpec) -> str:
     scaling, most = spec.config.scaling, capacity()
     gpu = wants_gpu(spec.config, most)
     for resource, each in _resources(scaling, gpu).items():
-        fits = math.floor(most.get(resource, 0.0) / each)
+        has = most.get(resource, 0.0)
+        fits = math.floor(has / each)
         if fits < scaling.min_workers:
-            raise ConfigError(
-                "scaling.num_workers",
-                scaling.num_workers,
-                f"must fit on what the cluster can grow to, {most.get(resource, 0.0):g} {resource}s at "
-                f"{each:g} a worker",
-                f"set it to at most {fits}" if fits else f"add nodes with a {resource}",
-                spec.source,
-            )
+            rule = f"must fit on what the cluster can grow to, {has:g} {resource}s at {each:g} a worker"
+            fix = f"set it to at most {fits}" if fits else f"add nodes with a {resource}"
+            raise ConfigError("scaling.num_workers", scaling.num_workers, rule, fix, spec.source)
     return "cuda" if gpu else "cpu"
 
 

@@ -41,12 +41,9 @@ class FailurePolicy(UserCallback):
             budget = -1
         if budget != -1 and self._met[cause.status] > budget:
             raise cause
+        restart = f"restart {self._met[cause.status]} of {'no limit' if budget == -1 else budget}"
         logger.warning(
-            "worker group failed as %s (%s); restart %d of %s from the newest checkpoint",
-            cause.status,
-            cause.message,
-            self._met[cause.status],
-            "no limit" if budget == -1 else budget,
+            "worker group failed as %s (%s); %s from the newest checkpoint", cause.status, cause.message, restart
         )
 
 
