@@ -69,11 +69,9 @@ def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch
     for name, value in columns.items():
         if not isinstance(value, Tensor) or value.shape[:1] != rows.shape or name == INDEX or value.is_complex():
             given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            rule = (
-                f"must be a real tensor of one row a sample, here [{len(rows)}, ...], under another name than {INDEX}"
-            )
+            wanted = f"a real tensor of one row a sample, here [{len(rows)}, ...]"
             fix = f"choose what to write in {type(task).__name__}.predictions()"
-            raise ConfigError(f"prediction {name}", given, rule, fix)
+            raise ConfigError(f"prediction {name}", given, f"must be {wanted}, under another name than {INDEX}", fix)
         values = value.detach()
         if values.dtype in (torch.bfloat16, torch.float16):  # the first is unknown to Arrow, the second to many readers
             values = values.float()

@@ -72,7 +72,7 @@ def portable(paths: list[str]) -> list[str]:
 def add_to_path(paths: list[str]) -> None:
     """Put directories first on `sys.path`; a relative one is looked for below every entry there already."""
     for path in reversed(paths):
-        candidates = (Path(base, path) for base in [Path.cwd(), *sys.path])
+        candidates = (Path(base, path) for base in [str(Path.cwd()), *sys.path])
         found = next((str(candidate) for candidate in candidates if candidate.is_dir()), None)
         if found is not None:
             if found in sys.path:

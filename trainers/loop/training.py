@@ -15,11 +15,8 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
-
-from torch import Tensor
 
 from trainers.checkpoint.keeper import Keeper
 from trainers.config import TrainConfig
@@ -111,8 +108,8 @@ class Training:
         last = min(sampler.steps_per_epoch, first + self.end - self.step)
         even = is_sharded(parts.model)
         plans = [sampler.plan(step, self.microbatch_size(step - first), even) for step in range(first, last)]
-        flat: list[Tensor] = [indices for microbatches, _ in plans for indices in microbatches]
-        batches: Iterator[Any] = self.clock.timed(parts.train_feed.batches(flat, training=True))
+        flat = [indices for microbatches, _ in plans for indices in microbatches]
+        batches = self.clock.timed(parts.train_feed.batches(flat, training=True))
         self.clock.start_span()
         for step, (_, sizes) in zip(range(first, last), plans, strict=True):
             parts.step.set_lr(lr_factor(self.config.lr_schedule, self.step, parts.total_steps))
@@ -217,9 +214,8 @@ class Training:
         parts = self.parts
         began = time.perf_counter()
         share_buffers(parts.model, parts.group)
-        figures = evaluate(
-            parts.model, self.task, parts.val_feed, self.config.evaluate.microbatch_size, parts.spec, parts.group
-        )
+        size = self.config.evaluate.microbatch_size
+        figures = evaluate(parts.model, self.task, parts.val_feed, size, parts.spec, parts.group)
         self.metrics |= figures
         self.evaluated_step = self.step
         record = {**self.position(), **figures}
@@ -302,9 +298,8 @@ class Training:
             ranks=ranks,
             noise_scale=noise.figures() if noise is not None else None,
         )
-        if self.context.storage is not None and self.context.rank == 0:
-            if self.log is not None:
-                self.log.flush(self.step)
+        if self.log is not None and self.context.storage is not None:
+            self.log.flush(self.step)
             self.context.storage.write("result.json", result.to_json().encode())
         group.barrier()
         return result
