@@ -152,7 +152,7 @@ def main(rounds: int, sizes: list[int], parent: str | None, keep: bool) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_ray = importlib.util.find_spec("ray") is not None
     if on_ray:
-        from trainers.on_ray.trainer import connect
+        from trainers.on_ray.connect import connect
 
         connect(show_workers=False)
     results = {}

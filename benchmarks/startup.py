@@ -104,7 +104,7 @@ def measure(launcher: str, rounds: int) -> dict[str, Any]:
 def warm_trials(trials: int) -> dict[str, float]:
     """Milliseconds that a trial of one step takes in a warm lane; the first quarter of them is the lane's start."""
     from benchmarks.sweep import sweep_file, through_lanes
-    from trainers.on_ray.trainer import connect
+    from trainers.on_ray.connect import connect
 
     connect(show_workers=False)
     train = {"task_args": {"rows": 1}, "epochs": None, "max_steps": 1, "global_batch_size": 1}

@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
     args = parser.parse_args()
 
-    from trainers.on_ray.trainer import connect
+    from trainers.on_ray.connect import connect
 
     connect(show_workers=False)
     settle()

@@ -15,16 +15,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainers.config import TrainConfig
 from trainers.config.model import parse_overrides
 from trainers.config.reference import reference
-from trainers.errors import POLICIES, ConfigError, PacelineError, RunFailedError
+from trainers.errors import POLICIES, ConfigError, PacelineError
 from trainers.launch.imports import without_collection
-from trainers.launch.spec import check_precision, check_task, prepare_storage, read_spec, torchrun_world_size
+from trainers.launch.spec import check_precision, prepare_storage, read_spec, torchrun_world_size
 
 if TYPE_CHECKING:
     from trainers.measure.clock import RunResult
@@ -78,13 +77,14 @@ def _train(location: str, rest: list[str]) -> int:
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
 
     with without_collection(own_process=True):
-        from trainers.launch.local import run_local, run_spawn, run_torchrun, setup_logging
+        from trainers.launch.local import failing_as_run, run_local, run_spawn, run_torchrun, setup_logging
 
         if launcher == "ray":
-            from trainers.on_ray.trainer import check_cluster, run_on_ray
+            from trainers.on_ray.connect import check_cluster
+            from trainers.on_ray.trainer import run_on_ray
     rank = int(os.environ["RANK"]) if torchrun is not None else 0
     setup_logging(rank)
-    check_task(spec)
+    spec.load_task()
     if launcher == "ray":
         check_precision(spec, check_cluster(spec))
     else:
@@ -95,13 +95,8 @@ def _train(location: str, rest: list[str]) -> int:
         print(summary(finished))
         return 0
     run = {"local": run_local, "spawn": run_spawn, "torchrun": run_torchrun}.get(launcher) or run_on_ray
-    try:
+    with failing_as_run(rank):
         result = run(spec)
-    except PacelineError:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        raise RunFailedError.of(error, rank) from error
     if rank == 0:
         print(summary(result))
     return 0

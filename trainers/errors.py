@@ -197,6 +197,11 @@ def show(value: Any) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its class where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 # torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).
 _HOST_ALLOCATION = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory")
 
@@ -217,3 +222,8 @@ def classify(error: BaseException) -> Status:
     if names & {"ActorDiedError", "NodeDiedError", "ActorUnavailableError", "WorkerCrashedError"}:
         return "node_lost"
     return "error"
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's message, the cause where it is a traceback; its class's name where empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

@@ -13,7 +13,7 @@ from typing import Any
 from cluster.files.cluster_file import COMMAND_FIELDS, ClusterFile, join, near_miss, read_documents
 from cluster.files.kuberay import is_kuberay, kuberay_files
 from cluster.files.node_types import node_types
-from trainers.errors import MISSING, ConfigError, ConfigErrors
+from trainers.errors import MISSING, ConfigError, ConfigErrors, first_line
 
 _PROVIDERS = ("aws", "azure", "gcp", "local", "vsphere", "aliyun")
 _SETUP_FIELDS = ("head_setup_commands", "worker_setup_commands")
@@ -183,8 +183,7 @@ def _accept(config: dict[str, Any], source: str) -> None:
 
 
 def _refused(error: Exception, source: str) -> ConfigError:
-    reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-    return ConfigError("the file", MISSING, f"is refused by Ray ({reason})", _HOW_TO_WRITE, source)
+    return ConfigError("the file", MISSING, f"is refused by Ray ({first_line(error)})", _HOW_TO_WRITE, source)
 
 
 def _commands(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:

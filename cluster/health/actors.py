@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.health.links import Link
 from cluster.health.verdicts import NodeFacts
+from trainers.errors import last_line
 
 
 class Probe:
@@ -110,12 +108,12 @@ class Nodes:
             try:
                 results[node_id] = ray.get(reference)
             except ray.exceptions.RayTaskError as error:
-                self.note(node_id, failure=f"{part}: {_last_line(error)}")
+                self.note(node_id, failure=f"{part}: {last_line(error)}")
             except ray.exceptions.ActorUnavailableError:
                 self.note(node_id, silent_in=part)
             except ray.exceptions.RayActorError as error:
                 # An actor whose class cannot be imported there has died of it; else its node is gone.
-                words = _last_line(error)
+                words = last_line(error)
                 known = {"failure": words} if "Error:" in words else {"silent_in": part}
                 self.note(node_id, **known)
             except ray.exceptions.RayError as error:
@@ -125,7 +123,3 @@ class Nodes:
     def ask_all(self, part: str, timeout_s: float, function: Any, *args: Any, training: bool = False) -> dict[str, Any]:
         """The same of all that answer."""
         return self.ask(part, timeout_s, dict.fromkeys(self.answering(training), (function, *args)))
-
-
-def _last_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()

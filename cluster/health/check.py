@@ -15,9 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 
 from cluster.health import links, probes
@@ -264,7 +261,7 @@ def check(
 
     Returns 1 when there is an error; with `exclude_bad` when too few nodes are left.
     """
-    from trainers.on_ray.trainer import connect
+    from trainers.on_ray.connect import connect
 
     connect(show_workers=False)
     if num_workers is not None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from trainers.devices.device import synchronize, total_memory_bytes
+from trainers.errors import first_line
 from trainers.model.precision import TABLE, able_precisions, apply_matmul
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
@@ -285,7 +286,7 @@ def _cuda_error() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return "without a reason"
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cluster.health.verdicts import GpuHealth, Rate
 from trainers.devices.peers import code_digest
-from trainers.errors import StorageError
+from trainers.errors import StorageError, first_line
 from trainers.storage import Storage
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def write_marker(uri: str, name: str) -> str | None:
     try:
         Storage(uri).write(name, name.encode())
     except (StorageError, OSError) as error:
-        return f"{uri}: cannot be written ({_first_line(error)})"
+        return f"{uri}: cannot be written ({first_line(error)})"
     return None
 
 
@@ -173,7 +173,7 @@ def delete_marker(uri: str, name: str) -> str | None:
     try:
         Storage(uri).delete(name)
     except (StorageError, OSError) as error:
-        return f"{uri}: a file of another node cannot be deleted ({_first_line(error)})"
+        return f"{uri}: a file of another node cannot be deleted ({first_line(error)})"
     return None
 
 
@@ -210,7 +210,3 @@ def disk_rates(uri: str | None) -> list[Rate]:
                 continue  # the markers tell it
             rates.append(Rate(cast("Any", kind), f"writing to {kind}", _FILE_BYTES / min(took_s) / 1e6, "MB/s"))
     return rates
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.on_ray.test_lanes import run, sweep
 from tests.waits import when
-from trainers.on_ray.trainer import connect
+from trainers.on_ray.connect import connect
 from tune.sweep.run import disconnect
 
 

@@ -109,7 +109,7 @@ def test_dead_runs_are_no_condition_of_a_start(
 
 
 def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:
-    from trainers.on_ray.trainer import check_cluster
+    from trainers.on_ray.connect import check_cluster
 
     with pytest.raises(ConfigError, match=r"scaling.num_workers` is 3, but must fit on .* 2 CPUs .* at most 2\."):
         check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=3))
@@ -122,7 +122,7 @@ def test_the_limits_in_ray_count_before_they_are_up(tmp_path: Path, driver: Any)
     from ray._private.state import state
     from ray.core.generated.autoscaler_pb2 import ClusterConfig
 
-    from trainers.on_ray.trainer import check_cluster
+    from trainers.on_ray.connect import check_cluster
 
     group = {"resources": {"CPU": 4}, "min_count": 0, "max_count": 2, "name": "worker"}
     config = ClusterConfig(node_group_configs=[group])
@@ -145,7 +145,7 @@ def test_what_the_cluster_file_allows_counts_before_it_is_up(
 ) -> None:
     """As on the head of a `ray up` cluster that grows from zero."""
     from trainers.on_ray import capacity as growth
-    from trainers.on_ray.trainer import capacity
+    from trainers.on_ray.capacity import capacity
 
     types = {
         "head": {"resources": {"CPU": 0}, "max_workers": 0},

@@ -183,7 +183,7 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pyte
     changes |= {"microbatch_size": 5}
     # One checkpoint, at step 5: a second would wait for it.
     once = "trainers.loop.training.Training.due"
-    monkeypatch.setattr(once, lambda self, every, epochs, per: every == 5 and self.step == 5)
+    monkeypatch.setattr(once, lambda self, every, epochs: every == 5 and self.step == 5)
     fit(Watched(), config(**changes), context)
     told = [(metrics["step"], checkpoint) for metrics, checkpoint in context.reports if checkpoint]
     assert [checkpoint.rpartition("-")[2] for _, checkpoint in told] == ["000000000005", "000000000040"]

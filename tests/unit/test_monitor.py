@@ -87,8 +87,7 @@ def test_mfu_where_the_peak_is_known() -> None:
     watch.peak = 1e11
     clock.steps(6, 0.5)
     assert watch.window()["mfu"] == pytest.approx(1e9 * 20 / (2 * 1e11), rel=0.01)
-    assert watch.model_flops(clock.throughput()) == (1e9, pytest.approx(0.1, rel=0.01))
-    assert watch.model_flops(None) == (1e9, None)
+    assert watch.mfu(clock.throughput().samples_per_s) == pytest.approx(0.1, rel=0.01)
 
 
 def test_ranks_are_compared_by_the_shared_clock_alone() -> None:

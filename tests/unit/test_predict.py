@@ -198,7 +198,7 @@ def train(tmp_path: Path, **changes: Any) -> RunSpec:
 
 def work(location: Path, split: str = "val", which: str = "newest", out: Path | None = None, **changes: Any) -> Any:
     spec = run_spec(str(location), {key.replace("__", "."): value for key, value in changes.items()}, None)
-    job = Inference(spec, split, which, str(out) if out else None)
+    job = Inference(**dataclasses.asdict(spec), split=split, which=which, out=str(out) if out else None)
     result = infer(Kept(**spec.config.task_args), spec.config, LocalContext(spec.storage, "local"), job)
     assert job.read_result(result.to_json().encode()) == result
     return result
@@ -259,7 +259,12 @@ def test_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
 
     here = run_spec(spec.uri, {}, None)
     with pytest.raises(CheckpointError, match="does not fit this model") as met:
-        infer(Wider(), here.config, LocalContext(here.storage, "local"), Inference(here, "val", "newest", None))
+        infer(
+            Wider(),
+            here.config,
+            LocalContext(here.storage, "local"),
+            Inference(**dataclasses.asdict(here), split="val", which="newest", out=None),
+        )
     assert "\n" not in str(met.value)
 
 

@@ -17,7 +17,6 @@ from trainers.errors import ConfigError
 from trainers.launch.spec import (
     RunSpec,
     check_precision,
-    check_task,
     make_spec,
     prepare_storage,
     read_file,
@@ -149,12 +148,12 @@ def test_no_torchrun_without_its_variables(user: Path) -> None:
 
 
 def test_the_task_is_checked(user: Path) -> None:
-    check_task(read(user))
+    read(user).load_task()
     with pytest.raises(ConfigError, match="does not fit Mine") as raised:
-        check_task(read(user, task_args={"hight": 1}))
+        read(user, task_args={"hight": 1}).load_task()
     assert str(user / "train.yaml") in str(raised.value)
     with pytest.raises(ConfigError, match="names no class"):
-        check_task(read(user, task=f"{MODULE}:Yours"))
+        read(user, task=f"{MODULE}:Yours").load_task()
 
 
 def test_the_precision_is_checked_where_workers_run(user: Path) -> None:

@@ -26,7 +26,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def export(location: str, out: str, which: str = "newest") -> str:
-    """Write the model of a run's checkpoint to `out`, a file or URI; what was written, as a sentence.
+    """Write the model of a run's checkpoint to `out`, a file or URI; return a sentence of what was written.
 
     The names are those of the task's bare model. Tensors that share memory are written under each of their names, so
     that `load_state_dict` takes the file as it is. Raises ConfigError, CheckpointError, StorageError.
@@ -60,7 +60,7 @@ def export(location: str, out: str, which: str = "newest") -> str:
 
 
 def _own(name: str, value: object) -> Tensor:
-    """The tensor in memory of its own and in order, as the format wants it."""
+    """Return a contiguous copy of the tensor, as the format wants it."""
     if not isinstance(value, Tensor):
         raise CheckpointError(f"the model cannot be written as safetensors: {name} is no tensor")
     return value.detach().clone(memory_format=torch.contiguous_format)

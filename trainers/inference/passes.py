@@ -1,4 +1,4 @@
-"""A trained model at work: evaluate it on a split, or write what it says of every sample.
+"""Evaluate a trained model on a split, or write its prediction for every sample.
 
 Run as:
     python -m trainers evaluate RUN [--split val] [--checkpoint newest|best|step-N] [--dotted.key value ...]
@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,12 +29,11 @@ from trainers.config.model import override, parse_overrides
 from trainers.context import RunContext
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
 from trainers.devices.group import Group
-from trainers.errors import MISSING, CheckpointError, ConfigError, PacelineError, RunFailedError
+from trainers.errors import MISSING, CheckpointError, ConfigError
 from trainers.inference.predict import predict
 from trainers.inference.saved_run import SavedRun
-from trainers.launch.find_task import add_to_path, load_task
-from trainers.launch.local import run_local, run_spawn, run_torchrun, setup_logging
-from trainers.launch.spec import RunSpec, check_precision, check_task, make_spec, torchrun_world_size
+from trainers.launch.local import failing_as_run, run_local, run_spawn, run_torchrun, setup_logging
+from trainers.launch.spec import Job, RunSpec, check_precision, make_spec, torchrun_world_size
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.strategy import compile_model
 from trainers.step.evaluation import evaluate
@@ -45,7 +43,7 @@ from trainers.task import Task, task_feed
 
 @dataclass(frozen=True)
 class InferenceResult:
-    """What one pass over a split gave."""
+    """The outcome of one pass over a split."""
 
     checkpoint: str
     """Where it is."""
@@ -55,14 +53,14 @@ class InferenceResult:
     metrics: dict[str, float]
     """Named after the split (`val_loss`); empty for predictions."""
     time_s: float
-    """Of the pass alone: the model was there."""
+    """Of the pass alone, without building and loading the model."""
     world_size: int
     device: str
     precision: str
     out: str | None = None
 
     def to_json(self) -> str:
-        """As it crosses between processes."""
+        """Return it as it crosses between processes."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
@@ -79,36 +77,23 @@ class InferenceResult:
 
 
 @dataclass(frozen=True)
-class Inference:
-    """A job for the launchers: with `out` predictions, else an evaluation."""
+class Inference(Job[InferenceResult]):
+    """One pass over a split: with `out` predictions, else an evaluation."""
 
-    spec: RunSpec
     split: str
     which: str
     """The checkpoint: newest, best or step-N."""
     out: str | None
 
-    @property
-    def config(self) -> TrainConfig:
-        """The run's configuration, with this command's changes."""
-        return self.spec.config
-
-    @property
-    def storage(self) -> Storage:
-        """The run's directory."""
-        return self.spec.storage
-
     def read_result(self, text: bytes) -> InferenceResult:
-        """What `execute` gave on rank 0."""
+        """Parse what `execute` returned on rank 0."""
         return InferenceResult(**json.loads(text))
 
     def execute(self, context: RunContext) -> InferenceResult:
-        """One pass as one worker."""
+        """Do one pass as one worker."""
         for number in (signal.SIGTERM, signal.SIGINT):  # nothing is to be kept: a signal ends it at once
             signal.signal(number, signal.default_int_handler)
-        add_to_path(list(self.spec.path))
-        config = self.config
-        return infer(load_task(config.task, config.task_args, self.spec.source), config, context, self)
+        return infer(self.load_task(), self.config, context, self)
 
 
 def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) -> InferenceResult:
@@ -153,7 +138,7 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
 def _model(
     task: Task, config: TrainConfig, group: Group, spec: PrecisionSpec, job: Inference
 ) -> tuple[str, int, nn.Module, PrecisionSpec]:
-    """Where the checkpoint is, its step, the model with its weights, and the precision with the model's layout."""
+    """Return the checkpoint's location and step, the model with its weights, and the precision with its layout."""
     run = SavedRun(job.storage, config)
     found = run.checkpoint(job.which) if group.rank == 0 else None
     name = group.first(found.name if found else "")
@@ -176,12 +161,12 @@ def _model(
 
 
 def evaluate_command(args: Sequence[str]) -> int:
-    """The command `evaluate`; returns its exit code."""
+    """Run the command `evaluate`; return its exit code."""
     return _command("evaluate", args)
 
 
 def predict_command(args: Sequence[str]) -> int:
-    """The command `predict`; returns its exit code."""
+    """Run the command `predict`; return its exit code."""
     return _command("predict", args)
 
 
@@ -199,28 +184,21 @@ def _command(command: str, args: Sequence[str]) -> int:
         out = storage_uri(str(overrides.pop("out")))
     spec = run_spec(args[0], overrides, torchrun)
     setup_logging(rank)
-    check_task(spec)
+    spec.load_task()
     check_precision(spec)
     if out is not None and rank == 0:
         check_out(out)
-    job = Inference(spec, split, which, out)
-    try:
-        if torchrun is not None:
-            result = run_torchrun(job)
-        else:
-            result = run_spawn(job) if spec.config.launcher == "spawn" else run_local(job)
-    except PacelineError:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        raise RunFailedError.of(error, rank) from error
+    job = Inference(**asdict(spec), split=split, which=which, out=out)
+    run = run_torchrun if torchrun is not None else run_spawn if spec.config.launcher == "spawn" else run_local
+    with failing_as_run(rank):
+        result = run(job)
     if rank == 0:
         print(result)
     return 0
 
 
 def run_spec(location: str, overrides: dict[str, Any], world_size: int | None) -> RunSpec:
-    """The run at `location` as this machine can execute it: one worker here unless `overrides` say otherwise.
+    """Return the run at `location` as this machine can execute it: one worker here unless `overrides` say otherwise.
 
     `world_size` is torchrun's. Raises ConfigError.
     """
@@ -238,7 +216,7 @@ def run_spec(location: str, overrides: dict[str, Any], world_size: int | None) -
 
 
 def check_out(out: str) -> None:
-    """ConfigError when no file can be written there."""
+    """Raise ConfigError when no file can be written there."""
     target = Storage(out)
     try:
         target.parent.prove_writable()

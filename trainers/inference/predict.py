@@ -1,10 +1,11 @@
-"""What a model says of every sample, as one Parquet file in the order of the data."""
+"""Write a model's prediction for every sample as one Parquet file, in the order of the data."""
 
 from __future__ import annotations
 
-import contextlib
+import collections
+import itertools
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,7 +47,8 @@ def predict(
     mine = [part[group.rank * _WINDOW : (group.rank + 1) * _WINDOW] for part in windows]
     source = feed.batches([rows for part in mine for rows in part], training=False)
     forward = ForwardPass(model.eval(), task, spec, group.device)
-    with _writer(target, about) if group.rank == 0 else contextlib.nullcontext() as writer:
+
+    def records() -> Iterator[pa.RecordBatch]:
         for part in mine:
             made = []
             for rows in part:
@@ -54,22 +56,23 @@ def predict(
                 with torch.no_grad():
                     outputs, _ = forward(batch, with_loss=False)
                 made.append(_record(rows, task.predictions(outputs, batch), task))
-            for records in group.collect(made):
-                for record in records:
-                    assert writer is not None
-                    writer.add(record)
+            for received in group.collect(made):
+                yield from received
+
+    if group.rank == 0:
+        _write(records(), target, about)
+    else:
+        collections.deque(records(), maxlen=0)
 
 
 def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch:
     arrays = {INDEX: pa.array(rows.numpy())}
     for name, value in columns.items():
         if not isinstance(value, Tensor) or value.shape[:1] != rows.shape or name == INDEX or value.is_complex():
-            raise ConfigError(
-                f"prediction {name}",
-                list(value.shape) if isinstance(value, Tensor) else type(value).__name__,
-                f"must be a real tensor of one row a sample, here [{len(rows)}, ...], under another name than {INDEX}",
-                f"choose what to write in {type(task).__name__}.predictions()",
-            )
+            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            wanted = f"a real tensor of one row a sample, here [{len(rows)}, ...]"
+            fix = f"choose what to write in {type(task).__name__}.predictions()"
+            raise ConfigError(f"prediction {name}", given, f"must be {wanted}, under another name than {INDEX}", fix)
         values = value.detach()
         if values.dtype in (torch.bfloat16, torch.float16):  # the first is unknown to Arrow, the second to many readers
             values = values.float()
@@ -80,48 +83,26 @@ def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch
     return pa.RecordBatch.from_pydict(arrays)
 
 
-class _Writer:
-    """Row groups of a size that depends on nothing but the batches."""
+def _write(records: Iterator[pa.RecordBatch], target: Storage, about: dict[str, str]) -> None:
+    """Write all records, in row groups whose size depends on nothing but the batches."""
+    first = next(records)
+    schema = first.schema.with_metadata(about)
+    waiting: list[pa.RecordBatch] = []
 
-    def __init__(self, stream: BinaryIO, about: dict[str, str]) -> None:
-        self._stream, self._about = stream, about
-        self._open: list[pa.RecordBatch] = []
-        self._file: pq.ParquetWriter | None = None
+    with target.parent.writer(target.name) as stream, pq.ParquetWriter(stream, schema) as file:
 
-    def add(self, batch: pa.RecordBatch) -> None:
-        """The next rows."""
-        if self._file is None:
-            self._file = pq.ParquetWriter(self._stream, batch.schema.with_metadata(self._about))
-        elif batch.schema != self._file.schema.remove_metadata():
-            shown, first = (", ".join(f"{one.name} {one.type}" for one in s) for s in (batch.schema, self._file.schema))
-            rule = f"must be in every batch as in the first, {first}"
-            raise ConfigError("predictions", shown, rule, "pad them to one shape in `predictions()`")
-        self._open.append(batch)
-        if sum(one.nbytes for one in self._open) >= _ROW_GROUP_BYTES:
-            self.flush()
+        def flush() -> None:
+            rows = pa.Table.from_batches(waiting).replace_schema_metadata(about)
+            file.write_table(rows, row_group_size=len(rows))
+            waiting.clear()
 
-    def flush(self) -> None:
-        """Write what is open as a row group."""
-        if self._file is not None and self._open:
-            rows = pa.Table.from_batches(self._open)
-            self._file.write_table(rows.replace_schema_metadata(self._about), row_group_size=len(rows))
-            self._open.clear()
-
-    def close(self) -> None:
-        """Write the footer."""
-        if self._file is not None:
-            self._file.close()
-
-
-@contextlib.contextmanager
-def _writer(target: Storage, about: dict[str, str]) -> Iterator[_Writer]:
-    with target.parent.writer(target.name) as stream:
-        writer = _Writer(stream, about)
-        try:
-            yield writer
-            writer.flush()
-        except BaseException:
-            with contextlib.suppress(OSError):  # Arrow's object must be closed while the stream is open
-                writer.close()
-            raise
-        writer.close()
+        for record in itertools.chain([first], records):
+            if record.schema != first.schema:
+                shown, known = (", ".join(f"{one.name} {one.type}" for one in s) for s in (record.schema, first.schema))
+                rule = f"must be in every batch as in the first, {known}"
+                raise ConfigError("predictions", shown, rule, "pad them to one shape in `predictions()`")
+            waiting.append(record)
+            if sum(one.nbytes for one in waiting) >= _ROW_GROUP_BYTES:
+                flush()
+        if waiting:
+            flush()

@@ -1,4 +1,4 @@
-"""A run that is on storage, as every command but training opens it: its configuration and one of its checkpoints."""
+"""Open a run on storage, for every command but training: its configuration and one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainers.storage import Storage, storage_uri
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """One checkpoint that was verified against its manifest."""
+    """One checkpoint, verified against its manifest."""
 
     name: str
     manifest: Manifest
@@ -35,22 +35,18 @@ class SavedRun:
 
     @staticmethod
     def open(location: str) -> SavedRun:
-        """The run in a directory or URI; ConfigError when there is none."""
+        """Open the run in a directory or URI; ConfigError when there is none."""
         storage = Storage(storage_uri(location))
         if not storage.exists("config.yaml"):
             runs = [name for name in storage.parent.names() if storage.parent.exists(f"{name}/config.yaml")]
             near = difflib.get_close_matches(storage.name, runs, n=1)
-            raise ConfigError(
-                "RUN",
-                location,
-                "is no run: there is no config.yaml in it",
-                f"did you mean `{storage.parent.locate(near[0])}`?" if near else "give the directory of a run",
-            )
+            fix = f"did you mean `{storage.parent.locate(near[0])}`?" if near else "give the directory of a run"
+            raise ConfigError("RUN", location, "is no run: there is no config.yaml in it", fix)
         tree = read_mapping(storage, "config.yaml")
         return SavedRun(storage, build(TrainConfig, tree, storage.locate("config.yaml")))
 
     def checkpoint(self, which: str) -> SavedCheckpoint:
-        """The checkpoint `newest`, `best` or `step-123`.
+        """Read the checkpoint `newest`, `best` or `step-123`.
 
         Raises ConfigError when there is none, CheckpointError when it holds more than tensors and plain data.
         """

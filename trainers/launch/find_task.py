@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: str) -> list[str]:
-    """Directories that must be on `sys.path` for `module:Class`; found by looking for files, without an import.
+    """Return the directories that must be on `sys.path` for `module:Class`: looks for files, and imports nothing.
 
     Raises ConfigError when there is neither such a file nor such an installed module.
     """
@@ -43,9 +43,8 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
     near = difflib.get_close_matches(module.rsplit(".", 1)[-1], beside, n=1)
     fix = f"did you mean `{near[0]}:{task.partition(':')[2]}`?" if near else "check the name, or set `task_dir`"
     file = module.replace(".", "/") + ".py"
-    raise ConfigError(
-        "task", task, f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module", fix, source
-    )
+    rule = f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module"
+    raise ConfigError("task", task, rule, fix, source)
 
 
 def _holds(root: Path, module: str) -> bool:
@@ -61,8 +60,8 @@ def _installed(module: str) -> bool:
 
 
 def portable(paths: list[str]) -> list[str]:
-    """Inside a Ray job: directories below the working directory as relative ones, since the job's package is in another
-    place for the next job and maybe on another node. Elsewhere the paths as they are.
+    """Inside a Ray job, make directories below the working directory relative: the job's package lies elsewhere for the
+    next job and maybe on another node. Outside of one, return the paths as they are.
     """
     if not inside_ray_job():
         return paths
@@ -73,11 +72,8 @@ def portable(paths: list[str]) -> list[str]:
 def add_to_path(paths: list[str]) -> None:
     """Put directories first on `sys.path`; a relative one is looked for below every entry there already."""
     for path in reversed(paths):
-        if Path(path).is_absolute():
-            found: str | None = path
-        else:
-            bases = [str(Path.cwd()), *sys.path]
-            found = next((str(Path(base) / path) for base in bases if (Path(base) / path).is_dir()), None)
+        candidates = (Path(base, path) for base in [str(Path.cwd()), *sys.path])
+        found = next((str(candidate) for candidate in candidates if candidate.is_dir()), None)
         if found is not None:
             if found in sys.path:
                 sys.path.remove(found)
@@ -85,7 +81,7 @@ def add_to_path(paths: list[str]) -> None:
 
 
 def _where(error: Exception) -> str:
-    """File and line of an import's failure: the innermost one that is the user's, not a library's."""
+    """Return file and line of an import's failure: the innermost frame that is the user's, not a library's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -97,21 +93,16 @@ def _where(error: Exception) -> str:
 
 def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
     """Import and construct a task; its directories must be on `sys.path`. ConfigError says what is wrong."""
+    module_name, _, class_name = task.partition(":")
     with without_collection():
         from trainers.task import Task
-    module_name, _, class_name = task.partition(":")
-    try:
-        with without_collection():
+
+        try:
             module = importlib.import_module(module_name)
-    except Exception as error:
-        words = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(
-            "task",
-            task,
-            f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})",
-            "mend that line or install what it needs",
-            source,
-        ) from error
+        except Exception as error:
+            words = error.msg if isinstance(error, SyntaxError) else str(error)
+            rule = f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})"
+            raise ConfigError("task", task, rule, "fix that line or install what it needs", source) from error
     cls = getattr(module, class_name, None)
     if cls is None:
         near = difflib.get_close_matches(class_name, dir(module), n=1)
@@ -122,11 +113,6 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
     try:
         inspect.signature(cls).bind(**task_args)
     except TypeError as error:
-        raise ConfigError(
-            "task_args",
-            task_args,
-            f"does not fit {class_name} ({error})",
-            f"its signature is {class_name}{inspect.signature(cls)}",
-            source,
-        ) from error
+        rule, fix = f"does not fit {class_name} ({error})", f"its signature is {class_name}{inspect.signature(cls)}"
+        raise ConfigError("task_args", task_args, rule, fix, source) from error
     return cls(**task_args)

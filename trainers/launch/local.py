@@ -5,6 +5,7 @@ Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_S
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -13,53 +14,25 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from trainers.config import TrainConfig
-from trainers.context import RunContext
-from trainers.errors import RunFailedError
+from trainers.errors import PacelineError, RunFailedError, last_line
+from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 1800
-
-
-class Result(Protocol):
-    """What a worker's work gave."""
-
-    def to_json(self) -> str:
-        """As it crosses between processes."""
-
-
-R = TypeVar("R", bound=Result)
-R_co = TypeVar("R_co", bound=Result, covariant=True)
-
-
-class Job(Protocol[R_co]):
-    """What the launchers start: a training run (RunSpec) or an inference pass (Inference)."""
-
-    @property
-    def config(self) -> TrainConfig:
-        """Device and workers."""
-
-    @property
-    def storage(self) -> Storage:
-        """The run's directory."""
-
-    def execute(self, context: RunContext) -> R_co:
-        """The work of one worker."""
-
-    def read_result(self, text: bytes) -> R_co:
-        """What `execute` gave, from its JSON."""
+_TIMEOUT_S = 1800
 
 
 class LocalContext:
@@ -120,7 +93,7 @@ class LocalContext:
 
 
 def setup_logging(rank: int) -> None:
-    """Progress of our packages on standard output: rank 0 as it is, other ranks from warnings on, with their rank."""
+    """Send our packages' log to standard output: rank 0's progress as it is, other ranks' warnings with their rank."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     for name in ("trainers", "cluster", "tune"):
@@ -130,47 +103,51 @@ def setup_logging(rank: int) -> None:
         package.propagate = False
 
 
-def run_local(spec: Job[R]) -> R:
-    """One worker, in this process."""
-    context = LocalContext(spec.storage, "local")
+@contextlib.contextmanager
+def failing_as_run(rank: int) -> Iterator[None]:
+    """Print the traceback of an exception that is not ours, and raise it as RunFailedError."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise RunFailedError.of(error, rank) from error
+
+
+def run_local(job: Job[R]) -> R:
+    """Run one worker in this process."""
+    context = LocalContext(job.storage, "local")
     context.listen()
-    return spec.execute(context)
+    return job.execute(context)
 
 
-def run_torchrun(spec: Job[R]) -> R:
-    """This process is one of torchrun's workers; each of them calls this."""
-    env = os.environ
-    context = LocalContext(
-        spec.storage,
-        "torchrun",
-        int(env["RANK"]),
-        int(env["WORLD_SIZE"]),
-        int(env["LOCAL_RANK"]),
-        int(env["LOCAL_WORLD_SIZE"]),
-    )
-    return _run_in_group(spec, context, "env://")
+def run_torchrun(job: Job[R]) -> R:
+    """Run this process as one of torchrun's workers; each of them calls this."""
+    numbers = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return _run_in_group(job, LocalContext(job.storage, "torchrun", *numbers), "env://")
 
 
-def run_spawn(spec: Job[R]) -> R:
-    """`scaling.num_workers` processes on this machine; the result is rank 0's.
+def run_spawn(job: Job[R]) -> R:
+    """Run `scaling.num_workers` processes on this machine, and return rank 0's result.
 
     A group that ran out of memory in mid-training starts again with a smaller microbatch. Raises RunFailedError with
-    the words of the rank that failed first.
+    the message of the rank that failed first.
     """
     while True:
         try:
-            return _spawn_group(spec)
+            return _spawn_group(job)
         except RunFailedError as failure:
             if not failure.smaller:
                 raise
             logger.warning("%s; the workers start again with a smaller one", failure.message)
 
 
-def _spawn_group(spec: Job[R]) -> R:
-    workers = spec.config.scaling.max_workers
+def _spawn_group(job: Job[R]) -> R:
+    workers = job.config.scaling.max_workers
     with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory:
         processes = start_processes(
-            _spawned, (spec, workers, directory), nprocs=workers, join=False, start_method="spawn"
+            _spawned, (job, workers, directory), nprocs=workers, join=False, start_method="spawn"
         )
         assert processes is not None
         # Ctrl-C reaches the workers too (one terminal, one process group): they stop, and this process waits.
@@ -187,24 +164,23 @@ def _spawn_group(spec: Job[R]) -> R:
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return spec.read_result(Path(directory, "result.json").read_bytes())
+        return job.read_result(Path(directory, "result.json").read_bytes())
 
 
-def _spawned(rank: int, spec: Job[Any], world_size: int, directory: str) -> None:
+def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
     setup_logging(rank)
-    context = LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
+    context = LocalContext(job.storage, "spawn", rank, world_size, rank, world_size)
     try:
-        result = _run_in_group(spec, context, f"file://{directory}/rendezvous")
+        result = _run_in_group(job, context, f"file://{directory}/rendezvous")
         if rank == 0:
             Path(directory, "result.json").write_text(result.to_json())
     except BaseException as error:
-        failure = RunFailedError.of(error, rank)
-        Path(directory, f"failed-{rank}").write_text(json.dumps(failure.args))
+        Path(directory, f"failed-{rank}").write_text(json.dumps(RunFailedError.of(error, rank).args))
         raise
 
 
 def _failure(directory: Path, error: Exception, exits: dict[int, int | None]) -> RunFailedError:
-    """A rank that died without a word, else the error of the rank that failed first; the others followed from it."""
+    """Return the cause: a rank that died without an exception, else the earliest error; the others followed from it."""
     failures = [RunFailedError(*json.loads(path.read_text())) for path in directory.glob("failed-*")]
     for rank, code in exits.items():
         # SIGTERM is how torch ends the ranks that are left.
@@ -214,27 +190,29 @@ def _failure(directory: Path, error: Exception, exits: dict[int, int | None]) ->
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             return RunFailedError("node_lost", f"rank {rank} died {how}")
     if not failures:
-        return RunFailedError("node_lost", str(error).strip().splitlines()[-1])
+        return RunFailedError("node_lost", last_line(error))
     first = RunFailedError.first(failures)
     if not first.config:
         logger.error("%s", str(error).strip())
     return first
 
 
-def _run_in_group(spec: Job[R], context: LocalContext, init_method: str) -> R:
-    context.listen()
-    use_cuda = spec.config.device in ("auto", "cuda") and torch.cuda.is_available()
-    if use_cuda:
-        torch.cuda.set_device(context.local_rank % torch.cuda.device_count())
+def join_group(backend: str, init_method: str, rank: int, world_size: int, device_index: int) -> None:
+    """Make this process a member of the run's process group; `device_index` is its GPU under nccl."""
+    if backend == "nccl":
+        torch.cuda.set_device(device_index)
     dist.init_process_group(
-        "nccl" if use_cuda else "gloo",
-        init_method=init_method,
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=_TIMEOUT_S)
     )
+
+
+def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
+    context.listen()
+    use_cuda = job.config.device in ("auto", "cuda") and torch.cuda.is_available()
+    device_index = context.local_rank % torch.cuda.device_count() if use_cuda else 0
+    join_group("nccl" if use_cuda else "gloo", init_method, context.rank, context.world_size, device_index)
     try:
-        return spec.execute(context)
+        return job.execute(context)
     finally:
         # A DDP reducer in a reference cycle would outlive the group: the process then aborts one time in eight.
         gc.collect()

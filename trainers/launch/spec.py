@@ -7,11 +7,13 @@ RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from trainers.config import TrainConfig
 from trainers.config.model import build, dump_yaml, override, parse_mapping
@@ -23,6 +25,7 @@ from trainers.storage import Storage, storage_uri
 if TYPE_CHECKING:
     from trainers.context import RunContext
     from trainers.measure.clock import RunResult
+    from trainers.task import Task
 
 # Keys that decide what is learned. A run that goes on must not have changed them.
 IDENTITY = (
@@ -39,9 +42,19 @@ IDENTITY = (
 )
 
 
+class Result(Protocol):
+    """What a worker returns."""
+
+    def to_json(self) -> str:
+        """Return it as it crosses between processes."""
+
+
+R = TypeVar("R", bound=Result)
+
+
 @dataclass(frozen=True)
-class RunSpec:
-    """Everything that a worker needs; crosses to other processes as plain data."""
+class Job(ABC, Generic[R]):
+    """All that a worker needs; crosses to other processes as plain data. Its `tree` must not be changed."""
 
     tree: dict[str, Any]
     """The resolved TrainConfig."""
@@ -52,42 +65,60 @@ class RunSpec:
     uri: str
     """The run's directory."""
 
-    @property
+    @functools.cached_property
     def config(self) -> TrainConfig:
-        """The configuration."""
+        """The configuration, validated at the first access in a process."""
         return build(TrainConfig, self.tree, self.source)
 
-    @property
+    @functools.cached_property
     def storage(self) -> Storage:
         """The run's directory."""
         return Storage(self.uri)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return asdict(self)  # without what is kept of the properties
+
+    def load_task(self) -> Task:
+        """Import and construct the task, with its directories on `sys.path`; ConfigError says what is wrong."""
+        add_to_path(list(self.path))
+        return load_task(self.config.task, self.config.task_args, self.source)
+
+    @abstractmethod
+    def execute(self, context: RunContext) -> R:
+        """Do the work of one worker."""
+
+    @abstractmethod
+    def read_result(self, text: bytes) -> R:
+        """Parse what `execute` returned, from its JSON."""
+
+
+class RunSpec(Job["RunResult"]):
+    """A training run."""
+
     def execute(self, context: RunContext) -> RunResult:
-        """Run the loop as one worker."""
+        """Train as one worker."""
         with without_collection():
             import torch._dynamo  # noqa: F401 (every optimizer imports it)
 
             from trainers.loop.fit import fit
-        add_to_path(list(self.path))
-        config = self.config
-        return fit(load_task(config.task, config.task_args, self.source), config, context)
+        return fit(self.load_task(), self.config, context)
 
     def read_result(self, text: bytes) -> RunResult:
-        """What `execute` gave, from its JSON."""
+        """Parse a result, from its JSON."""
         from trainers.measure.clock import RunResult
 
         return RunResult.from_json(text)
 
 
 def torchrun_world_size() -> int | None:
-    """The number of workers when torchrun (or what sets its variables) started this process."""
+    """Return the number of workers when torchrun (or what sets its variables) started this process, else None."""
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
         return int(os.environ["WORLD_SIZE"])
     return None
 
 
 def read_file(location: str) -> tuple[str, Path | None]:
-    """The text of a configuration file and its directory (None when it is not on this machine)."""
+    """Return the text of a configuration file and its directory (None when it is not on this machine)."""
     if "://" in location:
         file = Storage(location)
         storage, name = file.parent, file.name
@@ -97,17 +128,13 @@ def read_file(location: str) -> tuple[str, Path | None]:
     path = Path(location)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        raise ConfigError(
-            "the file",
-            location,
-            "is not there",
-            f"did you mean `{path.parent / near[0]}`?" if near else "check its name",
-        )
+        fix = f"did you mean `{path.parent / near[0]}`?" if near else "check its name"
+        raise ConfigError("the file", location, "is not there", fix)
     return decode(path.read_bytes(), location), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
 
 
 def decode(data: bytes, source: str) -> str:
-    """Text of a file; ConfigError when it is none."""
+    """Decode a text file; ConfigError when it is none."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -115,7 +142,7 @@ def decode(data: bytes, source: str) -> str:
 
 
 def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
-    """A YAML mapping that we wrote to storage; ConfigError names the file when it is damaged."""
+    """Read a YAML mapping that we wrote to storage; ConfigError names the file when it is damaged."""
     source = storage.locate(name)
     return parse_mapping(decode(storage.read(name), source), source)
 
@@ -150,28 +177,18 @@ def make_spec(tree: dict[str, Any], source: str, directory: Path | None, own_wor
 
 
 def check_machine(config: TrainConfig) -> None:
-    """Workers of a local launcher must fit on this machine."""
+    """Raise ConfigError where the workers of a local launcher do not fit on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers, each = config.scaling.max_workers, config.scaling.cpus_per_worker
     if workers * each > cores:
         cost = f" with {each} cores each" if each > 1 else ""
-        raise ConfigError(
-            "scaling.num_workers",
-            workers,
-            f"must fit on this machine{cost}, which has {cores} cores",
-            f"set it to at most {max(1, cores // each)}, or use `launcher: ray` on a cluster",
-        )
-
-
-def check_task(spec: RunSpec) -> None:
-    """What only the task's own module can refute: that it imports, its class, its arguments."""
-    add_to_path(list(spec.path))
-    config = spec.config
-    load_task(config.task, config.task_args, spec.source)
+        rule = f"must fit on this machine{cost}, which has {cores} cores"
+        fix = f"set it to at most {max(1, cores // each)}, or use `launcher: ray` on a cluster"
+        raise ConfigError("scaling.num_workers", workers, rule, fix)
 
 
 def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
-    """The precision and the device: `device_type` is where workers will train; None: what this machine has."""
+    """Check precision and device; `device_type` is where workers will train, None: what this machine has."""
     from trainers.devices.device import resolve_device
     from trainers.model.precision import check_device_type, resolve_precision
 
@@ -188,14 +205,13 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
 def delete_own(storage: Storage, mark: str) -> None:
     """Delete a directory that holds the file `mark`, which we wrote; ConfigError when it holds something else."""
     if storage.names() and not storage.exists(mark):
-        raise ConfigError(
-            "--fresh", storage.uri, f"is not ours to delete: it holds files but no {mark}", "give another `--name`"
-        )
+        rule = f"is not ours to delete: it holds files but no {mark}"
+        raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
     storage.delete("")
 
 
 def _finished(storage: Storage) -> RunResult | None:
-    """The result of a run that is done; None when there is none, or none that can be read."""
+    """Return the result of a run that is done; None when there is none, or none that can be read."""
     from trainers.measure.clock import RunResult
 
     if not storage.exists("result.json"):
@@ -208,7 +224,7 @@ def _finished(storage: Storage) -> RunResult | None:
 
 
 def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
-    """Make the run's directory ready; the result when the run is complete already.
+    """Make the run's directory ready; return the result when the run is complete already.
 
     Raises ConfigError when another run of this name is there that learned something else.
     """
@@ -220,18 +236,14 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
         before = read_mapping(storage, "config.yaml")
         for key in IDENTITY:
             if before.get(key) != spec.tree.get(key):
-                raise ConfigError(
-                    key,
-                    spec.tree.get(key),
-                    f"differs from {before.get(key)} in {storage.uri}",
-                    "train under another `--name`, or start anew with --fresh",
-                    spec.source,
-                )
+                rule = f"differs from {before.get(key)} in {storage.uri}"
+                fix = "train under another `--name`, or start anew with --fresh"
+                raise ConfigError(key, spec.tree.get(key), rule, fix, spec.source)
         same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps"))
         if same_length and (result := _finished(storage)) is not None:
             return result
         storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
-    # Where the task is, for whoever opens the run later from another directory.
+    # A command that opens the run later may start in another directory.
     found = {"task_dir": spec.path[0]} if spec.path else {}
     storage.write("config.yaml", dump_yaml({**spec.tree, **found}).encode())
     return None

@@ -1,4 +1,4 @@
-"""What rank 0 says of a run while it goes on."""
+"""The lines that rank 0 logs while a run goes on."""
 
 from __future__ import annotations
 
@@ -16,41 +16,22 @@ logger = logging.getLogger(__name__)
 
 
 def say_start(parts: Replica, config: TrainConfig, context: RunContext) -> None:
-    """The batch arithmetic, the data and the learning rate."""
+    """Log the batch arithmetic, the data and the learning rate."""
     workers = f"{context.world_size} worker{'s' if context.world_size > 1 else ''}"
-    logger.info(
-        "global batch %d = microbatch %d x accumulation %d x %s (%s, %s, %s)",
-        config.batch_size,
-        parts.microbatch_size,
-        parts.accumulation,
-        workers,
-        context.launcher,
-        parts.device,
-        parts.spec.name,
-    )
-    logger.info(
-        "%d training samples, %d steps an epoch, %d steps in all; learning rate %g",
-        parts.sampler.length,
-        parts.sampler.steps_per_epoch,
-        parts.total_steps,
-        scaled_lr(config),
-    )
+    batch = f"global batch {config.batch_size} = microbatch {parts.microbatch_size} x accumulation {parts.accumulation}"
+    logger.info("%s x %s (%s, %s, %s)", batch, workers, context.launcher, parts.device, parts.spec.name)
+    steps = f"{parts.sampler.steps_per_epoch} steps an epoch, {parts.total_steps} steps in all"
+    logger.info("%d training samples, %s; learning rate %g", parts.sampler.length, steps, scaled_lr(config))
 
 
 def say_window(record: Mapping[str, Any], total_steps: int, throughput: Throughput | None) -> None:
-    """The mean loss of some steps, as the log has it."""
+    """Log the mean loss of the steps of a window."""
     speed = f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
-    logger.info(
-        "step %d/%d  epoch %.2f  loss %.4f  %s",
-        record["step"],
-        total_steps,
-        record["epoch"],
-        record["train_loss"],
-        speed,
-    )
+    step, epoch, loss = record["step"], record["epoch"], record["train_loss"]
+    logger.info("step %d/%d  epoch %.2f  loss %.4f  %s", step, total_steps, epoch, loss, speed)
 
 
 def say_evaluation(step: int, figures: Mapping[str, float], took_s: float) -> None:
-    """The figures of an evaluation."""
+    """Log the metrics of an evaluation."""
     shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
     logger.info("evaluated at step %d in %.2f s: %s", step, took_s, shown)

@@ -2,7 +2,7 @@
 
 build: device, seed, data, model, optimizer; probe the microbatch (trainers/loop/build.py)
 resume the newest complete checkpoint, and train (trainers/loop/training.py)
-out of memory in mid-training: again, with a smaller microbatch
+where training runs out of memory: do both again with a smaller microbatch
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
-    """Train, on this worker, the run that `config` describes. Every rank must call it; the result is rank-equal.
+    """Train the run that `config` describes on this worker. Every rank must call it; the result is rank-equal.
 
     A single worker that runs out of memory in mid-training goes on from its newest checkpoint with a smaller
     microbatch; of several workers the launcher starts the group again. Raises ConfigError (a value that only the

@@ -1,7 +1,7 @@
-"""What a worker measures of itself beside the loop, and how it compares with the other ranks.
+"""Measure each worker while it trains: speed, memory, GPU readings and MFU, and compare the ranks.
 
-Nothing here runs in a step but two hooks under DDP that read a clock (on a GPU: record an event made before). All
-else is read at the end of a log window, when the device has been waited for anyway.
+Only two hooks under DDP run within a step: they read a clock (on a GPU: record an event made before). All else is read
+at the end of a log window, when the device has been waited for anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainers.devices.device import device_name, memory_figures
 from trainers.devices.nvml import GpuReadings
-from trainers.measure.clock import WARMUP_STEPS, StepClock, Throughput, Totals
+from trainers.measure.clock import WARMUP_STEPS, StepClock, Totals
 from trainers.measure.ranks import RankFigures, findings
 from trainers.step.flops import device_peak, utilisation
 from trainers.step.replica import Replica
@@ -25,13 +25,13 @@ from trainers.step.replica import Replica
 logger = logging.getLogger(__name__)
 
 COMPARE_EVERY_S = 10.0
-"""Between two gathers of all ranks' figures during training."""
+"""Seconds between two gathers of all ranks' figures during training."""
 _MEMORY_EVERY_S = 1.0  # a reading is a tenth of a millisecond, and a window may be a single step
 _EVENT_PAIRS = 64
 
 
 class Monitor:
-    """Figures of one worker's run: by window for the log, since the last comparison and in all for the balance."""
+    """Figures of one worker's run: of each log window, since the last comparison of the ranks, and of the whole run."""
 
     def __init__(self, parts: Replica, clock: StepClock, captured: bool) -> None:
         """`captured`: steps are CUDA graphs, in which no hook runs."""
@@ -54,7 +54,7 @@ class Monitor:
         self._said: set[str] = set()
 
     def window(self) -> dict[str, float]:
-        """Global speed and this rank's data wait of the steps since the last call; memory, at most once a second.
+        """Return global speed and this rank's data wait since the last call; memory, at most once a second.
 
         The device must have been waited for (`StepClock.end_span`).
         """
@@ -79,15 +79,11 @@ class Monitor:
         return found
 
     def mfu(self, samples_per_s: float) -> float | None:
-        """Model FLOPs utilisation at this global speed; None when FLOPs (rank 0 has them) or the peak are not known."""
+        """Return the model FLOPs utilisation at this speed; None where FLOPs (on rank 0) or peak are unknown."""
         return utilisation(self.flops_per_sample, samples_per_s, self.group.world_size, self.peak)
 
-    def model_flops(self, speed: Throughput | None) -> tuple[float | None, float | None]:
-        """FLOPs of a sample and the utilisation at this speed; rank 0's are the run's."""
-        return self.flops_per_sample, None if speed is None else self.mfu(speed.samples_per_s)
-
     def compare(self, elapsed_s: float) -> list[RankFigures] | None:
-        """All ranks side by side since the last comparison, every ten seconds; None in between, or with one rank.
+        """Return a row of figures of each rank since the last comparison; None within ten seconds, or with one rank.
 
         `elapsed_s` must be equal on all ranks, and every rank must call this equally often: it may be a collective.
         Rank 0 warns, once for each finding.
@@ -102,7 +98,7 @@ class Monitor:
         return rows
 
     def finish(self) -> list[RankFigures]:
-        """All ranks side by side over the whole run after warm-up. Every rank must call it."""
+        """Return a row of figures of each rank, over the whole run after warm-up. Every rank must call it."""
         now = self.clock.totals()
         warm = now - self._warm if self._warm is not None and now.steps > self._warm.steps else now
         rows = self.group.gather(self._row(warm, self._backward.mean() if self._backward is not None else None))
@@ -110,7 +106,7 @@ class Monitor:
         return rows
 
     def close(self) -> None:
-        """Let go of NVML and of the hooks."""
+        """Release NVML and remove the hooks."""
         self._gpu.close()
         if self._backward is not None:
             self._backward.close()
@@ -195,13 +191,13 @@ class BackwardTimer:
         self._used = 0
 
     def take(self) -> float | None:
-        """Mean since the last call, in seconds; None without any."""
+        """Return the mean since the last call, in seconds; None without any."""
         count, sum_s = self._count - self._taken, self._sum_s - self._taken_s
         self._taken, self._taken_s = self._count, self._sum_s
         return sum_s / count if count else None
 
     def mean(self) -> float | None:
-        """Mean of all, in seconds; None without any."""
+        """Return the mean of all, in seconds; None without any."""
         return self._sum_s / self._count if self._count else None
 
     def close(self) -> None:

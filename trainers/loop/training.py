@@ -1,4 +1,4 @@
-"""The loop itself, on one worker: steps, and whatever is due between them.
+"""The loop itself, on one worker: its steps, and whatever is due between them.
 
 until the last step (of this launcher's part of the run), or until asked to stop:
     set the learning rate; run one step (trainers/step/train_step.py); count it
@@ -15,18 +15,15 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from trainers.checkpoint.keeper import Keeper
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import device_name, environment, reset_peak_memory
 from trainers.errors import DivergedError, PreemptedError, Status, classify
+from trainers.loop.agreement import Agreement, agree
 from trainers.loop.console import say_evaluation, say_start, say_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.watchdog import Watchdog
@@ -43,21 +40,11 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 AGREE_EVERY_STEPS = 10
-"""Between two agreements of all ranks: a bad loss or a stop is acted on within so many steps."""
-
-
-@dataclass(frozen=True)
-class _Agreed:
-    stop: bool
-    diverged: bool
-    checkpoint_due: bool
-    preempted: bool
-    writing: bool
-    """Whether a rank is at work on a checkpoint in the background."""
+"""Steps between two agreements of all ranks: the longest that a bad loss or a stop waits."""
 
 
 class Training:
-    """One attempt of one worker: the loop itself."""
+    """One worker's attempt at a run: from the newest checkpoint to the end, a stop or an error."""
 
     def __init__(
         self,
@@ -91,7 +78,7 @@ class Training:
             stack.callback(self.keeper.checkpoints.abandon)
 
     def run(self) -> RunResult:
-        """All of it, from the newest checkpoint on."""
+        """Train from the newest checkpoint on."""
         parts = self.parts
         reset_peak_memory(parts.device)
         self.resume()
@@ -113,7 +100,7 @@ class Training:
         return self.finish("done" if self.step == parts.total_steps else "stopped")
 
     def epoch(self) -> bool:
-        """The rest of the current epoch; whether the run was asked to stop in it."""
+        """Train the rest of the current epoch; return whether the run was asked to stop in it."""
         parts, sampler = self.parts, self.parts.sampler
         self.clock.end_span()  # the last steps of an epoch after which nothing was due
         number, first = divmod(self.step, sampler.steps_per_epoch)
@@ -121,8 +108,8 @@ class Training:
         last = min(sampler.steps_per_epoch, first + self.end - self.step)
         even = is_sharded(parts.model)
         plans = [sampler.plan(step, self.microbatch_size(step - first), even) for step in range(first, last)]
-        flat: list[Tensor] = [indices for microbatches, _ in plans for indices in microbatches]
-        batches: Iterator[Any] = self.clock.timed(parts.train_feed.batches(flat, training=True))
+        flat = [indices for microbatches, _ in plans for indices in microbatches]
+        batches = self.clock.timed(parts.train_feed.batches(flat, training=True))
         self.clock.start_span()
         for step, (_, sizes) in zip(range(first, last), plans, strict=True):
             parts.step.set_lr(lr_factor(self.config.lr_schedule, self.step, parts.total_steps))
@@ -130,7 +117,9 @@ class Training:
             try:
                 parts.step(batches, sizes, size, idle=not any(sizes))
             except (RuntimeError, MemoryError) as error:
-                self.check_memory(error)
+                if classify(error) in OUT_OF_MEMORY:
+                    where = device_name(parts.device)
+                    refuse_microbatch(error, parts.microbatch_size, self.config, self.context, where)
                 raise
             self.step += 1
             self.clock.step(size, sum(sizes))
@@ -141,39 +130,23 @@ class Training:
         return False
 
     def microbatch_size(self, ahead: int) -> int:
-        """Of the step that comes after so many others: smaller where the noise scale wants two pieces of it."""
+        """Return that of the step `ahead` steps from now: smaller where the noise scale wants two pieces of it."""
         noise, size = self.parts.step.noise, self.parts.microbatch_size
         return size if noise is None else noise.microbatch_size(self.step + ahead, size)
 
     def after_step(self) -> bool:
-        """Whatever is due after a step; whether to stop."""
-        config, parts = self.config, self.parts
-        per_epoch = parts.sampler.steps_per_epoch
-        evaluate_now = self.due(config.evaluate.every_steps, config.evaluate.every_epochs, per_epoch)
-        keep = config.checkpoint
-        by_time = keep.every_s is not None
-        keeps = self.keeper is not None
-        checkpoint_now = keeps and not by_time and self.due(keep.every_steps, keep.every_epochs, per_epoch)
-        agreed = _Agreed(False, False, False, False, False)
+        """Do whatever is due after a step; return whether to stop."""
+        config, keep = self.config, self.config.checkpoint
+        evaluate_now = self.due(config.evaluate.every_steps, config.evaluate.every_epochs)
+        checkpoint_now = self.keeper is not None and keep.every_s is None
+        checkpoint_now = checkpoint_now and self.due(keep.every_steps, keep.every_epochs)
+        agreed = Agreement()
         if evaluate_now or checkpoint_now or self.step % AGREE_EVERY_STEPS == 0 or self.step == self.end:
-            self.clock.end_span()
             agreed = self.agree()
-            if agreed.diverged:
-                if self.keeper is not None:
-                    self.keeper.settle()
-                raise DivergedError(
-                    f"the loss became NaN or infinite between steps {max(0, self.step - AGREE_EVERY_STEPS)} and "
-                    f"{self.step}" + (f"; the last good checkpoint is {self.checkpoint}" if self.checkpoint else "")
-                )
-            if self.keeper is not None and not agreed.writing:
-                self.keeper.advance()
-        if self.step % config.log_every_steps == 0:
+        if evaluate_now or self.step % config.log_every_steps == 0:
             self.end_window()
-        improved = False
-        if evaluate_now:
-            self.end_window()
-            improved = self.evaluate()
-        if (checkpoint_now or improved or (keeps and agreed.checkpoint_due)) and self.step < self.end:
+        improved = evaluate_now and self.evaluate()
+        if (checkpoint_now or improved or agreed.checkpoint_due) and self.step < self.end:
             self.end_window()
             self.keep(at_once=agreed.preempted)
         if agreed.preempted and self.step < self.end:
@@ -182,42 +155,47 @@ class Training:
             self.clock.start_span()
         return agreed.stop
 
-    def due(self, every_steps: int | None, every_epochs: int | None, per_epoch: int) -> bool:
-        """Whether the step that has just ended is one of every so many."""
-        interval = every_steps or (every_epochs or 1) * per_epoch
+    def due(self, every_steps: int | None, every_epochs: int | None) -> bool:
+        """Return whether the step that has just ended completes such an interval."""
+        interval = every_steps or (every_epochs or 1) * self.parts.sampler.steps_per_epoch
         return self.step % interval == 0
 
-    def agree(self) -> _Agreed:
-        """One small maximum over ranks, so that all do the same next."""
-        now = time.monotonic()
-        config = self.config
-        elapsed_s = now - self.began
-        out_of_time = config.max_time_s is not None and elapsed_s > config.max_time_s
-        due = self.keeper is not None and self.keeper.due()
-        writing = self.keeper is not None and self.keeper.checkpoints.busy
-        stop = self.context.should_stop(self.elapsed_s) or out_of_time
+    def agree(self) -> Agreement:
+        """Agree with all ranks on what comes next; raises DivergedError on all of them where a loss was bad."""
+        self.clock.end_span()
+        keeper, max_time_s = self.keeper, self.config.max_time_s
+        elapsed_s = time.monotonic() - self.began
+        out_of_time = max_time_s is not None and elapsed_s > max_time_s
         preempted = self.context.preempted(self.elapsed_s)
-        flags = torch.tensor(
-            [stop, bool(self.parts.step.bad), due or preempted, preempted, writing, elapsed_s], dtype=torch.float64
+        mine = Agreement(
+            stop=self.context.should_stop(self.elapsed_s) or out_of_time,
+            diverged=bool(self.parts.step.bad),
+            checkpoint_due=keeper is not None and (keeper.due() or preempted),
+            preempted=preempted,
+            writing=keeper is not None and keeper.checkpoints.busy,
         )
-        *flagged, self.elapsed_s = self.parts.group.max(flags).tolist()
-        return _Agreed(*(bool(flag) for flag in flagged))
-
-    def check_memory(self, error: Exception) -> None:
-        """TooLargeError where a step ran out of memory and a smaller microbatch may be chosen."""
-        parts = self.parts
-        if classify(error) in OUT_OF_MEMORY:
-            refuse_microbatch(error, parts.microbatch_size, self.config, self.context, device_name(parts.device))
+        agreed, self.elapsed_s = agree(self.parts.group, mine, elapsed_s)
+        if agreed.diverged:
+            if keeper is not None:
+                keeper.settle()
+            raise DivergedError(
+                f"the loss became NaN or infinite between steps {max(0, self.step - AGREE_EVERY_STEPS)} and "
+                f"{self.step}" + (f"; the last good checkpoint is {self.checkpoint}" if self.checkpoint else "")
+            )
+        if keeper is not None and not agreed.writing:
+            keeper.advance()
+        return agreed
 
     def end_window(self) -> None:
-        """The mean loss of the steps since the last window, in the log and on the terminal."""
+        """Log the mean loss of the steps since the last window, and tell the terminal and the launcher."""
         steps = self.step - self.logged_step
         if steps == 0:
             return
         self.clock.end_span()
-        self.metrics["train_loss"] = self.parts.step.take_loss() / steps
+        loss = self.metrics["train_loss"] = self.parts.step.take_loss() / steps
         self.logged_step = self.step
-        record = {**self.position(), "lr": self.lr(), "train_loss": self.metrics["train_loss"], **self.monitor.window()}
+        lr = float(self.parts.optimizer.param_groups[0]["lr"])
+        record = {**self.position(), "lr": lr, "train_loss": loss, **self.monitor.window()}
         noise = self.parts.step.noise
         if noise is not None:
             noise.take()
@@ -225,21 +203,19 @@ class Training:
         ranks = self.monitor.compare(self.elapsed_s)
         throughput = self.clock.throughput()
         if throughput is not None:
-            progress = self.step / self.parts.total_steps
-            figures = {"loss": self.metrics["train_loss"], "progress": progress, **asdict(throughput)}
+            figures = {"loss": loss, "progress": self.step / self.parts.total_steps, **asdict(throughput)}
             self.context.observe(figures | ({"mfu": record["mfu"]} if "mfu" in record else {}))
         if self.log is not None:
             self.log.add(record | ({"ranks": ranks} if ranks else {}))
             say_window(record, self.parts.total_steps, throughput)
 
     def evaluate(self) -> bool:
-        """Evaluate and report; whether this is the best so far, by `checkpoint.best`."""
+        """Evaluate and report; return whether this is the best so far, by `checkpoint.best`."""
         parts = self.parts
         began = time.perf_counter()
         share_buffers(parts.model, parts.group)
-        figures = evaluate(
-            parts.model, self.task, parts.val_feed, self.config.evaluate.microbatch_size, parts.spec, parts.group
-        )
+        size = self.config.evaluate.microbatch_size
+        figures = evaluate(parts.model, self.task, parts.val_feed, size, parts.spec, parts.group)
         self.metrics |= figures
         self.evaluated_step = self.step
         record = {**self.position(), **figures}
@@ -265,13 +241,13 @@ class Training:
         self.keeper.keep(position, self.metrics if self.evaluated_step == self.step else {}, at_once)
 
     def kept(self, where: str) -> None:
-        """A checkpoint is complete: report it."""
+        """Report a checkpoint that is complete."""
         self.checkpoint = where
         self.watchdog.beat()
         self.context.report({**self.position(), **self.metrics}, where, self.elapsed_s)
 
     def resume(self) -> None:
-        """Take the newest complete checkpoint, if there is one."""
+        """Go back to the newest complete checkpoint, if there is one."""
         position = self.keeper.resume(self.context.source) if self.keeper is not None else None
         if self.keeper is None or position is None:
             return
@@ -285,25 +261,22 @@ class Training:
             logger.info("resumed at step %d from %s", self.step, self.checkpoint or self.context.source)
 
     def position(self) -> dict[str, Any]:
-        """Where the run is, for logs and reports."""
+        """Return where the run is, for logs and reports."""
         return {
             "step": self.step,
             "epoch": self.step / self.parts.sampler.steps_per_epoch,
             "train_time_s": self.clock.train_time_s,
         }
 
-    def lr(self) -> float:
-        """The learning rate of the last step, of the first group."""
-        return float(self.parts.optimizer.param_groups[0]["lr"])
-
     def finish(self, status: Status) -> RunResult:
-        """The result, the same on every rank; rank 0 writes it."""
-        group = self.parts.group
+        """Return the result, the same on every rank; rank 0 writes it."""
+        group, noise, speed = self.parts.group, self.parts.step.noise, self.clock.throughput()
         ranks = self.monitor.finish()
-        throughput, first_step_s = group.first((self.clock.throughput(), self.clock.first_step_s))
-        flops_per_sample, mfu = group.first(self.monitor.model_flops(throughput))
-        noise = self.parts.step.noise
-        compiled = group.first(self.inspection.compiled() if self.inspection is not None else None)
+        compiled = self.inspection.compiled() if self.inspection is not None else None
+        mfu = self.monitor.mfu(speed.samples_per_s) if speed is not None else None
+        throughput, first_step_s, flops_per_sample, mfu, compiled = group.first(
+            (speed, self.clock.first_step_s, self.parts.flops_per_sample, mfu, compiled)
+        )
         result = RunResult(
             status=status,
             steps=self.step,
@@ -325,9 +298,8 @@ class Training:
             ranks=ranks,
             noise_scale=noise.figures() if noise is not None else None,
         )
-        if self.context.storage is not None and self.context.rank == 0:
-            if self.log is not None:
-                self.log.flush(self.step)
+        if self.log is not None and self.context.storage is not None:
+            self.log.flush(self.step)
             self.context.storage.write("result.json", result.to_json().encode())
         group.barrier()
         return result

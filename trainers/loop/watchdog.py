@@ -1,7 +1,7 @@
-"""Notices a step that never ends: the stacks of every rank are saved with the run, and the workers end.
+"""End workers whose step never ends, after the stacks of every rank are saved with the run.
 
-A thread of each worker looks at the loop's heartbeat. Where a call holds the interpreter's lock for ever, and no thread
-can look, the C-level timer of `faulthandler` writes the stacks and ends the process instead.
+A thread of each worker watches the loop's heartbeat. Where a call holds the interpreter's lock for ever, and no thread
+can run, the C-level timer of `faulthandler` writes the stacks and ends the process instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 HUNG_EXIT_CODE = 74
 """Exit code of a worker that its watchdog ended."""
 GRACE_S = 5.0
-"""A rank that hangs stops all others within moments: each has this long to save its stacks before any leaves."""
+"""A rank that hangs soon stops all others: each has this long to save its stacks before any exits."""
 
 
 class Watchdog:
@@ -31,7 +31,7 @@ class Watchdog:
     def __init__(
         self, timeout_s: float, rank: int, storage: Storage | None, tell: Callable[[str], None] | None = None
     ) -> None:
-        """`tell` hears the sentence before the process ends."""
+        """`tell` is called with the message before the process ends."""
         self._timeout_s, self._rank, self._storage, self._tell = timeout_s, rank, storage, tell
         self._last = time.monotonic()
         self._closed = threading.Event()
@@ -41,11 +41,11 @@ class Watchdog:
         self._thread.start()
 
     def beat(self) -> None:
-        """The loop goes on."""
+        """Note that the loop goes on."""
         self._last = time.monotonic()
 
     def close(self) -> None:
-        """The loop has ended."""
+        """Stop watching: the loop has ended."""
         self._closed.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -80,5 +80,5 @@ class Watchdog:
 
 
 def count_hangs(storage: Storage) -> int:
-    """How many ranks have saved their stacks in a run's directory."""
+    """Return how many ranks have saved their stacks in a run's directory."""
     return len(storage.names("hangs"))

@@ -1,7 +1,7 @@
-"""What the connected cluster may grow to, by its cluster file (Ray).
+"""What the connected cluster has, and may grow to by its cluster file.
 
-Ray has a register for it, which its own autoscaler of 2.60 leaves empty (ray pull request 63012). So the file is read
-where a job's driver finds it: on the head of a `ray up` cluster, and in KubeRay's head from Kubernetes itself.
+Ray has a register for the latter, which its own autoscaler of 2.60 leaves empty (ray pull request 63012). So the file
+is read where a job's driver finds it: on the head of a `ray up` cluster, and in KubeRay's head from Kubernetes itself.
 
 Environment read: RAY_ADDRESS, without which a cluster is embedded and never grows; in Kubernetes RAY_CLUSTER_NAME and
 KUBERNETES_SERVICE_HOST, which KubeRay and Kubernetes set.
@@ -13,16 +13,16 @@ import functools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers.on_ray.environment import embedded  # before Ray, which reads what it sets
-
-# isort: split
 import ray
 import yaml
 from ray._private.state import state
+
+from trainers.on_ray.environment import embedded
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,17 @@ _JOIN_S, _LOOK_S = 60, 1.0
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
+def capacity() -> dict[str, float]:
+    """Return all resources that the connected cluster has or may grow to, by its cluster file."""
+    now = {name: float(amount) for name, amount in ray.cluster_resources().items()}
+    grown = Counter[str]()
+    for resources in nodes_at_most():
+        grown.update(resources)
+    return {name: max(now.get(name, 0.0), float(grown.get(name, 0))) for name in now | grown}
+
+
 def nodes_at_most() -> list[dict[str, float]]:
-    """The nodes that the cluster file allows, the head among them, each with its resources; none if unknown."""
+    """Return the resources of each node that the cluster file allows, the head among them; none if unknown."""
     config = state.get_cluster_config()
     if config is not None and config.node_group_configs:
         return [dict(group.resources) for group in config.node_group_configs for _ in range(max(0, group.max_count))]
@@ -50,7 +59,7 @@ def _workers_up() -> list[dict[str, float]]:
 
 @functools.cache
 def _wait_for_a_worker() -> None:
-    """Once: a job may be submitted while the hosts of `ray up` are still joining."""
+    """Wait, once a process: a job may be submitted while the hosts of `ray up` are still joining."""
     deadline = time.monotonic() + _JOIN_S
     if not _workers_up():
         logger.info("no worker has joined the cluster yet: waiting %d s at most", _JOIN_S)
@@ -59,15 +68,16 @@ def _wait_for_a_worker() -> None:
 
 
 def _sizes_unknown(config: Mapping[str, Any]) -> bool:
-    """Whether the file allows workers without saying how large they are: hosts of one's own."""
+    """Return whether the file allows workers without saying how large they are: hosts of one's own."""
     types = (config.get("available_node_types") or {}).values()
     return any(one.get("max_workers") and not _numbers(one.get("resources") or {}) for one in types)
 
 
 def allowed(config: Mapping[str, Any], like: Mapping[str, Any] | None = None) -> list[dict[str, float]]:
-    """The same of a file that Ray has prepared: every type's limit and the cluster's, largest nodes first.
+    """Return the resources of each node that a file prepared by Ray allows: within every type's limit and the
+    cluster's, largest nodes first.
 
-    `like`: the resources of a worker that is up; hosts of one's own, whose size no file says, count as so large.
+    `like`: the resources of a worker that is up, which stand for hosts of one's own, whose size the file does not say.
     """
     types: Mapping[str, Mapping[str, Any]] = config.get("available_node_types") or {}
     head = config.get("head_node_type")
@@ -80,7 +90,7 @@ def allowed(config: Mapping[str, Any], like: Mapping[str, Any] | None = None) ->
 
 
 def _numbers(resources: Mapping[str, Any]) -> dict[str, float]:
-    """Without what is only on one node, such as its address."""
+    """Return the resources without those of a single node, such as its address."""
     known = {name: amount for name, amount in resources.items() if isinstance(amount, int | float)}
     return {name: float(amount) for name, amount in known.items() if not name.startswith("node:")}
 
@@ -91,7 +101,7 @@ def _size(resources: Mapping[str, Any]) -> tuple[float, float]:
 
 @functools.cache
 def _file(node_id: str) -> Mapping[str, Any]:
-    """The file as the connected cluster's head has it; empty where this is not its head."""
+    """Read the file as the connected cluster's head has it; empty where this is not its head."""
     heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
     if embedded() or node_id not in heads:
         return {}
@@ -108,7 +118,7 @@ def _file(node_id: str) -> Mapping[str, Any]:
 
 
 def _of_kuberay(name: str) -> Mapping[str, Any]:
-    """The RayCluster from Kubernetes, read as Ray's autoscaler beside the head reads it, with the head's account."""
+    """Read the RayCluster from Kubernetes as Ray's autoscaler beside the head does, with the head's account."""
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
     from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 import ray.train
 import ray.train.torch
@@ -19,10 +16,9 @@ from ray.util.metrics import Gauge
 from trainers.storage import Storage
 
 PREEMPTION_POLL_S = 2.0
-"""Between two looks for a drained node; each is a small collective of Ray's own."""
+"""Seconds between two looks for a drained node; each is a small collective of Ray's own."""
 REPORT_EVERY_S = 20.0
-"""Between two reports to Ray's controller; each blocks for up to its polling interval of 0.5 s."""
-
+"""Seconds between two reports to Ray's controller; each blocks for up to its polling interval of 0.5 s."""
 
 FIGURES: dict[str, tuple[str, ...]] = {
     "samples_per_s": ("run",),
@@ -32,7 +28,7 @@ FIGURES: dict[str, tuple[str, ...]] = {
     "data_wait_share": ("run", "rank"),
     "gpu_memory_bytes": ("run", "rank"),
 }
-"""What Prometheus is told of a run, and the tags of each; without the rank, rank 0 tells it."""
+"""What Prometheus gets of a run, and the tags of each; without the rank, rank 0 sends it."""
 
 
 class RayContext:
@@ -110,7 +106,7 @@ class Gauges:
         self._known: dict[str, Gauge] = {}
 
     def set(self, figures: dict[str, float]) -> None:
-        """Set those figures that are watched."""
+        """Set those of the figures that Prometheus gets."""
         if torch.cuda.is_available():
             figures = {**figures, "gpu_memory_bytes": torch.cuda.memory_allocated()}
         for name in figures.keys() & self._names.keys():
@@ -125,7 +121,7 @@ def _stop_key(storage: Storage) -> bytes:
 
 
 def request_stop(storage: Storage, wanted: bool) -> None:
-    """Ask the workers of the run in this directory to leave, or take the wish back."""
+    """Ask the workers of the run in this directory to stop, or withdraw it."""
     if wanted:
         internal_kv._internal_kv_put(_stop_key(storage), b"1", overwrite=True)
     else:
@@ -133,12 +129,12 @@ def request_stop(storage: Storage, wanted: bool) -> None:
 
 
 def stop_requested(storage: Storage) -> bool:
-    """Whether the driver of the run in this directory asked its workers to leave."""
+    """Return whether the driver of the run in this directory asked its workers to stop."""
     return bool(internal_kv._internal_kv_exists(_stop_key(storage)))
 
 
 def own_gpu() -> int:
-    """Index of this worker's GPU among those it sees; 0 without any."""
+    """Return the index of this worker's GPU among those it sees; 0 without any."""
     if not torch.cuda.is_available():
         return 0
     return int(ray.train.torch.get_device().index or 0)

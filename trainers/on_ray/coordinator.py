@@ -1,7 +1,7 @@
-"""Ray's coordinator, by whose books the size of an elastic group is chosen (Ray).
+"""Keep Ray's coordinator up to date, by whose records the size of an elastic group is chosen.
 
-It counts nodes every 20 s, and believes for 180 s what a run has told it: of a node that is gone, and of a run whose
-driver was killed, it hears late. Source: default_autoscaling_coordinator.py of ray.data (Ray 2.60).
+It counts nodes every 20 s, and keeps what a run has reserved for 180 s: it learns late of a node that is gone, and of a
+run whose driver was killed. Source: default_autoscaling_coordinator.py of ray.data (Ray 2.60).
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ import logging
 import time
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2._internal.execution.controller.state import PreemptingState, ReschedulingState, RestartingState
@@ -22,27 +19,26 @@ logger = logging.getLogger(__name__)
 _ANSWER_S, _GONE_S, _MANY = 10.0, 15.0, 1000
 
 
-class TakenNodes(ControllerCallback):
-    """In Ray's controller: a group that a notice has ended starts again when Ray knows that the nodes are gone.
+class NodeCount(ControllerCallback):
+    """Lets Ray's coordinator count the nodes before a group starts again: an elastic group that is started before the
+    next count waits for the dead node until RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
 
-    Ray decides on its size at the deadline, seconds before it misses them, and the group would wait for them.
+    After a preemption notice it waits until the nodes are gone, since Ray chooses the group's size at the deadline,
+    seconds before it misses them.
     """
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Called by Ray in its control loop, with no other group to look after."""
+        if not isinstance(current_state, (RestartingState, ReschedulingState)):
+            return
         if isinstance(previous_state, PreemptingState) and isinstance(current_state, RestartingState):
             taken, deadline = set(previous_state.preemption_info.preempted_node_ids), time.monotonic() + _GONE_S
             while taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
                 time.sleep(0.2)
-            count_nodes()
-        elif isinstance(current_state, ReschedulingState):
-            count_nodes()
+        _count_nodes()
 
 
-def count_nodes() -> None:
-    """Let Ray count the nodes now: an elastic group that is started before the next count waits for the dead node
-    until RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S.
-    """
+def _count_nodes() -> None:
     try:
         ray.get(_coordinator().get_reserved_resources.remote("", recompute=True), timeout=_ANSWER_S)
     except (ray.exceptions.RayError, ImportError, TypeError) as error:
@@ -50,8 +46,8 @@ def count_nodes() -> None:
 
 
 def free_dead_runs() -> None:
-    """Let Ray forget what runs hold whose controller is dead, as after `kill -9` of a driver: the run that goes on
-    would start with what they leave, or wait for them.
+    """Free what runs reserved whose controller is dead, as after `kill -9` of a driver: a resumed run would have to
+    wait for it, or start with what is left.
     """
     try:
         from ray.train.v2._internal.state.state_actor import get_state_actor

@@ -1,4 +1,4 @@
-"""What Ray reads from the environment at import; imported before Ray, and never overriding the user's own settings.
+"""What Ray reads from the environment at import. The user's own settings are never overridden.
 
 RAY_TRAIN_ENABLE_STATE_TRACKING         runs are visible in the dashboard
 RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the size of the group is chosen anew
@@ -9,13 +9,13 @@ TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
                                         the journal is the record; a failed trial has no metric
 TUNE_DISABLE_SIGINT_HANDLER             Ctrl-C is Paceline's too
 on a cluster that RAY_ADDRESS names:
-RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     said aloud: Ray hands it to the run's controller, whose process has no
+RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     set explicitly: Ray hands it to the run's controller, whose process has no
                                         RAY_ADDRESS and would switch it off
 and, for an embedded cluster (no RAY_ADDRESS):
 RAY_AUTH_MODE                           token, as Ray's own default for a new cluster, without its warning
-RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     nobody drains an embedded node: one actor less for each worker group
-PYTHONWARNINGS                          without a warning that Ray 2.60 gives about its own code
-RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      and without another, as Ray's `fit` sets it for its controller
+RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     an embedded node is never drained: one actor less for each worker group
+PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
+RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its controller
 """
 
 import os
@@ -44,5 +44,7 @@ def embedded() -> bool:
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
-for _name, _value in (_ALWAYS | (_EMBEDDED if embedded() else _CLUSTER)).items():
-    os.environ.setdefault(_name, _value)
+def set_environment() -> None:
+    """Set what the user has not set."""
+    for name, value in (_ALWAYS | (_EMBEDDED if embedded() else _CLUSTER)).items():
+        os.environ.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""The process group of Ray Train's workers, without torch in Ray's controller (Ray).
+"""The process group of Ray Train's workers, without torch in Ray's controller.
 
 Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in the controller and in Ray's own record
 of the runs, too), and leaves the choice of a backend to the controller's node, which may be a head without a GPU.
@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 import ray.train
 from ray.train._internal.utils import get_address_and_port
@@ -26,19 +22,19 @@ _LEAVE_S = 10.0
 
 @dataclass
 class GroupConfig(BackendConfig):
-    """In the place of Ray's TorchConfig."""
+    """Takes the place of Ray's TorchConfig."""
 
     backend: str
     """nccl or gloo."""
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Asked for by Ray."""
+        """Read by Ray."""
         return _GroupBackend
 
 
 class _GroupBackend(Backend):
-    """In the controller: brings the workers together, and apart."""
+    """Forms and dissolves the group, from the controller."""
 
     share_cuda_visible_devices = True  # NCCL's direct paths between GPUs of a node need to see them all
 
@@ -46,7 +42,8 @@ class _GroupBackend(Backend):
         """Called by Ray when all workers are there."""
         assert isinstance(backend_config, GroupConfig)
         address, port = worker_group.execute_single(0, get_address_and_port)
-        worker_group.execute(_join, f"tcp://{_bracketed(address)}:{port}", backend_config.backend)
+        host = f"[{address}]" if ":" in address else address
+        worker_group.execute(_join, f"tcp://{host}:{port}", backend_config.backend)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray before the workers end; some of them may be dead already."""
@@ -54,36 +51,22 @@ class _GroupBackend(Backend):
             ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=_LEAVE_S)
 
 
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
-
-
 def _join(init_method: str, backend: str) -> None:
     """On every worker at once."""
     with without_collection(own_process=True):
-        import torch
-        import torch.distributed as dist
-
-        from trainers.launch.local import TIMEOUT_S
+        from trainers.launch.local import join_group
         from trainers.on_ray.context import own_gpu
 
     context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
     os.environ |= {
-        "RANK": str(context.get_world_rank()),
-        "WORLD_SIZE": str(context.get_world_size()),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(context.get_local_rank()),
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "NODE_RANK": str(context.get_node_rank()),
     }
-    if backend == "nccl":
-        torch.cuda.set_device(own_gpu())
-    dist.init_process_group(
-        backend,
-        init_method=init_method,
-        rank=context.get_world_rank(),
-        world_size=context.get_world_size(),
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+    join_group(backend, init_method, rank, world_size, own_gpu())
 
 
 def _leave() -> None:

@@ -10,7 +10,7 @@ import json
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
-from trainers.errors import Status, TooLargeError
+from trainers.errors import Status, TooLargeError, first_line
 from trainers.storage import Storage
 
 OUT_OF_MEMORY: tuple[Status, ...] = ("out_of_memory", "out_of_host_memory")
@@ -51,4 +51,4 @@ def refuse_microbatch(
         known = _kept(context.storage) | {_setting(config, context, device_name): next_smaller(failed_size)}
         context.storage.write(_FILE, json.dumps(known, indent=2).encode())
     context.too_large(failed_size)
-    raise TooLargeError(failed_size, str(error).splitlines()[0]) from None
+    raise TooLargeError(failed_size, first_line(error)) from None

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from trainers.data.batch import Batch, map_tensors, parts_of, tensors_of
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, classify
+from trainers.errors import ConfigError, classify, first_line
 from trainers.model.precision import PrecisionSpec
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.train_step import TrainStep
@@ -149,9 +149,8 @@ class GraphedStep(TrainStep):
             if classify(error) in OUT_OF_MEMORY:
                 raise
             cause = error.__context__ or error  # ending a capture that failed raises once more
-            words = (str(cause).splitlines() or [type(cause).__name__])[0]
             raise _impossible(
-                f"needs a step that the host never waits in, and this one cannot be captured ({words})",
+                f"needs a step that the host never waits in, and this one cannot be captured ({first_line(cause)})",
                 "keep forward() and loss() free of `.item()`, of copies to the CPU and of shapes that depend on values",
             ) from error
         finally:

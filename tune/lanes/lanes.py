@@ -23,7 +23,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.state import list_placement_groups
 
 from trainers.config import TrainConfig
+from trainers.errors import last_line
 from trainers.launch.imports import without_collection
+from trainers.on_ray.connect import ray_scaling
 from trainers.on_ray.process_group import GroupConfig
 from trainers.storage import Storage
 from tune.lanes.controller import Losses, Presence
@@ -155,7 +157,7 @@ class Lanes:
                 if self._closing.is_set():
                     return
                 failed += 1
-                logger.warning("lane %d ended: %s", lane, str(error).strip().splitlines()[-1])
+                logger.warning("lane %d ended: %s", lane, last_line(error))
                 ray.get(self._mailbox.lost.remote(lane))
                 reservations = ray.get(self._mailbox.reservations.remote())
                 if lane in reservations:  # of a controller that died; any other has given it back
@@ -181,7 +183,6 @@ class Lanes:
                 return
 
     def _trainer(self, lane: int) -> LaneTrainer:
-        from trainers.on_ray.trainer import ray_scaling
         from tune.lanes.trainer import LaneTrainer
 
         loop_config = {

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainers.on_ray.environment import embedded  # before Ray, which reads what it sets
-
-# isort: split
 import ray
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks import DatasetsCallback
@@ -19,6 +16,7 @@ from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
+from trainers.on_ray.environment import embedded
 from tune.lanes.controller import Unannounced
 
 _NOWHERE = (

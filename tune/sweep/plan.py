@@ -16,7 +16,7 @@ from cluster.files.capacity import cost, grow, nodes_of, total, worker_groups
 from cluster.files.prices import STALE_AFTER_DAYS, load_prices
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.errors import MISSING, ConfigError, StorageError
+from trainers.errors import MISSING, ConfigError, StorageError, first_line
 from tune.report.answer import duration
 from tune.search.space import planned_trials
 from tune.sweep.spec import SweepSpec
@@ -210,7 +210,7 @@ def _records(spec: SweepSpec) -> tuple[list[TrialRecord], str]:
     try:
         return Journal(spec.storage).records(), ""
     except StorageError as error:
-        return [], f"; {spec.uri} cannot be read: {str(error).splitlines()[0]}"
+        return [], f"; {spec.uri} cannot be read: {first_line(error)}"
 
 
 def _trial_s(records: Sequence[TrialRecord], minutes: float | None, note: str) -> tuple[float | None, str]:

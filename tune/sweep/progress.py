@@ -14,9 +14,6 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 from ray import tune
 from ray.util.metrics import Gauge

@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
-# isort: split
 import ray
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler
@@ -20,9 +17,9 @@ from ray.tune.schedulers import AsyncHyperBandScheduler
 from cluster.files.capacity import worker_groups
 from cluster.health.check import require_sound
 from trainers.config import TrainConfig
-from trainers.launch.spec import RunSpec, check_precision, check_task
-from trainers.on_ray.capacity import nodes_at_most
-from trainers.on_ray.trainer import capacity, check_cluster, connect, wants_gpu
+from trainers.launch.spec import RunSpec, check_precision
+from trainers.on_ray.capacity import capacity, nodes_at_most
+from trainers.on_ray.connect import check_cluster, connect, wants_gpu
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
 from tune.search.population import member_name, population_scheduler, population_space
@@ -49,7 +46,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
     run = RunSpec(spec.train, spec.path, spec.source, spec.uri)
-    check_task(run)
+    run.load_task()
     connect(show_workers=False)
     device_type = check_cluster(run)
     if checked:
