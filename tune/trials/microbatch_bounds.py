@@ -2,13 +2,12 @@
 
 A key stands for everything that touches memory (`key_of`). Of each key two numbers are known: the largest size that
 fitted and the smallest that did not; memory grows with the size, so every size up to the first fits and every size
-from the second on does not. What lies between is not known, and is bisected where it matters. Sizes are any whole
-numbers.
+from the second on does not. What lies between is not known. Sizes are any whole numbers.
 
 Trials may contradict each other: a size that a probe found to fit runs out of memory an hour later, in a fragmented
 heap. The stricter wins, whichever came first: a size that has once run out is never taken again, nor is a larger
-one, and what was thought to fit from there on is forgotten. So it does not matter in which order observations come
-or boundaries are merged. Each contradiction is said, as the sentence that `observe` and `merge` return.
+one, and what was thought to fit from there on is forgotten. So it does not matter in which order observations come.
+Each contradiction is reported, as the sentence that `observe` returns.
 """
 
 from __future__ import annotations
@@ -137,47 +136,6 @@ class Boundary:
         if low is not None and size <= low:
             return True
         return False if high is not None and size >= high else None
-
-    def next_probe(self, key: str, wanted: int, resolution: float = 0.0) -> int | None:
-        """The size to try next in order to learn the largest that fits, up to `wanted`; None when it is known.
-
-        First `wanted`, then the middle of what is not known, until the largest fit and the smallest misfit are
-        neighbours or differ by at most `resolution` x the misfit (1/8: 12 % of the size). At most
-        ceil(log2(wanted + 1)) of these probes do not fit.
-        """
-        low, high = self.largest_fit(key) or 0, self.smallest_misfit(key)
-        if wanted <= low:
-            return None
-        if high is None or wanted < high:
-            return wanted
-        return None if high - low <= max(1.0, resolution * high) else (low + high) // 2
-
-    def start_size(self, key: str, share: int) -> int | None:
-        """The size that `auto` should try next, for a worker with `share` samples of a step; None: not even one fits.
-
-        The whole share, unless it is known not to fit. Below that only the number of microbatches matters: of the
-        sizes that are not known, those are bisected that would save one, and when there is none, the answer is the
-        smallest size that needs as few microbatches as the largest fit (128 samples with 37 known to fit: 4 x 32).
-        Probe what it says unless `fits` says True, `observe`, and ask again until `fits` says True.
-        """
-        low, high = self.largest_fit(key), self.smallest_misfit(key)
-        if high is None or share < high:
-            return share
-        if low is None:
-            return None if high == 1 else -(-high // 2)
-        count, fewest = -(-share // low), -(-share // (high - 1))
-        if fewest < count:
-            count = (fewest + count) // 2
-        return -(-share // count)
-
-    def merge(self, other: Boundary) -> list[str]:
-        """Take in all that another boundary knows; returns the contradictions."""
-        said = []
-        for key, theirs in other._known.items():
-            sizes = [(size, True) for size in sorted(theirs.fits)]
-            sizes += [(theirs.misfit, False)] if theirs.misfit is not None else []
-            said += [sentence for size, fits in sizes if (sentence := self.observe(key, size, fits))]
-        return said
 
     def to_plain(self) -> dict[str, Any]:
         """All of it as plain data, for the journal."""
