@@ -27,7 +27,7 @@ from tune.config import SweepConfig
 from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
 
 if TYPE_CHECKING:
-    from tune.trials.journal import TrialRecord
+    from tune.trials.record import TrialRecord
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,8 @@ from trainers.storage import Storage
 from tune.search.population import population
 from tune.sweep.population_trial import KEPT_STAGES
 from tune.sweep.spec import read_saved
-from tune.trials.journal import Journal, TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

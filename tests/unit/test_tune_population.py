@@ -16,7 +16,8 @@ from tune.config import SweepConfig, may_change
 from tune.lanes.mailbox import Mailbox
 from tune.lanes.messages import Assignment
 from tune.search.population import member_name, population, population_scheduler, population_space, within
-from tune.trials.journal import Journal, Stage, TrialRecord
+from tune.trials.journal import Journal, Stage
+from tune.trials.record import TrialRecord
 
 SPACE: dict[str, Any] = {
     "optimizer.lr": {"loguniform": [1e-4, 1e-1]},

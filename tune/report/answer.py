@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from trainers.errors import POLICIES
 from tune.config import Objective, SweepConfig
 from tune.search.finalists import Final, crowding, finals, pressure
-from tune.trials.journal import TrialRecord
+from tune.trials.record import TrialRecord
 
 FINISHED = ("done", "stopped")
 """Statuses of trials that have a result."""

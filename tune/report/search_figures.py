@@ -12,7 +12,8 @@ from tune.config import may_change
 from tune.report.answer import FINISHED, is_number
 from tune.report.canvas import FG, MUTED, SERIES, Canvas, Figure
 from tune.search.finalists import finals
-from tune.trials.journal import TrialRecord, trial_id
+from tune.trials.journal import trial_id
+from tune.trials.record import TrialRecord
 
 if TYPE_CHECKING:
     from tune.report.trial_figures import Plot

@@ -11,7 +11,7 @@ from tune.config import BATCH_KEYS, SweepConfig
 from tune.report.answer import FINISHED, in_short, is_number, labels, printable, shown
 from tune.report.canvas import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
 from tune.report.search_figures import beliefs, course, pareto, time_unit
-from tune.trials.journal import TrialRecord
+from tune.trials.record import TrialRecord
 
 _BATCH_KEYS = (*BATCH_KEYS, "microbatch_size")
 _MARKERS = "os^Dv*"

@@ -31,7 +31,7 @@ from tune.report.answer import (
 )
 from tune.report.canvas import Figure
 from tune.report.trial_figures import figures
-from tune.trials.journal import TrialRecord
+from tune.trials.record import TrialRecord
 
 if TYPE_CHECKING:
     import rich.table

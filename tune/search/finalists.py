@@ -16,7 +16,8 @@ from typing import Any
 from trainers.measure.step_times import student_t95
 from tune.config import TO_TARGET, SweepConfig
 from tune.trials.interval import REPEATS, REPEATS_WEIGHT, Interval
-from tune.trials.journal import TrialRecord, trial_id
+from tune.trials.journal import trial_id
+from tune.trials.record import TrialRecord
 
 _NEAR = 1.3  # single runs of one configuration differ by so much (2.5 standard deviations of their ratio)
 _EQUAL = 0.05

@@ -11,7 +11,8 @@ from tune.search.frontier import Belief, Choice, Ended, Seen, decide
 from tune.search.space import listed, trial_config
 from tune.search.time_model import Place
 from tune.trials.interval import Interval, samples_to_target
-from tune.trials.journal import TrialRecord, trial_id
+from tune.trials.journal import trial_id
+from tune.trials.record import TrialRecord
 
 # What changes how fast the same training runs. Anything else may change what is learned.
 _SPEED = (

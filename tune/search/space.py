@@ -12,8 +12,8 @@ from trainers.config import TrainConfig
 from trainers.config.model import build, override
 from trainers.errors import MISSING, ConfigError
 from tune.config import BATCH_KEYS, Range, SweepConfig
-from tune.trials.journal import TrialRecord
 from tune.trials.microbatch_bounds import bisection_order
+from tune.trials.record import TrialRecord
 from tune.trials.stop_rule import Purpose
 
 

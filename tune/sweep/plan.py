@@ -20,7 +20,8 @@ from trainers.errors import MISSING, ConfigError, StorageError
 from tune.report.answer import duration
 from tune.search.space import planned_trials
 from tune.sweep.spec import SweepSpec
-from tune.trials.journal import Journal, TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
 
 if TYPE_CHECKING:
     from cluster.files.cluster_file import ClusterFile

@@ -21,8 +21,9 @@ from trainers.config import TrainConfig
 from trainers.config.model import override
 from tune.lanes.messages import Assignment, Event
 from tune.search.space import chosen
-from tune.sweep.trial import LaneTrial, make_record
+from tune.sweep.trial import LaneTrial
 from tune.trials.journal import Stage
+from tune.trials.record import make_record
 
 KEPT_STAGES = 3
 """Of each trial: what Tune may still name as a source is not older."""

@@ -27,8 +27,8 @@ from tune.search.space import chosen, purpose_of
 from tune.sweep.pace import Pace
 from tune.sweep.spec import SweepSpec
 from tune.sweep.terminal import Terminal, View, shown_config
-from tune.sweep.trial import make_record
-from tune.trials.journal import Journal, TrialRecord, trial_id
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord, make_record
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ from tune.sweep.progress import Interrupted, Progress
 from tune.sweep.repeats import run_repeats
 from tune.sweep.spec import SweepSpec
 from tune.sweep.trial import LaneTrial
-from tune.trials.journal import Journal, TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tune.report.answer import duration, shown
-from tune.trials.journal import TrialRecord
+from tune.trials.record import TrialRecord
 
 logger = logging.getLogger(__name__)
 

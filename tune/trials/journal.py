@@ -1,9 +1,9 @@
-"""The sweep's own durable record: one line of JSON for each trial that ended, written before Tune is told.
+"""The journal of a sweep: one JSON file for each trial that ended, durable before Ray Tune is told.
 
-`<sweep>/trials/<id>.json` is a whole file, so it works on object stores, which have no append. A resumed sweep
-answers a trial that stands here from its record; only the others run. Beside it `boundary.json` keeps which
-microbatches are known to fit. A trial of a population (`scheduler: pbt`) has further lines, `<sweep>/population/<id>/
-<number>.json`: one for each of its stages, when it begins and again when it has ended.
+`<sweep>/trials/<id>.json` is a whole file because object stores have no append. A resumed sweep answers a trial that
+has a record from it and runs only the others. Beside it `boundary.json` keeps which microbatches are known to fit. A
+trial of a population (`scheduler: pbt`) also has `<sweep>/population/<id>/<number>.json`: one for each of its stages,
+written when it begins and again when it has ended.
 """
 
 from __future__ import annotations
@@ -15,68 +15,15 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainers.errors import STATUSES, CheckpointError, Status, StorageError
+from trainers.errors import STATUSES, CheckpointError, StorageError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
+from tune.trials.record import TrialRecord
 from tune.trials.stop_rule import Purpose
 
 logger = logging.getLogger(__name__)
 
 _BOUNDARY = "boundary.json"
-
-
-@dataclass(frozen=True)
-class TrialRecord:
-    """How one trial ended."""
-
-    id: str
-    """Digest of `config`: the same configuration has the same id in every resume."""
-    config: dict[str, Any]
-    """Dotted TrainConfig keys and the values that the search gave them."""
-    status: Status
-    start_time: float
-    """Unix time, s."""
-    end_time: float
-    """Unix time, s."""
-    samples_per_s: float | None = None
-    """Training throughput after warm-up, evaluation left out."""
-    step_time_s: float | None = None
-    """Median time of a step."""
-    peak_memory_bytes: int | None = None
-    """Peak of the device's memory; of the worker's resident memory on a CPU. Largest over ranks."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """The last value of everything that was reported: train_loss, val_loss, val_accuracy, ..."""
-    curve: list[dict[str, float]] = field(default_factory=list)
-    """One row an evaluation: step, epoch, train_time_s, train_loss, val_loss, ..."""
-    time_to_target_s: float | None = None
-    """Training time until the objective's target was first reached; None when it was not."""
-    lane: int | None = None
-    """The lane that ran it."""
-    purpose: Purpose = "trial"
-    """Why it was run."""
-    seed: int | None = None
-    """Of a repeat, in place of the configuration's own."""
-    samples: float | None = None
-    """Training samples seen."""
-    epochs: float | None = None
-    """Passes over the training split, with the part of the last one."""
-    step_time_ci95_s: float | None = None
-    """Half width of the 95 % confidence interval of the mean step time."""
-    noise_scale: dict[str, float | None] | None = None
-    """Gradient noise scale: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
-    cpu_pressure: float | None = None
-    """Share of its time in which work of rank 0's node waited for a processor (Linux pressure stall information)."""
-    message: str = ""
-    """What went wrong, in one line."""
-    traceback: str = ""
-    """The worker's traceback, for status `error`."""
-    schedule: list[dict[str, Any]] = field(default_factory=list)
-    """Of a population's trial: the course of its weights, as `Stage.schedule` has it."""
-
-    @property
-    def exploited_from(self) -> str | None:
-        """The trial whose weights it has gone on from; None where they are its own from the first step."""
-        return self.schedule[-2]["trial"] if len(self.schedule) > 1 else None
 
 
 @dataclass(frozen=True)
