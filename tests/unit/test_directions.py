@@ -36,9 +36,7 @@ WITH_RAY = {
     "tune/sweep/population_trial.py",
     "tune/sweep/progress.py",
     "tune/sweep/repeats.py",
-    "tune/search/population.py",
-    "tune/search/space.py",
-    "tune/search/frontier_search.py",
+    "tune/search/ray_search.py",
 }
 
 

@@ -206,7 +206,7 @@ def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
 def _ended(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, Any]) -> str:
     """What the frontier's search tried of its grid, and why it ended."""
     from tune.search.frontier import Ended
-    from tune.search.frontier_search import Frontier
+    from tune.search.frontier_grid import Frontier
 
     frontier = Frontier(config, train)
     whole = sum(record.purpose == "trial" for record in records)

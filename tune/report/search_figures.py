@@ -72,7 +72,7 @@ def pareto(plot: Plot) -> Figure | None:
 
 def beliefs(plot: Plot, train: Mapping[str, Any]) -> Figure | None:
     """What search frontier expects of every batch size, with its interval; what was observed as marks."""
-    from tune.search.frontier_search import Frontier
+    from tune.search.frontier_grid import Frontier
 
     frontier = Frontier(plot.config, train)
     reached = [r for r in plot.records if is_number(r.time_to_target_s) and r.status in FINISHED]

@@ -59,17 +59,6 @@ class Ended:
     reason: str
 
 
-def grid_sizes(low: int, high: int) -> list[int]:
-    """Batch sizes of a range, half an octave apart: whole multiples of 8 from 64 on, of 4 from 16 on, and both ends."""
-    count = max(1, round(2 * math.log2(high / low)))
-    sizes = []
-    for index in range(count + 1):
-        size = low * (high / low) ** (index / count)
-        step = 8 if size >= 64 else 4 if size >= 16 else 1
-        sizes.append(min(high, max(low, round(size / step) * step)))
-    return sorted({low, *sizes, high})
-
-
 def decide(places: Sequence[Place], seen: Sequence[Seen], running: Sequence[Choice]) -> Choice | Ended | None:
     """The next trial, the end, or None: wait for one that is running. `places` is the whole grid."""
     tried = {(one.place, one.purpose) for one in seen} | {(one.place, one.purpose) for one in running}

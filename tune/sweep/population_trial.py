@@ -20,7 +20,7 @@ import ray
 from trainers.config import TrainConfig
 from trainers.config.model import override
 from tune.lanes.messages import Assignment, Event
-from tune.search.space import chosen
+from tune.search.tune_config import unwrap
 from tune.sweep.trial import LaneTrial
 from tune.trials.journal import Stage
 from tune.trials.record import make_record
@@ -38,7 +38,7 @@ class PopulationTrial(LaneTrial):
         super().setup(config, **sweep)
 
     def _begin(self, config: dict[str, Any]) -> None:
-        self._space_config = chosen(config)
+        self._space_config = unwrap(config).trial
         self._trial, self._ticket = self.trial_name, ""
         self._record = self._journal.find(self._trial)
         self._stage = None if self._record else self._journal.newest_stage(self._trial)

@@ -25,8 +25,15 @@ from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.trainer import capacity, check_cluster, connect, wants_gpu
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
-from tune.search.population import member_name, population_scheduler, population_space
-from tune.search.space import num_samples, planned_trials, searcher, tune_space
+from tune.search.ray_search import (
+    member_name,
+    num_samples,
+    population_scheduler,
+    population_space,
+    searcher,
+    tune_space,
+)
+from tune.search.space import planned_trials
 from tune.sweep.pace import Pace
 from tune.sweep.plan import lanes_for, starts_at_once
 from tune.sweep.population_trial import PopulationTrial

@@ -15,7 +15,7 @@ from trainers.config.model import override
 from trainers.storage import Storage
 from tune.config import Objective
 from tune.lanes.messages import Assignment, Event
-from tune.search.space import chosen, purpose_of
+from tune.search.tune_config import unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, make_record, time_to_target
@@ -61,8 +61,8 @@ class LaneTrial(Trainable):
         return True
 
     def _begin(self, config: dict[str, Any]) -> None:
-        self._space_config = chosen(config)
-        self._purpose = purpose_of(config)
+        suggestion = unwrap(config)
+        self._space_config, self._purpose = suggestion.trial, suggestion.purpose or "trial"
         self._trial = trial_id(self._space_config, self._purpose)
         self._ticket = f"{self._trial}/{uuid.uuid4().hex[:8]}"
         self._events = 0
@@ -71,7 +71,7 @@ class LaneTrial(Trainable):
         self._record = self._journal.find(self._trial)
         if self._record is None:
             tree, until = override(TrainConfig, self._train, self._space_config), Until()
-            if "purpose" in config:
+            if suggestion.purpose is not None:
                 tree, until = watched(tree, self._objective, self._purpose)
             ray.get(self._mailbox.submit.remote(Assignment(self._ticket, self._trial, tree, until=until)))
 
