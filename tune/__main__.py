@@ -119,7 +119,8 @@ def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, 
     """Write the report, and print the table, the sentence and where things are."""
     from rich.console import Console
 
-    from tune.report.write import table, write_report
+    from tune.report.table import table
+    from tune.report.write import write_report
 
     answer = write_report(
         spec.storage, spec.config, spec.train, records, environment, task_dir=spec.path[0] if spec.path else None

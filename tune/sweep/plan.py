@@ -17,7 +17,7 @@ from cluster.files.prices import STALE_AFTER_DAYS, load_prices
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import MISSING, ConfigError, StorageError
-from tune.report.answer import duration
+from tune.report.words import duration
 from tune.search.space import planned_trials
 from tune.sweep.spec import SweepSpec
 from tune.trials.journal import Journal

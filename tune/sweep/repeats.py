@@ -12,7 +12,7 @@ import ray
 from trainers.config import TrainConfig
 from trainers.config.model import override
 from tune.lanes.messages import Assignment, Event
-from tune.report.answer import in_short, labels
+from tune.report.words import in_short, labels
 from tune.search.finalists import repeats_to_run
 from tune.sweep.spec import SweepSpec
 from tune.trials.journal import Journal, trial_id
