@@ -172,11 +172,11 @@ def test_the_mailbox_knows_which_runs_are_still_begun_with() -> None:
             "objective.metric",
             "is not known at every evaluation",
         ),
-        ({"finalists": {"count": 3}}, "finalists.count", "means nothing to scheduler pbt"),
+        ({"finalists": {"count": 3}}, "finalists.count", "has no effect with scheduler pbt"),
         ({"pbt": {"quantile_fraction": 0.6}}, "pbt.quantile_fraction", "0.5"),
         ({"pbt": {"perturbation_interval": 0}}, "pbt.perturbation_interval", "greater than 0"),
         ({"pbt": {"interval": 2}}, "pbt.interval", "there is no such key"),
-        ({"scheduler": "asha", "pbt": {"quantile_fraction": 0.5}}, "pbt", "means nothing without PBT"),
+        ({"scheduler": "asha", "pbt": {"quantile_fraction": 0.5}}, "pbt", "has no effect without PBT"),
     ],
 )
 def test_what_cannot_be_a_population(changes: dict[str, Any], field: str, words: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainers.errors import POLICIES
-from tune.config import Objective, SweepConfig
+from tune.config import SCORES, Objective, SweepConfig
 from tune.report.finals import Final, crowding, finals, pressure
 from tune.report.words import (
     amount,
@@ -177,7 +177,7 @@ def _margin(metric: str, value: float, other: float) -> str | None:
     """
     direction, gap = "lower" if value < other else "higher", abs(value - other)
     low, high = sorted((value, other))
-    is_score = metric.endswith(("accuracy", "f1", "auc")) and high <= 1
+    is_score = metric.endswith(SCORES) and high <= 1
     if is_score or low <= 0:
         least = _EQUAL_SCORE if is_score else _EQUAL * max(abs(low), abs(high))
         return f"{number(gap, 2)} {direction} than" if gap > least else None
