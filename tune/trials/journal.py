@@ -28,7 +28,7 @@ _BOUNDARY = "boundary.json"
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a trial of a population: from one look of the scheduler's at it to the next, in one go on a lane."""
+    """A part of a trial of a population, between two decisions of the scheduler, run in one go on a lane."""
 
     trial: str
     number: int
@@ -40,19 +40,19 @@ class Stage:
     source: str | None = None
     """The stage, of this trial or of another, whose last checkpoint it begins with; None: it begins the training."""
     schedule: list[dict[str, Any]] = field(default_factory=list)
-    """The course of its weights: `config`, and the `trial`, `step` and `epoch` from which on it was trained with."""
+    """The course of its weights: each `config`, and the `trial`, `step` and `epoch` from which on it was used."""
     curve: list[dict[str, float]] = field(default_factory=list)
-    """What was evaluated of its weights: up to its begin, or to its end once it has `ended`."""
+    """Evaluations of its weights: up to its beginning, or to its end once it has `ended`."""
     ended: bool = False
 
     @property
     def name(self) -> str:
-        """Of its directory below the population's, and of its line."""
+        """Names its directory and its file below the population's directory."""
         return f"{self.trial}/{self.number:05d}"
 
 
 def trial_id(config: dict[str, Any], purpose: Purpose = "trial", seed: int | None = None) -> str:
-    """Ten hex digits that name a configuration; others where it is run for another purpose, or again."""
+    """Return ten hex digits that name a configuration; others where it is run for another purpose or seed."""
     named = config if purpose == "trial" else {"purpose": purpose, "seed": seed, "config": config}
     text = json.dumps(named, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
@@ -66,38 +66,38 @@ class Journal:
         self.population = sweep.child("population")
 
     def append(self, record: TrialRecord) -> None:
-        """Make a record durable; returns when it is."""
+        """Write a record; return when it is durable."""
         text = json.dumps(dataclasses.asdict(record), allow_nan=True)
         self._storage.write(f"{record.id}.json", text.encode())
 
     def find(self, trial: str) -> TrialRecord | None:
-        """The record of a trial, when it has ended."""
+        """Return the record of a trial that has ended, else None."""
         return self._read(f"{trial}.json") if self._storage.exists(f"{trial}.json") else None
 
     def records(self) -> list[TrialRecord]:
-        """All records, in the order in which the trials started."""
+        """Return all records, in the order in which the trials started."""
         names = [name for name in self._storage.names() if name.endswith(".json")]
         return sorted((self._read(name) for name in names), key=lambda record: (record.start_time, record.id))
 
     def write_stage(self, stage: Stage) -> None:
-        """Make a stage durable, or what it has become; returns when it is."""
+        """Write a stage, anew when it has ended; return when it is durable."""
         text = json.dumps(dataclasses.asdict(stage), allow_nan=True)
         self.population.write(f"{stage.name}.json", text.encode())
 
     def stage(self, name: str) -> Stage:
-        """The stage of a name; CheckpointError when it is not there or damaged."""
+        """Return the stage of a name; raise CheckpointError when it is not there or damaged."""
         try:
             return Stage(**json.loads(self.population.read(f"{name}.json")))
         except (ValueError, TypeError, StorageError) as error:
             raise CheckpointError(f"{self.population.locate(name)} is no stage of a trial: {error}") from error
 
     def newest_stage(self, trial: str) -> Stage | None:
-        """The last stage that a trial has begun."""
+        """Return the last stage that a trial has begun."""
         names = [name for name in self.population.names(trial) if name.endswith(".json")]
         return self.stage(f"{trial}/{max(names).removesuffix('.json')}") if names else None
 
     def stage_directory(self, name: str) -> Storage:
-        """Where a stage of a name keeps its run."""
+        """Return the directory in which a stage keeps its run."""
         return self.population.child(*name.split("/"))
 
     def _read(self, name: str) -> TrialRecord:
@@ -111,7 +111,7 @@ class Journal:
 
 
 def read_boundary(sweep: Storage) -> Boundary:
-    """What earlier starts of the sweep have learned of microbatches; nothing when that cannot be read."""
+    """Return what earlier starts of the sweep have learned of microbatches; nothing when that cannot be read."""
     if not sweep.exists(_BOUNDARY):
         return Boundary()
     try:
@@ -122,5 +122,5 @@ def read_boundary(sweep: Storage) -> Boundary:
 
 
 def write_boundary(sweep: Storage, boundary: Boundary) -> None:
-    """Keep what is known of microbatches; returns when it is durable."""
+    """Write what is known of microbatches; return when it is durable."""
     sweep.write(_BOUNDARY, json.dumps(boundary.to_plain()).encode())

@@ -40,9 +40,9 @@ class TrialRecord:
     lane: int | None = None
     """The lane that ran it."""
     purpose: Purpose = "trial"
-    """Why it was run."""
+    """What it was run for."""
     seed: int | None = None
-    """Of a repeat, in place of the configuration's own."""
+    """Seed of a repeat, in place of the configuration's own."""
     samples: float | None = None
     """Training samples seen."""
     epochs: float | None = None
@@ -58,7 +58,7 @@ class TrialRecord:
     traceback: str = ""
     """The worker's traceback, for status `error`."""
     schedule: list[dict[str, Any]] = field(default_factory=list)
-    """Of a population's trial: the course of its weights, as `Stage.schedule` has it."""
+    """The course of its weights, in a population: as in `Stage.schedule`."""
 
     @property
     def finished(self) -> bool:
@@ -67,7 +67,7 @@ class TrialRecord:
 
     @property
     def exploited_from(self) -> str | None:
-        """The trial whose weights it has gone on from; None where they are its own from the first step."""
+        """The trial whose weights it went on from; None where they are its own from the first step."""
         return self.schedule[-2]["trial"] if len(self.schedule) > 1 else None
 
 
