@@ -25,9 +25,9 @@ from tune.report.words import (
 )
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
+from tune.trials.interval import EQUAL
 from tune.trials.record import TrialRecord
 
-_EQUAL = 0.05  # a smaller margin is within what repeats of one configuration differ by
 _EQUAL_SCORE = 0.01
 _CROWDED = 0.25
 _MEASURED = {"time_to_target": "time_to_target_s", "samples_per_s": "samples_per_s", "step_time_s": "step_time_s"}
@@ -101,7 +101,7 @@ def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[floa
 
 
 def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple[float, TrialRecord]]) -> str:
-    """The winner and its margin over the runner-up."""
+    """Return the winner and its margin over the runner-up."""
     names, objective, (value, best) = labels(config, records), config.objective, ranked[0]
     if objective.metric == "time_to_target":
         head = f"{in_full(names, best)} reaches {target(objective)} in {duration(value)} of training"
@@ -127,9 +127,8 @@ def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple
 
 
 def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[Final]) -> str:
-    """The winner by its repeats, with its interval, and those that cannot be told apart from it."""
-    names, first = labels(config, records), found[0]
-    time_s = first.time_s
+    """Return the winner by its repeats, with its interval, and those that cannot be told apart from it."""
+    names, first, time_s = labels(config, records), found[0], found[0].time_s
     head = (
         f"{in_full(names, first.record)} reaches {target(config.objective)} in {duration(time_s.value)} of training "
         f"(95 % interval {duration(time_s.low)} to {duration(time_s.high)}, {first.repeats} repeats alone"
@@ -143,7 +142,7 @@ def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[
 
 
 def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
-    """What the trials did to each other."""
+    """Return what the reader must know of how this was measured."""
     ratio, waited = crowding(records), pressure(records)
     notes = []
     if best is not None and best.exploited_from is not None:
@@ -151,7 +150,7 @@ def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
             f"The best trial's values are its last: its weights went on from trial {best.exploited_from}'s at epoch "
             f"{best.schedule[-1]['epoch']:g}, and best.yaml has their whole course."
         )
-    if ratio is not None and ratio > 1 + _EQUAL:
+    if ratio is not None and ratio > 1 + EQUAL:
         notes.append(f"Alone, the finalists ran {number(ratio, 3)} times as fast as beside other trials.")
     if waited is not None and waited > _CROWDED:
         notes.append(
@@ -162,7 +161,7 @@ def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
 
 
 def _ended(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, Any]) -> str:
-    """What the frontier's search tried of its grid, and why it ended."""
+    """Return what search frontier tried of its grid, and why it ended."""
     frontier = Frontier(config, train)
     whole = sum(record.purpose == "trial" for record in records)
     step = frontier.next(records)
@@ -171,7 +170,7 @@ def _ended(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, 
 
 
 def _margin(metric: str, value: float, other: float) -> str | None:
-    """How much better `value` is than `other`, in words; None when the two are about equal.
+    """Return how much better `value` is than `other`, in words; None when the two are about equal.
 
     A ratio; but a difference between scores of at most 1, and where a sign makes a ratio meaningless.
     """
@@ -179,16 +178,16 @@ def _margin(metric: str, value: float, other: float) -> str | None:
     low, high = sorted((value, other))
     is_score = metric.endswith(SCORES) and high <= 1
     if is_score or low <= 0:
-        least = _EQUAL_SCORE if is_score else _EQUAL * max(abs(low), abs(high))
+        least = _EQUAL_SCORE if is_score else EQUAL * max(abs(low), abs(high))
         return f"{number(gap, 2)} {direction} than" if gap > least else None
-    if high < low * (1 + _EQUAL):
+    if high < low * (1 + EQUAL):
         return None
     words = "faster" if metric in ("time_to_target", "samples_per_s") else direction
     return f"{number(high / low, 3 if high < 1.2 * low else 2)} times {words} than"
 
 
 def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
-    """Why no trial has a value of the objective."""
+    """Return why no trial has a value of the objective."""
     finished = [record for record in records if record.finished]
     if not finished:
         if not records:
@@ -216,7 +215,7 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
 
 
 def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, found: list[Final]) -> str:
-    """The throughput's winner, in a sentence of its own, where the best trial is not about as fast."""
+    """Return a sentence on the highest throughput; empty where the best trial is about as fast."""
     objective, throughput = config.objective, Objective(metric="samples_per_s")
     trained = [record.config for record in records if record.purpose == "trial"]
     ranked = _ranked(throughput, [r for r in records if r.purpose == "trial" or r.config not in trained])
@@ -236,8 +235,7 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
             repeated = next((final.time_s.value for final in found if final.record.id == fastest.id), value)
             rest = f"needs {duration(repeated)}{price(fastest, repeated)}"
     else:
-        metric = objective.metric
-        rest = f"has no {metric}" if value is None else f"has {metric} {number(value, 4)}"
+        rest = f"has no {objective.metric}" if value is None else f"has {objective.metric} {number(value, 4)}"
     who = in_full(labels(config, records), fastest)
     width = (fastest.step_time_ci95_s or 0.0) / fastest.step_time_s if fastest.step_time_s else 0.0
     spread = f" (+-{width:.1%})" if width else ""

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from trainers.measure.step_times import student_t95
 from tune.config import SweepConfig
 from tune.search.finalists import contenders
-from tune.trials.interval import REPEATS, REPEATS_WEIGHT, Interval
+from tune.trials.interval import EQUAL, REPEATS, REPEATS_WEIGHT, Interval
 from tune.trials.record import TrialRecord
-
-_EQUAL = 0.05
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
         behind = mean - statistics.fmean(first)
         apart = t95 * spread * math.sqrt(1 / len(logs) + 1 / len(first))
         interval = Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
-        equal = behind <= max(apart, math.log(1 + _EQUAL))
+        equal = behind <= max(apart, math.log(1 + EQUAL))
         found.append(Final(record, interval, rate, len(logs), equal))
     return found
 

@@ -10,6 +10,9 @@ REPEATS = 0.05
 REPEATS_WEIGHT = 4
 """Degrees of freedom that `REPEATS` counts for."""
 
+EQUAL = 0.05
+"""A smaller relative difference between two configurations is within what repeats of one differ by."""
+
 
 @dataclass(frozen=True)
 class Interval:
