@@ -27,7 +27,7 @@ from tune.config import SweepConfig
 from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
 
 if TYPE_CHECKING:
-    from tune.trials.journal import TrialRecord
+    from tune.trials.record import TrialRecord
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,7 +119,8 @@ def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, 
     """Write the report, and print the table, the sentence and where things are."""
     from rich.console import Console
 
-    from tune.report.write import table, write_report
+    from tune.report.table import table
+    from tune.report.write import write_report
 
     answer = write_report(
         spec.storage, spec.config, spec.train, records, environment, task_dir=spec.path[0] if spec.path else None

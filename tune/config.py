@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,6 +12,8 @@ from trainers.errors import MISSING, ConfigError
 
 BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
 TO_TARGET = ("time_to_target", "usd_to_target")
+SCORES = ("accuracy", "f1", "auc")
+"""Ends of the names of metrics of which more is better."""
 
 
 def may_change(key: str) -> bool:
@@ -18,6 +21,11 @@ def may_change(key: str) -> bool:
     model, nor the data's order, nor the optimizer's state depends on it.
     """
     return key == "clip_grad_norm" or (key.startswith("optimizer.") and key != "optimizer.name")
+
+
+def _require(holds: bool, field: str, value: Any, rule: str, fix: str) -> None:
+    if not holds:
+        raise ConfigError(field, value, rule, fix)
 
 
 class Range(Settings):
@@ -36,27 +44,24 @@ class Range(Settings):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        chosen = [name for name in ("uniform", "loguniform", "choice") if getattr(self, name) is not None]
-        bounds = self.min is not None and self.max is not None
-        if len(chosen) + (self.min is not None or self.max is not None) != 1 or (not chosen and not bounds):
-            raise ConfigError(
-                "",
-                self.model_dump(exclude_none=True),
-                "must be exactly one of uniform, loguniform, choice, or min with max",
-                "write for example {loguniform: [1e-4, 1e-2]}",
-            )
-        for name in ("uniform", "loguniform"):
-            pair = getattr(self, name)
-            if pair and not (pair[0] < pair[1] and (name == "uniform" or pair[0] > 0)):
-                raise ConfigError(
-                    name,
-                    pair,
-                    "must rise" + (" from above 0" if name == "loguniform" else ""),
-                    "write the smaller number first",
-                )
-        if self.min is not None and self.max is not None and self.min >= self.max:
-            raise ConfigError("max", self.max, f"must be greater than min ({self.min})", "raise it")
+        given = self.model_dump(exclude_none=True)
+        rule = "must be exactly one of uniform, loguniform, choice, or min with max"
+        one = set(given) in ({"uniform"}, {"loguniform"}, {"choice"}, {"min", "max"})
+        _require(one, "", given, rule, "write for example {loguniform: [1e-4, 1e-2]}")
+        for name, above in (("uniform", -math.inf), ("loguniform", 0.0)):
+            low, high = given.get(name, (1.0, 2.0))
+            rule = "must rise" + (" from above 0" if name == "loguniform" else "")
+            _require(above < low < high, name, given.get(name), rule, "write the smaller number first")
+        low, high = given.get("min", 1), given.get("max", 2)
+        _require(low < high, "max", high, f"must be greater than min ({low})", "raise it")
         return self
+
+
+def sample_values(values: list[Any] | Range) -> list[Any]:
+    """Return a list's values, or of a range its choices or its two ends."""
+    if isinstance(values, list):
+        return values
+    return values.uniform or values.loguniform or values.choice or [values.min, values.max]
 
 
 class Objective(Settings):
@@ -71,22 +76,15 @@ class Objective(Settings):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.metric in TO_TARGET and self.target is None:
-            raise ConfigError(
-                "target", MISSING, f"is what {self.metric} counts to", "add `target: {val_accuracy: 0.97}`"
-            )
-        if self.mode is None and _mode_of(self.metric) is None:
-            raise ConfigError(
-                "mode", MISSING, f"is needed for the metric {self.metric}", "add `mode: min` or `mode: max`"
-            )
-        name = next(iter(self.target)) if self.target else "loss"
-        if _mode_of(name) is None:
-            raise ConfigError(
-                "target",
-                self.target,
-                "must name a metric that ends in loss, error or accuracy",
-                "rename the metric, so that its direction is known",
-            )
+        needed = self.metric in TO_TARGET and self.target is None
+        rule = f"is what {self.metric} counts to"
+        _require(not needed, "target", MISSING, rule, "add `target: {val_accuracy: 0.97}`")
+        known = self.mode is not None or _mode_of(self.metric) is not None
+        rule = f"is needed for the metric {self.metric}"
+        _require(known, "mode", MISSING, rule, "add `mode: min` or `mode: max`")
+        rule = "must name a metric that ends in loss, error or accuracy"
+        known = all(map(_mode_of, self.target or {}))
+        _require(known, "target", self.target, rule, "rename the metric, so that its direction is known")
         return self
 
     @property
@@ -107,15 +105,9 @@ class Objective(Settings):
 
 
 def _mode_of(metric: str) -> Literal["min", "max"] | None:
-    if metric.endswith(("loss", "error", "perplexity")) or metric in (
-        "time_to_target",
-        "usd_to_target",
-        "step_time_s",
-    ):
+    if metric.endswith(("loss", "error", "perplexity")) or metric in (*TO_TARGET, "step_time_s"):
         return "min"
-    if metric.endswith(("accuracy", "f1", "auc")) or metric == "samples_per_s":
-        return "max"
-    return None
+    return "max" if metric.endswith(SCORES) or metric == "samples_per_s" else None
 
 
 class Population(Settings):
@@ -183,8 +175,8 @@ class SweepConfig(Settings):
     seed: int = Field(default=0, ge=0)
     """Seed of the search."""
     scheduler: Literal["none", "asha", "pbt"] = Field(default="none")
-    """Who looks at trials while they run: nobody; ASHA, which stops early by the objective's evaluations; or PBT, where
-    all are trained side by side and bad ones go on from good ones, with other values of the optimizer's keys."""
+    """What acts on trials while they run: nothing; ASHA, which stops bad ones early by their evaluations; or PBT, which
+    trains all side by side and lets bad ones go on from good ones, with other values of the optimizer's keys."""
     pbt: Population = Field(default_factory=Population)
     """How `scheduler: pbt` trains its population."""
     lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
@@ -203,79 +195,57 @@ class SweepConfig(Settings):
     @model_validator(mode="after")
     def _search_fits_space(self) -> Self:
         for key, values in self.space.items():
-            if isinstance(values, list) and not values:
-                raise ConfigError(f"space.{key}", values, "has no values", "list at least one")
-            if self.search == "grid" and isinstance(values, Range):
-                raise ConfigError("search", "grid", f"needs a list of values for space.{key}", "set `search: random`")
+            _require(values != [], f"space.{key}", values, "has no values", "list at least one")
+            listed = self.search != "grid" or isinstance(values, list)
+            _require(listed, "search", "grid", f"needs a list of values for space.{key}", "set `search: random`")
         if self.search == "frontier":
             self._frontier_fits()
-        elif self.search != "grid" and self.budget.trials is None:
-            raise ConfigError(
-                "budget.trials", MISSING, f"says how many trials search {self.search} makes", "add `trials: 20`"
-            )
+        elif self.search != "grid":
+            rule = f"says how many trials search {self.search} makes"
+            _require(self.budget.trials is not None, "budget.trials", MISSING, rule, "add `trials: 20`")
         return self
 
     def _frontier_fits(self) -> None:
-        if self.objective.metric not in TO_TARGET:
-            raise ConfigError(
-                "search", "frontier", f"looks for {' or '.join(TO_TARGET)}", "set `objective.metric: time_to_target`"
-            )
+        rule = f"looks for {' or '.join(TO_TARGET)}"
+        known = self.objective.metric in TO_TARGET
+        _require(known, "search", "frontier", rule, "set `objective.metric: time_to_target`")
         keys = [key for key in BATCH_KEYS if key in self.space]
-        if len(keys) != 1:
-            raise ConfigError(
-                "search",
-                "frontier",
-                f"needs one of {' and '.join(BATCH_KEYS)} in the space",
-                "add for example `global_batch_size: {min: 16, max: 1024}`",
-            )
+        rule, fix = f"needs one of {' and '.join(BATCH_KEYS)} in the space", "`global_batch_size: {min: 16, max: 1024}`"
+        _require(len(keys) == 1, "search", "frontier", rule, f"add for example {fix}")
         for key, values in self.space.items():
-            if isinstance(values, Range) and (key != keys[0] or values.min is None):
-                raise ConfigError("search", "frontier", f"needs a list of values for space.{key}", "list them")
-        if self.scheduler != "none":
-            raise ConfigError("scheduler", self.scheduler, "means nothing to search frontier", "remove it")
+            listed = isinstance(values, list) or (key == keys[0] and values.min is not None)
+            _require(listed, "search", "frontier", f"needs a list of values for space.{key}", "list them")
+        rule = "has no effect with search frontier"
+        _require(self.scheduler == "none", "scheduler", self.scheduler, rule, "remove it")
 
     @model_validator(mode="after")
     def _population_fits(self) -> Self:
         if self.scheduler != "pbt":
-            if self.pbt != Population():
-                raise ConfigError("pbt", self.pbt.model_dump(), "means nothing without PBT", "set `scheduler: pbt`")
+            default, rule = self.pbt == Population(), "has no effect without PBT"
+            _require(default, "pbt", self.pbt.model_dump(), rule, "set `scheduler: pbt`")
             return self
-        if self.search not in ("grid", "random"):
-            raise ConfigError("search", self.search, "cannot draw a population", "set `search: random`")
-        if self.objective.metric in (*TO_TARGET, "samples_per_s", "step_time_s"):
-            raise ConfigError(
-                "objective.metric",
-                self.objective.metric,
-                "is not known at every evaluation, which PBT needs",
-                "name a metric that the task reports, as `val_loss`",
-            )
-        if self.finalists.count not in ("auto", 0):
-            rule = "means nothing to scheduler pbt, whose best is a course of values"
-            raise ConfigError("finalists.count", self.finalists.count, rule, "remove it")
-        if not any(may_change(key) for key in self.space):
-            raise ConfigError(
-                "scheduler",
-                "pbt",
-                "needs a key in the space that may change in mid-run: one of the optimizer's, or clip_grad_norm (any "
-                "other key is part of what a checkpoint was trained with)",
-                "add for example `optimizer.lr: {loguniform: [1e-4, 1e-1]}`",
-            )
+        drawn = self.search in ("grid", "random")
+        _require(drawn, "search", self.search, "cannot draw a population", "set `search: random`")
+        metric = self.objective.metric
+        reported = metric not in (*TO_TARGET, "samples_per_s", "step_time_s")
+        rule = "is not known at every evaluation, which PBT needs"
+        _require(reported, "objective.metric", metric, rule, "name a metric that the task reports, as `val_loss`")
+        count, rule = self.finalists.count, "has no effect with scheduler pbt, whose best is a course of values"
+        _require(count in ("auto", 0), "finalists.count", count, rule, "remove it")
+        rule = (
+            "needs a key in the space that may change in mid-run: one of the optimizer's, or clip_grad_norm (any "
+            "other key is part of what a checkpoint was trained with)"
+        )
+        fix = "add for example `optimizer.lr: {loguniform: [1e-4, 1e-1]}`"
+        _require(any(map(may_change, self.space)), "scheduler", "pbt", rule, fix)
         return self
 
     @model_validator(mode="after")
     def _dollars_have_a_price(self) -> Self:
-        needs = None
-        if self.budget.usd is not None:
-            needs = "budget.usd"
-        elif self.objective.metric == "usd_to_target":
-            needs = "objective.metric usd_to_target"
-        if needs and self.usd_per_hour is None:
-            raise ConfigError(
-                "usd_per_hour",
-                MISSING,
-                f"is needed for {needs}",
-                "add for example `usd_per_hour: 9.69`; `python -m cluster plan` says what a cluster costs",
-            )
+        needs = "budget.usd" if self.budget.usd is not None else "objective.metric usd_to_target"
+        needed = self.budget.usd is not None or self.objective.metric == "usd_to_target"
+        fix = "add for example `usd_per_hour: 9.69`; `python -m cluster plan` says what a cluster costs"
+        _require(not needed or self.usd_per_hour is not None, "usd_per_hour", MISSING, f"is needed for {needs}", fix)
         return self
 
     @property

@@ -13,7 +13,7 @@ from trainers.config.model import build
 from trainers.launch.local import run_local
 from tune.config import SweepConfig
 from tune.sweep.spec import SweepSpec, _spec, prepare
-from tune.trials.journal import TrialRecord
+from tune.trials.record import TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

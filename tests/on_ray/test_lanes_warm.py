@@ -17,7 +17,7 @@ from tests.on_ray.test_lanes import rows, run, sweep
 from tests.specs import BASE, REPOSITORY
 from trainers.measure.clock import read_log
 from trainers.storage import Storage
-from tune.trials.journal import TrialRecord
+from tune.trials.record import TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -22,7 +22,8 @@ from trainers.storage import Storage
 from tune.search.population import population
 from tune.sweep.population_trial import KEPT_STAGES
 from tune.sweep.spec import read_saved
-from tune.trials.journal import Journal, TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -73,7 +74,7 @@ def test_bad_trials_go_on_from_good_ones(tmp_path: Path, driver: Any, monkeypatc
     """Four trials take turns on one lane, which loses its process once; each is paused once, and resumed on another
     actor. Every curve is, to the bit, what its recorded course gives.
     """
-    monkeypatch.setattr("ray.tune.schedulers.PopulationBasedTraining", Pausing)
+    monkeypatch.setattr("tune.search.ray_search.PopulationBasedTraining", Pausing)
     train = {
         "task_args": {"samples": 96, "fail_at": 10, "failure": "kill", "marker": str(tmp_path / "killed")},
         "max_steps": EPOCHS * STEPS,

@@ -7,7 +7,8 @@ from typing import Any
 
 from trainers.errors import Status
 from tune.config import SweepConfig
-from tune.trials.journal import TrialRecord, trial_id
+from tune.trials.journal import trial_id
+from tune.trials.record import TrialRecord
 
 SCRIPT = "<script>alert('owned')</script>"
 TRAIN = {

@@ -9,7 +9,8 @@ import pytest
 
 from tests.unit.report_records import config, done, failed, trial
 from tune.config import Objective
-from tune.report.answer import answer, labels, objective_value, shown
+from tune.report.answer import answer, objective_value
+from tune.report.words import labels, shown
 
 
 @pytest.mark.parametrize(

@@ -149,17 +149,6 @@ def test_the_order_of_observations_does_not_matter() -> None:
     assert len(set(plains)) == 1
 
 
-def test_two_boundaries_merge_into_what_both_know() -> None:
-    one, two = boundary(fits=[8, 40]), boundary(fits=[30], misfits=[36])
-    two.observe("other", 5, True)
-    there, back = Boundary.from_plain(one.to_plain()), Boundary.from_plain(two.to_plain())
-    assert len(there.merge(two)) == 1  # 40 fitted here, 36 did not there
-    assert len(back.merge(one)) == 1
-    assert there.to_plain() == back.to_plain()
-    assert (there.largest_fit("k"), there.smallest_misfit("k"), there.largest_fit("other")) == (30, 36, 5)
-    assert there.merge(two) == []
-
-
 def test_a_boundary_comes_back_from_the_journal() -> None:
     found = boundary(fits=[3, 17], misfits=[40])
     found.observe("only misfit", 1, False)
@@ -171,67 +160,6 @@ def test_a_boundary_comes_back_from_the_journal() -> None:
 def test_what_is_no_boundary_is_refused(tree: dict[str, Any]) -> None:
     with pytest.raises((ValueError, KeyError, TypeError)):
         Boundary.from_plain(tree)
-
-
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 36, 37, 63, 64, 65, 127, 128, 500])
-def test_bisection_finds_the_exact_limit_in_few_misfits(limit: int) -> None:
-    found, misfits = Boundary(), 0
-    while (size := found.next_probe("k", WANTED)) is not None:
-        assert found.fits("k", size) is None  # nothing that is known is tried again
-        misfits += size > limit
-        found.observe("k", size, size <= limit)
-    assert found.largest_fit("k") == (min(limit, WANTED) or None)
-    assert misfits <= LEVELS
-    assert found.smallest_misfit("k") == (limit + 1 if limit < WANTED else None)
-
-
-def test_bisection_stops_within_the_resolution() -> None:
-    found, probes = Boundary(), 0
-    while (size := found.next_probe("k", 1024, resolution=1 / 8)) is not None:
-        found.observe("k", size, size <= 600)
-        probes += 1
-    low, high = found.largest_fit("k"), found.smallest_misfit("k")
-    assert low is not None
-    assert high is not None
-    assert low <= 600 < high
-    assert high - low <= high / 8
-    assert probes <= 5
-
-
-@pytest.mark.parametrize("limit", [1, 2, 7, 37, 74, 100])
-def test_auto_ends_with_the_fewest_microbatches_that_fit(limit: int) -> None:
-    """Every share finds its best split, each trial starts from what earlier ones learned, and misfits stay few."""
-    shares = random.Random(0).sample(range(1, 300), 60)
-    found, misfits = Boundary(), 0
-    for share in shares:
-        while (size := found.start_size("k", share)) is not None and not found.fits("k", size):
-            assert found.fits("k", size) is None
-            misfits += size > limit
-            found.observe("k", size, size <= limit)
-        assert size is not None
-        assert size <= min(limit, share)
-        assert math.ceil(share / size) == math.ceil(share / limit)
-    assert misfits <= 2 * math.ceil(math.log2(300))
-    before = found.to_plain()
-    assert all(found.fits("k", found.start_size("k", share) or 0) for share in shares)  # a second sweep probes nothing
-    assert found.to_plain() == before
-
-
-def test_auto_gives_up_only_when_one_sample_does_not_fit() -> None:
-    found, tried = Boundary(), []
-    while (size := found.start_size("k", 20)) is not None:
-        tried.append(size)
-        found.observe("k", size, False)
-    assert tried == [20, 10, 5, 3, 2, 1]
-    assert boundary(misfits=[1]).next_probe("k", 20) is None
-
-
-def test_auto_splits_evenly() -> None:
-    assert boundary(fits=[37], misfits=[38]).start_size("k", 128) == 32
-    assert boundary(fits=[37], misfits=[38]).start_size("k", 38) == 19
-    assert boundary(fits=[32], misfits=[64]).start_size("k", 128) == 43  # three in place of four: worth a probe
-    assert boundary(fits=[32], misfits=[43]).start_size("k", 128) == 32  # 33 to 42 would still be four
-    assert boundary(fits=[32]).start_size("k", 128) == 128
 
 
 def test_the_middle_comes_first() -> None:

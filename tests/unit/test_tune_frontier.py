@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tune.search.frontier import Belief, Choice, Ended, Seen, decide, grid_sizes
+from tune.search.frontier import Belief, Choice, Ended, Seen, decide
+from tune.search.space import grid_sizes
 from tune.search.time_model import Place
 from tune.trials.interval import Interval
 from tune.trials.stop_rule import PROBE_SHARE, PROBE_STEPS

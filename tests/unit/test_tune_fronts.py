@@ -13,9 +13,10 @@ from tests.unit.report_records import config, curve, done, failed, trial
 from tune.config import SweepConfig
 from tune.report.answer import answer
 from tune.report.canvas import Figure
-from tune.report.trial_figures import figures
+from tune.report.write import figures
 from tune.search.finalists import contenders
-from tune.trials.journal import TrialRecord, trial_id
+from tune.trials.journal import trial_id
+from tune.trials.record import TrialRecord
 
 FRONT, EXPECTED = "Time to target against memory", "Expected time to target"
 TRAIN = {"task": "task:Digits", "epochs": 30, "optimizer": {"name": "adamw", "lr": 0.002}}

@@ -11,7 +11,8 @@ import pytest
 
 from trainers.errors import STATUSES, CheckpointError, Status
 from trainers.storage import Storage
-from tune.trials.journal import Journal, TrialRecord, trial_id
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord
 
 
 def record(config: dict[str, Any], start: float = 1.0, status: Status = "done", **more: Any) -> TrialRecord:

@@ -16,7 +16,8 @@ from trainers.errors import ConfigError
 from tune.__main__ import main
 from tune.sweep.plan import Plan, lanes_for, make_plan, starts_at_once, sweep_s, trials_within
 from tune.sweep.spec import prepare, read_sweep
-from tune.trials.journal import Journal, TrialRecord, trial_id
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord
 
 MODULE = "task_of_test_tune_plan"
 TRAIN: dict[str, Any] = {

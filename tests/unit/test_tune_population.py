@@ -15,8 +15,11 @@ from trainers.storage import Storage
 from tune.config import SweepConfig, may_change
 from tune.lanes.mailbox import Mailbox
 from tune.lanes.messages import Assignment
-from tune.search.population import member_name, population, population_scheduler, population_space, within
-from tune.trials.journal import Journal, Stage, TrialRecord
+from tune.search.population import population, within
+from tune.search.ray_search import member_name, population_scheduler, population_space
+from tune.search.tune_config import Suggestion, unwrap, wrap
+from tune.trials.journal import Journal, Stage
+from tune.trials.record import TrialRecord
 
 SPACE: dict[str, Any] = {
     "optimizer.lr": {"loguniform": [1e-4, 1e-1]},
@@ -80,13 +83,14 @@ def test_what_ray_makes_of_a_trial_stays_in_the_space_and_keeps_what_must_not_ch
     scheduler = population_scheduler(config)
     random.seed(seed)
     name, trial = population(config)[seed]
-    tune_config = {"member": {"id": name, "trial": trial}}
+    tune_config = wrap(Suggestion(trial, member=name))
     seen = set()
     for _ in range(60):
         tune_config, _ = _explore(
             tune_config, scheduler._hyperparam_mutations, 0.1, (1.2, 0.8), scheduler._custom_explore_fn
         )
-        values = tune_config["member"]["trial"]
+        assert unwrap(tune_config).member == name
+        values = unwrap(tune_config).trial
         assert values == within(config, values)
         assert 1e-4 <= values["optimizer.lr"] <= 1e-1
         assert 0.0 <= values["optimizer.weight_decay"] <= 0.1
@@ -105,11 +109,13 @@ def test_a_resumed_population_goes_on_with_the_values_that_it_had_last(tmp_path:
     first, second, third = (name for name, _ in population(config))
     journal.write_stage(stage(second, 0, ended=True))
     journal.write_stage(replace(stage(second, 1), config={"optimizer.lr": 0.05}))
-    members = population_space(config, journal)["member"]["grid_search"]
-    assert [member["id"] for member in members] == [first, second, third]
-    assert members[1]["trial"] == {"optimizer.lr": 0.05}
-    assert members[2]["trial"] == dict(population(config))[third]
-    trial = type("Trial", (), {"config": {"member": members[1]}})
+    space = population_space(config, journal)
+    (values,) = space.values()
+    members = [dict.fromkeys(space, value) for value in values["grid_search"]]
+    assert [unwrap(member).member for member in members] == [first, second, third]
+    assert unwrap(members[1]).trial == {"optimizer.lr": 0.05}
+    assert unwrap(members[2]).trial == dict(population(config))[third]
+    trial = type("Trial", (), {"config": members[1]})
     assert member_name(trial) == second
 
 
@@ -166,11 +172,11 @@ def test_the_mailbox_knows_which_runs_are_still_begun_with() -> None:
             "objective.metric",
             "is not known at every evaluation",
         ),
-        ({"finalists": {"count": 3}}, "finalists.count", "means nothing to scheduler pbt"),
+        ({"finalists": {"count": 3}}, "finalists.count", "has no effect with scheduler pbt"),
         ({"pbt": {"quantile_fraction": 0.6}}, "pbt.quantile_fraction", "0.5"),
         ({"pbt": {"perturbation_interval": 0}}, "pbt.perturbation_interval", "greater than 0"),
         ({"pbt": {"interval": 2}}, "pbt.interval", "there is no such key"),
-        ({"scheduler": "asha", "pbt": {"quantile_fraction": 0.5}}, "pbt", "means nothing without PBT"),
+        ({"scheduler": "asha", "pbt": {"quantile_fraction": 0.5}}, "pbt", "has no effect without PBT"),
     ],
 )
 def test_what_cannot_be_a_population(changes: dict[str, Any], field: str, words: str) -> None:

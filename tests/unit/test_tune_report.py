@@ -19,8 +19,9 @@ from trainers.config import TrainConfig
 from trainers.config.model import build, parse_mapping
 from trainers.storage import Storage
 from tune.report.answer import Answer, answer
-from tune.report.write import table, write_report
-from tune.trials.journal import TrialRecord
+from tune.report.table import table
+from tune.report.write import write_report
+from tune.trials.record import TrialRecord
 
 
 def written(sweep: Storage, records: list[TrialRecord], **changes: Any) -> Answer:

@@ -11,7 +11,9 @@ import pytest
 from trainers.config.model import build
 from trainers.errors import ConfigError
 from tune.config import SweepConfig
-from tune.search.space import check_space, chosen, grid, planned_trials, searcher, trial_config, tune_space
+from tune.search.ray_search import searcher, tune_space
+from tune.search.space import check_space, grid, planned_trials, trial_config
+from tune.search.tune_config import Suggestion, unwrap, wrap
 
 TRAIN: dict[str, Any] = {
     "task": "t:T",
@@ -109,8 +111,16 @@ def test_a_combination_that_cannot_be_is_named() -> None:
 def test_a_grid_goes_to_tune_as_whole_trials() -> None:
     config = make({"seed": [0, 1, 2], "precision": ["fp32", "bf16"]}, budget={"trials": 4})
     space = tune_space(config)
-    assert space == {"trial": {"grid_search": grid(config)[:4]}}
-    assert chosen({"trial": {"seed": 1}}) == {"seed": 1}
+    (values,) = space.values()
+    found = [unwrap(dict.fromkeys(space, value)) for value in values["grid_search"]]
+    assert [suggestion.trial for suggestion in found] == grid(config)[:4]
+
+
+@pytest.mark.parametrize("more", [{}, {"purpose": "probe"}, {"member": "0123456789"}], ids=str)
+def test_what_is_wrapped_for_tune_is_unwrapped_again(more: dict[str, Any]) -> None:
+    suggestion = Suggestion({"seed": 1}, **more)
+    assert unwrap(wrap(suggestion)) == suggestion
+    assert unwrap({"seed": 1}) == Suggestion({"seed": 1})
 
 
 def test_ranges_go_to_tune_with_their_bounds() -> None:
@@ -132,7 +142,7 @@ def test_ranges_go_to_tune_with_their_bounds() -> None:
     below = sum(row["optimizer.lr"] < 1e-3 for row in drawn)
     assert 60 < below < 140  # evenly in the logarithm
     for row in drawn[:20]:
-        trial_config(TRAIN, chosen(row))
+        trial_config(TRAIN, unwrap(row).trial)
 
 
 WIDE: dict[str, Any] = {
@@ -150,7 +160,7 @@ def optuna_trials(config: SweepConfig, count: int, before: list[tuple[dict[str, 
     assert search.set_search_properties(None, None, tune_space(config))  # what the Tuner does
     found = []
     for number in range(count):
-        trial = chosen(search.suggest(str(number)))
+        trial = unwrap(search.suggest(str(number))).trial
         found.append(trial)
         search.on_trial_complete(str(number), {"objective": distance(trial), "training_iteration": 1})
     return found

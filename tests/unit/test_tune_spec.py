@@ -13,7 +13,8 @@ from trainers.errors import ConfigError
 from trainers.storage import Storage
 from tune.search.population import population as members
 from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
-from tune.trials.journal import Journal, TrialRecord, trial_id
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord
 
 MODULE = "task_of_test_tune_spec"
 TRAIN: dict[str, Any] = {

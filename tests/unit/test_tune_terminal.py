@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tune.sweep.terminal import Terminal, View, render
-from tune.trials.journal import TrialRecord
+from tune.trials.record import TrialRecord
 
 
 def view(**changes: Any) -> View:

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from trainers.model.strategy import Group
+from trainers.devices.group import Group
 
 
 @dataclass(frozen=True)

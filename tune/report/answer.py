@@ -5,18 +5,29 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any
 
 from trainers.errors import POLICIES
-from tune.config import Objective, SweepConfig
-from tune.search.finalists import Final, crowding, finals, pressure
-from tune.trials.journal import TrialRecord
+from tune.config import SCORES, Objective, SweepConfig
+from tune.report.finals import Final, crowding, finals, pressure
+from tune.report.words import (
+    amount,
+    duration,
+    in_full,
+    in_short,
+    labels,
+    metric_names,
+    number,
+    price,
+    printable,
+    target,
+)
+from tune.search.frontier import Ended
+from tune.search.frontier_grid import Frontier
+from tune.trials.interval import EQUAL
+from tune.trials.record import TrialRecord
 
-FINISHED = ("done", "stopped")
-"""Statuses of trials that have a result."""
-
-_EQUAL = 0.05  # a smaller margin is within what repeats of one configuration differ by
 _EQUAL_SCORE = 0.01
 _CROWDED = 0.25
 _MEASURED = {"time_to_target": "time_to_target_s", "samples_per_s": "samples_per_s", "step_time_s": "step_time_s"}
@@ -26,24 +37,33 @@ _MEASURED = {"time_to_target": "time_to_target_s", "samples_per_s": "samples_per
 class Answer:
     """What the sweep says."""
 
-    best: TrialRecord | None
+    ranking: list[TrialRecord]
+    """All trials that have a value of the objective, best first."""
+    finals: list[Final]
+    """What repeats say of the first of them, fastest first."""
     verdict: str
     """Which trial is best, at what and by how much, or why none is."""
     fastest: str
     """The throughput's winner; empty where it is the best trial, or about as fast as that."""
-    ranking: list[TrialRecord]
-    """All trials that have a value of the objective, best first."""
-    finals: list[Final] = field(default_factory=list)
-    """What repeats say of the first of them, fastest first."""
-    notes: str = ""
+    notes: str
     """How the machine was while this was measured, where that matters."""
-    ended: str = ""
+    ended: str
     """How much search frontier tried, and why it ended."""
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The first of the ranking."""
+        return self.ranking[0] if self.ranking else None
+
+    @property
+    def reasons(self) -> str:
+        """All that there is to say beside the verdict."""
+        return " ".join(part for part in (self.fastest, self.notes, self.ended) if part)
 
     @property
     def sentence(self) -> str:
         """All that there is to say."""
-        return " ".join(part for part in (self.verdict, self.fastest, self.notes, self.ended) if part)
+        return f"{self.verdict} {self.reasons}".rstrip()
 
 
 def answer(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, Any] | None = None) -> Answer:
@@ -58,73 +78,20 @@ def answer(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, 
         verdict = _final_verdict(config, records, found)
     else:
         verdict = _verdict(config, records, ranked) if ranked else _why_none(config, records)
-    best = ranked[0][1] if ranked else None
+    ranking = [record for _, record in ranked]
+    best = ranking[0] if ranking else None
     fastest, notes = _fastest(config, records, best, found), _notes(records, best)
     ended = _ended(config, records, train) if train is not None and config.search == "frontier" else ""
-    ranking = [record for _, record in ranked]
-    return Answer(best, printable(verdict), printable(fastest), ranking, found, notes, ended)
+    return Answer(ranking, found, printable(verdict), printable(fastest), notes, ended)
 
 
 def objective_value(objective: Objective, record: TrialRecord) -> float | None:
-    """The figure that ranks a trial; None where it failed, has none, or has one that is not finite."""
-    if record.status not in FINISHED:
+    """Return the figure that ranks a trial; None where it failed, has none, or has one that is not finite."""
+    if not record.finished:
         return None
     name = _MEASURED.get(objective.metric)
     value: float | None = getattr(record, name) if name else record.metrics.get(objective.metric)
     return value if value is not None and math.isfinite(value) else None
-
-
-def labels(config: SweepConfig, records: list[TrialRecord]) -> dict[str, str]:
-    """Dotted keys and their column names: the last part, or the whole key where that names something else too."""
-    keys = dict.fromkeys([*config.space, *(key for record in records for key in record.config)])
-    count = Counter(["id", "status", *metric_names(records), *(key.rpartition(".")[2] for key in keys)])
-    return {key: printable(last if count[last := key.rpartition(".")[2]] == 1 else key) for key in keys}
-
-
-def metric_names(records: list[TrialRecord]) -> list[str]:
-    """All metrics that were reported, in the order in which they first were."""
-    return list(dict.fromkeys(name for record in records for name in record.metrics))
-
-
-def in_short(labels: dict[str, str], record: TrialRecord) -> str:
-    """A trial by its values where they say enough: "64, bf16, lr 0.001"."""
-    return ", ".join(
-        ("" if "batch_size" in key or key == "precision" else f"{label} ") + shown(record.config.get(key))
-        for key, label in labels.items()
-    )
-
-
-def shown(value: Any) -> str:
-    """A value of the configuration, as YAML has it in one line; numbers to four digits."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{shown(key)}: {shown(child)}" for key, child in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(shown, value))}]"
-    return f"{value:.4g}" if isinstance(value, float) else printable(str(value)) or "''"
-
-
-def printable(text: str) -> str:
-    """Text from elsewhere as one line that moves no cursor: what cannot be printed is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value can stand on an axis: a number that arithmetic does not take to infinity."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
-
-
-def number(value: float, digits: int) -> str:
-    """Rounded to so many digits; thousands are set apart."""
-    rounded = float(f"{value:.{digits}g}")
-    return f"{rounded:,.0f}" if 1000 <= abs(rounded) < 1e15 else f"{rounded:g}"
-
-
-def duration(time_s: float) -> str:
-    """Seconds, minutes or hours, to three digits."""
-    size, unit = (1, "s") if time_s < 120 else (60, "min") if time_s < 7200 else (3600, "h")
-    return f"{number(time_s / size, 3)} {unit}"
 
 
 def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[float, TrialRecord]]:
@@ -134,15 +101,14 @@ def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[floa
 
 
 def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple[float, TrialRecord]]) -> str:
-    """The winner and its margin over the runner-up."""
+    """Return the winner and its margin over the runner-up."""
     names, objective, (value, best) = labels(config, records), config.objective, ranked[0]
-    amount = _amount(objective.metric, value)
     if objective.metric == "time_to_target":
-        head = f"{_in_full(names, best)} reaches {_target(objective)} in {amount} of training"
+        head = f"{in_full(names, best)} reaches {target(objective)} in {duration(value)} of training"
     else:
         extreme = "lowest" if objective.direction == "min" else "highest"
         what = "throughput" if objective.metric == "samples_per_s" else objective.metric
-        head = f"{_in_full(names, best)} has the {extreme} {what}, {amount}"
+        head = f"{in_full(names, best)} has the {extreme} {what}, {amount(objective.metric, value)}"
     if len(ranked) == 1:
         only = "it is the only trial" if len(records) == 1 else "no other trial has a value to compare"
         return f"{head}; {only}."
@@ -155,19 +121,18 @@ def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple
     group = "two" if equal == 2 else f"first {equal}"
     verb = "needs" if objective.metric == "time_to_target" else "has"
     return (
-        f"{head}, but {following} {verb} {_amount(objective.metric, second)}: "
+        f"{head}, but {following} {verb} {amount(objective.metric, second)}: "
         f"the {group} are about equal, and one run each cannot tell them apart."
     )
 
 
 def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[Final]) -> str:
-    """The winner by its repeats, with its interval, and those that cannot be told apart from it."""
-    names, first = labels(config, records), found[0]
-    time_s = first.time_s
+    """Return the winner by its repeats, with its interval, and those that cannot be told apart from it."""
+    names, first, time_s = labels(config, records), found[0], found[0].time_s
     head = (
-        f"{_in_full(names, first.record)} reaches {_target(config.objective)} in {duration(time_s.value)} of training "
+        f"{in_full(names, first.record)} reaches {target(config.objective)} in {duration(time_s.value)} of training "
         f"(95 % interval {duration(time_s.low)} to {duration(time_s.high)}, {first.repeats} repeats alone"
-        f"{_dollars(first.record, time_s.value)})"
+        f"{price(first.record, time_s.value)})"
     )
     equal = [f"{in_short(names, final.record)}: {duration(final.time_s.value)}" for final in found[1:] if final.equal]
     if equal:
@@ -176,16 +141,8 @@ def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[
     return f"{head}, {ratio} times faster than the next ({in_short(names, found[1].record)})."
 
 
-def _dollars(record: TrialRecord, time_s: float) -> str:
-    """What a time of a trial's lane costs, in words; nothing without a price."""
-    usd = record.metrics.get("usd_to_target")
-    if usd is None or not record.time_to_target_s:
-        return ""
-    return f", {number(usd / record.time_to_target_s * time_s, 2)} USD"
-
-
 def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
-    """What the trials did to each other."""
+    """Return what the reader must know of how this was measured."""
     ratio, waited = crowding(records), pressure(records)
     notes = []
     if best is not None and best.exploited_from is not None:
@@ -193,7 +150,7 @@ def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
             f"The best trial's values are its last: its weights went on from trial {best.exploited_from}'s at epoch "
             f"{best.schedule[-1]['epoch']:g}, and best.yaml has their whole course."
         )
-    if ratio is not None and ratio > 1 + _EQUAL:
+    if ratio is not None and ratio > 1 + EQUAL:
         notes.append(f"Alone, the finalists ran {number(ratio, 3)} times as fast as beside other trials.")
     if waited is not None and waited > _CROWDED:
         notes.append(
@@ -204,10 +161,7 @@ def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
 
 
 def _ended(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, Any]) -> str:
-    """What the frontier's search tried of its grid, and why it ended."""
-    from tune.search.frontier import Ended
-    from tune.search.frontier_search import Frontier
-
+    """Return what search frontier tried of its grid, and why it ended."""
     frontier = Frontier(config, train)
     whole = sum(record.purpose == "trial" for record in records)
     step = frontier.next(records)
@@ -216,25 +170,25 @@ def _ended(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, 
 
 
 def _margin(metric: str, value: float, other: float) -> str | None:
-    """How much better `value` is than `other`, in words; None when the two are about equal.
+    """Return how much better `value` is than `other`, in words; None when the two are about equal.
 
     A ratio; but a difference between scores of at most 1, and where a sign makes a ratio meaningless.
     """
     direction, gap = "lower" if value < other else "higher", abs(value - other)
     low, high = sorted((value, other))
-    is_score = metric.endswith(("accuracy", "f1", "auc")) and high <= 1
+    is_score = metric.endswith(SCORES) and high <= 1
     if is_score or low <= 0:
-        least = _EQUAL_SCORE if is_score else _EQUAL * max(abs(low), abs(high))
+        least = _EQUAL_SCORE if is_score else EQUAL * max(abs(low), abs(high))
         return f"{number(gap, 2)} {direction} than" if gap > least else None
-    if high < low * (1 + _EQUAL):
+    if high < low * (1 + EQUAL):
         return None
     words = "faster" if metric in ("time_to_target", "samples_per_s") else direction
     return f"{number(high / low, 3 if high < 1.2 * low else 2)} times {words} than"
 
 
 def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
-    """Why no trial has a value of the objective."""
-    finished = [record for record in records if record.status in FINISHED]
+    """Return why no trial has a value of the objective."""
+    finished = [record for record in records if record.finished]
     if not finished:
         if not records:
             return "There is no best trial: none has run."
@@ -248,7 +202,7 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
     if metric != "time_to_target":
         reported = ", ".join(metric_names(finished)) or "none"
         return f"There is no best trial: no finished one has a {metric} (metrics reported: {reported})."
-    text = f"There is no best trial: no finished one reached {_target(config.objective)}"
+    text = f"There is no best trial: no finished one reached {target(config.objective)}"
     name = next(iter(config.objective.target or {}))
     rows = [(row, record) for record in finished for row in (*record.curve, record.metrics)]
     found = [(row[name], record) for row, record in rows if math.isfinite(row.get(name, math.nan))]
@@ -256,12 +210,12 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
         return f"{text}, and none reported {name}."
     pick = min if Objective(metric=name).direction == "min" else max
     value, closest = pick(found, key=lambda pair: pair[0])
-    who = _in_full(labels(config, records), closest)
+    who = in_full(labels(config, records), closest)
     return f"{text}; the closest, {who}, came to {number(value, 4)}."
 
 
 def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, found: list[Final]) -> str:
-    """The throughput's winner, in a sentence of its own, where the best trial is not about as fast."""
+    """Return a sentence on the highest throughput; empty where the best trial is about as fast."""
     objective, throughput = config.objective, Objective(metric="samples_per_s")
     trained = [record.config for record in records if record.purpose == "trial"]
     ranked = _ranked(throughput, [r for r in records if r.purpose == "trial" or r.config not in trained])
@@ -276,36 +230,13 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
         if fastest.purpose == "probe" and value is None:
             rest = "was only measured shortly: it could not be the first"
         elif value is None:
-            rest = f"does not reach {_target(objective)}"
+            rest = f"does not reach {target(objective)}"
         else:
             repeated = next((final.time_s.value for final in found if final.record.id == fastest.id), value)
-            rest = f"needs {duration(repeated)}{_dollars(fastest, repeated)}"
+            rest = f"needs {duration(repeated)}{price(fastest, repeated)}"
     else:
-        metric = objective.metric
-        rest = f"has no {metric}" if value is None else f"has {metric} {number(value, 4)}"
-    who = _in_full(labels(config, records), fastest)
+        rest = f"has no {objective.metric}" if value is None else f"has {objective.metric} {number(value, 4)}"
+    who = in_full(labels(config, records), fastest)
     width = (fastest.step_time_ci95_s or 0.0) / fastest.step_time_s if fastest.step_time_s else 0.0
     spread = f" (+-{width:.1%})" if width else ""
-    return f"The highest throughput, {_amount('samples_per_s', rate)}{spread}, has {who}, which {rest}."
-
-
-def _in_full(labels: dict[str, str], record: TrialRecord) -> str:
-    """A trial with the names of its values: "global_batch_size 64 with bf16 and lr 0.001"."""
-    keys = sorted(labels, key=lambda key: "batch_size" not in key)
-    first, *rest = (
-        ("" if key == "precision" and key != keys[0] else f"{labels[key]} ") + shown(record.config.get(key))
-        for key in keys
-    )
-    return f"{first} with {' and '.join(rest)}" if rest else first
-
-
-def _target(objective: Objective) -> str:
-    return " ".join(f"{name} {value:g}" for name, value in (objective.target or {}).items())
-
-
-def _amount(metric: str, value: float) -> str:
-    if metric == "time_to_target":
-        return duration(value)
-    if metric == "usd_to_target":
-        return f"{number(value, 3)} USD"
-    return f"{number(value, 3)} samples/s" if metric == "samples_per_s" else number(value, 4)
+    return f"The highest throughput, {amount('samples_per_s', rate)}{spread}, has {who}, which {rest}."

@@ -6,12 +6,12 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-# Colours that stand in the SVG only until `Canvas.figure` puts the page's CSS variables in their place.
+# Placeholders: `Canvas.figure` replaces them with the page's CSS variables.
 FG, MUTED, BAD, _GRID, _CARD = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
 SERIES = tuple(f"#0a0c0{number}" for number in range(1, 7))
 _VARIABLES = {FG: "--fg", MUTED: "--muted", BAD: "--bad", _GRID: "--grid", _CARD: "--card"} | {
@@ -63,7 +63,7 @@ class Figure:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Canvases are made and rendered inside of this."""
+    """Set the style in which canvases are made and rendered."""
     from matplotlib import style
 
     with style.context(["default", _STYLE]), warnings.catch_warnings():
@@ -85,17 +85,19 @@ class Canvas:
         self._tips: dict[str, str] = {}
 
     def tip(self, text: str) -> str:
-        """The gid of an artist that shows `text` when the mouse is over it."""
+        """Return the gid of an artist that shows `text` when the mouse is over it."""
         gid = f"tip-{len(self._tips)}"
         self._tips[gid] = text
         return gid
 
     def mark(self, x: float, y: float, text: str, color: str, **look: Any) -> None:
-        """One point that shows `text` when the mouse is over it."""
+        """Draw one point that shows `text` when the mouse is over it."""
         self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)
 
-    def legend(self) -> None:
-        """Names of the series above the axes, in as many columns as there is room for."""
+    def legend(self, series: Iterable[tuple[str, str]] = ()) -> None:
+        """Write the names of what was drawn, and of further colours, above the axes in as many columns as fit."""
+        for color, name in series:
+            self.axes.plot([], [], color=color, linewidth=2.5, label=name)
         handles, names = self.axes.get_legend_handles_labels()
         if names:
             in_one_row = sum(map(len, names)) + 6 * len(names) <= _LEGEND_CHARS
@@ -116,7 +118,7 @@ class Canvas:
         return Figure(title, caption, f'<svg role="img" aria-label="{label}" {box[0]}{body}'.strip())
 
     def _inlined(self, found: re.Match[str]) -> str:
-        """A tag of the SVG as the page needs it: ids begin with the canvas's name, colours are variables.
+        """Return a tag of the SVG as the page needs it: ids begin with the canvas's name, colours are variables.
 
         Texts are no tags and stay what they are, whatever they look like.
         """

@@ -1,48 +1,27 @@
-"""The finalists of a sweep: which trials one run each cannot tell apart, and what their repeats say. Pure.
+"""The finalists of a sweep: which trials one run each cannot tell apart, and the repeats that they need. Pure.
 
 A repeat runs alone, with another seed, in turn with the other finalists': its time owes nothing to trials beside it,
-nor to the luck for which the first run was chosen, so only repeats count. The spread of their logarithms is pooled
-over all finalists, with that of other sweeps' repeats as so many more.
+nor to the luck for which the first run was chosen, so only repeats count (report/finals.py).
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from trainers.measure.step_times import student_t95
 from tune.config import TO_TARGET, SweepConfig
-from tune.trials.interval import REPEATS, REPEATS_WEIGHT, Interval
-from tune.trials.journal import TrialRecord, trial_id
+from tune.trials.journal import trial_id
+from tune.trials.record import TrialRecord
 
-_NEAR = 1.3  # single runs of one configuration differ by so much (2.5 standard deviations of their ratio)
-_EQUAL = 0.05
-
-
-@dataclass(frozen=True)
-class Final:
-    """A finalist."""
-
-    record: TrialRecord
-    """Of the search."""
-    time_s: Interval
-    """To the target, alone: the geometric mean of its repeats."""
-    samples_per_s: float
-    """Alone: the median of its repeats."""
-    repeats: int
-    equal: bool
-    """Whether it cannot be told apart from the fastest (which cannot be told apart from itself)."""
+_NEAR = 1.3  # the ratio of two runs of one configuration stays below it (2.5 standard deviations)
 
 
 def contenders(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """The trials to repeat, fastest first; none where the answer is clear, or of another kind than a time."""
+    """Return the trials to repeat, fastest first; none where the answer is clear, or of another kind than a time."""
     if config.objective.metric not in TO_TARGET or "seed" in config.space:
         return []
-    trials = [one for one in records if one.purpose != "repeat" and one.status in ("done", "stopped")]
-    times = [(record.time_to_target_s, record) for record in trials]
+    times = [(one.time_to_target_s, one) for one in records if one.purpose != "repeat" and one.finished]
     known = [(time_s, record) for time_s, record in times if time_s and math.isfinite(time_s)]
     reached = sorted(known, key=lambda pair: pair[0])
     unique = list({trial_id(record.config): (time_s, record) for time_s, record in reversed(reached)}.values())[::-1]
@@ -53,55 +32,8 @@ def contenders(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Tria
 def repeats_to_run(
     config: SweepConfig, train: dict[str, Any], records: Sequence[TrialRecord]
 ) -> list[tuple[TrialRecord, int]]:
-    """The finalists and the seeds of their repeats that have no record yet, in turn."""
+    """Return the finalists and the seeds of their repeats that have no record yet, in turn."""
     known = {record.id for record in records}
-    first = int(train.get("seed", 0)) + 1
-    pairs = [
-        (record, first + number) for number in range(config.finalists.repeats) for record in contenders(config, records)
-    ]
+    first, found = int(train.get("seed", 0)) + 1, contenders(config, records)
+    pairs = [(record, first + number) for number in range(config.finalists.repeats) for record in found]
     return [(record, seed) for record, seed in pairs if trial_id(record.config, "repeat", seed) not in known]
-
-
-def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
-    """What the repeats say, fastest first; none before two of them have two that reached the target."""
-    groups = []
-    for record in contenders(config, records):
-        own = [one for one in records if one.purpose == "repeat" and one.config == record.config]
-        times = [one.time_to_target_s for one in own if one.time_to_target_s]
-        if len(times) > 1:
-            rates = [one.samples_per_s for one in own if one.samples_per_s]
-            groups.append((record, [math.log(time_s) for time_s in times], statistics.median(rates or [0.0])))
-    if len(groups) < 2:
-        return []
-    freedom = REPEATS_WEIGHT + sum(len(logs) - 1 for _, logs, _ in groups)
-    squares = sum(statistics.variance(logs) * (len(logs) - 1) for _, logs, _ in groups)
-    spread = math.sqrt((REPEATS_WEIGHT * REPEATS**2 + squares) / freedom)
-    groups.sort(key=lambda group: statistics.fmean(group[1]))
-    t95, (_, first, _) = student_t95(freedom), groups[0]
-    found = []
-    for record, logs, rate in groups:
-        mean, half = statistics.fmean(logs), t95 * spread / math.sqrt(len(logs))
-        behind = mean - statistics.fmean(first)
-        apart = t95 * spread * math.sqrt(1 / len(logs) + 1 / len(first))
-        interval = Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
-        equal = behind <= max(apart, math.log(1 + _EQUAL))
-        found.append(Final(record, interval, rate, len(logs), equal))
-    return found
-
-
-def crowding(records: Sequence[TrialRecord]) -> float | None:
-    """How many times as fast finalists ran alone as beside other trials (median); None without repeats."""
-    ratios = []
-    for record in records:
-        if record.purpose == "trial" and record.samples_per_s:
-            alone = [one.samples_per_s for one in records if one.purpose == "repeat" and one.config == record.config]
-            rates = [rate for rate in alone if rate]
-            ratios += [statistics.median(rates) / record.samples_per_s] if rates else []
-    return statistics.median(ratios) if ratios else None
-
-
-def pressure(records: Sequence[TrialRecord]) -> float | None:
-    """Median share of the trials' time in which work on their node waited for a processor; None where not known."""
-    shares = [record.cpu_pressure for record in records if record.purpose != "repeat"]
-    known = [share for share in shares if share is not None]
-    return statistics.median(known) if known else None

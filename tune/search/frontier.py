@@ -1,10 +1,10 @@
-"""search: frontier: which trial to run next, and when none can change the answer any more. Pure.
+"""search: frontier: the decision which trial to run next, or that none can change the answer any more. Pure.
 
 First short trials (probes) measure the throughput of a few batch sizes of every setting. Then whole trials, each until
 it reaches the target, where the expected gain over the best so far is largest (Jones et al. 1998, Expected
 improvement), by the beliefs of time_model.py. A setting whose throughput cannot make up for the best one's is never
 trained. It ends when no batch size that was not trained could be faster than the best by more than 5 %, in 95 % of the
-draws, or when a third of the samples of the whole grid is spent; which of the two is said.
+draws, or when a third of the samples of the whole grid is spent; the reason says which.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tune.search.time_model import Draws, Needed, Place, log_samples, log_speeds
-from tune.trials.interval import Interval
+from tune.trials.interval import EQUAL, Interval
 from tune.trials.stop_rule import PROBE_STEPS, Purpose
 
 _DEAREST_PROBE = 0.15  # of a whole trial: no batch size is probed whose fewest steps cost more
 _PROBES = 3
-_WORTH = 0.05  # a smaller gain is within what repeats of one configuration differ by
 _DOUBT = 0.05
 _NEVER = 30.0  # the logarithm of a time that is never over
 _SHARE = 1 / 3
@@ -29,12 +28,12 @@ _SHARE = 1 / 3
 
 @dataclass(frozen=True)
 class Seen:
-    """A trial that has ended, as far as the search asks."""
+    """A trial that has ended, as the search sees it."""
 
     place: Place
     purpose: Purpose
     samples: float
-    """That it trained on."""
+    """Samples that it trained on."""
     whole: float | None
     """Samples that it would have trained on without reaching the target."""
     samples_to_target: Interval | None = None
@@ -59,24 +58,13 @@ class Ended:
     reason: str
 
 
-def grid_sizes(low: int, high: int) -> list[int]:
-    """Batch sizes of a range, half an octave apart: whole multiples of 8 from 64 on, of 4 from 16 on, and both ends."""
-    count = max(1, round(2 * math.log2(high / low)))
-    sizes = []
-    for index in range(count + 1):
-        size = low * (high / low) ** (index / count)
-        step = 8 if size >= 64 else 4 if size >= 16 else 1
-        sizes.append(min(high, max(low, round(size / step) * step)))
-    return sorted({low, *sizes, high})
-
-
 def decide(places: Sequence[Place], seen: Sequence[Seen], running: Sequence[Choice]) -> Choice | Ended | None:
-    """The next trial, the end, or None: wait for one that is running. `places` is the whole grid."""
-    tried = {(one.place, one.purpose) for one in seen} | {(one.place, one.purpose) for one in running}
+    """Return the next trial, the end, or None: wait for one that is running. `places` is the whole grid."""
+    tried = {Choice(one.place, one.purpose) for one in seen} | set(running)
     whole = next((one.whole for one in seen if one.whole), None)
-    for place in _probes(places, whole):
-        if (place, "probe") not in tried:
-            return Choice(place, "probe")
+    for probe in (Choice(place, "probe") for place in _probes(places, whole)):
+        if probe not in tried:
+            return probe
     if any(one.purpose == "probe" for one in running):
         return None
     belief = Belief(places, seen, [one.place for one in running])
@@ -94,7 +82,7 @@ def decide(places: Sequence[Place], seen: Sequence[Seen], running: Sequence[Choi
             return None
         if not untried:
             return Ended("every batch size that could be tried was")
-        return Ended(f"no other batch size could be faster than the best by more than {_WORTH:.0%}")
+        return Ended(f"no other batch size could be faster than the best by more than {EQUAL:.0%}")
     if is_spent:
         names = ", ".join(str(places[index].size) for index in hopeful[:4])
         return None if running else Ended(f"a third of the grid's samples is spent; {names} might still be faster")
@@ -102,9 +90,9 @@ def decide(places: Sequence[Place], seen: Sequence[Seen], running: Sequence[Choi
 
 
 def _probes(places: Sequence[Place], whole: float | None) -> list[Place]:
-    """A few batch sizes of each setting, evenly over the range; none whose fewest steps would cost too much.
+    """Return a few batch sizes of each setting, evenly over the range; none whose fewest steps would cost too much.
 
-    The smallest come first: how long a whole trial is, the first probe says.
+    The smallest come first, since the first probe shows how long a whole trial is.
     """
     chosen: list[list[Place]] = [[] for _ in range(_PROBES)]
     for setting in dict.fromkeys(place.setting for place in places):
@@ -127,23 +115,22 @@ class Belief:
                 speeds[one.place] = (rate.value, (rate.high - rate.low) / 2 / rate.value)
         noises = [one.noise_scale for one in seen if one.noise_scale]
         noise = float(np.exp(np.mean(np.log(noises)))) if noises else None
-        self._whole = {one.place: one.whole for one in seen if one.whole}
+        wholes = list({one.place: one.whole for one in seen if one.whole}.values())
         needed = [found for one in seen if (found := _needed(one)) is not None]
         means, widths = log_speeds(self.places, speeds)
         fastest = np.nanmax(means) if np.isfinite(means).any() else 0.0
-        means = np.where(np.isnan(means), fastest, means)  # of a setting without a measurement all is possible
+        means = np.where(np.isnan(means), fastest, means)  # a setting without a measurement may be as fast as any
         widths = np.where(np.isnan(widths), 0.5, widths)
         if running:
             _, guessed = log_samples(self.places, needed, noise)
             at = {place: index for index, place in enumerate(self.places)}
-            shift = 0.0 if needed else math.log(next(iter(self._whole.values()), 1.0) or 1.0) - 1
+            shift = 0.0 if needed else math.log(wholes[0] if wholes else 1.0) - 1
             needed = [*needed, *(Needed(p, math.exp(float(guessed[at[p]]) + shift), 0.0) for p in running if p in at)]
         samples, mean = log_samples(self.places, needed, noise)
         rng = np.random.default_rng(1)
         self.draws = samples - means[:, None] - widths[:, None] * rng.standard_normal(samples.shape)
-        whole = max((value for value in self._whole.values() if value), default=None)
-        if needed and whole:  # what needs more samples than the run has never gets there
-            self.draws = np.where(samples > math.log(whole) + 0.02, _NEVER, self.draws)
+        if needed and wholes:  # what needs more samples than the run has never gets there
+            self.draws = np.where(samples > math.log(max(wholes)) + 0.02, _NEVER, self.draws)
         self.log_times = self.draws.mean(axis=1) if needed else mean - means
         """Expected logarithm of the time to target, a place each; where it may never be reached, that weighs most."""
         done = {one.place for one in seen if one.purpose == "trial"}
@@ -152,7 +139,7 @@ class Belief:
         finished = [index for index, place in enumerate(self.places) if place in reached or place in running]
         medians = np.median(self.draws, axis=1)
         self.best = min(finished, key=lambda index: float(medians[index]), default=None)
-        """Index of the place that is thought to be the fastest of those that reached the target."""
+        """Index of the likely fastest place of those that reached the target; None: none has."""
 
     def may_run(self, place: Place) -> bool:
         """Whether a whole trial there is possible and was not made."""
@@ -160,10 +147,10 @@ class Belief:
 
     def may_win(self, index: int) -> bool:
         """Whether a place could still beat the best by more than what repeats differ by."""
-        return float(np.mean(self._gains(index) > -math.log(1 - _WORTH))) > _DOUBT
+        return float(np.mean(self._gains(index) > -math.log(1 - EQUAL))) > _DOUBT
 
     def gain(self, index: int) -> float:
-        """Expected improvement of the logarithm of the best time."""
+        """Return the expected improvement of the logarithm of the best time."""
         return float(np.mean(np.maximum(0.0, self._gains(index))))
 
     def _gains(self, index: int) -> Draws:
@@ -171,14 +158,14 @@ class Belief:
         return np.asarray(self.draws[self.best] - self.draws[index])
 
     def times(self) -> list[Interval]:
-        """Time to target of every place, in seconds, with its 95 % interval; inf where it may never be reached."""
+        """Return the time to target, s, of every place with its 95 % interval; inf where it may never be reached."""
         draws = np.where(self.draws >= _NEVER, math.inf, self.draws)
         low, middle, high = np.exp(np.quantile(draws, [0.025, 0.5, 0.975], axis=1, method="nearest"))
         return [Interval(float(m), float(a), float(b)) for m, a, b in zip(middle, low, high, strict=True)]
 
 
 def _needed(one: Seen) -> Needed | None:
-    """Samples to the target as a trial shows them; of one that never got there, that it needs more than it had."""
+    """Return the samples to the target as a trial shows them; more than it had where it never got there."""
     found = one.samples_to_target
     if found is not None:
         return Needed(one.place, found.value, (found.high - found.low) / found.value / math.sqrt(12))
@@ -188,7 +175,7 @@ def _needed(one: Seen) -> Needed | None:
 
 
 def _too_large(places: Sequence[Place], seen: Sequence[Seen]) -> set[Place]:
-    """Places whose memory is known not to do, and those that failed in any other way."""
+    """Return the places that are known to run out of memory, and those that failed in any other way."""
     least: Mapping[str, int] = {
         setting: min(one.place.size for one in seen if one.place.setting == setting and one.status == "out_of_memory")
         for setting in {one.place.setting for one in seen if one.status == "out_of_memory"}

@@ -1,13 +1,13 @@
-"""What is believed of the time to target of every batch size and setting, from the few that were tried. Pure.
+"""The model behind search frontier: time to target of every batch size and setting, from the few tried. Pure.
 
 The logarithm of the samples to the target is taken as
 
     log E(s, B) = level + kind(s) + setting(s) + log(1 + B / N) + bend(log B) + own_bend(s, log B)
 
-The fourth term is McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11) with the noise scale N, which is not known
-but for a factor: measured ones (noise_scale.py) are of the part of training that they were measured in. The bends
-are Gaussian processes that let the curve be something else. So what is not observed comes from the theory, and what is
-observed counts more. Settings that differ only in how fast the same training runs (precision, compile, ...) are held
+The fourth term is McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11) with the noise scale N, which is known
+up to a factor: a measured one (trainers/step/noise_scale.py) is of the part of training that it was measured in. The
+bends are Gaussian processes that let the curve be something else. So the theory fills in what is not observed, and what
+is observed counts more. Settings that differ only in how fast the same training runs (precision, compile, ...) are held
 to need about as many samples; any others may need anything. Throughput is interpolated between measured batch sizes.
 """
 
@@ -57,7 +57,7 @@ class Needed:
 def log_samples(
     places: Sequence[Place], needed: Sequence[Needed], noise_scale: float | None
 ) -> tuple[Draws, NDArray[np.float64]]:
-    """Draws [n, D] of log E at n places, and its mean [n]; without any observation only differences mean something."""
+    """Return draws [n, D] of log E at n places, and its mean [n]; without observations only differences count."""
     observed = [*places, *(one.place for one in needed)]
     n = len(places)
     covariance = _covariance(observed)
@@ -101,7 +101,7 @@ def _covariance(places: Sequence[Place]) -> NDArray[np.float64]:
 
 
 def log_speeds(places: Sequence[Place], measured: Mapping[Place, tuple[float, float]]) -> tuple[Draws, Draws]:
-    """Mean [n] and standard deviation [n] of the logarithm of samples/s; nan at the places of a setting without any.
+    """Return mean [n] and standard deviation [n] of log samples/s; nan at the places of a setting without any.
 
     `measured` are samples/s and the relative half width of their 95 % interval. Between two of them it is a straight
     line in the logarithms; outside it goes on with half the slope (on the side of the larger batches, where devices

@@ -17,10 +17,11 @@ from cluster.files.prices import STALE_AFTER_DAYS, load_prices
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import MISSING, ConfigError, StorageError, first_line
-from tune.report.answer import duration
+from tune.report.words import duration
 from tune.search.space import planned_trials
 from tune.sweep.spec import SweepSpec
-from tune.trials.journal import Journal, TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
 
 if TYPE_CHECKING:
     from cluster.files.cluster_file import ClusterFile

@@ -20,9 +20,10 @@ import ray
 from trainers.config import TrainConfig
 from trainers.config.model import override
 from tune.lanes.messages import Assignment, Event
-from tune.search.space import chosen
-from tune.sweep.trial import LaneTrial, make_record
+from tune.search.tune_config import unwrap
+from tune.sweep.trial import LaneTrial
 from tune.trials.journal import Stage
+from tune.trials.record import make_record
 
 KEPT_STAGES = 3
 """Of each trial: what Tune may still name as a source is not older."""
@@ -37,7 +38,7 @@ class PopulationTrial(LaneTrial):
         super().setup(config, **sweep)
 
     def _begin(self, config: dict[str, Any]) -> None:
-        self._space_config = chosen(config)
+        self._space_config = unwrap(config).trial
         self._trial, self._ticket = self.trial_name, ""
         self._record = self._journal.find(self._trial)
         self._stage = None if self._record else self._journal.newest_stage(self._trial)

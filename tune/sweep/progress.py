@@ -20,12 +20,12 @@ from ray.util.metrics import Gauge
 
 from trainers.errors import STATUSES
 from tune.report.answer import objective_value
-from tune.search.space import chosen, purpose_of
+from tune.search.tune_config import unwrap
 from tune.sweep.pace import Pace
 from tune.sweep.spec import SweepSpec
 from tune.sweep.terminal import Terminal, View, shown_config
-from tune.sweep.trial import make_record
-from tune.trials.journal import Journal, TrialRecord, trial_id
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord, make_record
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +149,8 @@ class Progress(tune.Callback):
         """Called by Tune when a trial gets its actor."""
         self._pace.trial_started(trial.trial_id)
         name = self._name(trial)
-        self.seen[name] = chosen(trial.config)
-        self._purposes[name] = purpose_of(trial.config)
+        suggestion = unwrap(trial.config)
+        self.seen[name], self._purposes[name] = suggestion.trial, suggestion.purpose or "trial"
         self._started.setdefault(name, time.time())
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -208,4 +208,5 @@ class Progress(tune.Callback):
         """Our id of one of Tune's trials: of a population's, whose configuration changes, Tune keeps it."""
         if self.spec.config.scheduler == "pbt":
             return str(trial)
-        return trial_id(chosen(trial.config), purpose_of(trial.config))
+        suggestion = unwrap(trial.config)
+        return trial_id(suggestion.trial, suggestion.purpose or "trial")

@@ -12,11 +12,11 @@ import ray
 from trainers.config import TrainConfig
 from trainers.config.model import override
 from tune.lanes.messages import Assignment, Event
-from tune.report.answer import in_short, labels
+from tune.report.words import in_short, labels
 from tune.search.finalists import repeats_to_run
 from tune.sweep.spec import SweepSpec
-from tune.sweep.trial import make_record
-from tune.trials.journal import Journal, TrialRecord, trial_id
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord, make_record
 from tune.trials.stop_rule import Until
 
 _QUIET_S = 60.0  # how long a trial that the search has stopped may take to notice

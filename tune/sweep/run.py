@@ -22,8 +22,15 @@ from trainers.on_ray.capacity import capacity, nodes_at_most
 from trainers.on_ray.connect import check_cluster, connect, wants_gpu
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
-from tune.search.population import member_name, population_scheduler, population_space
-from tune.search.space import num_samples, planned_trials, searcher, tune_space
+from tune.search.ray_search import (
+    member_name,
+    num_samples,
+    population_scheduler,
+    population_space,
+    searcher,
+    tune_space,
+)
+from tune.search.space import planned_trials
 from tune.sweep.pace import Pace
 from tune.sweep.plan import lanes_for, starts_at_once
 from tune.sweep.population_trial import PopulationTrial
@@ -31,7 +38,8 @@ from tune.sweep.progress import Interrupted, Progress
 from tune.sweep.repeats import run_repeats
 from tune.sweep.spec import SweepSpec
 from tune.sweep.trial import LaneTrial
-from tune.trials.journal import Journal, TrialRecord
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
 
 logger = logging.getLogger(__name__)
 

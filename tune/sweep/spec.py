@@ -15,6 +15,7 @@ from trainers.storage import Storage, storage_uri
 from tune.config import SweepConfig
 from tune.search.finalists import repeats_to_run
 from tune.search.frontier import Ended
+from tune.search.frontier_grid import Frontier
 from tune.search.population import population
 from tune.search.space import check_space, grid, planned_trials
 from tune.trials.journal import Journal, trial_id
@@ -129,8 +130,6 @@ def is_complete(spec: SweepSpec) -> bool:
     """Whether every trial has a record; a random search is known to be complete only by running it."""
     journal = Journal(spec.storage)
     if spec.config.search == "frontier":
-        from tune.search.frontier_search import Frontier
-
         records = journal.records()
         over = isinstance(Frontier(spec.config, spec.train).next(records), Ended)
         return bool(records) and over and not repeats_to_run(spec.config, spec.train, records)

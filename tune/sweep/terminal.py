@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tune.report.answer import duration, shown
-from tune.trials.journal import TrialRecord
+from tune.report.words import duration, shown
+from tune.trials.record import TrialRecord
 
 logger = logging.getLogger(__name__)
 

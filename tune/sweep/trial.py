@@ -12,72 +12,14 @@ from ray.tune import Trainable
 
 from trainers.config import TrainConfig
 from trainers.config.model import override
-from trainers.errors import STATUSES, Status
 from trainers.storage import Storage
 from tune.config import Objective
 from tune.lanes.messages import Assignment, Event
-from tune.search.space import chosen, purpose_of
+from tune.search.tune_config import unwrap
 from tune.trials.interval import dollars
-from tune.trials.journal import Journal, TrialRecord, trial_id
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord, make_record, time_to_target
 from tune.trials.stop_rule import Purpose, Until
-
-
-def time_to_target(objective: Objective, curve: list[dict[str, float]]) -> float | None:
-    """Training time, s, at the first evaluation that met the target."""
-    return next((row["train_time_s"] for row in curve if objective.reached(row)), None)
-
-
-def make_record(
-    trial: str,
-    config: dict[str, Any],
-    objective: Objective,
-    started: float,
-    curve: list[dict[str, float]],
-    outcome: dict[str, Any],
-    usd_per_hour: float | None = None,
-    purpose: Purpose = "trial",
-    seed: int | None = None,
-) -> TrialRecord:
-    """The record of a trial from its evaluations and from what its lane said of its end.
-
-    `usd_per_hour` is the price of one lane.
-    """
-    result = outcome.get("result") or {}
-    speed = result.get("throughput") or {}
-    status: Status = outcome["status"] if outcome["status"] in STATUSES else "error"
-    message = outcome.get("message", "")
-    metrics = {**(curve[-1] if curve else {}), **result.get("metrics", {})}
-    time_s = time_to_target(objective, curve)
-    if time_s is not None and usd_per_hour is not None:
-        metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
-    known = set(metrics) | {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
-    missing = sorted({objective.metric, *(objective.target or {})} - known)
-    if status == "done" and missing:
-        status = "error"
-        message = f"objective: the task reports no {missing[0]}, only {', '.join(sorted(known))}"
-    return TrialRecord(
-        id=trial,
-        config=config,
-        status=status,
-        start_time=started,
-        end_time=time.time(),
-        samples_per_s=speed.get("samples_per_s"),
-        step_time_s=speed.get("step_time_s"),
-        peak_memory_bytes=result.get("peak_memory_bytes"),
-        metrics=metrics,
-        curve=curve,
-        time_to_target_s=time_s,
-        lane=outcome.get("lane"),
-        purpose=purpose,
-        seed=seed,
-        samples=result["steps"] * result["global_batch_size"] if result else None,
-        epochs=result.get("epochs"),
-        step_time_ci95_s=speed.get("step_time_ci95_s"),
-        noise_scale=result.get("noise_scale"),
-        cpu_pressure=outcome.get("cpu_pressure"),
-        message=message,
-        traceback=outcome.get("traceback", ""),
-    )
 
 
 def watched(tree: dict[str, Any], objective: Objective, purpose: Purpose) -> tuple[dict[str, Any], Until]:
@@ -119,8 +61,8 @@ class LaneTrial(Trainable):
         return True
 
     def _begin(self, config: dict[str, Any]) -> None:
-        self._space_config = chosen(config)
-        self._purpose = purpose_of(config)
+        suggestion = unwrap(config)
+        self._space_config, self._purpose = suggestion.trial, suggestion.purpose or "trial"
         self._trial = trial_id(self._space_config, self._purpose)
         self._ticket = f"{self._trial}/{uuid.uuid4().hex[:8]}"
         self._events = 0
@@ -129,7 +71,7 @@ class LaneTrial(Trainable):
         self._record = self._journal.find(self._trial)
         if self._record is None:
             tree, until = override(TrainConfig, self._train, self._space_config), Until()
-            if "purpose" in config:
+            if suggestion.purpose is not None:
                 tree, until = watched(tree, self._objective, self._purpose)
             ray.get(self._mailbox.submit.remote(Assignment(self._ticket, self._trial, tree, until=until)))
 

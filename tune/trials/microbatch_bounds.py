@@ -1,14 +1,12 @@
 """What is known of which microbatches fit: learned from every trial, shared by all of them, kept across resumes. Pure.
 
-A key stands for everything that touches memory (`key_of`). Of each key two numbers are known: the largest size that
-fitted and the smallest that did not; memory grows with the size, so every size up to the first fits and every size
-from the second on does not. What lies between is not known, and is bisected where it matters. Sizes are any whole
-numbers.
+A key stands for everything that touches memory (`key_of`). Memory grows with the size, so every size up to the largest
+that fitted fits, and every size from the smallest that did not on does not. What lies between is not known.
 
 Trials may contradict each other: a size that a probe found to fit runs out of memory an hour later, in a fragmented
-heap. The stricter wins, whichever came first: a size that has once run out is never taken again, nor is a larger
-one, and what was thought to fit from there on is forgotten. So it does not matter in which order observations come
-or boundaries are merged. Each contradiction is said, as the sentence that `observe` and `merge` return.
+heap. The stricter wins, whichever came first: a size that has once run out is never taken again, nor is a larger one,
+and what was thought to fit from there on is forgotten. So the order of observations does not matter. `observe` returns
+each contradiction as a sentence.
 """
 
 from __future__ import annotations
@@ -17,32 +15,33 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config import TrainConfig
 from trainers.config.model import build, plain
 
+_MEMORY_KEYS = (
+    "task",
+    "task_args",  # all of them: which shape the model or its input, only the task knows
+    "precision",
+    "compile",
+    "cuda_graphs",
+    "channels_last",
+    "deterministic",  # other algorithms, with other workspaces
+    "strategy",
+)
 
-def memory_settings(tree: Mapping[str, Any], device_name: str) -> dict[str, Any]:
-    """What touches memory in a TrainConfig's plain data, defaults filled in, on a device of one model.
 
-    `device_name` is the GPU's model and memory ("NVIDIA A10G, 22.5 GiB"). The learning rate, the seed, the length
-    and the global batch size of a run change no tensor's size, so trials that differ only in them share a key.
-    The task's arguments are all taken: which of them shape the model or its input, only the task knows.
+def key_of(tree: Mapping[str, Any], device_name: str) -> str:
+    """Return a digest that is equal for trials whose microbatches need the same memory on a device of one model.
+
+    `tree` is the TrainConfig as plain data, `device_name` the GPU's model and memory ("NVIDIA A10G, 22.5 GiB"). The
+    learning rate, the seed, the length and the global batch size of a run change no tensor's size.
     """
     config = build(TrainConfig, dict(tree), "trial")
     optimizer = config.optimizer
-    return {
+    settings = {key: getattr(config, key) for key in _MEMORY_KEYS} | {
         "device": device_name,
-        "task": config.task,
-        "task_args": config.task_args,
-        "precision": config.precision,
-        "compile": config.compile,
-        "cuda_graphs": config.cuda_graphs,
-        "channels_last": config.channels_last,
-        "deterministic": config.deterministic,  # other algorithms, with other workspaces
-        "strategy": config.strategy,
         "ddp": plain(config.ddp),
         "workers": [config.scaling.min_workers, config.scaling.max_workers],
         "gpus_per_worker": config.scaling.gpus_per_worker,  # below 1, workers share a GPU's memory
@@ -50,16 +49,12 @@ def memory_settings(tree: Mapping[str, Any], device_name: str) -> dict[str, Any]
         "resident": config.data.resident,
         "evaluation": config.evaluate.microbatch_size,  # it runs on the same device, between steps
     }
-
-
-def key_of(tree: Mapping[str, Any], device_name: str) -> str:
-    """The digest of `memory_settings`: equal for trials whose microbatches need the same memory."""
-    text = json.dumps(memory_settings(tree, device_name), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fixed_size(tree: Mapping[str, Any]) -> int | None:
-    """The microbatch that a trial insists on, cut to a worker's share of the batch; None for `auto`."""
+    """Return the microbatch that a trial insists on, cut to a worker's share of the batch; None for `auto`."""
     config = build(TrainConfig, dict(tree), "trial")
     if config.microbatch_size == "auto":
         return None
@@ -67,7 +62,7 @@ def fixed_size(tree: Mapping[str, Any]) -> int | None:
 
 
 def bisection_order(sizes: Iterable[int]) -> list[int]:
-    """The same sizes, each once, the middle first, then the middles of both halves, and so on.
+    """Return the same sizes, each once, the middle first, then the middles of both halves, and so on.
 
     n fixed sizes that are tried in this order, those left out that are known not to fit, run out of memory at most
     ceil(log2(n + 1)) times. (In rising order it is once, but the boundary is known last; in falling order up to n.)
@@ -83,53 +78,40 @@ def bisection_order(sizes: Iterable[int]) -> list[int]:
     return ordered
 
 
-@dataclass
-class _Known:
-    fits: set[int] = field(default_factory=set)
-    """Every size that fitted: the smaller ones count again when a larger one turns out not to."""
-    misfit: int | None = None
-    """The smallest size that ran out of memory."""
-
-    def settle(self) -> set[int]:
-        """Forget the sizes that a misfit contradicts; returns them."""
-        wrong = {size for size in self.fits if self.misfit is not None and size >= self.misfit}
-        self.fits -= wrong
-        return wrong
-
-
 class Boundary:
     """The largest microbatch that fits, for each key, as far as it is known."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Known] = {}
+        self._fits: dict[str, set[int]] = {}  # every size: smaller ones count again when a larger one turns out not to
+        self._misfit: dict[str, int] = {}
 
     def observe(self, key: str, size: int, fits: bool) -> str | None:
-        """Take in that a microbatch of `size` did or did not fit; returns the contradiction, if there is one.
+        """Take in that a microbatch of `size` did or did not fit; return the contradiction, if there is one.
 
         Raises ValueError for a size below 1.
         """
         if size < 1:
             raise ValueError(f"size is {size}, but must be at least 1")
-        known = self._known.setdefault(key, _Known())
+        known = self._fits.setdefault(key, set())
         if fits:
-            known.fits.add(size)
+            known.add(size)
         else:
-            known.misfit = size if known.misfit is None else min(known.misfit, size)
-        wrong = known.settle()
+            self._misfit[key] = min(size, self._misfit.get(key, size))
+        misfit = self._misfit.get(key)
+        wrong = {one for one in known if misfit is not None and one >= misfit}
         if not wrong:
             return None
-        fitted, missed = (size, known.misfit) if fits else (max(wrong), size)
+        known -= wrong
+        fitted, missed = (size, misfit) if fits else (max(wrong), size)
         return f"a microbatch of {fitted} fitted, but one of {missed} ran out of memory: taken not to fit from there on"
 
     def largest_fit(self, key: str) -> int | None:
-        """The largest size known to fit; None when none is."""
-        known = self._known.get(key)
-        return max(known.fits, default=None) if known else None
+        """Return the largest size known to fit; None when none is."""
+        return max(self._fits.get(key, ()), default=None)
 
     def smallest_misfit(self, key: str) -> int | None:
-        """The smallest size known not to fit; None when none is."""
-        known = self._known.get(key)
-        return known.misfit if known else None
+        """Return the smallest size known not to fit; None when none is."""
+        return self._misfit.get(key)
 
     def fits(self, key: str, size: int) -> bool | None:
         """Whether a size fits; None when that is not known."""
@@ -138,50 +120,11 @@ class Boundary:
             return True
         return False if high is not None and size >= high else None
 
-    def next_probe(self, key: str, wanted: int, resolution: float = 0.0) -> int | None:
-        """The size to try next in order to learn the largest that fits, up to `wanted`; None when it is known.
-
-        First `wanted`, then the middle of what is not known, until the largest fit and the smallest misfit are
-        neighbours or differ by at most `resolution` x the misfit (1/8: 12 % of the size). At most
-        ceil(log2(wanted + 1)) of these probes do not fit.
-        """
-        low, high = self.largest_fit(key) or 0, self.smallest_misfit(key)
-        if wanted <= low:
-            return None
-        if high is None or wanted < high:
-            return wanted
-        return None if high - low <= max(1.0, resolution * high) else (low + high) // 2
-
-    def start_size(self, key: str, share: int) -> int | None:
-        """The size that `auto` should try next, for a worker with `share` samples of a step; None: not even one fits.
-
-        The whole share, unless it is known not to fit. Below that only the number of microbatches matters: of the
-        sizes that are not known, those are bisected that would save one, and when there is none, the answer is the
-        smallest size that needs as few microbatches as the largest fit (128 samples with 37 known to fit: 4 x 32).
-        Probe what it says unless `fits` says True, `observe`, and ask again until `fits` says True.
-        """
-        low, high = self.largest_fit(key), self.smallest_misfit(key)
-        if high is None or share < high:
-            return share
-        if low is None:
-            return None if high == 1 else -(-high // 2)
-        count, fewest = -(-share // low), -(-share // (high - 1))
-        if fewest < count:
-            count = (fewest + count) // 2
-        return -(-share // count)
-
-    def merge(self, other: Boundary) -> list[str]:
-        """Take in all that another boundary knows; returns the contradictions."""
-        said = []
-        for key, theirs in other._known.items():
-            sizes = [(size, True) for size in sorted(theirs.fits)]
-            sizes += [(theirs.misfit, False)] if theirs.misfit is not None else []
-            said += [sentence for size, fits in sizes if (sentence := self.observe(key, size, fits))]
-        return said
-
     def to_plain(self) -> dict[str, Any]:
-        """All of it as plain data, for the journal."""
-        return {key: {"fits": sorted(known.fits), "misfit": known.misfit} for key, known in sorted(self._known.items())}
+        """Return all of it as plain data, for the journal."""
+        return {
+            key: {"fits": sorted(fits), "misfit": self._misfit.get(key)} for key, fits in sorted(self._fits.items())
+        }
 
     @staticmethod
     def from_plain(tree: Mapping[str, Any]) -> Boundary:

@@ -1,4 +1,4 @@
-"""When a trial has shown all that the search wants of it, and stops before its end. Pure."""
+"""The rule by which a trial stops before its last step: when it has shown all that the search needs. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Literal
 from tune.config import Objective
 
 Purpose = Literal["trial", "probe", "repeat"]
-"""trial: a whole one; probe: a short one that only measures; repeat: a finalist once more, alone, with another seed."""
+"""trial: a whole one; probe: a short one that only measures; repeat: a finalist again, alone, with another seed."""
 
 PROBE_SHARE = 0.08
-"""Of a whole trial: the length of a probe whose throughput does not settle before."""
+"""Longest probe, as a share of a whole trial: one whose throughput does not settle before."""
 PROBE_STEPS = 10
 """The fewest steps of a probe."""
 
@@ -24,7 +24,7 @@ class Until:
     target: tuple[str, float] | None = None
     """A metric and the value to reach."""
     probe: bool = False
-    """Only the throughput is asked for: a small share of the run, or less once it is settled."""
+    """It measures throughput only: a small share of the run, or less once it is settled."""
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation ends it."""

@@ -1,0 +1,91 @@
+"""The table of a sweep's trials: its columns for terminal and page, and as rich draws it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE
+from rich.table import Table
+from rich.text import Text
+
+from tune.config import SweepConfig
+from tune.report.answer import Answer
+from tune.report.words import duration, is_number, labels, memory_unit, metric_names, number, printable, shown
+from tune.trials.record import TrialRecord
+
+
+class Column(NamedTuple):
+    """A column of the table."""
+
+    header: str
+    is_figure: bool
+    cells: dict[str, str]
+    """By the trial's id."""
+
+
+def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> Table:
+    """Return the end table of the terminal: a row a trial in the order of the space, the best one marked."""
+    found = columns(config, records)
+    result = Table(box=SIMPLE, show_edge=False, padding=0)
+    counts = {purpose: sum(record.purpose == purpose for record in records) for purpose in ("trial", "probe", "repeat")}
+    said = [f"{n} {purpose}{'s' if n > 1 else ''}" for purpose, n in counts.items() if n]
+    result.title = f"{config.name}: {', '.join(said) or 'no trials'}"
+    if answer.best is not None:
+        result.caption = Text(f"* best by {printable(config.objective.metric)}", "table.caption")
+    for header, is_figure, _ in found:
+        narrow = header.replace("_", "_\n").replace(" ", "\n") if len(header) > 8 else header
+        result.add_column(Text(narrow), justify="right" if is_figure else "left", overflow="fold", min_width=6)
+    for record in in_order(config, records):
+        is_best = answer.best is not None and record.id == answer.best.id
+        first, *rest = (cells[record.id] for _, _, cells in found)
+        style = "bold green" if is_best else "" if record.finished else "dim"
+        result.add_row(*map(Text, [f"* {first}" if is_best else first, *rest]), style=style)
+    return result
+
+
+def in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecord]:
+    """Return the trials in the order of the space: of its lists, and rising in its ranges."""
+    lists = {key: [repr(value) for value in space] for key, space in config.space.items() if isinstance(space, list)}
+
+    def place(key: str, value: Any) -> tuple[float, str]:
+        text, listed = repr(value), lists.get(key, [])
+        rank = listed.index(text) if text in listed else value if is_number(value) else math.inf
+        return rank, shown(value)
+
+    return sorted(records, key=lambda record: [place(key, record.config.get(key)) for key in config.space])
+
+
+def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
+    """Return the table's columns; the objective is one of them."""
+    found: list[Column] = []
+
+    def texts(header: str, cells: Iterable[str]) -> None:
+        found.append(Column(header, False, dict(zip([record.id for record in records], cells, strict=True))))
+
+    def figures(header: str, values: Iterable[float | None], form: Callable[[float], str]) -> None:
+        texts(header, ("-" if value is None else form(value) for value in values))
+        found.append(found.pop()._replace(is_figure=True))
+
+    for key, label in labels(config, records).items():
+        texts(label, (shown(record.config.get(key)) for record in records))
+    if any(record.purpose != "trial" for record in records):
+        texts("run", (r.purpose if r.seed is None else f"{r.purpose}, seed {r.seed}" for r in records))
+    texts("status", (record.status for record in records))
+    figures("samples/s", (record.samples_per_s for record in records), lambda value: number(value, 4))
+    figures("step time, ms", (record.step_time_s for record in records), lambda value: number(value * 1e3, 3))
+    figures("peak memory", (record.peak_memory_bytes for record in records), _memory)
+    taken = {"id", "time to target", *(column.header for column in found)}
+    for name in metric_names(records):
+        if name.startswith("val_") or name == config.objective.metric:
+            header = printable(f"metrics.{name}" if name in taken else name)
+            figures(header, (record.metrics.get(name) for record in records), lambda value: number(value, 4))
+    if config.objective.target:
+        figures("time to target", (record.time_to_target_s for record in records), duration)
+    return found
+
+
+def _memory(amount_bytes: float) -> str:
+    size, unit = memory_unit(amount_bytes)
+    return f"{number(amount_bytes / size, 3)} {unit}"

@@ -1,0 +1,181 @@
+"""Searches and the population as Ray Tune takes them: spaces, searchers, a scheduler. The only file here with Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
+
+# isort: split
+from ray import tune
+from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
+
+from tune.config import Range, SweepConfig, may_change
+from tune.search.frontier import Choice, Ended
+from tune.search.frontier_grid import Frontier
+from tune.search.population import population, within
+from tune.search.space import grid, in_probing_order, planned_trials
+from tune.search.tune_config import Suggestion, unwrap, wrap
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
+
+
+def tune_space(config: SweepConfig) -> dict[str, Any]:
+    """Return the space for Tune: a grid as one list of whole trials, so that a budget can cut it."""
+    if config.search == "frontier":
+        return {}
+    if config.search == "grid":
+        trials = in_probing_order(grid(config)[: planned_trials(config)])
+        return _one_of([wrap(Suggestion(trial)) for trial in trials])
+    return {key: _domain(values) for key, values in config.space.items()}
+
+
+def population_space(config: SweepConfig, journal: Journal) -> dict[str, Any]:
+    """Return the population for Tune, each trial with the values that it had last (a resumed sweep)."""
+    members = []
+    for name, first in population(config):
+        stage = journal.newest_stage(name)
+        members.append(wrap(Suggestion(first if stage is None else stage.config, member=name)))
+    return _one_of(members)
+
+
+def _one_of(configs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a grid of whole configurations, which have the same keys."""
+    return {key: tune.grid_search([config[key] for config in configs]) for key in configs[0]}
+
+
+def _domain(values: list[Any] | Range) -> Any:
+    if isinstance(values, list):
+        return tune.choice(values)
+    if values.uniform:
+        return tune.uniform(*values.uniform)
+    if values.loguniform:
+        return tune.loguniform(*values.loguniform)
+    if values.choice:
+        return tune.choice(values.choice)
+    assert values.min is not None
+    assert values.max is not None
+    return tune.lograndint(values.min, values.max + 1)
+
+
+def num_samples(config: SweepConfig, before: int) -> int:
+    """Return how many trials Tune asks for, after `before` of an earlier start; -1: until the search ends."""
+    if config.search == "grid" or config.scheduler == "pbt":
+        return 1
+    if config.search == "frontier" and config.budget.trials is None:
+        return -1
+    return max(0, (config.budget.trials or 1) - before)
+
+
+def searcher(
+    config: SweepConfig,
+    lanes: int,
+    before: Sequence[tuple[dict[str, Any], float]] = (),
+    train: Mapping[str, Any] | None = None,
+    records: Callable[[], list[TrialRecord]] = list,
+) -> Any:
+    """Return what chooses the next trial, at most `lanes` at a time.
+
+    `before` are the trials of an earlier start with their objectives (inf or -inf for those that have none): optuna
+    goes on from them, frontier from the journal's `records`, the others choose the same again.
+    """
+    if config.search == "frontier":
+        search: Searcher = FrontierSearcher(Frontier(config, train or {}), records)
+    elif config.search == "optuna":
+        search = _optuna(config, before)
+    else:
+        # A population is trained side by side, a stage of each in turn on the lanes.
+        at_a_time = max(lanes, planned_trials(config) or 1) if config.scheduler == "pbt" else lanes
+        return BasicVariantGenerator(max_concurrent=at_a_time, random_state=config.seed)
+    return ConcurrencyLimiter(search, max_concurrent=lanes)
+
+
+def _optuna(config: SweepConfig, before: Sequence[tuple[dict[str, Any], float]]) -> Searcher:
+    import optuna
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep has a line of its own for each trial
+    return OptunaSearch(
+        metric="objective",
+        mode=config.objective.direction,
+        seed=config.seed + len(before),  # else a resumed search would draw its first random trials again
+        points_to_evaluate=[trial for trial, _ in before],
+        evaluated_rewards=[value for _, value in before] or None,
+    )
+
+
+class FrontierSearcher(Searcher):
+    """search: frontier for Tune: asks `Frontier` each time that a lane is free.
+
+    `records` reads the journal: a trial's record is there before Tune hears of its end.
+    """
+
+    def __init__(self, frontier: Frontier, records: Callable[[], list[TrialRecord]]) -> None:
+        super().__init__(metric="objective", mode="min")
+        self._frontier, self._records = frontier, records
+        self._running: dict[str, Choice] = {}
+        self._known = records()
+        self._waits = False
+
+    def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
+        """Accept what Tune sets."""
+        return True
+
+    def suggest(self, trial_id: str) -> Any:
+        """Return the next trial, the end, or None: wait for one that is running."""
+        if self._waits:
+            return None
+        step = self._frontier.next(self._known, list(self._running.values()))
+        if isinstance(step, Choice):
+            self._running[trial_id] = step
+            return wrap(Suggestion(self._frontier.trials[step.place], step.purpose))
+        self._waits = step is None
+        return Searcher.FINISHED if isinstance(step, Ended) else None
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        """Learn from the trial's record."""
+        self._running.pop(trial_id, None)
+        self._known, self._waits = self._records(), False
+
+    def save(self, checkpoint_path: str) -> None:
+        """Save nothing: the journal has it all."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Restore nothing."""
+
+
+def member_name(trial: Any) -> str:
+    """Return the id of one of Tune's new trials; Tune keeps it through every change of the configuration."""
+    return str(unwrap(trial.config).member)
+
+
+def population_scheduler(config: SweepConfig) -> Any:
+    """Return Tune's PopulationBasedTraining (Jaderberg et al. 2017): each of its iterations is a stage."""
+
+    def explored(tune_config: dict[str, Any]) -> dict[str, Any]:
+        member = unwrap(tune_config)
+        return wrap(replace(member, trial=within(config, member.trial)))
+
+    return PopulationBasedTraining(
+        time_attr="training_iteration",
+        metric="objective",
+        mode=config.objective.direction,
+        perturbation_interval=1,
+        hyperparam_mutations=wrap(Suggestion(_mutations(config))),
+        quantile_fraction=config.pbt.quantile_fraction,
+        resample_probability=config.pbt.resample_probability,
+        custom_explore_fn=explored,
+        log_config=False,  # the journal does
+    )
+
+
+def _mutations(config: SweepConfig) -> dict[str, Any]:
+    """Return what Ray draws new values from, or changes by a factor; of a list it takes the neighbour."""
+    return {
+        key: values if isinstance(values, list) else values.choice or _domain(values)
+        for key, values in config.space.items()
+        if may_change(key)
+    }

@@ -1,0 +1,129 @@
+"""TrialRecord: how one trial ended, and how it is made from what a lane reports."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainers.errors import STATUSES, Status
+from tune.config import Objective
+from tune.trials.interval import dollars
+from tune.trials.stop_rule import Purpose
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """How one trial ended."""
+
+    id: str
+    """Digest of `config`: the same configuration has the same id in every resume."""
+    config: dict[str, Any]
+    """Dotted TrainConfig keys and the values that the search gave them."""
+    status: Status
+    start_time: float
+    """Unix time, s."""
+    end_time: float
+    """Unix time, s."""
+    samples_per_s: float | None = None
+    """Training throughput after warm-up, evaluation left out."""
+    step_time_s: float | None = None
+    """Median time of a step."""
+    peak_memory_bytes: int | None = None
+    """Peak of the device's memory; of the worker's resident memory on a CPU. Largest over ranks."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last value of everything that was reported: train_loss, val_loss, val_accuracy, ..."""
+    curve: list[dict[str, float]] = field(default_factory=list)
+    """One row an evaluation: step, epoch, train_time_s, train_loss, val_loss, ..."""
+    time_to_target_s: float | None = None
+    """Training time until the objective's target was first reached; None when it was not."""
+    lane: int | None = None
+    """The lane that ran it."""
+    purpose: Purpose = "trial"
+    """What it was run for."""
+    seed: int | None = None
+    """Seed of a repeat, in place of the configuration's own."""
+    samples: float | None = None
+    """Training samples seen."""
+    epochs: float | None = None
+    """Passes over the training split, with the part of the last one."""
+    step_time_ci95_s: float | None = None
+    """Half width of the 95 % confidence interval of the mean step time."""
+    noise_scale: dict[str, float | None] | None = None
+    """Gradient noise scale: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
+    cpu_pressure: float | None = None
+    """Share of its time in which work of rank 0's node waited for a processor (Linux pressure stall information)."""
+    message: str = ""
+    """What went wrong, in one line."""
+    traceback: str = ""
+    """The worker's traceback, for status `error`."""
+    schedule: list[dict[str, Any]] = field(default_factory=list)
+    """The course of its weights, in a population: as in `Stage.schedule`."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trial has a result."""
+        return self.status in ("done", "stopped")
+
+    @property
+    def exploited_from(self) -> str | None:
+        """The trial whose weights it went on from; None where they are its own from the first step."""
+        return self.schedule[-2]["trial"] if len(self.schedule) > 1 else None
+
+
+def time_to_target(objective: Objective, curve: list[dict[str, float]]) -> float | None:
+    """Return the training time, s, at the first evaluation that met the target; None when none did."""
+    return next((row["train_time_s"] for row in curve if objective.reached(row)), None)
+
+
+def make_record(
+    trial: str,
+    config: dict[str, Any],
+    objective: Objective,
+    started: float,
+    curve: list[dict[str, float]],
+    outcome: dict[str, Any],
+    usd_per_hour: float | None = None,
+    purpose: Purpose = "trial",
+    seed: int | None = None,
+) -> TrialRecord:
+    """Return the record of a trial from its evaluations and from what its lane said of its end.
+
+    `usd_per_hour` is the price of one lane. A trial that reports no objective or target has status `error`.
+    """
+    result = outcome.get("result") or {}
+    speed = result.get("throughput") or {}
+    status: Status = outcome["status"] if outcome["status"] in STATUSES else "error"
+    message = outcome.get("message", "")
+    metrics = {**(curve[-1] if curve else {}), **result.get("metrics", {})}
+    time_s = time_to_target(objective, curve)
+    if time_s is not None and usd_per_hour is not None:
+        metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
+    known = set(metrics) | {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
+    missing = sorted({objective.metric, *(objective.target or {})} - known)
+    if status == "done" and missing:
+        status = "error"
+        message = f"objective: the task reports no {missing[0]}, only {', '.join(sorted(known))}"
+    return TrialRecord(
+        id=trial,
+        config=config,
+        status=status,
+        start_time=started,
+        end_time=time.time(),
+        samples_per_s=speed.get("samples_per_s"),
+        step_time_s=speed.get("step_time_s"),
+        peak_memory_bytes=result.get("peak_memory_bytes"),
+        metrics=metrics,
+        curve=curve,
+        time_to_target_s=time_s,
+        lane=outcome.get("lane"),
+        purpose=purpose,
+        seed=seed,
+        samples=result["steps"] * result["global_batch_size"] if result else None,
+        epochs=result.get("epochs"),
+        step_time_ci95_s=speed.get("step_time_ci95_s"),
+        noise_scale=result.get("noise_scale"),
+        cpu_pressure=outcome.get("cpu_pressure"),
+        message=message,
+        traceback=outcome.get("traceback", ""),
+    )
