@@ -14,7 +14,7 @@ from tests.specs import REPOSITORY
 from trainers.config.model import dump_yaml
 from trainers.errors import ConfigError
 from tune.__main__ import main
-from tune.sweep.plan import Plan, lanes_for, make_plan, starts_at_once, sweep_s, trials_within
+from tune.sweep.plan import Forecast, lanes_for, make_plan, starts_at_once, sweep_s, trials_within
 from tune.sweep.spec import prepare, read_sweep
 from tune.trials.journal import Journal, TrialRecord, trial_id
 
@@ -64,7 +64,7 @@ def write(user: Path, sweep: dict[str, Any], node: dict[str, Any]) -> tuple[str,
     return str(user / "sweep.yaml"), str(user / "cluster.yaml")
 
 
-def plan(user: Path, minutes: float | None = None, node: dict[str, Any] | None = None, **sweep: Any) -> Plan:
+def plan(user: Path, minutes: float | None = None, node: dict[str, Any] | None = None, **sweep: Any) -> Forecast:
     file, cluster = write(user, sweep, node or {})
     return make_plan(read_sweep(file, {}, own_workers=False), load_cluster(cluster), minutes)
 
@@ -80,21 +80,21 @@ def finish(user: Path, seconds: list[float], status: Any = "done") -> None:
 
 def test_the_figures_are_those_of_a_calculation_by_hand(user: Path) -> None:
     found = plan(user, minutes=30)
-    assert (found.trials, found.lanes, found.max_lanes) == (10, 5, 5)
+    assert (found.trials, found.plan.num_lanes, found.plan.max_lanes) == (10, 5, 5)
     assert found.usd_per_hour == pytest.approx(HEAD_USD + 5 * NODE_USD)
     assert found.time_s == 2 * 30 * 60  # ten trials in five lanes
     assert found.usd == pytest.approx(HEAD_USD + 5 * NODE_USD)
     assert "gpu: 40 CPUs, 10 GPUs" in found.nodes
-    assert found.workers == "2 workers of 1 CPU and 1 GPU"
+    assert found.lane == "2 workers of 1 CPU and 1 GPU"
 
 
 def test_only_the_nodes_that_the_lanes_need_are_paid_for(user: Path) -> None:
     found = plan(user, minutes=60, lanes=2)
-    assert (found.lanes, found.max_lanes) == (2, 5)
+    assert (found.plan.num_lanes, found.plan.max_lanes) == (2, 5)
     assert found.usd_per_hour == pytest.approx(HEAD_USD + 2 * NODE_USD)
     assert found.time_s == 5 * 3600
     few = plan(user, space={"precision": ["fp32", "bf16"]})
-    assert (few.lanes, few.trials) == (2, 2)  # an idle lane costs and gives nothing
+    assert (few.plan.num_lanes, few.trials) == (2, 2)  # an idle lane costs and gives nothing
 
 
 def test_the_price_may_be_given(user: Path) -> None:
@@ -174,13 +174,13 @@ def test_a_sweep_that_cannot_fit_is_refused_with_the_reason(
 
 def test_elastic_workers_need_their_smallest_number(user: Path) -> None:
     found = plan(user, train=TRAIN | {"scaling": {"num_workers": [2, 40]}})
-    assert found.lanes == 5
+    assert found.plan.num_lanes == 5
 
 
 def test_cpu_training_does_not_count_gpus(user: Path) -> None:
     found = plan(user, train=TRAIN | {"scaling": {"num_workers": 2, "use_gpu": False}})
-    assert found.max_lanes == 20
-    assert found.workers == "2 workers of 1 CPU"
+    assert found.plan.max_lanes == 20
+    assert found.lane == "2 workers of 1 CPU"
 
 
 def test_lanes_are_those_of_the_running_sweep() -> None:

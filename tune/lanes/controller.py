@@ -1,6 +1,6 @@
-"""What runs in Ray's controller of a lane (Ray).
+"""Callbacks and the scaling policy of Ray's controller of a lane (Ray).
 
-Ray imports this file there, and nothing of it needs torch: two seconds of processor time at every start.
+Ray imports this file in the controller, so it must not import torch: two seconds of processor time at every start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 
 class Losses(ray.train.UserCallback):
-    """A lane's trial goes to another lane as soon as its workers are gone."""
+    """Tells the mailbox that a lane's workers are gone, so that its trial goes to another lane at once."""
 
     def __init__(self, mailbox: Any, lane: int) -> None:
         self._mailbox, self._lane = mailbox, lane
@@ -26,9 +26,10 @@ class Losses(ray.train.UserCallback):
 
 
 class Presence(ControllerCallback, WorkerGroupCallback):
-    """The driver hears who controls the lane, so that it can end it before its workers are up; that there are workers,
-    so that it can start what would have held them up; and what was reserved for them, so that it can give it back where
-    the controller dies.
+    """Tells the mailbox how far the lane's start is.
+
+    The driver learns the controller, to kill it before its workers are up; that there are workers, to start what would
+    have slowed their imports; and their reservation, to free it when the controller dies.
     """
 
     def __init__(self, mailbox: Any, lane: int) -> None:
@@ -51,9 +52,9 @@ class Presence(ControllerCallback, WorkerGroupCallback):
 
 
 class Unannounced(FixedScalingPolicy):
-    """Ray's policy for a group of one size, which announces to nobody what it needs.
+    """Ray's policy for a group of one size, without the requests for resources.
 
-    Ray's coordinator tells an autoscaler of it, and other drivers' elastic runs: an embedded cluster has neither.
+    Those serve an autoscaler and other drivers' elastic runs: an embedded cluster has neither.
     """
 
     def _send_resource_request(self) -> None:

@@ -11,7 +11,6 @@ line is in the journal before its lane knows of it, and its end before Tune does
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ import ray
 
 from trainers.config import TrainConfig
 from trainers.config.model import override
-from tune.lanes.messages import Assignment, Event
+from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.search.space import chosen
 from tune.sweep.trial import LaneTrial, make_record
 from tune.trials.journal import Stage
@@ -117,7 +116,7 @@ class PopulationTrial(LaneTrial):
         self._curve = list(stage.curve)
         begin = self._curve[-1]["epoch"] if self._curve else 0.0
         self._until_epoch = begin + self._interval
-        self._ticket = f"{stage.name}/{uuid.uuid4().hex[:8]}"
+        self._ticket = new_ticket(stage.name)
         assignment = Assignment(
             self._ticket,
             self._trial,
@@ -135,7 +134,7 @@ class PopulationTrial(LaneTrial):
             event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, number))
             if event.outcome is not None:
                 return event.outcome
-            self._curve.append({name: float(value) for name, value in event.metrics.items()})
+            self._curve.append(event.row)
             number += 1
 
     def _prune(self, stage: Stage) -> None:

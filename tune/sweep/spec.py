@@ -41,6 +41,11 @@ class SweepSpec:
         """The sweep's directory."""
         return Storage(self.uri)
 
+    @property
+    def num_trials(self) -> int:
+        """Trials that the search makes; of `search: frontier` an estimate."""
+        return planned_trials(self.config) or 0
+
     def saved(self) -> dict[str, Any]:
         """What the sweep's directory keeps for `resume`."""
         sweep = self.config.model_dump(mode="json", exclude_none=True)
@@ -75,7 +80,7 @@ def _spec(
     directory: Path | None,
     own_workers: bool = True,
 ) -> SweepSpec:
-    # A trial's own name and storage mean nothing: it keeps nothing, the journal does.
+    # A trial's own name and storage have no effect: it keeps nothing, the journal does.
     given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
     base = _without_swept(given, config)
     try:
@@ -127,22 +132,20 @@ def read_saved(location: str) -> SweepSpec:
 
 def is_complete(spec: SweepSpec) -> bool:
     """Whether every trial has a record; a random search is known to be complete only by running it."""
-    journal = Journal(spec.storage)
-    if spec.config.search == "frontier":
+    config, records = spec.config, Journal(spec.storage).records()
+    if config.search == "optuna":
+        return len(records) >= spec.num_trials
+    if config.search == "frontier":
         from tune.search.frontier_search import Frontier
 
-        records = journal.records()
-        over = isinstance(Frontier(spec.config, spec.train).next(records), Ended)
-        return bool(records) and over and not repeats_to_run(spec.config, spec.train, records)
-    if spec.config.search == "optuna":
-        return _num_records(spec) >= (planned_trials(spec.config) or 1)
-    if spec.config.scheduler == "pbt":
-        names = [name for name, _ in population(spec.config)]
+        has_ended = bool(records) and isinstance(Frontier(config, spec.train).next(records), Ended)
     else:
-        names = [trial_id(trial) for trial in grid(spec.config)[: planned_trials(spec.config)]]
-    if not names or any(journal.find(name) is None for name in names):
-        return False
-    return not repeats_to_run(spec.config, spec.train, journal.records())
+        if config.scheduler == "pbt":
+            names = [name for name, _ in population(config)]
+        else:
+            names = [trial_id(trial) for trial in grid(config)[: spec.num_trials]]
+        has_ended = bool(names) and {record.id for record in records}.issuperset(names)
+    return has_ended and not repeats_to_run(config, spec.train, records)
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
@@ -158,32 +161,20 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         before = read_mapping(storage, _SAVED)
         now = spec.saved()
         is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
-        for key in ("space", "search", "seed", "objective", *(["scheduler"] if is_population else [])):
-            if before.get(key) != now.get(key):
+        keys = ["space", "search", "seed", "objective", *(["scheduler"] if is_population else [])]
+        pairs = {key: (before.get(key), now.get(key)) for key in keys}
+        for key in TrainConfig.model_fields:
+            if key not in ("task_dir", "scaling"):
+                pairs[f"train.{key}"] = (before["train"].get(key), now["train"].get(key))
+        for key, (was, value) in pairs.items():
+            if was != value:
                 raise ConfigError(
                     key,
-                    now.get(key),
-                    f"differs from {before.get(key)} in {storage.uri}",
+                    value,
+                    f"differs from {was} in {storage.uri}",
                     "sweep under another `--name`, or start anew with --fresh",
                     spec.source,
                 )
-        changed = [
-            key
-            for key in TrainConfig.model_fields
-            if before["train"].get(key) != now["train"].get(key) and key not in ("task_dir", "scaling")
-        ]
-        if changed:
-            raise ConfigError(
-                f"train.{changed[0]}",
-                now["train"].get(changed[0]),
-                f"differs from {before['train'].get(changed[0])} in {storage.uri}",
-                "sweep under another `--name`, or start anew with --fresh",
-                spec.source,
-            )
     else:
         storage.write(_SAVED, dump_yaml(spec.saved()).encode())
-    return _num_records(spec)
-
-
-def _num_records(spec: SweepSpec) -> int:
-    return sum(name.endswith(".json") for name in spec.storage.names("trials"))
+    return sum(name.endswith(".json") for name in storage.names("trials"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import uuid
 from typing import Any
 
 import ray
@@ -15,7 +14,7 @@ from trainers.config.model import override
 from trainers.errors import STATUSES, Status
 from trainers.storage import Storage
 from tune.config import Objective
-from tune.lanes.messages import Assignment, Event
+from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.search.space import chosen, purpose_of
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, TrialRecord, trial_id
@@ -122,7 +121,7 @@ class LaneTrial(Trainable):
         self._space_config = chosen(config)
         self._purpose = purpose_of(config)
         self._trial = trial_id(self._space_config, self._purpose)
-        self._ticket = f"{self._trial}/{uuid.uuid4().hex[:8]}"
+        self._ticket = new_ticket(self._trial)
         self._events = 0
         self._curve: list[dict[str, float]] = []
         self._started = time.time()
@@ -153,7 +152,7 @@ class LaneTrial(Trainable):
             self._journal.append(self._record)
             self._mailbox.forget.remote(self._ticket)
             return self._final(self._record)
-        row = {name: float(value) for name, value in event.metrics.items()}
+        row = event.row
         self._curve.append(row)
         return {**row, "objective": self._value(row), "trial": self._trial}
 
