@@ -29,7 +29,7 @@ class Presence(ControllerCallback, WorkerGroupCallback):
     """Tells the mailbox how far the lane's start is.
 
     The driver learns the controller, to kill it before its workers are up; that there are workers, to start what would
-    have slowed their imports; and their reservation, to free it when the controller dies.
+    have delayed them; and their reservation, to free it when the controller dies.
     """
 
     def __init__(self, mailbox: Any, lane: int) -> None:

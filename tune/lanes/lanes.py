@@ -82,9 +82,8 @@ class Lanes:
             thread.start()
 
     def await_first(self, cancelled: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        """Wait until a lane has worker processes: what starts any sooner competes with their imports.
-
-        Workers that wait for a node are not waited for beyond `timeout_s`.
+        """Wait until some lane has worker processes, since what starts any sooner delays its first trial; at most
+        `timeout_s`, since they may wait for a node.
         """
         deadline = time.monotonic() + timeout_s
         while not (cancelled() or ray.get(self._mailbox.any_started.remote())) and time.monotonic() < deadline:
