@@ -14,7 +14,7 @@ from tests.specs import REPOSITORY
 from trainers.config.model import dump_yaml
 from trainers.errors import ConfigError
 from tune.__main__ import main
-from tune.sweep.plan import Forecast, lanes_for, make_plan, starts_at_once, sweep_s, trials_within
+from tune.sweep.plan import Forecast, lanes_for, make_plan, starts_at_once
 from tune.sweep.spec import prepare, read_sweep
 from tune.trials.journal import Journal, TrialRecord, trial_id
 
@@ -84,8 +84,9 @@ def test_the_figures_are_those_of_a_calculation_by_hand(user: Path) -> None:
     assert found.usd_per_hour == pytest.approx(HEAD_USD + 5 * NODE_USD)
     assert found.time_s == 2 * 30 * 60  # ten trials in five lanes
     assert found.usd == pytest.approx(HEAD_USD + 5 * NODE_USD)
-    assert "gpu: 40 CPUs, 10 GPUs" in found.nodes
-    assert found.lane == "2 workers of 1 CPU and 1 GPU"
+    text = "\n".join(found.lines())
+    assert "gpu: 40 CPUs, 10 GPUs" in text
+    assert "each 2 workers of 1 CPU and 1 GPU;" in text
 
 
 def test_only_the_nodes_that_the_lanes_need_are_paid_for(user: Path) -> None:
@@ -100,7 +101,7 @@ def test_only_the_nodes_that_the_lanes_need_are_paid_for(user: Path) -> None:
 def test_the_price_may_be_given(user: Path) -> None:
     found = plan(user, minutes=30, usd_per_hour=20.0)
     assert found.usd == 20.0
-    assert "given" in found.price
+    assert "USD/hour     20.00 (given: usd_per_hour)" in list(found.lines())
 
 
 def test_an_unknown_price_is_said_and_not_guessed(user: Path) -> None:
@@ -136,6 +137,10 @@ def test_a_budget_cuts_the_sweep_off(user: Path) -> None:
     found = plan(user, minutes=30, lanes=2, budget={"time_s": 6000})
     assert (found.within, found.time_s) == (6, 6000)  # three rounds of two end within 100 minutes
     assert "about 6 of 10 trials" in "\n".join(found.lines())
+    exact = plan(user, minutes=30, lanes=2, budget={"time_s": 5400})
+    assert (exact.within, exact.time_s) == (6, 5400)
+    short = plan(user, minutes=30, lanes=2, budget={"time_s": 5399.9})
+    assert (short.within, short.time_s) == (4, 5399.9)
     roomy = plan(user, minutes=30, lanes=2, budget={"time_s": 60_000})
     assert (roomy.within, roomy.time_s) == (10, 9000)
     assert plan(user, minutes=30, budget={"trials": 4}).trials == 4
@@ -180,7 +185,7 @@ def test_elastic_workers_need_their_smallest_number(user: Path) -> None:
 def test_cpu_training_does_not_count_gpus(user: Path) -> None:
     found = plan(user, train=TRAIN | {"scaling": {"num_workers": 2, "use_gpu": False}})
     assert found.plan.max_lanes == 20
-    assert found.lane == "2 workers of 1 CPU"
+    assert any("each 2 workers of 1 CPU;" in line for line in found.lines())
 
 
 def test_lanes_are_those_of_the_running_sweep() -> None:
@@ -191,11 +196,6 @@ def test_lanes_are_those_of_the_running_sweep() -> None:
     assert lanes_for(4, 5, 3) == 4
     with pytest.raises(ConfigError, match="lanes"):
         lanes_for(6, 5, 30)
-
-
-def test_time_is_that_of_the_fullest_lane() -> None:
-    assert [sweep_s(trials, 4, 10.0) for trials in (0, 1, 4, 5, 8)] == [0, 10, 10, 20, 20]
-    assert [trials_within(time_s, 4, 10.0) for time_s in (9, 10, 39.999, 40)] == [0, 4, 12, 16]
 
 
 def test_the_command_prints_the_plan_and_starts_nothing(user: Path, capsys: pytest.CaptureFixture[str]) -> None:

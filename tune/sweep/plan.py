@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from cluster.files.capacity import total, worker_groups
 from cluster.files.cluster_file import ClusterFile
-from cluster.plan import ClusterPlan, has_gpus, with_resources
+from cluster.plan import ClusterPlan, Size, has_gpus, with_resources
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import MISSING, ConfigError, StorageError
@@ -27,18 +27,6 @@ _CPUS_TO_START = 2
 the first is up as late as the last."""
 Nodes = Sequence[Mapping[str, float]]
 """The resources of each node."""
-
-
-@dataclass(frozen=True)
-class Machines:
-    """What a cluster has for a sweep."""
-
-    up: Nodes
-    """The nodes that are there."""
-    at_most: Nodes
-    """Those that it may grow to; none where that is not known."""
-    use_gpu: bool
-    """Whether the workers get GPUs."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +54,26 @@ class SweepPlan:
     """Price of one lane, where the sweep's file gives the price of all."""
 
     @classmethod
-    def make(cls, spec: SweepSpec, machines: Machines) -> SweepPlan:
-        """Raises ConfigError where more lanes are asked for than fit."""
+    def make(cls, spec: SweepSpec, up: Nodes, at_most: Nodes, use_gpu: bool) -> SweepPlan:
+        """Plan a sweep on the nodes that are `up`, and those `at_most` that the cluster may grow to (none: unknown).
+
+        Raises ConfigError where more lanes are asked for than fit.
+        """
         config, train = spec.config, build(TrainConfig, spec.train, spec.source)
         scaling = train.scaling
-        shape = (scaling.min_workers, scaling.cpus_per_worker, scaling.gpus_per_worker if machines.use_gpu else 0.0)
-        fits = worker_groups(machines.up, *shape)
-        max_lanes = max(fits, worker_groups(machines.at_most, *shape))
+        shape = (scaling.min_workers, scaling.cpus_per_worker, scaling.gpus_per_worker if use_gpu else 0.0)
+        fits = worker_groups(up, *shape)
+        max_lanes = max(fits, worker_groups(at_most, *shape))
         num_lanes = lanes_for(config.lanes, max_lanes, spec.num_trials, spec.source)
         precision = config.space.get("precision", [train.precision])
-        cpus = [node.get("CPU", 0.0) for node in machines.up]
+        cpus = [node.get("CPU", 0.0) for node in up]
         return cls(
             train=train,
             num_trials=spec.num_trials,
             total=None if config.search == "frontier" else spec.num_trials,
             is_independent=config.search in ("grid", "random") and config.scheduler != "pbt",
             precisions=tuple(precision if isinstance(precision, list) else precision.choice or []),
-            use_gpu=machines.use_gpu,
+            use_gpu=use_gpu,
             max_lanes=max_lanes,
             num_lanes=num_lanes,
             num_at_once=starts_at_once(num_lanes, fits, cpus, scaling.max_workers),
@@ -118,40 +109,19 @@ def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -
     return max(1, nodes // workers, int(sum(cpus)) // (_CPUS_TO_START * (1 + workers))) if fits >= count else count
 
 
-def sweep_s(trials: int, lanes: int, trial_s: float) -> float:
-    """Wall time of equal trials: each lane runs one after the other."""
-    return math.ceil(trials / lanes) * trial_s
-
-
-def trials_within(time_s: float, lanes: int, trial_s: float) -> int:
-    """How many such trials end within a time."""
-    return math.floor(time_s / trial_s + 1e-9) * lanes
-
-
 @dataclass(frozen=True)
 class Forecast:
-    """A sweep on a cluster file: what it would hold, how long it would take, and what it would cost."""
+    """A sweep on what a cluster file can grow to: what it would hold, how long it would take, what it would cost."""
 
-    title: str
-    """The sweep and the cluster."""
+    spec: SweepSpec
     plan: SweepPlan
-    lane: str
-    """The workers of a lane, in words."""
+    on: ClusterPlan
+    """The cluster, and workers of the sweep's shape."""
     ended: int
     """Trials that the sweep's directory holds already."""
-    nodes: str
-    """What the lanes need, in words."""
-    usd_per_hour: float | None
-    """None where the price of a node is not known."""
-    price: str
-    """Where the price is from."""
-    remarks: tuple[str, ...]
-    """Each node's price: its age and source."""
     trial_s: float | None
     """Duration of a trial; None when nothing is known of it."""
     trial_source: str
-    budget_s: float | None
-    """When the budget of time or of dollars is used up."""
 
     @property
     def trials(self) -> int:
@@ -159,21 +129,30 @@ class Forecast:
         return max(0, self.plan.num_trials - self.ended)
 
     @property
-    def whole_s(self) -> float | None:
-        """Wall time of all trials that are still to run, whatever the budget."""
-        return None if self.trial_s is None else sweep_s(self.trials, self.plan.num_lanes, self.trial_s)
+    def held(self) -> Size:
+        """The nodes that the lanes need."""
+        return self.on.grown(self.plan.num_lanes * self.plan.train.scaling.min_workers)
 
     @property
-    def time_s(self) -> float | None:
-        """Wall time until the trials have ended or the budget is used up."""
-        return None if self.whole_s is None else min(self.whole_s, self.budget_s or math.inf)
+    def usd_per_hour(self) -> float | None:
+        """Price of those nodes, as given or by the price list; None where that of a node is not known."""
+        cost = self.held.cost
+        return self.spec.config.usd_per_hour or (None if cost.missing else cost.usd_per_hour)
 
     @property
     def within(self) -> int:
         """Trials that end within the budget."""
-        if self.trial_s is None or self.time_s == self.whole_s:
+        budget_s = self.spec.config.time_budget_s
+        if self.trial_s is None or budget_s is None:
             return self.trials
-        return min(self.trials, trials_within(self.budget_s or 0.0, self.plan.num_lanes, self.trial_s))
+        return min(self.trials, math.floor(budget_s / self.trial_s + 1e-9) * self.plan.num_lanes)
+
+    @property
+    def time_s(self) -> float | None:
+        """Wall time until the fullest lane has run its trials one after the other, or the budget is used up."""
+        rounds = math.ceil(self.trials / self.plan.num_lanes)
+        budget_s = self.spec.config.time_budget_s or math.inf
+        return None if self.trial_s is None else min(rounds * self.trial_s, budget_s)
 
     @property
     def usd(self) -> float | None:
@@ -184,70 +163,62 @@ class Forecast:
 
     def lines(self) -> Iterator[str]:
         """As the terminal shows it."""
-        lanes, most = self.plan.num_lanes, self.plan.max_lanes
+        config, held, time_s = self.spec.config, self.held, self.time_s
+        lanes, most, size = self.plan.num_lanes, self.plan.max_lanes, self.plan.train.scaling.min_workers
         again = f" ({self.ended} more have ended already)" if self.ended else ""
         of = f" of at most {most}" if most > lanes else ""
         rounds = math.ceil(self.trials / lanes)
+        lane = f"{size} worker{'s' * (size > 1)} of {self.on.worker}"
+        if config.usd_per_hour is not None:
+            source = "given: usd_per_hour"
+        elif held.cost.missing:
+            source = f"no price of {', '.join(held.cost.missing)}: give --usd_per_hour X for all nodes together"
+        else:
+            source = "on-demand list prices"
+        time = "unknown" if time_s is None else f"{duration(time_s)} once the nodes are up"
+        if time_s is None and config.time_budget_s is not None:
+            time += f", at most {duration(config.time_budget_s)} by the budget"
         shown = {
             "trials": f"{self.trials}{again}",
-            "lanes": f"{lanes}{of}, each {self.lane}; {rounds} trial{'s' * (rounds != 1)} one after the other",
-            "nodes": self.nodes,
-            "USD/hour": f"{'unknown' if self.usd_per_hour is None else f'{self.usd_per_hour:.2f}'} ({self.price})",
+            "lanes": f"{lanes}{of}, each {lane}; {rounds} trial{'s' * (rounds != 1)} one after the other",
+            "nodes": f"the head and {held.words}: {total(held.nodes, 'CPU'):g} CPUs, {total(held.nodes, 'GPU'):g} GPUs",
+            "USD/hour": f"{'unknown' if self.usd_per_hour is None else f'{self.usd_per_hour:.2f}'} ({source})",
             "one trial": f"{'unknown' if self.trial_s is None else duration(self.trial_s)} ({self.trial_source})",
-            "time": "unknown" if self.time_s is None else f"{duration(self.time_s)} once the nodes are up",
+            "time": time,
             "USD": "unknown" if self.usd is None else f"{self.usd:.2f}",
         }
-        if self.time_s is None and self.budget_s:
-            shown["time"] += f", at most {duration(self.budget_s)} by the budget"
         if self.within < self.trials:
             shown["budget"] = f"ends the sweep after about {self.within} of {self.trials} trials"
-        yield self.title
+        yield f"{config.name} on {self.on.title}"
         for label, words in shown.items():
             yield f"{label:13}{words}"
-        yield from self.remarks
+        if config.usd_per_hour is None and not held.cost.missing:
+            yield from self.on.remarks(held)
 
 
 def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | None) -> Forecast:
-    """The forecast of a sweep on what a cluster file can grow to. Starts nothing.
+    """Forecast a sweep on what a cluster file can grow to. Starts nothing.
 
     Raises ConfigError when the sweep cannot fit: no node holds a worker, the cluster never holds one group or the
     lanes that are asked for, or the budget ends before the first trial does.
     """
-    config, train = spec.config, build(TrainConfig, spec.train, spec.source)
-    cluster, scaling = with_resources(cluster), train.scaling
+    train, cluster = build(TrainConfig, spec.train, spec.source), with_resources(cluster)
+    scaling, budget = train.scaling, spec.config.budget
     use_gpu = has_gpus(cluster) if scaling.use_gpu == "auto" else scaling.use_gpu
     use_gpu = use_gpu and train.device in ("auto", "cuda")
     on = ClusterPlan(cluster, float(scaling.cpus_per_worker), scaling.gpus_per_worker if use_gpu else 0.0)
     on.require(scaling.min_workers, "train.scaling.num_workers", scaling.num_workers, spec.source)
-    plan = SweepPlan.make(spec, Machines(on.grown().nodes, (), use_gpu))
+    plan = SweepPlan.make(spec, on.grown().nodes, (), use_gpu)
     records, journal_note = _records(spec)
     trial_s, trial_source = _trial_s(records, minutes_per_trial, journal_note)
-    held = on.grown(plan.num_lanes * scaling.min_workers)
-    usd_per_hour, price, remarks = config.usd_per_hour, "given: usd_per_hour", tuple[str, ...]()
-    if usd_per_hour is None and held.cost.missing:
-        price = f"no price of {', '.join(held.cost.missing)}: give --usd_per_hour X for all nodes together"
-    elif usd_per_hour is None:
-        usd_per_hour, price, remarks = held.cost.usd_per_hour, "on-demand list prices", tuple(on.remarks(held))
-    forecast = Forecast(
-        title=f"{config.name} on {on.title}",
-        plan=plan,
-        lane=f"{scaling.min_workers} worker{'s' * (scaling.min_workers > 1)} of {on.worker}",
-        ended=len(records),
-        nodes=f"the head and {held.words}: {total(held.nodes, 'CPU'):g} CPUs, {total(held.nodes, 'GPU'):g} GPUs",
-        usd_per_hour=usd_per_hour,
-        price=price,
-        remarks=remarks,
-        trial_s=trial_s,
-        trial_source=trial_source,
-        budget_s=config.time_budget_s,
-    )
+    forecast = Forecast(spec, plan, on, len(records), trial_s, trial_source)
     if trial_s is not None and forecast.trials and forecast.within == 0:
-        by_time = forecast.budget_s == config.budget.time_s
+        key = "time_s" if spec.config.time_budget_s == budget.time_s else "usd"
         raise ConfigError(
-            "budget.time_s" if by_time else "budget.usd",
-            config.budget.time_s if by_time else config.budget.usd,
+            f"budget.{key}",
+            getattr(budget, key),
             f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
-            + ("" if by_time else f" at {config.usd_per_hour:.2f} USD an hour"),
+            + (f" at {forecast.usd_per_hour:.2f} USD an hour" if key == "usd" else ""),
             "raise it, or lower `lanes` or the length of a trial",
             spec.source,
         )

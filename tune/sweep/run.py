@@ -24,7 +24,7 @@ from tune.lanes.lanes import Lanes, LaneSetup, start_mailbox
 from tune.report.answer import objective_value
 from tune.search.population import member_name, population_scheduler, population_space
 from tune.search.space import num_samples, searcher, tune_space
-from tune.sweep.plan import Machines, SweepPlan
+from tune.sweep.plan import SweepPlan
 from tune.sweep.population_trial import PopulationTrial
 from tune.sweep.progress import Interrupted, Pace, Progress
 from tune.sweep.repeats import run_repeats
@@ -58,7 +58,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
 
     def grow() -> None:
         """Start further lanes where the cluster has grown."""
-        count = SweepPlan.make(spec, _machines(plan.use_gpu)).num_lanes
+        count = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), plan.use_gpu).num_lanes
         if count > lanes.count:
             logger.info("the cluster holds %d lanes by now: another %d start", count, count - lanes.count)
         lanes.grow(count)
@@ -93,7 +93,7 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
     device_type = check_cluster(run)
     if checked:
         require_sound(spec.uri)
-    plan = SweepPlan.make(spec, _machines(device_type == "cuda"))
+    plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
     for precision in plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
     lanes, workers = plan.num_lanes, plan.train.scaling.max_workers
@@ -109,9 +109,8 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
     return plan
 
 
-def _machines(use_gpu: bool) -> Machines:
-    """What the connected cluster has now, and may grow to."""
-    return Machines([node["Resources"] for node in ray.nodes() if node["Alive"]], nodes_at_most(), use_gpu)
+def _nodes_up() -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[dict[str, Any], float]]:
@@ -166,10 +165,9 @@ def environment() -> dict[str, str]:
     from trainers.devices.device import environment as worker_environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    nodes = [node for node in ray.nodes() if node["Alive"]]
     totals = ray.cluster_resources()
     return worker_environment(device) | {
-        "nodes": str(len(nodes)),
+        "nodes": str(len(_nodes_up())),
         "cluster_cpus": f"{totals.get('CPU', 0):g}",
         "cluster_gpus": f"{totals.get('GPU', 0):g}",
     }
