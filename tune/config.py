@@ -59,6 +59,13 @@ class Range(Settings):
         return self
 
 
+def sample_values(values: list[Any] | Range) -> list[Any]:
+    """Return a list's values, or of a range its choices or its two ends."""
+    if isinstance(values, list):
+        return values
+    return values.uniform or values.loguniform or values.choice or [values.min, values.max]
+
+
 class Objective(Settings):
     """What the best trial is best at."""
 

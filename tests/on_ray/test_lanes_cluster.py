@@ -58,7 +58,7 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("lane-")}
     lanes.grow(3)
     deadline = time.monotonic() + 30
-    while len(driver.get(mailbox.controllers.remote())) < at_once and time.monotonic() < deadline:
+    while len(driver.get(mailbox.starts.remote("controller"))) < at_once and time.monotonic() < deadline:
         time.sleep(0.05)
     assert driver.get(mailbox.watch.remote())["lanes"] == [], "no workers yet"
     while driver.available_resources().get("CPU", 0) == driver.cluster_resources()["CPU"]:

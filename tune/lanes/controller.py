@@ -37,18 +37,18 @@ class Presence(ControllerCallback, WorkerGroupCallback):
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray in the controller's constructor."""
-        handle = cloudpickle.dumps(ray.get_runtime_context().current_actor)
-        ray.get(self._mailbox.controlled.remote(self._lane, handle))
+        handle = cloudpickle.dumps(ray.get_runtime_context().current_actor)  # it would import Ray Train in the mailbox
+        ray.get(self._mailbox.note_start.remote(self._lane, "controller", handle))
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Called by Ray when all workers are processes; adds nothing to their context."""
-        ray.get(self._mailbox.started.remote(self._lane))
+        ray.get(self._mailbox.note_start.remote(self._lane, "workers"))
         return {}
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Called by Ray when all workers are a process group."""
-        handle = worker_group.get_worker_group_state().placement_group_handle
-        ray.get(self._mailbox.reserved.remote(self._lane, handle.placement_group))
+        group = worker_group.get_worker_group_state().placement_group_handle.placement_group
+        ray.get(self._mailbox.note_start.remote(self._lane, "reservation", group))
 
 
 class Unannounced(FixedScalingPolicy):

@@ -86,7 +86,7 @@ class Lanes:
         `timeout_s`, since they may wait for a node.
         """
         deadline = time.monotonic() + timeout_s
-        while not (cancelled() or ray.get(self._mailbox.any_started.remote())) and time.monotonic() < deadline:
+        while not (cancelled() or ray.get(self._mailbox.starts.remote("workers"))) and time.monotonic() < deadline:
             self._closing.wait(_LOOK_S)
 
     def close(self, timeout_s: float = 45.0) -> None:
@@ -112,7 +112,7 @@ class Lanes:
                 logger.warning("lanes %s do not end", [lane for lane, is_alive in enumerate(alive) if is_alive])
                 break
             try:
-                controllers = ray.get(self._mailbox.controllers.remote(), timeout=timeout_s)
+                controllers = ray.get(self._mailbox.starts.remote("controller"), timeout=timeout_s)
             except ray.exceptions.RayError:  # the cluster is gone, and the controllers with it
                 controllers = {}
             for lane, controller in controllers.items():
@@ -150,7 +150,7 @@ class Lanes:
                 failed += 1
                 logger.warning("lane %d ended: %s", lane, str(error).strip().splitlines()[-1])
                 ray.get(self._mailbox.lost.remote(lane))
-                reservations = ray.get(self._mailbox.reservations.remote())
+                reservations = ray.get(self._mailbox.starts.remote("reservation"))
                 if lane in reservations:  # of a controller that died; any other has given it back
                     remove_placement_group(reservations[lane])
                 if failed == _MAX_FAILED_STARTS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +34,7 @@ class Mailbox:
 
     def __init__(self, sweep: Storage | None = None) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept."""
-        self._controllers: dict[int, bytes] = {}
-        self._started: set[int] = set()
-        self._reservations: dict[int, Any] = {}
+        self._starts: dict[str, dict[int, Any]] = defaultdict(dict)
         self._sweep = sweep
         self._boundary = Boundary() if sweep is None else read_boundary(sweep)
         self._labels: dict[str, str] = {}
@@ -51,29 +49,13 @@ class Mailbox:
         self._closed = False
         self._broken: str | None = None
 
-    async def controlled(self, lane: int, controller: bytes) -> None:
-        """Note that Ray's controller of a lane has started: its pickled handle, which would import all of Ray Train."""
-        self._controllers[lane] = controller
+    async def note_start(self, lane: int, fact: str, value: Any = True) -> None:
+        """Note a fact of a lane's start: its "controller", that it has "workers", or their "reservation"."""
+        self._starts[fact][lane] = value
 
-    async def controllers(self) -> dict[int, bytes]:
-        """The pickled handle of the actor that controls each lane; it may have ended."""
-        return self._controllers
-
-    async def started(self, lane: int) -> None:
-        """Note that the workers of a lane are processes; their imports are still to come."""
-        self._started.add(lane)
-
-    async def any_started(self) -> bool:
-        """Whether some lane has had workers."""
-        return bool(self._started)
-
-    async def reserved(self, lane: int, placement_group: Any) -> None:
-        """Note what holds the resources of a lane's workers."""
-        self._reservations[lane] = placement_group
-
-    async def reservations(self) -> dict[int, Any]:
-        """The placement group that each lane had when its workers were last up; it may be gone."""
-        return self._reservations
+    async def starts(self, fact: str) -> dict[int, Any]:
+        """One fact of every lane that has got so far, by lane; the controller or the reservation may be gone."""
+        return self._starts[fact]
 
     async def submit(self, assignment: Assignment) -> None:
         """Queue a trial."""
@@ -277,10 +259,6 @@ class Mailbox:
         logger.warning("%s", words)
         self._notes.append(words)
 
-    async def note(self, words: str) -> None:
-        """`say` for lanes and trials."""
-        self.say(words)
-
     async def state(self) -> dict[str, Any]:
         """The tickets of queued trials, and of running ones by lane."""
         return {"queued": list(self._queue), "running": dict(self._running)}
@@ -300,7 +278,6 @@ class Mailbox:
         }
         return {
             "lanes": sorted(self._devices),
-            "queued": len(self._queue),
             "running": running,
             "boundary": boundary,
             "notes": self._notes[notes:],

@@ -112,7 +112,7 @@ def serve_trials(loop_config: Mapping[str, Any]) -> None:
         if left:
             words = f"lane {lane} starts again: trial {assignment.trial} has left behind: {'; '.join(left)}"
             if group.rank == 0:
-                ray.get(mailbox.note.remote(words))
+                ray.get(mailbox.say.remote(words))
             raise RunFailedError("error", words)
 
 

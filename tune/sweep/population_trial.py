@@ -49,7 +49,7 @@ class PopulationTrial(LaneTrial):
             self._submit(self._open(source))
             epoch, changed = source.curve[-1]["epoch"], _changes(source.config, self._space_config)
             words = f"trial {self._trial} goes on from {source.trial} at epoch {epoch:g}{changed}"
-            ray.get(self._mailbox.note.remote(words))
+            ray.get(self._mailbox.say.remote(words))
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
         """The name of the stage that has ended."""

@@ -12,7 +12,7 @@ from trainers.config.model import build, dump_yaml, override, parse_mapping
 from trainers.errors import ConfigError
 from trainers.launch.spec import delete_own, make_spec, read_file, read_mapping
 from trainers.storage import Storage, storage_uri
-from tune.config import SweepConfig
+from tune.config import SweepConfig, sample_values
 from tune.search.finalists import repeats_to_run
 from tune.search.frontier import Ended
 from tune.search.population import population
@@ -82,7 +82,8 @@ def _spec(
 ) -> SweepSpec:
     # A trial's own name and storage have no effect: it keeps nothing, the journal does.
     given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
-    base = _without_swept(given, config)
+    # With the first value of each swept key, so that what only the space gives is there.
+    base = override(TrainConfig, given, {key: sample_values(values)[0] for key, values in config.space.items()})
     try:
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
@@ -96,18 +97,6 @@ def _spec(
     kept = {key: value for key, value in run.tree.items() if key != "storage_path"}
     check_space(config, kept, source)
     return SweepSpec(config, kept, run.path, source, uri)
-
-
-def _without_swept(train: dict[str, Any], config: SweepConfig) -> dict[str, Any]:
-    """The run with the first value of each swept key, so that what only the space gives is there."""
-    first: dict[str, Any] = {}
-    for key, values in config.space.items():
-        if isinstance(values, list):
-            first[key] = values[0]
-        else:
-            pair = values.uniform or values.loguniform or values.choice
-            first[key] = pair[0] if pair else values.min
-    return override(TrainConfig, train, first)
 
 
 def read_saved(location: str) -> SweepSpec:

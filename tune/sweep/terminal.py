@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class View:
-    """All that is shown."""
+    """All that the terminal shows."""
 
     name: str
     total: int | None
@@ -65,19 +65,15 @@ def render(view: View) -> RenderableType:
     if view.best is not None:
         name, value, record = view.best
         lines.append(f"best so far   {name} {value:.4g}   {shown_config(record.config)}")
-    lines += [f"microbatch    {fits_words(label, *bounds)}" for label, bounds in view.boundary.items()]
+    for label, (low, high) in view.boundary.items():
+        known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (high is not None)
+        lines.append(f"microbatch    {label}: {', '.join(known)}")
     time = f"time          {duration(view.spent_s)}, {len(view.running)} of {view.lanes} lanes busy"
     if view.usd is not None:
         time += f", {view.usd:.2f} USD"
     if view.left_s is not None:
         time += f"; {duration(view.left_s)} of the budget left"
     return Group(Text(head, style="bold"), table, *(Text(line) for line in [*lines, time]))
-
-
-def fits_words(label: str, low: int | None, high: int | None) -> str:
-    """What is known of one boundary."""
-    known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (high is not None)
-    return f"{label}: {', '.join(known)}"
 
 
 class Terminal:
@@ -92,7 +88,7 @@ class Terminal:
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-            # What is logged goes above the table: the handlers took hold of the stream before.
+            # Log lines go above the table, although the handlers were bound to the stream before it.
             handlers = {id(one): one for name in ("tune", "trainers") for one in logging.getLogger(name).handlers}
             for handler in handlers.values():
                 if isinstance(handler, logging.StreamHandler):
@@ -109,10 +105,10 @@ class Terminal:
         self._streams.clear()
 
     def update(self, view: View) -> None:
-        """Show how things are."""
+        """Redraw the live table, where there is one."""
         if self._live is not None:
             self._live.update(render(view), refresh=True)
 
     def say(self, words: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         logger.info("%s", words)
