@@ -214,6 +214,7 @@ class Progress(tune.Callback):
         self.terminal.say("  ".join(part for part in parts if part))
 
     def _stopped(self, name: str) -> TrialRecord | None:
+        """Record a trial that the search has stopped; None for one without an evaluation."""
         reports = ray.get(self._mailbox.reports.remote(name))
         stage = self._journal.newest_stage(name) if self._config.scheduler == "pbt" else None
         if stage is not None:
@@ -221,16 +222,10 @@ class Progress(tune.Callback):
             reports = [*stage.curve, *(row for row in reports if row["step"] > begun)]
         if not reports:
             return None
-        record = make_record(
-            name,
-            self.seen[name] if stage is None else stage.config,
-            self._config.objective,
-            self._started[name] if stage is None else stage.started,
-            reports,
-            {"status": "stopped", "message": "stopped by the search"},
-            self._plan.lane_usd_per_hour,
-            self._purposes[name],
-        )
+        config, started = (self.seen[name], self._started[name]) if stage is None else (stage.config, stage.started)
+        outcome = {"status": "stopped", "message": "stopped by the search"}
+        end = (outcome, self._plan.lane_usd_per_hour, self._purposes[name])
+        record = make_record(name, config, self._config.objective, started, reports, *end)
         if stage is not None:
             record = replace(record, schedule=stage.schedule)
         self._journal.append(record)

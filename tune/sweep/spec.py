@@ -100,23 +100,18 @@ def _spec(
 
 
 def read_saved(location: str) -> SweepSpec:
-    """The sweep that lies in a directory; ConfigError when there is none."""
+    """Read the sweep that a directory holds; ConfigError when there is none."""
     storage = Storage(storage_uri(location))
     if not storage.exists(_SAVED):
         raise ConfigError("the directory", location, "holds no sweep", f"name the directory with the {_SAVED}")
     source = storage.locate(_SAVED)
     tree = read_mapping(storage, _SAVED)
     config = build(SweepConfig, tree, source)
-    assert isinstance(config.train, dict)
-    task_dir = config.train.get("task_dir")
-    parent = storage.parent.uri
-    return _spec(
-        config.model_copy(update={"storage_path": parent}),
-        config.train,
-        source,
-        source,
-        Path(task_dir) if task_dir else None,
-    )
+    train = config.train
+    assert isinstance(train, dict)
+    task_dir = train.get("task_dir")
+    config = config.model_copy(update={"storage_path": storage.parent.uri})
+    return _spec(config, train, source, source, Path(task_dir) if task_dir else None)
 
 
 def is_complete(spec: SweepSpec) -> bool:

@@ -1,4 +1,4 @@
-"""A trial as Ray Tune sees it: a class trainable without a model, which waits for what its lane reports (Ray)."""
+"""A trial as Ray Tune sees it: a trainable without a model, which waits for the reports of its lane (Ray)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def make_record(
 
 
 def watched(tree: dict[str, Any], objective: Objective, purpose: Purpose) -> tuple[dict[str, Any], Until]:
-    """A trial of a search that learns from what it sees: its TrainConfig, and when it has seen enough."""
+    """The TrainConfig of a trial from which the search learns as it runs, and when it ends."""
     extra: dict[str, Any] = {"noise_scale": True}
     if purpose == "probe":
         extra["log_every_steps"] = min(10, tree.get("log_every_steps", 10))
@@ -105,14 +105,14 @@ class LaneTrial(Trainable):
         objective: dict[str, Any] | None = None,
         usd_per_hour: float | None = None,
     ) -> None:
-        """Called by Tune once an actor; the keyword arguments are the sweep's."""
+        """Called by Tune once for each actor; the keyword arguments are the sweep's."""
         self._mailbox, self._train, self._usd_per_hour = mailbox, train or {}, usd_per_hour
         self._journal = Journal(Storage(uri))
         self._objective = Objective.model_validate(objective)
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The next trial in the same actor."""
+        """Called by Tune with the next trial of the same actor."""
         self._leave()
         self._begin(new_config)
         return True
@@ -133,22 +133,15 @@ class LaneTrial(Trainable):
             ray.get(self._mailbox.submit.remote(Assignment(self._ticket, self._trial, tree, until=until)))
 
     def step(self) -> dict[str, Any]:
-        """The next evaluation, or the end."""
+        """Wait for the next evaluation, or the end."""
         if self._record is not None:
             return self._final(self._record)
         event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, self._events))
         self._events += 1
         if event.outcome is not None:
-            self._record = make_record(
-                self._trial,
-                self._space_config,
-                self._objective,
-                self._started,
-                self._curve,
-                event.outcome,
-                self._usd_per_hour,
-                self._purpose,
-            )
+            who = (self._trial, self._space_config, self._objective)
+            end = (event.outcome, self._usd_per_hour, self._purpose)
+            self._record = make_record(*who, self._started, self._curve, *end)
             self._journal.append(self._record)
             self._mailbox.forget.remote(self._ticket)
             return self._final(self._record)
@@ -173,17 +166,17 @@ class LaneTrial(Trainable):
         return {**row, "objective": self._value(row), "trial": record.id, "status": record.status, "done": True}
 
     def _leave(self) -> None:
-        """The search may have stopped the trial before its end; the driver records that."""
+        """Cancel a trial that the search has stopped before its end; the driver records it."""
         if self._record is None:
             ray.get(self._mailbox.cancel.remote(self._ticket))
 
     def cleanup(self) -> None:
-        """The actor ends."""
+        """Called by Tune at the end of the actor."""
         self._leave()
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
-        """Nothing: without this method Tune would not reuse the actor."""
+        """Save nothing; without this method Tune would not reuse the actor."""
         return {}
 
     def load_checkpoint(self, checkpoint: dict[str, Any] | None) -> None:
-        """Nothing to load."""
+        """Load nothing."""
