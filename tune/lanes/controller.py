@@ -14,19 +14,8 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 
-class Losses(ray.train.UserCallback):
-    """Tells the mailbox that a lane's workers are gone, so that its trial goes to another lane at once."""
-
-    def __init__(self, mailbox: Any, lane: int) -> None:
-        self._mailbox, self._lane = mailbox, lane
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called by Ray with the exception of each failed rank."""
-        ray.get(self._mailbox.lost.remote(self._lane))
-
-
-class Presence(ControllerCallback, WorkerGroupCallback):
-    """Tells the mailbox how far the lane's start is.
+class LaneCallback(ControllerCallback, WorkerGroupCallback):
+    """Tells the mailbox how far the lane's start is, and when its workers are gone.
 
     The driver learns the controller, to kill it before its workers are up; that there are workers, to start what would
     have delayed them; and their reservation, to free it when the controller dies.
@@ -49,6 +38,11 @@ class Presence(ControllerCallback, WorkerGroupCallback):
         """Called by Ray when all workers are a process group."""
         group = worker_group.get_worker_group_state().placement_group_handle.placement_group
         ray.get(self._mailbox.note_start.remote(self._lane, "reservation", group))
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Called by Ray with the errors of failed ranks: the lane's trial goes to another lane at once."""
+        if worker_group_status.errors:
+            ray.get(self._mailbox.lost.remote(self._lane))
 
 
 class Unannounced(FixedScalingPolicy):

@@ -27,7 +27,7 @@ from trainers.config.sections import ScalingConfig
 from trainers.launch.imports import without_collection
 from trainers.on_ray.process_group import GroupConfig
 from trainers.storage import Storage
-from tune.lanes.controller import Losses, Presence
+from tune.lanes.controller import LaneCallback
 from tune.lanes.mailbox import Mailbox
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class Lanes:
                 name=f"lane-{lane}",
                 storage_path=setup.sweep.child("lanes").uri,
                 failure_config=ray.train.FailureConfig(max_failures=-1),
-                callbacks=[Losses(self._mailbox, lane), Presence(self._mailbox, lane)],  # type: ignore[list-item]
+                callbacks=[LaneCallback(self._mailbox, lane)],  # type: ignore[list-item]
             ),
         )
 

@@ -9,7 +9,6 @@ restored as well, since a task's module and its constructor run before that.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import multiprocessing
@@ -23,6 +22,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ Setting = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
 def _attribute(owner: Any, name: str, label: str = "") -> Setting:
     label = label or f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
-    return label, functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+    return label, partial(getattr, owner, name), partial(setattr, owner, name)
 
 
 def _contents(label: str, mapping: Any) -> Setting:
@@ -79,6 +79,8 @@ def _settings() -> Iterator[Setting]:
     yield _contents("sys.path", sys.path)
     for name in ("stdout", "stderr", "excepthook"):
         yield _attribute(sys, name)
+    for number in signal.valid_signals():
+        yield f"handler of signal {number}", partial(signal.getsignal, number), partial(signal.signal, number)
     yield "recursion limit", sys.getrecursionlimit, sys.setrecursionlimit
     yield "garbage collector", gc.isenabled, lambda value: gc.enable() if value else gc.disable()
     yield "stack size of threads", threading.stack_size, threading.stack_size
@@ -87,7 +89,7 @@ def _settings() -> Iterator[Setting]:
     yield _attribute(logging.root.manager, "disable", "logging.disable")
     for name in _LOGGERS:
         logger = logging.getLogger(name)
-        yield f"level of logger {name or 'root'}", functools.partial(getattr, logger, "level"), logger.setLevel
+        yield f"level of logger {name or 'root'}", partial(getattr, logger, "level"), logger.setLevel
         yield _contents(f"handlers of logger {name or 'root'}", logger.handlers)
         yield _attribute(logger, "propagate")
         yield _attribute(logger, "disabled")
@@ -100,6 +102,7 @@ def _torch_settings() -> Iterator[Setting]:
     yield "default device", stack._len_torch_function_stack, lambda count: torch.set_default_device(None)
     yield "default dtype", torch.get_default_dtype, torch.set_default_dtype
     yield "threads", torch.get_num_threads, torch.set_num_threads
+    yield "threads between operations", torch.get_num_interop_threads, torch.set_num_interop_threads
     yield (
         "deterministic algorithms",
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
@@ -111,17 +114,20 @@ def _torch_settings() -> Iterator[Setting]:
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.set_anomaly_enabled(*value),
     )
-    of = functools.partial
     for kind in ("cpu", "cuda"):
-        enabled = (of(torch.is_autocast_enabled, kind), of(torch.set_autocast_enabled, kind))
+        enabled = (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
         yield f"autocast enabled ({kind})", *enabled
-        yield f"autocast dtype ({kind})", of(torch.get_autocast_dtype, kind), of(torch.set_autocast_dtype, kind)
+        yield (
+            f"autocast dtype ({kind})",
+            partial(torch.get_autocast_dtype, kind),
+            partial(torch.set_autocast_dtype, kind),
+        )
     yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     yield "fp32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     yield "TF32 in cuDNN", core._get_cudnn_allow_tf32, core._set_cudnn_allow_tf32
     mkldnn = [("mkldnn", operation) for operation in ("all", "matmul", "conv", "rnn")]
     for key in (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), *mkldnn):
-        read, write = of(core._get_fp32_precision_getter, *key), of(core._set_fp32_precision_setter, *key)
+        read, write = partial(core._get_fp32_precision_getter, *key), partial(core._set_fp32_precision_setter, *key)
         yield f"fp32 precision ({' '.join(key)})", read, write
     for name in ("enabled", "benchmark", "deterministic", "benchmark_limit"):
         yield _attribute(backends.cudnn, name, f"cuDNN {name}")
@@ -150,9 +156,7 @@ class Baseline:
         self._modules = dict(sys.modules)
         self._owners = [(owner, _methods(owner), len(vars(owner))) for owner in _owners()]
         self._threads = set(threading.enumerate())
-        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._group = dist.group.WORLD if dist.is_initialized() else None
-        self._interop = torch.get_num_interop_threads()
         self._frozen = 0
         self._collect()
         self._floor_bytes = self._memory_bytes()
@@ -173,7 +177,6 @@ class Baseline:
         for entry in exchanged:
             _restore_methods(*entry)
         set_rng_state(self._random, self._device)
-        self._restore_signals()
         self._collect()
         for entry in exchanged:
             replaced += [f"{entry[0].__name__}.{name} is another" for name in _changed(*entry)]
@@ -183,12 +186,7 @@ class Baseline:
         """What is still not as it was."""
         for name, read, _, value in self._settings:
             if (now := read()) != value:
-                yield f"{name}: {_short(now)} in place of {_short(value)}"
-        if torch.get_num_interop_threads() != self._interop:
-            yield f"threads between operations: {torch.get_num_interop_threads()} in place of {self._interop}"
-        for number, handler in self._signals.items():
-            if signal.getsignal(number) is not handler:
-                yield f"the handler of signal {number}"
+                yield f"{name}: {now!s:.80} in place of {value!s:.80}"
         if (dist.group.WORLD if dist.is_initialized() else None) is not self._group:
             yield "the process group is another"
         memory_bytes = self._memory_bytes()
@@ -219,12 +217,6 @@ class Baseline:
             return False
         # A module in C may refuse to be imported twice; a virtual environment may lie beside the task.
         return file.endswith(".py") and file.startswith(self._path) and not file.startswith(_INSTALLED)
-
-    def _restore_signals(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._signals.items():
-                if signal.getsignal(number) is not handler and handler is not None:
-                    signal.signal(number, handler)
 
     def _leaked_threads(self) -> list[threading.Thread]:
         """Threads of a trial that do not end within moments."""
@@ -295,8 +287,3 @@ def _restore_methods(owner: Any, methods: dict[str, Any], size: int) -> None:
                 setattr(owner, name, methods[name])
             else:
                 delattr(owner, name)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."

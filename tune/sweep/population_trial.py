@@ -20,7 +20,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import override
 from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.search.space import chosen
-from tune.sweep.trial import LaneTrial, make_record
+from tune.sweep.trial import LaneTrial
 from tune.trials.journal import Stage
 
 KEPT_STAGES = 3
@@ -37,7 +37,7 @@ class PopulationTrial(LaneTrial):
 
     def _begin(self, config: dict[str, Any]) -> None:
         self._space_config = chosen(config)
-        self._trial, self._ticket = self.trial_name, ""
+        self._trial, self._purpose, self._ticket = self.trial_name, "trial", ""
         self._record = self._journal.find(self._trial)
         self._stage = None if self._record else self._journal.newest_stage(self._trial)
 
@@ -76,9 +76,8 @@ class PopulationTrial(LaneTrial):
             self._prune(stage)
             row = self._curve[-1]
             return {**row, "objective": self._value(row), "trial": self._trial}
-        who = (self._trial, self._space_config, self._objective)
-        record = make_record(*who, stage.started, self._curve, outcome, self._usd_per_hour)
-        self._record = replace(record, schedule=stage.schedule)
+        self._started = stage.started
+        self._record = replace(self._make_record(outcome), schedule=stage.schedule)
         self._journal.append(self._record)
         return self._final(self._record)
 

@@ -162,26 +162,9 @@ class Progress(tune.Callback):
         self._busy |= set(state["lanes"])
         for lane in self._busy:
             self._lane_busy.set(float(lane in state["running"]), {"run": run, "lane": str(lane)})
-        self.terminal.update(self._view(state))
-
-    def _view(self, state: dict[str, Any]) -> View:
         spent_s = time.monotonic() - self._began
-        config, now = self._config, time.time()
-        return View(
-            name=config.name,
-            total=self._plan.total,
-            statuses=dict(self._statuses),
-            lanes=len(state["lanes"]),
-            running=[
-                (lane, shown_config(self.seen.get(one["trial"], {})), one["metrics"], now - one["started"])
-                for lane, one in sorted(state["running"].items())
-            ],
-            best=None if self._best is None else (config.objective.metric, *self._best),
-            boundary=state["boundary"],
-            spent_s=spent_s,
-            left_s=None if config.time_budget_s is None else max(0.0, config.time_budget_s - spent_s),
-            usd=None if config.usd_per_hour is None else config.usd_per_hour * spent_s / 3600,
-        )
+        view = View(self._config, self._plan.total, self._statuses, state, self.seen, self._best, spent_s)
+        self.terminal.update(view)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial gets its actor."""
@@ -223,9 +206,9 @@ class Progress(tune.Callback):
         if not reports:
             return None
         config, started = (self.seen[name], self._started[name]) if stage is None else (stage.config, stage.started)
+        objective, price = self._config.objective, self._plan.lane_usd_per_hour
         outcome = {"status": "stopped", "message": "stopped by the search"}
-        end = (outcome, self._plan.lane_usd_per_hour, self._purposes[name])
-        record = make_record(name, config, self._config.objective, started, reports, *end)
+        record = make_record(name, config, objective, started, reports, outcome, price, self._purposes[name])
         if stage is not None:
             record = replace(record, schedule=stage.schedule)
         self._journal.append(record)

@@ -139,15 +139,25 @@ class LaneTrial(Trainable):
         event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, self._events))
         self._events += 1
         if event.outcome is not None:
-            who = (self._trial, self._space_config, self._objective)
-            end = (event.outcome, self._usd_per_hour, self._purpose)
-            self._record = make_record(*who, self._started, self._curve, *end)
+            self._record = self._make_record(event.outcome)
             self._journal.append(self._record)
             self._mailbox.forget.remote(self._ticket)
             return self._final(self._record)
         row = event.row
         self._curve.append(row)
         return {**row, "objective": self._value(row), "trial": self._trial}
+
+    def _make_record(self, outcome: dict[str, Any]) -> TrialRecord:
+        return make_record(
+            self._trial,
+            self._space_config,
+            self._objective,
+            self._started,
+            self._curve,
+            outcome,
+            self._usd_per_hour,
+            self._purpose,
+        )
 
     def _value(self, row: dict[str, float]) -> float:
         """The objective so far, for a scheduler; the worst value where it is not defined yet."""
