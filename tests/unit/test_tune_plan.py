@@ -14,7 +14,7 @@ from tests.specs import REPOSITORY
 from trainers.config.model import dump_yaml
 from trainers.errors import ConfigError
 from tune.__main__ import main
-from tune.sweep.plan import Forecast, lanes_for, make_plan, starts_at_once
+from tune.sweep.plan import Forecast, SweepPlan, lanes_for, make_plan, starts_at_once
 from tune.sweep.spec import prepare, read_sweep
 from tune.trials.journal import Journal, TrialRecord, trial_id
 
@@ -235,6 +235,36 @@ def test_the_shipped_cluster_file_holds_the_digits_sweep(capsys: pytest.CaptureF
     sweep, cluster = REPOSITORY / "examples/digits/sweep.yaml", REPOSITORY / "cluster/aws.yaml"
     assert main(["plan", str(sweep), "--cluster", str(cluster)]) == 0
     assert "lanes        8, each 1 worker of 1 CPU and 1 GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sweep", "is_independent", "total"),
+    [
+        ({}, True, 10),
+        ({"search": "random", "budget": {"trials": 4}}, True, 4),
+        ({"search": "optuna", "budget": {"trials": 4}}, False, 4),
+        ({"scheduler": "pbt", "space": {"optimizer.lr": [0.1, 0.2, 0.3]}}, False, 3),
+        (
+            {"search": "frontier", "objective": {"metric": "time_to_target", "target": {"val_loss": 1.0}}},
+            False,
+            None,
+        ),
+    ],
+)
+def test_one_plan_says_what_the_live_sweep_runs_on(
+    user: Path, sweep: dict[str, Any], is_independent: bool, total: int | None
+) -> None:
+    if sweep.get("search") == "optuna":
+        pytest.importorskip("optuna")
+    file, _ = write(user, {"usd_per_hour": 6.0} | sweep, {})
+    spec = read_sweep(file, {}, own_workers=False)
+    up, at_most = [{"CPU": 4.0}], [{"CPU": 4.0}] * 3  # two workers a lane: two lanes now, four more with two nodes
+    found = SweepPlan.make(spec, up, at_most, use_gpu=False)
+    assert (found.is_independent, found.total) == (is_independent, total)
+    assert (found.max_lanes, found.num_lanes) == (6, min(6, found.num_trials))
+    assert found.num_at_once == found.num_lanes, "some of them wait for a node"
+    assert found.lane_usd_per_hour == 6.0 / found.num_lanes
+    assert found.precisions == (("fp32", "bf16") if "space" not in sweep else (found.train.precision,))
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,11 @@ class SweepPlan:
     num_trials: int
     """Trials that the search makes; of `search: frontier` an estimate."""
     total: int | None
-    """The same where it is certain."""
+    """The same; None where it is not certain."""
     is_independent: bool
     """Whether the search chooses trials regardless of how others end, so that an end may be held back from it."""
     precisions: tuple[str, ...]
-    """All that a trial may have."""
+    """All those that a trial may have."""
     use_gpu: bool
     max_lanes: int
     """Worker groups that fit when the cluster has grown."""
