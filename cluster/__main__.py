@@ -15,15 +15,11 @@ torch sees no GPU where the driver has one; 2 errors in a file, or N workers nev
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cluster.files.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_slots
-from cluster.files.prices import STALE_AFTER_DAYS, Price, load_prices
 from trainers.errors import MISSING, ConfigError
 
 if TYPE_CHECKING:
@@ -98,85 +94,22 @@ def plan(
     resources the file does not say.
     """
     from cluster.files.ray_up import load_cluster
+    from cluster.plan import ClusterPlan, has_gpus, with_resources
 
-    cluster = load_cluster(file)
     told = {name: amount for name, amount in (per_node or {}).items() if amount is not None}
-    types = tuple(replace(node_type, resources=told | dict(node_type.resources)) for node_type in cluster.node_types)
-    if gpus_per_worker is None:
-        gpus_per_worker = float(any(node_type.resources.get("GPU") for node_type in types))
-    if cpus_per_worker == gpus_per_worker == 0:
+    cluster = with_resources(load_cluster(file), told)
+    gpus = float(has_gpus(cluster)) if gpus_per_worker is None else gpus_per_worker
+    if cpus_per_worker == gpus == 0:
         rule = "and --gpus-per-worker cannot both be 0"
         raise ConfigError("--cpus-per-worker", MISSING, rule, "give a worker a CPU or a GPU")
-    _resources_known(cluster, types)
-    prices = load_prices()
-    usd_per_hour = {name: price.usd_per_hour for name, price in prices.items()} | given_usd_per_hour
-
-    most = grow(types, cluster.max_workers, cpus_per_worker, gpus_per_worker)
-    max_slots = worker_slots(nodes_of(types, most), cpus_per_worker, gpus_per_worker)
-    worker = f"{cpus_per_worker:g} CPU and {gpus_per_worker:g} GPU"
-    if max_slots < num_workers:
-        rule = f"never fits: the file can grow to {max_slots} workers of {worker}"
-        fix = "ask for fewer or smaller workers, or raise max_workers"
-        raise ConfigError("--workers", num_workers, rule, fix, file)
-
-    one = grow(types, cluster.max_workers, cpus_per_worker, gpus_per_worker, num_workers)
-    print(f"{cluster.name} ({cluster.provider}, {cluster.region or 'no region'}), workers of {worker}")
-    groups = f"groups of {num_workers}"
-    print(f"{'':14}{'nodes':>7}{'CPUs':>7}{'GPUs':>6}{'workers':>9}{groups:>14}  USD/hour")
-    for label, counts in (("now", smallest(types)), ("one group", one), ("fully grown", most)):
-        nodes = nodes_of(types, counts)
-        slots = worker_slots(nodes, cpus_per_worker, gpus_per_worker)
-        bill = cost(types, counts, usd_per_hour)
-        known = f"{'at least ' if bill.missing else ''}{bill.usd_per_hour:.2f}"
-        shown = "unknown" if bill.missing and not bill.usd_per_hour else known
-        cells = f"{len(nodes):>7}{total(nodes, 'CPU'):>7g}{total(nodes, 'GPU'):>6g}{slots:>9}"
-        print(f"{label:14}{cells}{slots // num_workers:>14}  {shown}")
-    print("Nodes count the head. " + " ".join(_remarks(types, most)))
-    for line in _price_lines(cluster, prices, given_usd_per_hour, dt.datetime.now(dt.UTC).date()):
-        print(line)
+    planned = ClusterPlan(cluster, cpus_per_worker, gpus, given_usd_per_hour)
+    planned.require(num_workers, "--workers", num_workers, cluster.source)
+    planned.show(num_workers)
     return 0
 
 
 def _workers_at_most(cluster: ClusterFile) -> int:
     return min(cluster.max_workers, cluster.sum_max_workers)
-
-
-def _resources_known(cluster: ClusterFile, types: Iterable[NodeType]) -> None:
-    for node_type in types:
-        if "CPU" not in node_type.resources:
-            field = f"available_node_types.{node_type.name}.resources"
-            fix = "write `resources: {CPU: n, GPU: n}`"
-            if cluster.provider == "local":
-                field = f"resources of a {node_type.name}"
-                fix = "give --cpus-per-node and --gpus-per-node"
-            raise ConfigError(field, MISSING, "is not known before the node is up", fix, cluster.source)
-
-
-def _remarks(types: Iterable[NodeType], most: dict[str, int]) -> Iterable[str]:
-    grown = ", ".join(f"{num_nodes} {name}" for name, num_nodes in most.items() if num_nodes)
-    yield f"Fully grown: {grown or 'no worker node'}."
-    if any(node_type.spot for node_type in types):
-        yield "Spot nodes are counted at the on-demand price, which is the most they cost."
-
-
-def _price_lines(
-    cluster: ClusterFile, prices: dict[str, Price], given_usd_per_hour: dict[str, float], today: dt.date
-) -> Iterable[str]:
-    """Where each price is from and how old it is."""
-    for name in dict.fromkeys(node_type.instance_type for node_type in cluster.node_types):
-        if name is None:
-            yield "price unknown: the file names no machine, so there is no price to look up"
-        elif name in given_usd_per_hour:
-            yield f"price of {name}: {given_usd_per_hour[name]:g} USD/hour (--price)"
-        elif price := prices.get(name):
-            region = "" if price.region == cluster.region else f", not of {cluster.region}"
-            stale = f", STALE: over {STALE_AFTER_DAYS} days, look it up" if price.is_stale(today) else ""
-            yield (
-                f"price of {name}: {price.usd_per_hour:g} USD/hour in {price.region}{region}, "
-                f"{price.age_days(today)} days old{stale} ({price.source})"
-            )
-        else:
-            yield f"price of {name}: not in prices.csv; give it with --price {name}=USD"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from tests.on_ray.test_lanes import rows, run, sweep
 from tests.waits import when
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from tune.lanes.lanes import Lanes, start_mailbox
+from tune.lanes.lanes import Lanes, LaneSetup, start_mailbox
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -53,11 +53,12 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     mailbox = start_mailbox(spec.storage)
     at_once = 2
     config = build(TrainConfig, spec.train, "test")
-    lanes = Lanes(mailbox, 3, config, spec.path, False, spec.storage, False, at_once, patient=False)
+    setup = LaneSetup(config.scaling, False, spec.path, False, spec.storage)
+    lanes = Lanes(mailbox, setup, at_once, is_patient=False)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("lane-")}
-    lanes.start()
+    lanes.grow(3)
     deadline = time.monotonic() + 30
-    while len(driver.get(mailbox.controllers.remote())) < at_once and time.monotonic() < deadline:
+    while len(driver.get(mailbox.starts.remote("controller"))) < at_once and time.monotonic() < deadline:
         time.sleep(0.05)
     assert driver.get(mailbox.watch.remote())["lanes"] == [], "no workers yet"
     while driver.available_resources().get("CPU", 0) == driver.cluster_resources()["CPU"]:

@@ -169,7 +169,7 @@ def test_plan_shows_now_one_group_and_fully_grown(tmp_path: Path, capsys: pytest
     prices = ["--price", "m5.2xlarge=1", "--price", "g5.2xlarge=2"]
     assert main(["plan", file, "--workers", "3", *prices]) == 0
     lines = capsys.readouterr().out.splitlines()
-    rows = {line[:14].strip(): line[14:].split() for line in lines[2:5]}
+    rows = {cells[0].strip(): cells[1:] for cells in (line.rsplit(maxsplit=6) for line in lines[2:5])}
     assert rows["now"] == ["2", "8", "1", "1", "0", "3.00"]
     assert rows["one group"] == ["4", "24", "3", "3", "1", "7.00"]
     assert rows["fully grown"] == ["9", "64", "8", "8", "2", "17.00"]

@@ -359,12 +359,11 @@ async def test_nor_do_they_wait_for_ever(mailbox: Mailbox) -> None:
 
 @asynchronous
 async def test_the_driver_hears_how_far_the_lanes_are(mailbox: Mailbox) -> None:
-    assert not await mailbox.any_started()
-    await mailbox.controlled(1, b"handle")
-    assert await mailbox.controllers() == {1: b"handle"}
-    assert not await mailbox.any_started()
-    await mailbox.started(1)
-    assert await mailbox.any_started()
-    await mailbox.reserved(1, "first group")
-    await mailbox.reserved(1, "after a restart")
-    assert await mailbox.reservations() == {1: "after a restart"}
+    await mailbox.note_start(1, "controller", b"handle")
+    assert await mailbox.starts("controller") == {1: b"handle"}
+    assert not await mailbox.starts("workers")
+    await mailbox.note_start(1, "workers")
+    assert await mailbox.starts("workers")
+    await mailbox.note_start(1, "reservation", "first group")
+    await mailbox.note_start(1, "reservation", "after a restart")
+    assert await mailbox.starts("reservation") == {1: "after a restart"}

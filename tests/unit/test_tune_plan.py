@@ -14,7 +14,7 @@ from tests.specs import REPOSITORY
 from trainers.config.model import dump_yaml
 from trainers.errors import ConfigError
 from tune.__main__ import main
-from tune.sweep.plan import Plan, lanes_for, make_plan, starts_at_once, sweep_s, trials_within
+from tune.sweep.plan import Forecast, SweepPlan, lanes_for, make_plan, starts_at_once
 from tune.sweep.spec import prepare, read_sweep
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
@@ -65,7 +65,7 @@ def write(user: Path, sweep: dict[str, Any], node: dict[str, Any]) -> tuple[str,
     return str(user / "sweep.yaml"), str(user / "cluster.yaml")
 
 
-def plan(user: Path, minutes: float | None = None, node: dict[str, Any] | None = None, **sweep: Any) -> Plan:
+def plan(user: Path, minutes: float | None = None, node: dict[str, Any] | None = None, **sweep: Any) -> Forecast:
     file, cluster = write(user, sweep, node or {})
     return make_plan(read_sweep(file, {}, own_workers=False), load_cluster(cluster), minutes)
 
@@ -81,27 +81,28 @@ def finish(user: Path, seconds: list[float], status: Any = "done") -> None:
 
 def test_the_figures_are_those_of_a_calculation_by_hand(user: Path) -> None:
     found = plan(user, minutes=30)
-    assert (found.trials, found.lanes, found.max_lanes) == (10, 5, 5)
+    assert (found.trials, found.plan.num_lanes, found.plan.max_lanes) == (10, 5, 5)
     assert found.usd_per_hour == pytest.approx(HEAD_USD + 5 * NODE_USD)
     assert found.time_s == 2 * 30 * 60  # ten trials in five lanes
     assert found.usd == pytest.approx(HEAD_USD + 5 * NODE_USD)
-    assert "gpu: 40 CPUs, 10 GPUs" in found.nodes
-    assert found.workers == "2 workers of 1 CPU and 1 GPU"
+    text = "\n".join(found.lines())
+    assert "gpu: 40 CPUs, 10 GPUs" in text
+    assert "each 2 workers of 1 CPU and 1 GPU;" in text
 
 
 def test_only_the_nodes_that_the_lanes_need_are_paid_for(user: Path) -> None:
     found = plan(user, minutes=60, lanes=2)
-    assert (found.lanes, found.max_lanes) == (2, 5)
+    assert (found.plan.num_lanes, found.plan.max_lanes) == (2, 5)
     assert found.usd_per_hour == pytest.approx(HEAD_USD + 2 * NODE_USD)
     assert found.time_s == 5 * 3600
     few = plan(user, space={"precision": ["fp32", "bf16"]})
-    assert (few.lanes, few.trials) == (2, 2)  # an idle lane costs and gives nothing
+    assert (few.plan.num_lanes, few.trials) == (2, 2)  # an idle lane costs and gives nothing
 
 
 def test_the_price_may_be_given(user: Path) -> None:
     found = plan(user, minutes=30, usd_per_hour=20.0)
     assert found.usd == 20.0
-    assert "given" in found.price
+    assert "USD/hour     20.00 (given: usd_per_hour)" in list(found.lines())
 
 
 def test_an_unknown_price_is_said_and_not_guessed(user: Path) -> None:
@@ -137,6 +138,10 @@ def test_a_budget_cuts_the_sweep_off(user: Path) -> None:
     found = plan(user, minutes=30, lanes=2, budget={"time_s": 6000})
     assert (found.within, found.time_s) == (6, 6000)  # three rounds of two end within 100 minutes
     assert "about 6 of 10 trials" in "\n".join(found.lines())
+    exact = plan(user, minutes=30, lanes=2, budget={"time_s": 5400})
+    assert (exact.within, exact.time_s) == (6, 5400)
+    short = plan(user, minutes=30, lanes=2, budget={"time_s": 5399.9})
+    assert (short.within, short.time_s) == (4, 5399.9)
     roomy = plan(user, minutes=30, lanes=2, budget={"time_s": 60_000})
     assert (roomy.within, roomy.time_s) == (10, 9000)
     assert plan(user, minutes=30, budget={"trials": 4}).trials == 4
@@ -175,13 +180,13 @@ def test_a_sweep_that_cannot_fit_is_refused_with_the_reason(
 
 def test_elastic_workers_need_their_smallest_number(user: Path) -> None:
     found = plan(user, train=TRAIN | {"scaling": {"num_workers": [2, 40]}})
-    assert found.lanes == 5
+    assert found.plan.num_lanes == 5
 
 
 def test_cpu_training_does_not_count_gpus(user: Path) -> None:
     found = plan(user, train=TRAIN | {"scaling": {"num_workers": 2, "use_gpu": False}})
-    assert found.max_lanes == 20
-    assert found.workers == "2 workers of 1 CPU"
+    assert found.plan.max_lanes == 20
+    assert any("each 2 workers of 1 CPU;" in line for line in found.lines())
 
 
 def test_lanes_are_those_of_the_running_sweep() -> None:
@@ -192,11 +197,6 @@ def test_lanes_are_those_of_the_running_sweep() -> None:
     assert lanes_for(4, 5, 3) == 4
     with pytest.raises(ConfigError, match="lanes"):
         lanes_for(6, 5, 30)
-
-
-def test_time_is_that_of_the_fullest_lane() -> None:
-    assert [sweep_s(trials, 4, 10.0) for trials in (0, 1, 4, 5, 8)] == [0, 10, 10, 20, 20]
-    assert [trials_within(time_s, 4, 10.0) for time_s in (9, 10, 39.999, 40)] == [0, 4, 12, 16]
 
 
 def test_the_command_prints_the_plan_and_starts_nothing(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +236,36 @@ def test_the_shipped_cluster_file_holds_the_digits_sweep(capsys: pytest.CaptureF
     sweep, cluster = REPOSITORY / "examples/digits/sweep.yaml", REPOSITORY / "cluster/aws.yaml"
     assert main(["plan", str(sweep), "--cluster", str(cluster)]) == 0
     assert "lanes        8, each 1 worker of 1 CPU and 1 GPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sweep", "is_independent", "total"),
+    [
+        ({}, True, 10),
+        ({"search": "random", "budget": {"trials": 4}}, True, 4),
+        ({"search": "optuna", "budget": {"trials": 4}}, False, 4),
+        ({"scheduler": "pbt", "space": {"optimizer.lr": [0.1, 0.2, 0.3]}}, False, 3),
+        (
+            {"search": "frontier", "objective": {"metric": "time_to_target", "target": {"val_loss": 1.0}}},
+            False,
+            None,
+        ),
+    ],
+)
+def test_one_plan_says_what_the_live_sweep_runs_on(
+    user: Path, sweep: dict[str, Any], is_independent: bool, total: int | None
+) -> None:
+    if sweep.get("search") == "optuna":
+        pytest.importorskip("optuna")
+    file, _ = write(user, {"usd_per_hour": 6.0} | sweep, {})
+    spec = read_sweep(file, {}, own_workers=False)
+    up, at_most = [{"CPU": 4.0}], [{"CPU": 4.0}] * 3  # two workers a lane: two lanes now, four more with two nodes
+    found = SweepPlan.make(spec, up, at_most, use_gpu=False)
+    assert (found.is_independent, found.total) == (is_independent, total)
+    assert (found.max_lanes, found.num_lanes) == (6, min(6, found.num_trials))
+    assert found.num_at_once == found.num_lanes, "some of them wait for a node"
+    assert found.lane_usd_per_hour == 6.0 / found.num_lanes
+    assert found.precisions == (("fp32", "bf16") if "space" not in sweep else (found.train.precision,))
 
 
 @pytest.mark.parametrize(

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tune.config import SweepConfig
 from tune.sweep.terminal import Terminal, View, render
 from tune.trials.record import TrialRecord
 
 
+def config(**keys: Any) -> SweepConfig:
+    return SweepConfig(name="digits", train={}, space={"global_batch_size": [32, 64]}, **keys)
+
+
 def view(**changes: Any) -> View:
     best = TrialRecord("a", {"global_batch_size": 64, "optimizer.lr": 0.1}, "done", 0, 1)
+    trial = {"trial": "b", "started": time.time() - 12.3, "metrics": {"step": 120, "val_loss": 0.25, "epoch": 3}}
     known: dict[str, Any] = {
-        "name": "digits",
+        "config": config(usd_per_hour=60.0, budget={"time_s": 600.0}),
         "total": 24,
         "statuses": {"done": 9, "out_of_memory": 2},
-        "lanes": 2,
-        "running": [(1, "global_batch_size 32  precision bf16", {"step": 120, "val_loss": 0.25, "epoch": 3}, 12.3)],
-        "best": ("val_loss", 0.123456, best),
-        "boundary": {"fp32 on cpu, 8.0 GiB": (10, 12), "bf16 on cpu, 8.0 GiB": (None, 25)},
+        "state": {
+            "lanes": [0, 1],
+            "running": {1: trial},
+            "boundary": {"fp32 on cpu, 8.0 GiB": (10, 12), "bf16 on cpu, 8.0 GiB": (None, 25)},
+        },
+        "configs": {"b": {"global_batch_size": 32, "precision": "bf16"}},
+        "best": (0.123456, best),
         "spent_s": 90.0,
-        "left_s": 510.0,
-        "usd": 1.5,
     }
     return View(**known | changes)
 
@@ -52,7 +60,8 @@ def test_it_shows_all_that_there_is() -> None:
 
 
 def test_it_shows_nothing_that_is_not_known() -> None:
-    shown = text(view(total=None, statuses={}, running=[], best=None, boundary={}, left_s=None, usd=None))
+    nothing: dict[str, Any] = {"lanes": [], "running": {}, "boundary": {}}
+    shown = text(view(config=config(), total=None, statuses={}, state=nothing, best=None))
     assert "0/? trials" in shown
     for words in ("best", "microbatch", "USD", "budget", "lane "):
         assert words not in shown, shown

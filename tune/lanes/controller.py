@@ -1,6 +1,6 @@
-"""What runs in Ray's controller of a lane (Ray).
+"""Callbacks and the scaling policy of Ray's controller of a lane (Ray).
 
-Ray imports this file there, and nothing of it needs torch: two seconds of processor time at every start.
+Ray imports this file in the controller, so it must not import torch: two seconds of processor time at every start.
 """
 
 from __future__ import annotations
@@ -14,21 +14,11 @@ from ray.train.v2._internal.execution.callback import ControllerCallback, Worker
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 
-class Losses(ray.train.UserCallback):
-    """A lane's trial goes to another lane as soon as its workers are gone."""
+class LaneCallback(ControllerCallback, WorkerGroupCallback):
+    """Tells the mailbox how far the lane's start is, and when its workers are gone.
 
-    def __init__(self, mailbox: Any, lane: int) -> None:
-        self._mailbox, self._lane = mailbox, lane
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Called by Ray with the exception of each failed rank."""
-        ray.get(self._mailbox.lost.remote(self._lane))
-
-
-class Presence(ControllerCallback, WorkerGroupCallback):
-    """The driver hears who controls the lane, so that it can end it before its workers are up; that there are workers,
-    so that it can start what would have held them up; and what was reserved for them, so that it can give it back where
-    the controller dies.
+    The driver learns the controller, to kill it before its workers are up; that there are workers, to start what would
+    have delayed them; and their reservation, to free it when the controller dies.
     """
 
     def __init__(self, mailbox: Any, lane: int) -> None:
@@ -36,24 +26,29 @@ class Presence(ControllerCallback, WorkerGroupCallback):
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray in the controller's constructor."""
-        handle = cloudpickle.dumps(ray.get_runtime_context().current_actor)
-        ray.get(self._mailbox.controlled.remote(self._lane, handle))
+        handle = cloudpickle.dumps(ray.get_runtime_context().current_actor)  # it would import Ray Train in the mailbox
+        ray.get(self._mailbox.note_start.remote(self._lane, "controller", handle))
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
         """Called by Ray when all workers are processes; adds nothing to their context."""
-        ray.get(self._mailbox.started.remote(self._lane))
+        ray.get(self._mailbox.note_start.remote(self._lane, "workers"))
         return {}
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Called by Ray when all workers are a process group."""
-        handle = worker_group.get_worker_group_state().placement_group_handle
-        ray.get(self._mailbox.reserved.remote(self._lane, handle.placement_group))
+        group = worker_group.get_worker_group_state().placement_group_handle.placement_group
+        ray.get(self._mailbox.note_start.remote(self._lane, "reservation", group))
+
+    def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
+        """Called by Ray with the errors of failed ranks: the lane's trial goes to another lane at once."""
+        if worker_group_status.errors:
+            ray.get(self._mailbox.lost.remote(self._lane))
 
 
 class Unannounced(FixedScalingPolicy):
-    """Ray's policy for a group of one size, which announces to nobody what it needs.
+    """Ray's policy for a group of one size, without the requests for resources.
 
-    Ray's coordinator tells an autoscaler of it, and other drivers' elastic runs: an embedded cluster has neither.
+    Those serve an autoscaler and other drivers' elastic runs: an embedded cluster has neither.
     """
 
     def _send_resource_request(self) -> None:

@@ -4,8 +4,8 @@ A lane is a thread of the driver that keeps one TorchTrainer alive. Its worker g
 closes; after a crash Ray starts the group again and the trial that was lost is queued again. With `isolation: fresh`
 a group serves one trial and ends, and the thread starts the next.
 
-Ray imports this file in the controller of each lane, which has no use for torch: two seconds of processor time at every
-start. So torch, and whatever imports it, is imported in the functions that run elsewhere.
+Ray imports this file in the controller of each lane, which does not need torch: importing it costs two seconds of
+processor time at every start. So torch, and whatever imports it, is imported in the functions that run elsewhere.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,13 +23,13 @@ from ray import cloudpickle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.state import list_placement_groups
 
-from trainers.config import TrainConfig
+from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
 from trainers.launch.imports import without_collection
 from trainers.on_ray.connect import ray_scaling
 from trainers.on_ray.process_group import GroupConfig
 from trainers.storage import Storage
-from tune.lanes.controller import Losses, Presence
+from tune.lanes.controller import LaneCallback
 from tune.lanes.mailbox import Mailbox
 
 if TYPE_CHECKING:
@@ -45,27 +46,28 @@ def start_mailbox(sweep: Storage) -> Any:
     return ray.remote(Mailbox).options(num_cpus=0, max_concurrency=10_000).remote(sweep)
 
 
+@dataclass(frozen=True)
+class LaneSetup:
+    """What all lanes of a sweep have in common."""
+
+    scaling: ScalingConfig
+    """The shape of the worker group."""
+    use_gpu: bool
+    path: Sequence[str]
+    """Directories of the task's module."""
+    is_fresh: bool
+    """Whether each trial has a worker group of its own."""
+    sweep: Storage
+    """The sweep's directory; Ray keeps its own records of the lanes below it."""
+
+
 class Lanes:
     """The lanes of a sweep."""
 
-    def __init__(
-        self,
-        mailbox: Any,
-        count: int,
-        config: TrainConfig,
-        path: Sequence[str],
-        gpu: bool,
-        sweep: Storage,
-        fresh: bool,
-        at_once: int,
-        patient: bool,
-    ) -> None:
-        """`config` gives the shape of the worker groups; Ray keeps its own records of them below `sweep`. Not more than
-        `at_once` start at the same time; `patient` ones start only where the sweep lasts.
-        """
-        self._mailbox, self._config, self._path, self._gpu = mailbox, config, tuple(path), gpu
-        self._sweep, self._fresh, self._wanted = sweep, fresh, count
-        self._at_once, self._patient = at_once, patient
+    def __init__(self, mailbox: Any, setup: LaneSetup, num_at_once: int, is_patient: bool) -> None:
+        """At most `num_at_once` lanes start at the same time; patient ones only where the sweep is likely to last."""
+        self._mailbox, self._setup = mailbox, setup
+        self._num_at_once, self._is_patient = num_at_once, is_patient
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -74,31 +76,24 @@ class Lanes:
         """Lanes that were started, whether there is a node for them by now or not."""
         return len(self._threads)
 
-    def start(self) -> None:
-        """Start all lanes; returns at once, while their workers come up."""
-        self.grow(self._wanted)
-
-    def await_first(self, cancelled: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        """Until a lane's workers are there, with imports before them: what starts any sooner holds up the first trial.
-
-        Where they wait for a node, not for long.
-        """
-        deadline = time.monotonic() + timeout_s
-        while not (cancelled() or ray.get(self._mailbox.any_started.remote())) and time.monotonic() < deadline:
-            self._closing.wait(_LOOK_S)
-
     def grow(self, count: int) -> None:
-        """Start further lanes until there are so many."""
+        """Start lanes until there are `count`; returns at once, while their workers come up."""
         for lane in range(self.count, count):
-            if self._wanted < count:
-                logger.info("the cluster holds another lane: lane %d starts", lane)
             thread = threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
+    def await_first(self, cancelled: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Wait until some lane has worker processes, since what starts any sooner delays its first trial; at most
+        `timeout_s`, since they may wait for a node.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (cancelled() or ray.get(self._mailbox.starts.remote("workers"))) and time.monotonic() < deadline:
+            self._closing.wait(_LOOK_S)
+
     def close(self, timeout_s: float = 45.0) -> None:
-        """Send the lanes home. One that still starts comes up, and finds that there is nothing to do: ended before, it
-        would leave what it has reserved with Ray. One that waits for a node longer than that is ended.
+        """Let the lanes end. One that is still starting comes up first and finds nothing to do, since killing it would
+        leave its reservation with Ray; one that is not up after `timeout_s` is killed.
         """
         self._closing.set()
         ray.get(self._mailbox.close.remote())
@@ -109,8 +104,8 @@ class Lanes:
             self._free()
 
     def end(self, timeout_s: float = 20.0) -> bool:
-        """End every lane where it stands; whether some had to be. After this no thread calls Ray, which would end the
-        process where the connection is closed. What they had reserved is free when this process ends.
+        """Kill the controllers of all lanes that still run; returns whether there were any. After this no thread calls
+        Ray, which would end the process once the connection is closed. Their reservations are freed with this process.
         """
         self._closing.set()
         deadline, ended = time.monotonic() + timeout_s, False
@@ -119,7 +114,7 @@ class Lanes:
                 logger.warning("lanes %s do not end", [lane for lane, is_alive in enumerate(alive) if is_alive])
                 break
             try:
-                controllers = ray.get(self._mailbox.controllers.remote(), timeout=timeout_s)
+                controllers = ray.get(self._mailbox.starts.remote("controller"), timeout=timeout_s)
             except ray.exceptions.RayError:  # the cluster is gone, and the controllers with it
                 controllers = {}
             for lane, controller in controllers.items():
@@ -130,23 +125,21 @@ class Lanes:
         return ended
 
     def _free(self) -> None:
-        """Give back what ended controllers had reserved: Ray frees it with the job, and this one may go on."""
+        """Free what killed controllers had reserved: Ray does so when the job ends, and this one may go on."""
         here = ray.get_runtime_context()
-        own = {"CPU": float(self._config.scaling.cpus_per_worker)}
+        own = {"CPU": float(self._setup.scaling.cpus_per_worker)}
         try:
             filters: Any = [("creator_job_id", "=", here.get_job_id())]
-            groups = list_placement_groups(here.gcs_address, filters, detail=True, timeout=_STATE_S)
-            for group in groups:
+            for group in list_placement_groups(here.gcs_address, filters, detail=True, timeout=_STATE_S):
                 bundles = group.bundles or []
                 if group.state != "REMOVED" and all(own.items() <= one["unit_resources"].items() for one in bundles):
-                    remove_placement_group(
-                        PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group.placement_group_id)))
-                    )
+                    name = ray.PlacementGroupID(bytes.fromhex(group.placement_group_id))
+                    remove_placement_group(PlacementGroup(name))
         except Exception as error:  # a cluster without dashboard, or one that is gone: the sweep is over all the same
             logger.warning("what lanes had reserved is free when this process ends: %s", error)
 
     def _keep(self, lane: int) -> None:
-        """Keep one worker group alive until the sweep closes."""
+        """Keep one worker group alive until the sweep closes; the body of a lane's thread."""
         failed = 0
         self._wait_for_turn(lane)
         while not self._closing.is_set():
@@ -159,7 +152,7 @@ class Lanes:
                 failed += 1
                 logger.warning("lane %d ended: %s", lane, last_line(error))
                 ray.get(self._mailbox.lost.remote(lane))
-                reservations = ray.get(self._mailbox.reservations.remote())
+                reservations = ray.get(self._mailbox.starts.remote("reservation"))
                 if lane in reservations:  # of a controller that died; any other has given it back
                     remove_placement_group(reservations[lane])
                 if failed == _MAX_FAILED_STARTS:
@@ -168,46 +161,46 @@ class Lanes:
                     return
 
     def _wait_for_turn(self, lane: int) -> None:
-        """Until all but so many of the lanes before it are up; if `patient`, for as long again as that took.
+        """Wait until fewer than `num_at_once` of the lanes before it are still starting; if patient, as long again.
 
-        A start costs as much as many short trials. Who waits for as long as it takes loses at most half of the time,
-        and loses nothing with a sweep that is over by then. No lane waits for ever for those before it.
+        A start costs as much as many short trials. A lane that waits for as long as a start takes loses at most half of
+        the time, and costs nothing where the sweep is over by then. No lane waits forever for those before it.
         """
         began = time.monotonic()
-        deadline = began + _START_S * (lane // self._at_once)
-        while lane >= self._at_once and time.monotonic() < deadline and not self._closing.wait(_LOOK_S):
+        deadline = began + _START_S * (lane // self._num_at_once)
+        while lane >= self._num_at_once and time.monotonic() < deadline and not self._closing.wait(_LOOK_S):
             up = ray.get(self._mailbox.watch.remote())["lanes"]
-            if lane < self._at_once + sum(one < lane for one in up):
-                if self._patient:
+            if lane < self._num_at_once + sum(one < lane for one in up):
+                if self._is_patient:
                     self._closing.wait(min(time.monotonic() - began, deadline - time.monotonic()))
                 return
 
     def _trainer(self, lane: int) -> LaneTrainer:
         from tune.lanes.trainer import LaneTrainer
 
-        loop_config = {
-            "lane": lane,
-            "mailbox": self._mailbox,
-            "path": list(self._path),
-            "fresh": self._fresh,
-            "name": self._sweep.name,
-        }
+        setup = self._setup
         return LaneTrainer(
             serve,
-            train_loop_config=loop_config,
-            torch_config=GroupConfig("nccl" if self._gpu else "gloo"),  # type: ignore[arg-type]
-            scaling_config=ray_scaling(self._config.scaling, self._gpu),
+            train_loop_config={
+                "lane": lane,
+                "mailbox": self._mailbox,
+                "path": list(setup.path),
+                "fresh": setup.is_fresh,
+                "name": setup.sweep.name,
+            },
+            torch_config=GroupConfig("nccl" if setup.use_gpu else "gloo"),  # type: ignore[arg-type]
+            scaling_config=ray_scaling(setup.scaling, setup.use_gpu),
             run_config=ray.train.RunConfig(
                 name=f"lane-{lane}",
-                storage_path=self._sweep.child("lanes").uri,
+                storage_path=setup.sweep.child("lanes").uri,
                 failure_config=ray.train.FailureConfig(max_failures=-1),
-                callbacks=[Losses(self._mailbox, lane), Presence(self._mailbox, lane)],  # type: ignore[list-item]
+                callbacks=[LaneCallback(self._mailbox, lane)],  # type: ignore[list-item]
             ),
         )
 
 
 def serve(loop_config: Mapping[str, Any]) -> None:
-    """What each worker of a lane runs."""
+    """Run trials as a worker of a lane; Ray calls it in each."""
     with without_collection(own_process=True):
         from tune.lanes.worker import serve_trials
 

@@ -1,7 +1,7 @@
-"""The mailbox between trials and lanes: an actor that hands trials out, and what they report back (Ray).
+"""The mailbox between trials and lanes: an actor that hands out trials, and keeps what they report (Ray).
 
-It owns what the sweep knows of which microbatches fit: every running trial tells it, every trial that starts is told,
-and one that is known not to fit never starts.
+It owns what the sweep knows of which microbatches fit: running trials tell it, each trial that starts is told, and one
+that is known not to fit never starts. The driver learns from it how far the start of each lane is.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any
 
 from trainers.errors import StorageError
 from trainers.step.ceiling import next_smaller
 from trainers.storage import Storage
-from tune.lanes.lane_starts import LaneStarts
 from tune.lanes.messages import Assignment, Event, Submission
 from tune.trials.journal import read_boundary, write_boundary
 from tune.trials.microbatch_bounds import Boundary
@@ -25,17 +24,17 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.01
 MAX_LOSSES = 2
-"""A trial whose lane died under it so often is not started again."""
+"""A trial whose lane has died under it this often is not started again."""
 
 
-class Mailbox(LaneStarts):
+class Mailbox:
     """One for each sweep; every call is short or waits without holding a thread."""
 
     hold_s = 60.0
 
     def __init__(self, sweep: Storage | None = None) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept."""
-        super().__init__()
+        self._starts: dict[str, dict[int, Any]] = defaultdict(dict)
         self._sweep = sweep
         self._boundary = Boundary() if sweep is None else read_boundary(sweep)
         self._labels: dict[str, str] = {}
@@ -49,6 +48,14 @@ class Mailbox(LaneStarts):
         self._notes: list[str] = []
         self._closed = False
         self._broken: str | None = None
+
+    async def note_start(self, lane: int, fact: str, value: Any = True) -> None:
+        """Note a fact of a lane's start: its "controller", that it has "workers", or their "reservation"."""
+        self._starts[fact][lane] = value
+
+    async def starts(self, fact: str) -> dict[int, Any]:
+        """One fact of every lane that has got so far, by lane; the controller or the reservation may be gone."""
+        return self._starts[fact]
 
     async def submit(self, assignment: Assignment) -> None:
         """Queue a trial."""
@@ -67,14 +74,14 @@ class Mailbox(LaneStarts):
             self._arrived.notify_all()
 
     async def hello(self, lane: int, device: str = "") -> None:
-        """A lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that it was
-        running before was lost with the old group.
+        """Note that a lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that the
+        lane ran before was lost with the old group.
         """
         await self.lost(lane)
         self._devices[lane] = device
 
     async def lost(self, lane: int) -> None:
-        """A lane's worker group is gone: its trial waits for whichever lane is free first."""
+        """Note that a lane's worker group is gone, and queue its trial again, before the others."""
         self._devices.pop(lane, None)
         lost = self._running.pop(lane, None)
         if lost is None or lost not in self._trials or self._trials[lost].ended:
@@ -125,7 +132,7 @@ class Mailbox(LaneStarts):
         return None
 
     def _misfit(self, trial: Submission, device: str) -> str | None:
-        """Why a trial need not be tried on a device; None when it may fit."""
+        """Why a trial cannot fit on a device; None when it may."""
         if not device:
             return None
         size, key = trial.smallest, trial.key(device)
@@ -135,7 +142,7 @@ class Mailbox(LaneStarts):
         return f"a microbatch of {size} is not tried: one of {failed} ran out of memory ({_label(trial, device)})"
 
     def _refused(self, trial: Submission) -> bool:
-        """End a trial that is known to fit on none of the lanes' devices; whether it was."""
+        """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""
         reasons = [self._misfit(trial, device) for device in sorted(set(self._devices.values()))]
         if not reasons or None in reasons:
             return False
@@ -143,7 +150,7 @@ class Mailbox(LaneStarts):
         return True
 
     async def observe(self, lane: int, ticket: str, size: int, fits: bool) -> None:
-        """A running trial has found out that a microbatch fits, or does not; returns when that is durable."""
+        """Keep whether a microbatch fits, as a running trial has found out; returns when that is durable."""
         device, trial = self._devices.get(lane), self._trials[ticket]
         if not device:
             return
@@ -164,23 +171,25 @@ class Mailbox(LaneStarts):
                     self.say(f"what is known of microbatches could not be kept: {error}")
 
     async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
-        """A running trial's evaluation; whether the trial should go on. One that is started again repeats itself."""
+        """Keep an evaluation of a running trial, but not twice where the trial was started again; returns whether the
+        trial should go on.
+        """
         trial = self._trials[ticket]
         if not trial.events or metrics["step"] > trial.events[-1].metrics.get("step", -1):
             trial.tell(Event(metrics))
         return not (trial.cancelled or self._closed)
 
     async def too_large(self, ticket: str, microbatch_size: int) -> None:
-        """A rank ran out of memory in mid-trial: when its lane is back, the trial starts with a smaller microbatch.
+        """Start a trial of which a rank ran out of memory again, with a smaller microbatch, once its lane is back.
 
-        What the other ranks say of their broken collectives until then is no end of the trial.
+        Until then the other ranks' errors about broken collectives do not end the trial.
         """
         trial = self._trials[ticket]
         trial.assignment = replace(trial.assignment, microbatch_ceiling=next_smaller(microbatch_size))
         trial.restarting = True
 
     async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
-        """A trial has ended on its lane."""
+        """Note that a trial has ended on its lane."""
         if self._trials[ticket].restarting:
             return
         if self._running.get(lane) == ticket:
@@ -188,7 +197,7 @@ class Mailbox(LaneStarts):
         self._trials[ticket].tell(Event(outcome={"lane": lane, **outcome}))
 
     async def next_event(self, ticket: str, index: int) -> Event:
-        """Event number `index` of a submission; waits for it."""
+        """Wait for event number `index` of a submission. Its end may be held back, see `expect`."""
         state = self._trials[ticket]
         while len(state.events) <= index:
             await state.changed.wait()
@@ -205,27 +214,27 @@ class Mailbox(LaneStarts):
         return sum(not (trial.told or trial.cancelled) for trial in self._trials.values())
 
     async def expect(self, count: int) -> None:
-        """Nobody hears of a trial's end while fewer trials than that wait for theirs, unless for `hold_s`.
+        """Hold back the end of each trial, for at most `hold_s`, until `count` submissions still wait for their ends.
 
-        Tune gives the actor of a trial that has ended to a trial whose own is still starting, and drops that one; and
-        of two that end at once it drops one. With trials shorter than a start (3 s) it would start one after the other
-        and have none more than before.
+        When a trial ends, Tune gives its actor to a trial whose own actor is still starting, and drops that actor; of
+        two that end at once it drops one. With trials shorter than a start (3 s) it would start actor after actor and
+        never have more of them.
         """
         self._expected = count
 
     async def cancel(self, ticket: str) -> None:
-        """Nobody waits for this submission any more: it stops at its next report, or never starts."""
+        """Stop a submission at its next report, or before its start."""
         state = self._trials.get(ticket)
         if state is not None:
             state.cancelled = True
 
     async def forget(self, ticket: str) -> None:
-        """The end of this submission is in the journal: nothing of it is needed here."""
+        """Drop a submission whose end is in the journal."""
         if ticket not in self._running.values():
             self._trials.pop(ticket, None)
 
     async def close(self, broken: str | None = None) -> None:
-        """Send the lanes home; with `broken`, end every trial with that message."""
+        """Let every lane end; with `broken`, end every trial with that message."""
         if broken is not None:
             self._broken = broken
             for trial in self._trials.values():
@@ -235,7 +244,7 @@ class Mailbox(LaneStarts):
             self._arrived.notify_all()
 
     async def sources(self) -> set[str]:
-        """The runs that some trial, which waits or runs, begins with: they must not be deleted."""
+        """The runs with whose checkpoints queued and running trials begin: they must not be deleted."""
         live = [self._trials[ticket] for ticket in (*self._queue, *self._running.values()) if ticket in self._trials]
         return {trial.assignment.source for trial in live if trial.assignment.source is not None}
 
@@ -246,16 +255,12 @@ class Mailbox(LaneStarts):
         return max(rows, key=len, default=[])
 
     def say(self, words: str) -> None:
-        """A line for the driver's terminal."""
+        """Log a line, and keep it for the driver's terminal."""
         logger.warning("%s", words)
         self._notes.append(words)
 
-    async def note(self, words: str) -> None:
-        """A lane has something to say to the user."""
-        self.say(words)
-
     async def state(self) -> dict[str, Any]:
-        """What waits and what runs."""
+        """The tickets of queued trials, and of running ones by lane."""
         return {"queued": list(self._queue), "running": dict(self._running)}
 
     async def watch(self, notes: int = 0) -> dict[str, Any]:
@@ -273,7 +278,6 @@ class Mailbox(LaneStarts):
         }
         return {
             "lanes": sorted(self._devices),
-            "queued": len(self._queue),
             "running": running,
             "boundary": boundary,
             "notes": self._notes[notes:],

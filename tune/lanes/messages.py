@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,29 +36,39 @@ class Assignment:
     """Where the stage of a population's trial ends."""
 
 
+def new_ticket(name: str) -> str:
+    """A name for one submission of a trial."""
+    return f"{name}/{uuid.uuid4().hex[:8]}"
+
+
 @dataclass(frozen=True)
 class Event:
-    """What a trial's Tune actor hears: a report while it runs, or (when `outcome` is set) its end."""
+    """What a trial's Tune actor is told: a report while it runs, or (when `outcome` is set) its end."""
 
     metrics: dict[str, Any] = field(default_factory=dict)
     outcome: dict[str, Any] | None = None
 
+    @property
+    def row(self) -> dict[str, float]:
+        """The report as a row of the trial's curve."""
+        return {name: float(value) for name, value in self.metrics.items()}
+
 
 @dataclass
 class Submission:
-    """A trial in the mailbox, for as long as its Tune actor waits for it."""
+    """A trial in the mailbox, until its Tune actor has recorded its end."""
 
     assignment: Assignment
     events: list[Event] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
     told: bool = False
-    """Whether its Tune actor has heard of its end."""
+    """Whether its Tune actor has been told of its end."""
     losses: int = 0
     restarting: bool = False
     started: float = 0.0
     keys: dict[str, str] = field(default_factory=dict)
-    """Its key in the boundary on each model of device: slow to make, and asked for often."""
+    """Its keys in the boundary by model of device: slow to make, and asked for often."""
 
     @property
     def ended(self) -> bool:
@@ -65,14 +76,14 @@ class Submission:
         return bool(self.events) and self.events[-1].outcome is not None
 
     def tell(self, event: Event) -> None:
-        """Append an event for who waits; nothing follows the end."""
+        """Append an event and wake who waits for it; nothing follows the end."""
         if not self.ended:
             self.events.append(event)
             self.changed.set()
             self.changed = asyncio.Event()
 
     def key(self, device: str) -> str:
-        """What names it in the boundary on a model of device."""
+        """Its key in the boundary on a model of device."""
         if device not in self.keys:
             own = "cpu" if self.assignment.tree["device"] == "cpu" else device
             self.keys[device] = key_of(self.assignment.tree, own)
@@ -80,5 +91,5 @@ class Submission:
 
     @functools.cached_property
     def smallest(self) -> int:
-        """The smallest microbatch that it can do with."""
+        """The smallest microbatch with which it can train."""
         return fixed_size(self.assignment.tree) or 1

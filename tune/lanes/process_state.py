@@ -1,10 +1,9 @@
-"""What a trial may leave behind in a lane's process: put back after each trial, and proved to be back.
+"""The state of a lane's process: restored after each trial, and checked to be as before the first.
 
-A Baseline is taken before the first trial. `restore` undoes what can be undone and looks again; what it returns cannot
-be undone (a thread that runs on, a foreign module in place of another, device memory above the floor), and then the
-process must not be used again. Modules that lie beside the task are forgotten, so that each trial imports them anew.
-What a run sets by itself (seeds after the data, threads, precision) is put back all the same: a task's module and its
-constructor run before that.
+A Baseline is taken before the first trial. `restore` undoes what can be undone and returns what cannot (a thread that
+still runs, a replaced module, device memory above the floor): then the process must not be used again. Modules beside
+the task are forgotten, so that each trial imports them anew. What a run sets itself (seeds, threads, precision) is
+restored as well, since a task's module and its constructor run before that.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,11 @@ Setting = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
 def _attribute(owner: Any, name: str, label: str = "") -> Setting:
     label = label or f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
-    return label, lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+    return label, partial(getattr, owner, name), partial(setattr, owner, name)
 
 
 def _contents(label: str, mapping: Any) -> Setting:
-    """A list or dict that others hold: its contents are put back into it."""
+    """A list or dict to which others refer: its contents are restored in place."""
 
     def write(value: Any) -> None:
         mapping.clear()
@@ -67,12 +67,42 @@ def _contents(label: str, mapping: Any) -> Setting:
 
 
 def _settings() -> Iterator[Setting]:
-    """Everything that has a value to be put back, in the order in which it must be."""
-    any_torch: Any = torch
-    backends = any_torch.backends
-    yield "default device", torch.overrides._len_torch_function_stack, lambda count: _default_device()  # type: ignore[attr-defined]
+    """Label, reader and writer of everything that has a value, in the order in which it must be restored."""
+    yield from _torch_settings()
+    for owner in (hooks, sys.modules["torch.optim.optimizer"]):  # torch.optim hides the module
+        for name in sorted(key for key in vars(owner) if key.startswith("_global_")):
+            value = getattr(owner, name)
+            yield _contents(name, value) if isinstance(value, dict) else _attribute(owner, name)
+    yield "numpy's errors", np.geterr, lambda value: np.seterr(**value)
+    yield "environment variables", lambda: dict(os.environ), _set_environment
+    yield "working directory", Path.cwd, os.chdir
+    yield _contents("sys.path", sys.path)
+    for name in ("stdout", "stderr", "excepthook"):
+        yield _attribute(sys, name)
+    for number in signal.valid_signals():
+        yield f"handler of signal {number}", partial(signal.getsignal, number), partial(signal.signal, number)
+    yield "recursion limit", sys.getrecursionlimit, sys.setrecursionlimit
+    yield "garbage collector", gc.isenabled, lambda value: gc.enable() if value else gc.disable()
+    yield "stack size of threads", threading.stack_size, threading.stack_size
+    yield _contents("warning filters", warnings.filters)
+    yield _attribute(warnings, "showwarning")
+    yield _attribute(logging.root.manager, "disable", "logging.disable")
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        yield f"level of logger {name or 'root'}", partial(getattr, logger, "level"), logger.setLevel
+        yield _contents(f"handlers of logger {name or 'root'}", logger.handlers)
+        yield _attribute(logger, "propagate")
+        yield _attribute(logger, "disabled")
+
+
+def _torch_settings() -> Iterator[Setting]:
+    core: Any = torch._C
+    backends: Any = torch.backends
+    stack: Any = torch.overrides
+    yield "default device", stack._len_torch_function_stack, lambda count: torch.set_default_device(None)
     yield "default dtype", torch.get_default_dtype, torch.set_default_dtype
     yield "threads", torch.get_num_threads, torch.set_num_threads
+    yield "threads between operations", torch.get_num_interop_threads, torch.set_num_interop_threads
     yield (
         "deterministic algorithms",
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
@@ -85,74 +115,28 @@ def _settings() -> Iterator[Setting]:
         lambda value: torch.set_anomaly_enabled(*value),
     )
     for kind in ("cpu", "cuda"):
-        for name in ("enabled", "dtype"):
-            read = getattr(torch, f"is_autocast_{name}" if name == "enabled" else f"get_autocast_{name}")
-            write = getattr(torch, f"set_autocast_{name}")
-            yield (
-                f"autocast {name} ({kind})",
-                lambda read=read, kind=kind: read(kind),  # type: ignore[misc]
-                lambda value, write=write, kind=kind: write(kind, value),  # type: ignore[misc]
-            )
+        enabled = (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
+        yield f"autocast enabled ({kind})", *enabled
+        yield (
+            f"autocast dtype ({kind})",
+            partial(torch.get_autocast_dtype, kind),
+            partial(torch.set_autocast_dtype, kind),
+        )
     yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     yield "fp32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    yield (
-        "TF32 in cuDNN",
-        torch._C._get_cudnn_allow_tf32,
-        torch._C._set_cudnn_allow_tf32,
-    )
-    for library, operations in {"generic": ["all"], "cuda": ["matmul", "conv", "rnn"], "mkldnn": _MKLDNN}.items():
-        for operation in operations:
-            yield (
-                f"fp32 precision ({library} {operation})",
-                lambda key=(library, operation): any_torch._C._get_fp32_precision_getter(*key),  # type: ignore[misc]
-                lambda value, key=(library, operation): any_torch._C._set_fp32_precision_setter(*key, value),  # type: ignore[misc]
-            )
+    yield "TF32 in cuDNN", core._get_cudnn_allow_tf32, core._set_cudnn_allow_tf32
+    mkldnn = [("mkldnn", operation) for operation in ("all", "matmul", "conv", "rnn")]
+    for key in (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), *mkldnn):
+        read, write = partial(core._get_fp32_precision_getter, *key), partial(core._set_fp32_precision_setter, *key)
+        yield f"fp32 precision ({' '.join(key)})", read, write
     for name in ("enabled", "benchmark", "deterministic", "benchmark_limit"):
         yield _attribute(backends.cudnn, name, f"cuDNN {name}")
-    for name in (
-        "allow_fp16_reduced_precision_reduction",
-        "allow_bf16_reduced_precision_reduction",
-        "allow_fp16_accumulation",
-    ):
-        yield _attribute(backends.cuda.matmul, name, name)
+    for name in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction", "fp16_accumulation"):
+        yield _attribute(backends.cuda.matmul, f"allow_{name}", f"allow_{name}")
     for name in ("flash", "mem_efficient", "math", "cudnn"):
-        yield (
-            f"{name} attention",
-            getattr(backends.cuda, f"{name}_sdp_enabled"),
-            getattr(backends.cuda, f"enable_{name}_sdp"),
-        )
-    yield "oneDNN", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled
-    for name in sorted(key for key in vars(hooks) if key.startswith("_global_")):
-        value = getattr(hooks, name)
-        yield _contents(name, value) if isinstance(value, dict) else _attribute(hooks, name)
-    optimizer = sys.modules["torch.optim.optimizer"]
-    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
-        yield _contents(name, getattr(optimizer, name))
-    yield "numpy's errors", np.geterr, lambda value: np.seterr(**value)
-    yield "environment variables", lambda: dict(os.environ), _set_environment
-    yield "working directory", Path.cwd, os.chdir
-    yield _contents("sys.path", sys.path)
-    for name in ("stdout", "stderr", "excepthook"):
-        yield _attribute(sys, name)
-    yield "recursion limit", sys.getrecursionlimit, sys.setrecursionlimit
-    yield "garbage collector", gc.isenabled, lambda value: gc.enable() if value else gc.disable()
-    yield "stack size of threads", threading.stack_size, threading.stack_size
-    yield _contents("warning filters", warnings.filters)
-    yield _attribute(warnings, "showwarning")
-    yield _attribute(logging.root.manager, "disable", "logging.disable")
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
-        yield f"level of logger {name or 'root'}", lambda logger=logger: logger.level, logger.setLevel  # type: ignore[misc]
-        yield _contents(f"handlers of logger {name or 'root'}", logger.handlers)
-        yield _attribute(logger, "propagate")
-        yield _attribute(logger, "disabled")
-
-
-_MKLDNN = ["all", "matmul", "conv", "rnn"]
-
-
-def _default_device() -> None:
-    torch.set_default_device(None)
+        read, write = getattr(backends.cuda, f"{name}_sdp_enabled"), getattr(backends.cuda, f"enable_{name}_sdp")
+        yield f"{name} attention", read, write
+    yield "oneDNN", core._get_mkldnn_enabled, core._set_mkldnn_enabled
 
 
 def _set_environment(wanted: dict[str, str]) -> None:
@@ -162,7 +146,7 @@ def _set_environment(wanted: dict[str, str]) -> None:
 
 
 class Baseline:
-    """What a process was like before its first trial. Every rank of a lane has its own."""
+    """The state of a process before its first trial; every rank of a lane has its own."""
 
     def __init__(self, device: torch.device, path: Sequence[str]) -> None:
         """`path`: the directories of the task, whose modules are imported anew by each trial."""
@@ -172,43 +156,37 @@ class Baseline:
         self._modules = dict(sys.modules)
         self._owners = [(owner, _methods(owner), len(vars(owner))) for owner in _owners()]
         self._threads = set(threading.enumerate())
-        self._signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._group = dist.group.WORLD if dist.is_initialized() else None
-        self._interop = torch.get_num_interop_threads()
         self._frozen = 0
         self._collect()
         self._floor_bytes = self._memory_bytes()
 
     def restore(self) -> list[str]:
-        """Put everything back; returns what could not be, in words."""
+        """Restore everything; returns what could not be, in words."""
         replaced = self._restore_modules()
-        self._end_children()
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
         torch._dynamo.reset()
         for _, read, write, value in self._settings:
             if read() != value:
-                with contextlib.suppress(Exception):  # the second look tells
+                with contextlib.suppress(Exception):  # `_remains` reports it
                     write(value)
         torch.set_flush_denormal(False)
         exchanged = [entry for entry in self._owners if _changed(*entry)]
         for entry in exchanged:
             _restore_methods(*entry)
         set_rng_state(self._random, self._device)
-        self._restore_signals()
         self._collect()
         for entry in exchanged:
             replaced += [f"{entry[0].__name__}.{name} is another" for name in _changed(*entry)]
         return [*replaced, *self._remains()]
 
     def _remains(self) -> Iterator[str]:
-        """The proof: what is still not as it was."""
+        """What is still not as it was."""
         for name, read, _, value in self._settings:
             if (now := read()) != value:
-                yield f"{name}: {_short(now)} in place of {_short(value)}"
-        if torch.get_num_interop_threads() != self._interop:
-            yield f"threads between operations: {torch.get_num_interop_threads()} in place of {self._interop}"
-        for number, handler in self._signals.items():
-            if signal.getsignal(number) is not handler:
-                yield f"the handler of signal {number}"
+                yield f"{name}: {now!s:.80} in place of {value!s:.80}"
         if (dist.group.WORLD if dist.is_initialized() else None) is not self._group:
             yield "the process group is another"
         memory_bytes = self._memory_bytes()
@@ -224,7 +202,7 @@ class Baseline:
             self._frozen = len(sys.modules)
 
     def _restore_modules(self) -> list[str]:
-        """Forget the task's modules; put back what was replaced, although others may have taken hold of it."""
+        """Forget the task's modules; returns those replaced: they are restored, but others may refer to the new."""
         replaced = [name for name, module in self._modules.items() if sys.modules.get(name) is not module]
         for name in replaced:
             sys.modules[name] = self._modules[name]
@@ -240,27 +218,13 @@ class Baseline:
         # A module in C may refuse to be imported twice; a virtual environment may lie beside the task.
         return file.endswith(".py") and file.startswith(self._path) and not file.startswith(_INSTALLED)
 
-    def _end_children(self) -> None:
-        for child in multiprocessing.active_children():
-            child.kill()
-            child.join()
-
-    def _restore_signals(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._signals.items():
-                if signal.getsignal(number) is not handler and handler is not None:
-                    signal.signal(number, handler)
-
     def _leaked_threads(self) -> list[threading.Thread]:
         """Threads of a trial that do not end within moments."""
         deadline = time.monotonic() + _THREAD_GRACE_S
         while True:
             # Threads that Python did not start (autograd's, once they ran a hook) show up as dummies.
-            leaked = [
-                thread
-                for thread in threading.enumerate()
-                if thread not in self._threads and not isinstance(thread, threading._DummyThread)
-            ]
+            new = [thread for thread in threading.enumerate() if thread not in self._threads]
+            leaked = [thread for thread in new if not isinstance(thread, threading._DummyThread)]
             if not leaked or time.monotonic() > deadline:
                 return leaked
             time.sleep(0.005)
@@ -299,15 +263,14 @@ def _methods(owner: Any) -> dict[str, Any]:
 def _changed(owner: Any, methods: dict[str, Any], size: int) -> list[str]:
     """Names that are not what they were; for a class also those that are new."""
     now = vars(owner)
+    is_class = isinstance(owner, type)
     same = all(map(operator.is_, map(now.get, methods), methods.values()))  # nearly always, and 20,000 in all
-    if same and (len(now) == size or not isinstance(owner, type)):
+    if same and (len(now) == size or not is_class):
         return []
     changed = [name for name, value in methods.items() if now.get(name) is not value]
-    changed = [name for name in changed if not _by_torch(name, now)]
-    if isinstance(owner, type):
-        added = (name for name, value in now.items() if name not in methods and type(value) is types.FunctionType)
-        changed += [name for name in added if not _by_torch(name, now)]
-    return changed
+    if is_class:
+        changed += [name for name, value in now.items() if name not in methods and type(value) is types.FunctionType]
+    return [name for name in changed if not _by_torch(name, now)]
 
 
 def _by_torch(name: str, now: Any) -> bool:
@@ -324,8 +287,3 @@ def _restore_methods(owner: Any, methods: dict[str, Any], size: int) -> None:
                 setattr(owner, name, methods[name])
             else:
                 delattr(owner, name)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,7 +1,7 @@
-"""Ray's TorchTrainer without the helpers that a lane has no use for (Ray).
+"""Ray's TorchTrainer without the helper actors that a lane does not need (Ray).
 
-Each of them is an actor: a Python of its own that imports Ray (2.5 s of processor time on the way to the first trial),
-and for most of them the controller waits. Source: DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
+Each is a Python process of its own that imports Ray (2.5 s of processor time on the way to the first trial), and the
+controller waits for most of them. Source: DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LaneTrainer(TorchTrainer):
             return super()._initialize_and_run_controller(**given)  # type: ignore[misc]
         if type(given["scaling_policy"]) is FixedScalingPolicy:
             given["scaling_policy"] = Unannounced(self.scaling_config)  # type: ignore[arg-type]
-        # Ray gives it an environment, for which it starts a process. On this machine all processes have it anyway.
+        # Without the runtime environment that Ray would start a process for: on this machine all share the driver's.
         controller: Any = ray.remote(num_cpus=0)(TrainController).remote(**given)
         ray.get(controller.run.remote())
         return ray.get(controller.get_result.remote())

@@ -24,7 +24,7 @@ from trainers.storage import Storage
 from tune.lanes.messages import Assignment
 from tune.lanes.process_state import Baseline
 
-_IDLE_S = 20.0  # an idle lane's ranks hear of each other this often, well inside the process group's timeout
+_IDLE_S = 20.0  # an idle lane's ranks meet this often, well within the process group's timeout
 
 
 class LaneContext:
@@ -82,16 +82,19 @@ class LaneContext:
 
 
 def serve_trials(loop_config: Mapping[str, Any]) -> None:
-    """What each worker of a lane runs: trials, until the mailbox closes."""
+    """Run trials as a worker of a lane, until the mailbox closes."""
     mailbox, lane = loop_config["mailbox"], loop_config["lane"]
     context = ray.train.get_context()
     setup_logging(1)  # trials of many lanes would talk at once: warnings only
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     gauges = Gauges(f"{loop_config['name']}/lane-{lane}", context.get_world_rank())
-    group = Group(context.get_world_rank(), context.get_world_size(), _collective_device())
+    device = torch.device("cuda", own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
+    group = Group(context.get_world_rank(), context.get_world_size(), device)
     path = tuple(loop_config["path"])
     baseline = Baseline(group.device, path)
-    devices = sorted(set(group.gather(_device_label(group.device))))
+    # What decides how much fits: the GPU's model and memory.
+    label = f"{device_name(group.device)}, {total_memory_bytes(group.device) / 2**30:.1f} GiB"
+    devices = sorted(set(group.gather(label)))
     if group.rank == 0:
         ray.get(mailbox.hello.remote(lane, " and ".join(devices)))
     while True:
@@ -112,21 +115,12 @@ def serve_trials(loop_config: Mapping[str, Any]) -> None:
         if left:
             words = f"lane {lane} starts again: trial {assignment.trial} has left behind: {'; '.join(left)}"
             if group.rank == 0:
-                ray.get(mailbox.note.remote(words))
+                ray.get(mailbox.say.remote(words))
             raise RunFailedError("error", words)
 
 
-def _collective_device() -> torch.device:
-    return torch.device("cuda", own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _device_label(device: torch.device) -> str:
-    """What decides how much fits: the GPU's model and memory."""
-    return f"{device_name(device)}, {total_memory_bytes(device) / 2**30:.1f} GiB"
-
-
 def _run(assignment: Assignment, context: LaneContext, path: tuple[str, ...]) -> dict[str, Any]:
-    """One trial on this worker: its outcome as plain data; with `raised` when this process must not be used again."""
+    """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
     spec = RunSpec(assignment.tree, path, f"trial {assignment.trial}", "")
     pressure = Pressure()
     if context.storage is not None and context.rank == 0:  # so that `python -m trainers evaluate` finds its way

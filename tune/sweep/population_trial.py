@@ -1,17 +1,16 @@
-"""A trial of `scheduler: pbt` as Ray Tune sees it: each `step` is a stage, in one go on a lane (Ray).
+"""A trial of `scheduler: pbt` as Ray Tune sees it: each `step` is a stage, which a lane runs in one go (Ray).
 
-A stage begins with the last checkpoint of the trial's stage before, or, after an exploit, of another trial's, and ends
-`perturbation_interval` epochs later with an evaluation and a checkpoint. So continue, pause, resume and exploit are one
-thing to a lane, trials of a population larger than the lanes take turns, and no lane waits for Tune's decision.
+A stage begins with the last checkpoint of the trial's stage before or, after an exploit, of another trial, and ends
+`perturbation_interval` epochs later with an evaluation and a checkpoint. So continue, pause, resume and exploit are the
+same to a lane, a population larger than the number of lanes takes turns, and no lane waits for Tune's decision.
 
-`save_checkpoint` only names the stage that has ended: its weights lie on storage already, and are not copied. A stage's
-line is in the journal before its lane knows of it, and its end before Tune does.
+`save_checkpoint` only names the stage that has ended, whose weights are on storage already. The journal has a stage
+before its lane does, and its end before Tune does.
 """
 
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import replace
 from typing import Any
 
@@ -19,46 +18,45 @@ import ray
 
 from trainers.config import TrainConfig
 from trainers.config.model import override
-from tune.lanes.messages import Assignment, Event
+from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.search.tune_config import unwrap
 from tune.sweep.trial import LaneTrial
 from tune.trials.journal import Stage
-from tune.trials.record import make_record
 
 KEPT_STAGES = 3
-"""Of each trial: what Tune may still name as a source is not older."""
+"""Of each trial; Tune names no older one as a source."""
 
 
 class PopulationTrial(LaneTrial):
     """One member of the population."""
 
     def setup(self, config: dict[str, Any], *, interval: float = 1.0, **sweep: Any) -> None:
-        """Called by Tune once an actor; a stage takes `interval` epochs."""
+        """Called by Tune once for each actor; a stage takes `interval` epochs."""
         self._interval = interval
         super().setup(config, **sweep)
 
     def _begin(self, config: dict[str, Any]) -> None:
         self._space_config = unwrap(config).trial
-        self._trial, self._ticket = self.trial_name, ""
+        self._trial, self._purpose, self._ticket = self.trial_name, "trial", ""
         self._record = self._journal.find(self._trial)
         self._stage = None if self._record else self._journal.newest_stage(self._trial)
 
     def load_checkpoint(self, checkpoint: dict[str, Any] | None) -> None:
-        """Where Tune names a stage of another trial, that is what this one goes on from."""
+        """Go on from the stage that Tune names, where it is another trial's."""
         name = (checkpoint or {}).get("stage", "")
         if self._record is None and name and name.split("/")[0] != self._trial:
             source = self._journal.stage(name)
             self._submit(self._open(source))
             epoch, changed = source.curve[-1]["epoch"], _changes(source.config, self._space_config)
             words = f"trial {self._trial} goes on from {source.trial} at epoch {epoch:g}{changed}"
-            ray.get(self._mailbox.note.remote(words))
+            ray.get(self._mailbox.say.remote(words))
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
         """The name of the stage that has ended."""
         return {"stage": self._stage.name} if self._stage is not None and self._stage.ended else {}
 
     def step(self) -> dict[str, Any]:
-        """One stage: the last evaluation of it, or the trial's end."""
+        """Run one stage; returns its last evaluation, or the trial's end."""
         if self._record is not None:
             return self._final(self._record)
         if not self._ticket:
@@ -78,21 +76,13 @@ class PopulationTrial(LaneTrial):
             self._prune(stage)
             row = self._curve[-1]
             return {**row, "objective": self._value(row), "trial": self._trial}
-        record = make_record(
-            self._trial,
-            self._space_config,
-            self._objective,
-            stage.started,
-            self._curve,
-            outcome,
-            self._usd_per_hour,
-        )
-        self._record = replace(record, schedule=stage.schedule)
+        self._started = stage.started
+        self._record = replace(self._make_record(outcome), schedule=stage.schedule)
         self._journal.append(self._record)
         return self._final(self._record)
 
     def _open(self, source: Stage | None) -> Stage:
-        """A new stage of this trial, which begins with the checkpoint of another."""
+        """Open a new stage of this trial, which begins with the checkpoint of `source`."""
         last = self._stage
         schedule = list(source.schedule) if source is not None else []
         if not schedule or schedule[-1]["trial"] != self._trial or schedule[-1]["config"] != self._space_config:
@@ -114,11 +104,11 @@ class PopulationTrial(LaneTrial):
     def _submit(self, stage: Stage) -> None:
         """Queue a stage for the lanes."""
         directory = self._journal.stage_directory(stage.name)
-        directory.delete("")  # what a killed driver has left of it has no rows in the curve
+        directory.delete("")  # a killed driver may have left a part of it, whose rows are not in the curve
         self._curve = list(stage.curve)
         begin = self._curve[-1]["epoch"] if self._curve else 0.0
         self._until_epoch = begin + self._interval
-        self._ticket = f"{stage.name}/{uuid.uuid4().hex[:8]}"
+        self._ticket = new_ticket(stage.name)
         assignment = Assignment(
             self._ticket,
             self._trial,
@@ -130,32 +120,31 @@ class PopulationTrial(LaneTrial):
         ray.get(self._mailbox.submit.remote(assignment))
 
     def _follow(self) -> dict[str, Any]:
-        """Add the evaluations of the stage to the curve, as they come; its outcome."""
+        """Add the evaluations of the stage to the curve as they come; returns its outcome."""
         number = 0
         while True:
             event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, number))
             if event.outcome is not None:
                 return event.outcome
-            self._curve.append({name: float(value) for name, value in event.metrics.items()})
+            self._curve.append(event.row)
             number += 1
 
     def _prune(self, stage: Stage) -> None:
-        """Delete what older stages have kept, but for those that some other trial begins with."""
+        """Delete the checkpoints of older stages, except those with which another trial begins."""
         used = ray.get(self._mailbox.sources.remote())
         for name in self._journal.population.names(self._trial):
-            if name.isdecimal() and int(name) <= stage.number - KEPT_STAGES:
-                directory = self._journal.stage_directory(f"{self._trial}/{name}")
-                if directory.uri not in used:
-                    directory.delete("")
+            directory = self._journal.stage_directory(f"{self._trial}/{name}")
+            if name.isdecimal() and int(name) <= stage.number - KEPT_STAGES and directory.uri not in used:
+                directory.delete("")
 
     def _leave(self) -> None:
-        """Tune may have given the actor to another trial in mid-stage; the driver records that."""
+        """Cancel the stage that Tune has cut off; the driver records the trial."""
         if self._ticket:
             ray.get(self._mailbox.cancel.remote(self._ticket))
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What is not as before, in words."""
+    """The values that differ, in words."""
     changed = {key: value for key, value in after.items() if value != before.get(key)}
     words = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in changed.items()]
     return f" with {', '.join(words)}" if words else ""

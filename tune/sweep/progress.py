@@ -1,4 +1,4 @@
-"""What the driver does between two of Tune's steps: heeds Ctrl-C, shows the sweep, lets the lanes grow (Ray).
+"""What the driver does between two of Tune's steps: heed Ctrl-C, show the sweep, let lanes and trials grow (Ray).
 
 Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
 """
@@ -21,7 +21,7 @@ from ray.util.metrics import Gauge
 from trainers.errors import STATUSES
 from tune.report.answer import objective_value
 from tune.search.tune_config import unwrap
-from tune.sweep.pace import Pace
+from tune.sweep.plan import SweepPlan
 from tune.sweep.spec import SweepSpec
 from tune.sweep.terminal import Terminal, View, shown_config
 from tune.trials.journal import Journal, trial_id
@@ -60,22 +60,57 @@ class Interrupts:
             signal.signal(number, before)
 
 
+class Pace:
+    """Sets how many trials Tune runs at a time: as many as there are lanes for them.
+
+    Tune starts an actor for each of them (3 s), and passes it on from trial to trial.
+    """
+
+    def __init__(self, search: Any, mailbox: Any, total: int | None) -> None:
+        """`total`: the trials that Tune will start, where the search proposes them whatever it hears of others; None:
+        any other search has as many at a time as there are lanes, started or not.
+        """
+        self._search, self._mailbox, self._total = search, mailbox, total
+        self._started: set[str] = set()
+
+    def lanes_started(self, count: int) -> None:
+        """Called with the number of lanes that wait for a node, come up, or are up."""
+        if self._total is None:
+            self._allow(count)
+
+    def lanes_up(self, count: int) -> None:
+        """Called with the number of lanes that take trials: an actor sooner than that would only slow their start."""
+        if self._total is not None:
+            self._allow(count)
+            self._expect(self._search.max_concurrent if len(self._started) < self._total else 0)
+
+    def trial_started(self, name: str) -> None:
+        """Called when Tune has given an actor to one of its trials."""
+        self._started.add(name)
+        if len(self._started) == self._total:
+            self._expect(0)
+
+    def over(self) -> None:
+        """Called when Tune starts no further trial."""
+        self._total = None
+        self._expect(0)
+
+    def _allow(self, count: int) -> None:
+        self._search.max_concurrent = max(self._search.max_concurrent, count)
+
+    def _expect(self, count: int) -> None:
+        self._mailbox.expect.remote(count)
+
+
 class Progress(tune.Callback):
     """The sweep as its driver sees it; records the trials that the search stopped."""
 
     def __init__(
-        self,
-        spec: SweepSpec,
-        journal: Journal,
-        mailbox: Any,
-        total: int | None,
-        usd_per_hour: float | None,
-        grow: Callable[[], None],
-        pace: Pace,
+        self, spec: SweepSpec, plan: SweepPlan, mailbox: Any, pace: Pace, grow: Callable[[], None] | None
     ) -> None:
-        """`usd_per_hour` is the price of one lane; `grow` is called every ten seconds, while trials may wait."""
-        self.spec, self.journal, self.mailbox, self.total = spec, journal, mailbox, total
-        self.usd_per_hour, self._grow, self._pace = usd_per_hour, grow, pace
+        """`grow` is called every ten seconds."""
+        self._config, self._plan, self._mailbox, self._pace, self._grow = spec.config, plan, mailbox, pace, grow
+        self._journal = Journal(spec.storage)
         self.interrupts = Interrupts()
         self.terminal = Terminal()
         self.seen: dict[str, dict[str, Any]] = {}
@@ -95,55 +130,38 @@ class Progress(tune.Callback):
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Called by Tune in its loop, several times a second."""
+        self.tick()
+
+    def tick(self) -> None:
+        """Do what is due: raise Interrupted after Ctrl-C, let the lanes grow, show how things are."""
         if self.interrupts.signal_name is not None:
             raise Interrupted(self.interrupts.signal_name)
         now = time.monotonic()
         if now - self._grew >= GROW_EVERY_S:
             self._grew = now
-            self._grow()
+            if self._grow is not None:
+                self._grow()
         if now - self._looked >= LOOK_EVERY_S:
             self._looked = now
-            self.look()
+            self._look()
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Ask the mailbox how things are; show it."""
-        state = ray.get(self.mailbox.watch.remote(self._notes))
+        state = ray.get(self._mailbox.watch.remote(self._notes))
         self._pace.lanes_up(len(state["lanes"]))
         self._notes += len(state["notes"])
         for words in state["notes"]:
             self.terminal.say(words)
-        run = self.spec.config.name
+        run = self._config.name
         counts = {**self._statuses, "running": len(state["running"])}
         for status in ("running", *STATUSES):
             self._trials.set(counts.get(status, 0), {"run": run, "status": status})
         self._busy |= set(state["lanes"])
         for lane in self._busy:
             self._lane_busy.set(float(lane in state["running"]), {"run": run, "lane": str(lane)})
-        self.terminal.update(self._view(state))
-
-    def _view(self, state: dict[str, Any]) -> View:
         spent_s = time.monotonic() - self._began
-        config = self.spec.config
-        return View(
-            name=config.name,
-            total=self.total,
-            statuses=dict(self._statuses),
-            lanes=len(state["lanes"]),
-            running=[
-                (
-                    lane,
-                    shown_config(self.seen.get(trial["trial"], {})),
-                    trial["metrics"],
-                    time.time() - trial["started"],
-                )
-                for lane, trial in sorted(state["running"].items())
-            ],
-            best=None if self._best is None else (config.objective.metric, *self._best),
-            boundary=state["boundary"],
-            spent_s=spent_s,
-            left_s=None if config.time_budget_s is None else max(0.0, config.time_budget_s - spent_s),
-            usd=None if config.usd_per_hour is None else config.usd_per_hour * spent_s / 3600,
-        )
+        view = View(self._config, self._plan.total, self._statuses, state, self.seen, self._best, spent_s)
+        self.terminal.update(view)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial gets its actor."""
@@ -156,17 +174,17 @@ class Progress(tune.Callback):
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial has ended, or was stopped: a line on the terminal."""
         name = self._name(trial)
-        record = self.journal.find(name) or self._stopped(name)
+        record = self._journal.find(name) or self._stopped(name)
         if record is None:
             return
         self._statuses[record.status] += 1
-        value = objective_value(self.spec.config.objective, record)
-        better = min if self.spec.config.objective.direction == "min" else max
-        if value is not None and (self._best is None or better(value, self._best[0]) != self._best[0]):
+        value = objective_value(self._config.objective, record)
+        sign = 1 if self._config.objective.direction == "min" else -1
+        if value is not None and (self._best is None or sign * value < sign * self._best[0]):
             self._best = (value, record)
         figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
         parts = [
-            f"trial {self._statuses.total()}/{self.total or '?'}",
+            f"trial {self._statuses.total()}/{self._plan.total or '?'}",
             shown_config(record.config),
             record.status if record.purpose == "trial" else f"{record.purpose} {record.status}",
             f"{record.samples_per_s:,.0f} samples/s" if record.samples_per_s else "",
@@ -176,37 +194,32 @@ class Progress(tune.Callback):
         self.terminal.say("  ".join(part for part in parts if part))
 
     def _stopped(self, name: str) -> TrialRecord | None:
-        reports = ray.get(self.mailbox.reports.remote(name))
-        stage = self.journal.newest_stage(name) if self.spec.config.scheduler == "pbt" else None
+        """Record a trial that the search has stopped; None for one without an evaluation."""
+        reports = ray.get(self._mailbox.reports.remote(name))
+        stage = self._journal.newest_stage(name) if self._config.scheduler == "pbt" else None
         if stage is not None:
             begun = len(stage.curve) and stage.curve[-1]["step"]
             reports = [*stage.curve, *(row for row in reports if row["step"] > begun)]
         if not reports:
             return None
-        record = make_record(
-            name,
-            self.seen[name] if stage is None else stage.config,
-            self.spec.config.objective,
-            self._started[name] if stage is None else stage.started,
-            reports,
-            {"status": "stopped", "message": "stopped by the search"},
-            self.usd_per_hour,
-            self._purposes[name],
-        )
+        config, started = (self.seen[name], self._started[name]) if stage is None else (stage.config, stage.started)
+        objective, price = self._config.objective, self._plan.lane_usd_per_hour
+        outcome = {"status": "stopped", "message": "stopped by the search"}
+        record = make_record(name, config, objective, started, reports, outcome, price, self._purposes[name])
         if stage is not None:
             record = replace(record, schedule=stage.schedule)
-        self.journal.append(record)
+        self._journal.append(record)
         return record
 
     def record_stopped(self) -> None:
-        """Record what the end of a budget cut off."""
+        """Record the trials that the end of a budget has cut off."""
         for name in self._started:
-            if self.journal.find(name) is None:
+            if self._journal.find(name) is None:
                 self._stopped(name)
 
     def _name(self, trial: Any) -> str:
-        """Our id of one of Tune's trials: of a population's, whose configuration changes, Tune keeps it."""
-        if self.spec.config.scheduler == "pbt":
+        """Our id of one of Tune's trials; Tune keeps that of a population's trial, whose configuration changes."""
+        if self._config.scheduler == "pbt":
             return str(trial)
         suggestion = unwrap(trial.config)
         return trial_id(suggestion.trial, suggestion.purpose or "trial")

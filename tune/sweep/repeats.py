@@ -1,9 +1,8 @@
-"""Repeats of the finalists: one at a time, in turn, on a lane beside which no other one works (Ray)."""
+"""Repeats of the finalists: one at a time, in turn, while no other lane works (Ray)."""
 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -11,28 +10,25 @@ import ray
 
 from trainers.config import TrainConfig
 from trainers.config.model import override
-from tune.lanes.messages import Assignment, Event
+from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.report.words import in_short, labels
 from tune.search.finalists import repeats_to_run
+from tune.sweep.plan import SweepPlan
 from tune.sweep.spec import SweepSpec
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, make_record
 from tune.trials.stop_rule import Until
 
-_QUIET_S = 60.0  # how long a trial that the search has stopped may take to notice
+_QUIET_S = 60.0  # that a trial which the search has stopped may take to notice
 _LOOK_S = 0.5
 
 
 def run_repeats(
-    spec: SweepSpec,
-    mailbox: Any,
-    usd_per_hour: float | None,
-    check: Callable[[], None],
-    say: Callable[[str], None],
+    spec: SweepSpec, plan: SweepPlan, mailbox: Any, check: Callable[[], None], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run the repeats that have no record yet; returns the configurations of all that have one, by id.
 
-    `check` is called often, and raises where the sweep shall end. `usd_per_hour` is the price of one lane.
+    `check` is called often, and raises where the sweep shall end.
     """
     journal = Journal(spec.storage)
     records = journal.records()
@@ -47,7 +43,7 @@ def run_repeats(
         check()
         time.sleep(_LOOK_S)
     for number, (finalist, seed) in enumerate(wanted, 1):
-        record = _repeat(spec, mailbox, finalist, seed, usd_per_hour, check)
+        record = _repeat(spec, plan, mailbox, finalist, seed, check)
         journal.append(record)
         seen[record.id] = record.config
         reached = "not reached" if record.time_to_target_s is None else f"reached in {record.time_to_target_s:.3g} s"
@@ -57,15 +53,11 @@ def run_repeats(
 
 
 def _repeat(
-    spec: SweepSpec,
-    mailbox: Any,
-    finalist: TrialRecord,
-    seed: int,
-    usd_per_hour: float | None,
-    check: Callable[[], None],
+    spec: SweepSpec, plan: SweepPlan, mailbox: Any, finalist: TrialRecord, seed: int, check: Callable[[], None]
 ) -> TrialRecord:
+    """Run one repeat to its end."""
     trial = trial_id(finalist.config, "repeat", seed)
-    ticket = f"{trial}/{uuid.uuid4().hex[:8]}"
+    ticket = new_ticket(trial)
     tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
     objective, started = spec.config.objective, time.time()
     (target,) = (objective.target or {}).items()
@@ -77,9 +69,7 @@ def _repeat(
             check()
         event: Event = ray.get(reference)
         if event.outcome is not None:
-            record = make_record(
-                trial, finalist.config, objective, started, curve, event.outcome, usd_per_hour, "repeat", seed
-            )
             mailbox.forget.remote(ticket)
-            return record
-        curve.append({name: float(value) for name, value in event.metrics.items()})
+            price = plan.lane_usd_per_hour
+            return make_record(trial, finalist.config, objective, started, curve, event.outcome, price, "repeat", seed)
+        curve.append(event.row)

@@ -1,12 +1,11 @@
-"""Builds and runs the sweep: lanes, Ray Tune's Tuner over them, the journal, and the answer at the end (Ray)."""
+"""The sweep as it runs: lanes, Ray Tune's Tuner over them, and the journal (Ray)."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,11 @@ import ray
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler
 
-from cluster.files.capacity import worker_groups
 from cluster.health.check import require_sound
-from trainers.config import TrainConfig
 from trainers.launch.spec import RunSpec, check_precision
-from trainers.on_ray.capacity import capacity, nodes_at_most
-from trainers.on_ray.connect import check_cluster, connect, wants_gpu
-from tune.lanes.lanes import Lanes, start_mailbox
+from trainers.on_ray.capacity import nodes_at_most
+from trainers.on_ray.connect import check_cluster, connect
+from tune.lanes.lanes import Lanes, LaneSetup, start_mailbox
 from tune.report.answer import objective_value
 from tune.search.ray_search import (
     member_name,
@@ -30,11 +27,9 @@ from tune.search.ray_search import (
     searcher,
     tune_space,
 )
-from tune.search.space import planned_trials
-from tune.sweep.pace import Pace
-from tune.sweep.plan import lanes_for, starts_at_once
+from tune.sweep.plan import SweepPlan
 from tune.sweep.population_trial import PopulationTrial
-from tune.sweep.progress import Interrupted, Progress
+from tune.sweep.progress import Interrupted, Pace, Progress
 from tune.sweep.repeats import run_repeats
 from tune.sweep.spec import SweepSpec
 from tune.sweep.trial import LaneTrial
@@ -53,77 +48,38 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     asked to stop: what has ended until then is in the journal.
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
-    run = RunSpec(spec.train, spec.path, spec.source, spec.uri)
-    run.load_task()
-    connect(show_workers=False)
-    device_type = check_cluster(run)
-    if checked:
-        require_sound(spec.uri)
-    for precision in _precisions(spec):
-        check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
-    train = run.config
-    lanes_wanted = _lanes(spec, train)
+    plan = _plan(spec, checked)
     journal = Journal(spec.storage)
-    mailbox = start_mailbox(spec.storage)
     # A grid and a random search come to their old trials again; optuna and frontier go on from them.
     before = journal.records() if spec.config.search in ("optuna", "frontier") else []
-    worst = math.inf if spec.config.objective.direction == "min" else -math.inf
-    values = [objective_value(spec.config.objective, record) for record in before]
-    told = [(record.config, worst if value is None else value) for record, value in zip(before, values, strict=True)]
-    at_once = starts_at_once(
-        lanes_wanted,
-        _fits(train, _nodes_up()),
-        [node.get("CPU", 0.0) for node in _nodes_up()],
-        train.scaling.max_workers,
-    )
-    total = None if spec.config.search == "frontier" else planned_trials(spec.config)  # it ends when it is sure
-    # Other searches, and a population, may wait for what they hear of trials.
-    unhurried = total is not None and spec.config.search in ("grid", "random") and spec.config.scheduler != "pbt"
-    search = searcher(spec.config, at_once if unhurried else lanes_wanted, told, spec.train, journal.records)
-    lanes = Lanes(
-        mailbox,
-        lanes_wanted,
-        train,
-        spec.path,
-        wants_gpu(train, capacity()),
-        spec.storage,
-        spec.config.isolation == "fresh",
-        at_once,
-        patient=spec.config.lanes == "auto",
-    )
-    workers = train.scaling.max_workers
-    logger.info(
-        "%s: %s trials in %d lane%s of %d worker%s; the lanes are starting",
-        spec.config.name,
-        total or "?",
-        lanes_wanted,
-        "s" if lanes_wanted > 1 else "",
-        workers,
-        "s" if workers > 1 else "",
-    )
-    usd_per_hour = spec.config.usd_per_hour and spec.config.usd_per_hour / lanes_wanted
-
-    pace = Pace(search, mailbox, total if unhurried else None)
+    at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
+    search = searcher(spec.config, at_a_time, _objectives(spec, before), spec.train, journal.records)
+    mailbox = start_mailbox(spec.storage)
+    is_fresh, is_auto = spec.config.isolation == "fresh", spec.config.lanes == "auto"
+    setup = LaneSetup(plan.train.scaling, plan.use_gpu, spec.path, is_fresh, spec.storage)
+    lanes = Lanes(mailbox, setup, plan.num_at_once, is_patient=is_auto)
+    pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
 
     def grow() -> None:
-        """Further lanes where the cluster has grown."""
-        if spec.config.lanes == "auto":
-            lanes.grow(_lanes(spec, train))
-            pace.lanes_started(lanes.count)
+        """Start further lanes where the cluster has grown."""
+        count = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), plan.use_gpu).num_lanes
+        if count > lanes.count:
+            logger.info("the cluster holds %d lanes by now: another %d start", count, count - lanes.count)
+        lanes.grow(count)
+        pace.lanes_started(lanes.count)
 
-    progress = Progress(spec, journal, mailbox, total, usd_per_hour, grow, pace)
+    progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None)
     progress.seen.update({record.id: record.config for record in before})
     try:
         with progress.interrupts, progress.terminal:
-            lanes.start()
+            lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.interrupts.signal_name is not None)
             began = time.monotonic()
-            _tuner(spec, mailbox, search, progress, len(before)).fit()
+            _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
             progress.record_stopped()
             if time.monotonic() - began < (spec.config.time_budget_s or math.inf):
-                look = functools.partial(progress.on_step_begin, 0, [])
-                progress.seen |= run_repeats(spec, mailbox, usd_per_hour, look, progress.terminal.say)
+                progress.seen |= run_repeats(spec, plan, mailbox, progress.tick, progress.terminal.say)
         lanes.close()
         ray.kill(mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
     except BaseException:
@@ -133,31 +89,45 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     return [records[trial] for trial in progress.seen if trial in records]
 
 
-def _precisions(spec: SweepSpec) -> list[str]:
-    """Every precision that a trial may have."""
-    values = spec.config.space.get("precision", [spec.train["precision"]])
-    return list(values if isinstance(values, list) else values.choice or [])
-
-
-def _lanes(spec: SweepSpec, train: TrainConfig) -> int:
-    """As many lanes as asked for, or as the cluster holds or may grow to; never more than there are trials.
-
-    Those for which there is no node yet wait for one: that is what makes the cluster grow.
-    """
-    most = max(_fits(train, _nodes_up()), _fits(train, nodes_at_most()))
-    return lanes_for(spec.config.lanes, most, planned_trials(spec.config), spec.source)
+def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
+    """Connect, check the task and the cluster, and plan the sweep on it."""
+    run = RunSpec(spec.train, spec.path, spec.source, spec.uri)
+    run.load_task()
+    connect(show_workers=False)
+    device_type = check_cluster(run)
+    if checked:
+        require_sound(spec.uri)
+    plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
+    for precision in plan.precisions:
+        check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
+    lanes, workers = plan.num_lanes, plan.train.scaling.max_workers
+    logger.info(
+        "%s: %s trials in %d lane%s of %d worker%s; the lanes are starting",
+        spec.config.name,
+        plan.total or "?",
+        lanes,
+        "s" if lanes > 1 else "",
+        workers,
+        "s" if workers > 1 else "",
+    )
+    return plan
 
 
 def _nodes_up() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _fits(train: TrainConfig, nodes: Sequence[Mapping[str, float]]) -> int:
-    gpus = train.scaling.gpus_per_worker if wants_gpu(train, capacity()) else 0.0
-    return worker_groups(nodes, train.scaling.min_workers, train.scaling.cpus_per_worker, gpus)
+def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[dict[str, Any], float]]:
+    """The configurations of ended trials and their objectives, the worst for those that have none."""
+    objective = spec.config.objective
+    worst = math.inf if objective.direction == "min" else -math.inf
+    values = [objective_value(objective, record) for record in records]
+    return [(record.config, worst if value is None else value) for record, value in zip(records, values, strict=True)]
 
 
-def _tuner(spec: SweepSpec, mailbox: Any, search: Any, progress: Progress, before: int) -> tune.Tuner:
+def _tuner(
+    spec: SweepSpec, plan: SweepPlan, mailbox: Any, search: Any, progress: Progress, num_before: int
+) -> tune.Tuner:
     config, objective = spec.config, spec.config.objective
     population = config.scheduler == "pbt"
     trainable = tune.with_resources(
@@ -167,7 +137,7 @@ def _tuner(spec: SweepSpec, mailbox: Any, search: Any, progress: Progress, befor
             uri=spec.uri,
             train=spec.train,
             objective=objective.model_dump(),
-            usd_per_hour=progress.usd_per_hour,
+            usd_per_hour=plan.lane_usd_per_hour,
             **({"interval": config.pbt.perturbation_interval} if population else {}),
         ),
         {"memory": 1},  # Tune refuses a trial without resources; a byte takes nothing from the lanes
@@ -181,7 +151,7 @@ def _tuner(spec: SweepSpec, mailbox: Any, search: Any, progress: Progress, befor
         trainable,
         param_space=population_space(config, Journal(spec.storage)) if population else tune_space(config),
         tune_config=tune.TuneConfig(
-            num_samples=num_samples(config, before),
+            num_samples=num_samples(config, num_before),
             search_alg=search,
             scheduler=scheduler,
             reuse_actors=True,
@@ -193,16 +163,15 @@ def _tuner(spec: SweepSpec, mailbox: Any, search: Any, progress: Progress, befor
 
 
 def environment() -> dict[str, str]:
-    """Versions and nodes that the figures depend on."""
+    """The versions and nodes that the figures depend on."""
     import torch
 
     from trainers.devices.device import environment as worker_environment
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    nodes = [node for node in ray.nodes() if node["Alive"]]
     totals = ray.cluster_resources()
     return worker_environment(device) | {
-        "nodes": str(len(nodes)),
+        "nodes": str(len(_nodes_up())),
         "cluster_cpus": f"{totals.get('CPU', 0):g}",
         "cluster_gpus": f"{totals.get('GPU', 0):g}",
     }

@@ -12,7 +12,7 @@ from trainers.config.model import build, dump_yaml, override, parse_mapping
 from trainers.errors import ConfigError
 from trainers.launch.spec import delete_own, make_spec, read_file, read_mapping
 from trainers.storage import Storage, storage_uri
-from tune.config import SweepConfig
+from tune.config import SweepConfig, sample_values
 from tune.search.finalists import repeats_to_run
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
@@ -41,6 +41,11 @@ class SweepSpec:
     def storage(self) -> Storage:
         """The sweep's directory."""
         return Storage(self.uri)
+
+    @property
+    def num_trials(self) -> int:
+        """Trials that the search makes; of `search: frontier` an estimate."""
+        return planned_trials(self.config) or 0
 
     def saved(self) -> dict[str, Any]:
         """What the sweep's directory keeps for `resume`."""
@@ -76,9 +81,10 @@ def _spec(
     directory: Path | None,
     own_workers: bool = True,
 ) -> SweepSpec:
-    # A trial's own name and storage mean nothing: it keeps nothing, the journal does.
+    # A trial's own name and storage have no effect: it keeps nothing, the journal does.
     given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
-    base = _without_swept(given, config)
+    # With the first value of each swept key, so that what only the space gives is there.
+    base = override(TrainConfig, given, {key: sample_values(values)[0] for key, values in config.space.items()})
     try:
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
@@ -94,54 +100,35 @@ def _spec(
     return SweepSpec(config, kept, run.path, source, uri)
 
 
-def _without_swept(train: dict[str, Any], config: SweepConfig) -> dict[str, Any]:
-    """The run with the first value of each swept key, so that what only the space gives is there."""
-    first: dict[str, Any] = {}
-    for key, values in config.space.items():
-        if isinstance(values, list):
-            first[key] = values[0]
-        else:
-            pair = values.uniform or values.loguniform or values.choice
-            first[key] = pair[0] if pair else values.min
-    return override(TrainConfig, train, first)
-
-
 def read_saved(location: str) -> SweepSpec:
-    """The sweep that lies in a directory; ConfigError when there is none."""
+    """Read the sweep that a directory holds; ConfigError when there is none."""
     storage = Storage(storage_uri(location))
     if not storage.exists(_SAVED):
         raise ConfigError("the directory", location, "holds no sweep", f"name the directory with the {_SAVED}")
     source = storage.locate(_SAVED)
     tree = read_mapping(storage, _SAVED)
     config = build(SweepConfig, tree, source)
-    assert isinstance(config.train, dict)
-    task_dir = config.train.get("task_dir")
-    parent = storage.parent.uri
-    return _spec(
-        config.model_copy(update={"storage_path": parent}),
-        config.train,
-        source,
-        source,
-        Path(task_dir) if task_dir else None,
-    )
+    train = config.train
+    assert isinstance(train, dict)
+    task_dir = train.get("task_dir")
+    config = config.model_copy(update={"storage_path": storage.parent.uri})
+    return _spec(config, train, source, source, Path(task_dir) if task_dir else None)
 
 
 def is_complete(spec: SweepSpec) -> bool:
     """Whether every trial has a record; a random search is known to be complete only by running it."""
-    journal = Journal(spec.storage)
-    if spec.config.search == "frontier":
-        records = journal.records()
-        over = isinstance(Frontier(spec.config, spec.train).next(records), Ended)
-        return bool(records) and over and not repeats_to_run(spec.config, spec.train, records)
-    if spec.config.search == "optuna":
-        return _num_records(spec) >= (planned_trials(spec.config) or 1)
-    if spec.config.scheduler == "pbt":
-        names = [name for name, _ in population(spec.config)]
+    config, records = spec.config, Journal(spec.storage).records()
+    if config.search == "optuna":
+        return len(records) >= spec.num_trials
+    if config.search == "frontier":
+        has_ended = bool(records) and isinstance(Frontier(config, spec.train).next(records), Ended)
     else:
-        names = [trial_id(trial) for trial in grid(spec.config)[: planned_trials(spec.config)]]
-    if not names or any(journal.find(name) is None for name in names):
-        return False
-    return not repeats_to_run(spec.config, spec.train, journal.records())
+        if config.scheduler == "pbt":
+            names = [name for name, _ in population(config)]
+        else:
+            names = [trial_id(trial) for trial in grid(config)[: spec.num_trials]]
+        has_ended = bool(names) and {record.id for record in records}.issuperset(names)
+    return has_ended and not repeats_to_run(config, spec.train, records)
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
@@ -157,32 +144,20 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         before = read_mapping(storage, _SAVED)
         now = spec.saved()
         is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
-        for key in ("space", "search", "seed", "objective", *(["scheduler"] if is_population else [])):
-            if before.get(key) != now.get(key):
+        keys = ["space", "search", "seed", "objective", *(["scheduler"] if is_population else [])]
+        pairs = {key: (before.get(key), now.get(key)) for key in keys}
+        for key in TrainConfig.model_fields:
+            if key not in ("task_dir", "scaling"):
+                pairs[f"train.{key}"] = (before["train"].get(key), now["train"].get(key))
+        for key, (was, value) in pairs.items():
+            if was != value:
                 raise ConfigError(
                     key,
-                    now.get(key),
-                    f"differs from {before.get(key)} in {storage.uri}",
+                    value,
+                    f"differs from {was} in {storage.uri}",
                     "sweep under another `--name`, or start anew with --fresh",
                     spec.source,
                 )
-        changed = [
-            key
-            for key in TrainConfig.model_fields
-            if before["train"].get(key) != now["train"].get(key) and key not in ("task_dir", "scaling")
-        ]
-        if changed:
-            raise ConfigError(
-                f"train.{changed[0]}",
-                now["train"].get(changed[0]),
-                f"differs from {before['train'].get(changed[0])} in {storage.uri}",
-                "sweep under another `--name`, or start anew with --fresh",
-                spec.source,
-            )
     else:
         storage.write(_SAVED, dump_yaml(spec.saved()).encode())
-    return _num_records(spec)
-
-
-def _num_records(spec: SweepSpec) -> int:
-    return sum(name.endswith(".json") for name in spec.storage.names("trials"))
+    return sum(name.endswith(".json") for name in storage.names("trials"))

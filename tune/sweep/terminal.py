@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tune.config import SweepConfig
 from tune.report.words import duration, shown
 from tune.trials.record import TrialRecord
 
@@ -21,26 +23,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class View:
-    """All that is shown."""
+    """All that the terminal shows."""
 
-    name: str
+    config: SweepConfig
     total: int | None
     """Trials that are planned, where that is known."""
     statuses: Mapping[str, int]
     """Trials that have ended, by status."""
-    lanes: int
-    """Lanes that are up."""
-    running: list[tuple[int, str, Mapping[str, Any], float]]
-    """Lane, configuration, newest metrics, age in s."""
-    best: tuple[str, float, TrialRecord] | None
-    """The objective's name, its best value so far, and whose it is."""
-    boundary: Mapping[str, tuple[int | None, int | None]]
-    """By precision and device: the largest microbatch that fits, the smallest that does not."""
+    state: Mapping[str, Any]
+    """What the mailbox's `watch` returns."""
+    configs: Mapping[str, Mapping[str, Any]]
+    """Configurations of the trials that have started, by id."""
+    best: tuple[float, TrialRecord] | None
+    """The objective's best value so far, and whose it is."""
     spent_s: float
-    left_s: float | None
-    """Until the budget of time or of dollars is used up."""
-    usd: float | None
-    """Spent so far."""
 
 
 def shown_config(config: Mapping[str, Any]) -> str:
@@ -50,34 +46,32 @@ def shown_config(config: Mapping[str, Any]) -> str:
 
 def render(view: View) -> RenderableType:
     """The live table."""
+    config, running = view.config, view.state["running"]
     ended = sum(view.statuses.values())
     counts = ", ".join(f"{count} {status}" for status, count in view.statuses.items() if count)
-    head = f"{view.name}   {ended}/{view.total or '?'} trials" + (f": {counts}" if counts else "")
-    table = Table(box=None, pad_edge=False, show_header=bool(view.running))
+    head = f"{config.name}   {ended}/{view.total or '?'} trials" + (f": {counts}" if counts else "")
+    table = Table(box=None, pad_edge=False, show_header=bool(running))
     for column in ("lane", "trial", "step", "newest", "for"):
         table.add_column(column, justify="right" if column in ("lane", "step", "for") else "left")
-    for lane, config, metrics, age_s in view.running:
-        newest = "  ".join(
-            f"{key} {value:.4g}" for key, value in metrics.items() if key.startswith(("val_", "train_l"))
-        )
-        table.add_row(str(lane), config, str(metrics.get("step", "")), newest, duration(age_s))
+    for lane, trial in sorted(running.items()):
+        metrics = trial["metrics"]
+        shown = {key: value for key, value in metrics.items() if key.startswith(("val_", "train_l"))}
+        newest = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
+        words, age_s = shown_config(view.configs.get(trial["trial"], {})), time.time() - trial["started"]
+        table.add_row(str(lane), words, str(metrics.get("step", "")), newest, duration(age_s))
     lines = []
     if view.best is not None:
-        name, value, record = view.best
-        lines.append(f"best so far   {name} {value:.4g}   {shown_config(record.config)}")
-    lines += [f"microbatch    {fits_words(label, *bounds)}" for label, bounds in view.boundary.items()]
-    time = f"time          {duration(view.spent_s)}, {len(view.running)} of {view.lanes} lanes busy"
-    if view.usd is not None:
-        time += f", {view.usd:.2f} USD"
-    if view.left_s is not None:
-        time += f"; {duration(view.left_s)} of the budget left"
-    return Group(Text(head, style="bold"), table, *(Text(line) for line in [*lines, time]))
-
-
-def fits_words(label: str, low: int | None, high: int | None) -> str:
-    """What is known of one boundary."""
-    known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (high is not None)
-    return f"{label}: {', '.join(known)}"
+        value, record = view.best
+        lines.append(f"best so far   {config.objective.metric} {value:.4g}   {shown_config(record.config)}")
+    for label, (low, high) in view.state["boundary"].items():
+        known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (high is not None)
+        lines.append(f"microbatch    {label}: {', '.join(known)}")
+    spent = f"time          {duration(view.spent_s)}, {len(running)} of {len(view.state['lanes'])} lanes busy"
+    if config.usd_per_hour is not None:
+        spent += f", {config.usd_per_hour * view.spent_s / 3600:.2f} USD"
+    if config.time_budget_s is not None:
+        spent += f"; {duration(max(0.0, config.time_budget_s - view.spent_s))} of the budget left"
+    return Group(Text(head, style="bold"), table, *(Text(line) for line in [*lines, spent]))
 
 
 class Terminal:
@@ -92,7 +86,7 @@ class Terminal:
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-            # What is logged goes above the table: the handlers took hold of the stream before.
+            # Log lines go above the table, although the handlers were bound to the stream before it.
             handlers = {id(one): one for name in ("tune", "trainers") for one in logging.getLogger(name).handlers}
             for handler in handlers.values():
                 if isinstance(handler, logging.StreamHandler):
@@ -109,10 +103,10 @@ class Terminal:
         self._streams.clear()
 
     def update(self, view: View) -> None:
-        """Show how things are."""
+        """Redraw the live table, where there is one."""
         if self._live is not None:
             self._live.update(render(view), refresh=True)
 
     def say(self, words: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         logger.info("%s", words)

@@ -1,10 +1,9 @@
-"""A trial as Ray Tune sees it: a class trainable without a model, which waits for what its lane reports (Ray)."""
+"""A trial as Ray Tune sees it: a trainable without a model, which waits for the reports of its lane (Ray)."""
 
 from __future__ import annotations
 
 import math
 import time
-import uuid
 from typing import Any
 
 import ray
@@ -14,7 +13,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import override
 from trainers.storage import Storage
 from tune.config import Objective
-from tune.lanes.messages import Assignment, Event
+from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.search.tune_config import unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
@@ -23,7 +22,7 @@ from tune.trials.stop_rule import Purpose, Until
 
 
 def watched(tree: dict[str, Any], objective: Objective, purpose: Purpose) -> tuple[dict[str, Any], Until]:
-    """A trial of a search that learns from what it sees: its TrainConfig, and when it has seen enough."""
+    """The TrainConfig of a trial from which the search learns as it runs, and when it ends."""
     extra: dict[str, Any] = {"noise_scale": True}
     if purpose == "probe":
         extra["log_every_steps"] = min(10, tree.get("log_every_steps", 10))
@@ -48,14 +47,14 @@ class LaneTrial(Trainable):
         objective: dict[str, Any] | None = None,
         usd_per_hour: float | None = None,
     ) -> None:
-        """Called by Tune once an actor; the keyword arguments are the sweep's."""
+        """Called by Tune once for each actor; the keyword arguments are the sweep's."""
         self._mailbox, self._train, self._usd_per_hour = mailbox, train or {}, usd_per_hour
         self._journal = Journal(Storage(uri))
         self._objective = Objective.model_validate(objective)
         self._begin(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The next trial in the same actor."""
+        """Called by Tune with the next trial of the same actor."""
         self._leave()
         self._begin(new_config)
         return True
@@ -64,7 +63,7 @@ class LaneTrial(Trainable):
         suggestion = unwrap(config)
         self._space_config, self._purpose = suggestion.trial, suggestion.purpose or "trial"
         self._trial = trial_id(self._space_config, self._purpose)
-        self._ticket = f"{self._trial}/{uuid.uuid4().hex[:8]}"
+        self._ticket = new_ticket(self._trial)
         self._events = 0
         self._curve: list[dict[str, float]] = []
         self._started = time.time()
@@ -76,28 +75,31 @@ class LaneTrial(Trainable):
             ray.get(self._mailbox.submit.remote(Assignment(self._ticket, self._trial, tree, until=until)))
 
     def step(self) -> dict[str, Any]:
-        """The next evaluation, or the end."""
+        """Wait for the next evaluation, or the end."""
         if self._record is not None:
             return self._final(self._record)
         event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, self._events))
         self._events += 1
         if event.outcome is not None:
-            self._record = make_record(
-                self._trial,
-                self._space_config,
-                self._objective,
-                self._started,
-                self._curve,
-                event.outcome,
-                self._usd_per_hour,
-                self._purpose,
-            )
+            self._record = self._make_record(event.outcome)
             self._journal.append(self._record)
             self._mailbox.forget.remote(self._ticket)
             return self._final(self._record)
-        row = {name: float(value) for name, value in event.metrics.items()}
+        row = event.row
         self._curve.append(row)
         return {**row, "objective": self._value(row), "trial": self._trial}
+
+    def _make_record(self, outcome: dict[str, Any]) -> TrialRecord:
+        return make_record(
+            self._trial,
+            self._space_config,
+            self._objective,
+            self._started,
+            self._curve,
+            outcome,
+            self._usd_per_hour,
+            self._purpose,
+        )
 
     def _value(self, row: dict[str, float]) -> float:
         """The objective so far, for a scheduler; the worst value where it is not defined yet."""
@@ -116,17 +118,17 @@ class LaneTrial(Trainable):
         return {**row, "objective": self._value(row), "trial": record.id, "status": record.status, "done": True}
 
     def _leave(self) -> None:
-        """The search may have stopped the trial before its end; the driver records that."""
+        """Cancel a trial that the search has stopped before its end; the driver records it."""
         if self._record is None:
             ray.get(self._mailbox.cancel.remote(self._ticket))
 
     def cleanup(self) -> None:
-        """The actor ends."""
+        """Called by Tune at the end of the actor."""
         self._leave()
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
-        """Nothing: without this method Tune would not reuse the actor."""
+        """Save nothing; without this method Tune would not reuse the actor."""
         return {}
 
     def load_checkpoint(self, checkpoint: dict[str, Any] | None) -> None:
-        """Nothing to load."""
+        """Load nothing."""
