@@ -154,10 +154,9 @@ class RunFailedError(PacelineError):
             return RunFailedError("error", str(error), time.time(), config=True)
         frames = traceback.extract_tb(error.__traceback__)
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        words = (str(error).splitlines() or [""])[0]
         return RunFailedError(
             classify(error),
-            f"rank {rank}: {type(error).__name__}: {words}{at}",
+            f"rank {rank}: {type(error).__name__}: {first_line(error)}{at}",
             time.time(),
             smaller=isinstance(error, TooLargeError),
         )
@@ -195,6 +194,16 @@ def show(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         text = {True: "true", False: "false", None: "null"}[value]
     return text if len(text) <= 160 else text[:157] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name where the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's message, or its type's name: of a traceback, the line that names the cause."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
 
 
 # torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).

@@ -9,20 +9,9 @@ from typing import Any
 
 import pytest
 
+from cluster.health.facts import ClusterFacts, Collective, GpuHealth, LostNode, NodeFacts, Rate
 from cluster.health.report import lines, print_report
-from cluster.health.verdicts import (
-    ClusterFacts,
-    Collective,
-    GpuHealth,
-    LostNode,
-    NodeFacts,
-    Rate,
-    judge,
-    label_selector,
-    least,
-    unshared,
-    verdicts,
-)
+from cluster.health.verdicts import judge, label_selector, least, unshared, verdicts
 
 VERSIONS = {"python": "3.11.7", "torch": "2.15.0", "ray": "2.60.0", "nccl": "2.29.3", "paceline": "0123456789ab"}
 
@@ -201,7 +190,7 @@ def test_bad_nodes_are_left_out_by_a_label_selector(capsys: pytest.CaptureFixtur
     assert print_report(facts, judge(facts), "/nfs", 1.0, as_json=False, exclude_bad=False) == 1
     too_few = replace(facts, workers_wanted=3)
     assert print_report(too_few, judge(too_few), "/nfs", 1.0, as_json=False, exclude_bad=True) == 1
-    assert label_selector([]) == {}
+    assert label_selector({"id-1": "ok", "id-2": "doubtful"}) == {}
 
 
 def test_the_table_has_a_row_and_a_verdict_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:

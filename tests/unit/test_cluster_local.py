@@ -12,19 +12,20 @@ import torch
 
 from cluster.__main__ import main
 from cluster.health import local
-from cluster.health.local import Driver, LocalReport, Rate, Verdict, judge_gpus, judge_rates, measure, size_for
+from cluster.health.local import Driver, LocalReport, ProductRate, Remark, judge_gpus, judge_rates, size_for
+from cluster.health.matmul import measure
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TWO = Driver("570.124.06", (12, 8), ("NVIDIA L4", "NVIDIA L4"))
 
 
-def only(verdicts: list[Verdict]) -> Verdict:
+def only(verdicts: list[Remark]) -> Remark:
     (verdict,) = verdicts
     return verdict
 
 
-def rate(device: str, precision: str, n: int, gflop_per_s: float, spread: float = 0.01) -> Rate:
-    return Rate(device, precision, n, 2 * n**3 / gflop_per_s / 1e9, gflop_per_s, spread)
+def rate(device: str, precision: str, n: int, gflop_per_s: float, spread: float = 0.01) -> ProductRate:
+    return ProductRate(device, precision, n, 2 * n**3 / gflop_per_s / 1e9, gflop_per_s, spread)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def rate(device: str, precision: str, n: int, gflop_per_s: float, spread: float 
         ("12.9", None, ["CUDA does not start (the driver is asleep)"]),
     ],
 )
-def test_gpus_that_torch_cannot_use_are_an_error_with_its_mending(
+def test_gpus_that_torch_cannot_use_are_an_error_with_its_fix(
     built_for: str | None, visible: str | None, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
@@ -82,7 +83,7 @@ def test_a_gpu_is_compared_at_the_cpus_size_and_at_no_other() -> None:
 
 def test_a_gpu_slower_than_the_cpu_is_warned_of() -> None:
     found = judge_rates([rate("cpu", "fp32", 512, 100), rate("cuda:0", "fp32", 512, 50)])
-    assert found[0] == Verdict("warning", "fp32, 512 x 512: cuda:0 is 0.5 times as fast as the CPU")
+    assert found[0] == Remark("warning", "fp32, 512 x 512: cuda:0 is 0.5 times as fast as the CPU")
 
 
 def test_formats_are_compared_by_their_best_rates() -> None:
@@ -93,8 +94,8 @@ def test_formats_are_compared_by_their_best_rates() -> None:
     ]
     found = judge_rates([*on_gpu, rate("cpu", "fp32", 2048, 200), rate("cpu", "bf16", 2048, 210)])
     assert found == [
-        Verdict("ok", "bf16 multiplies 4 times as fast as fp32 on cuda:0"),
-        Verdict("note", "bf16 multiplies 1.05 times as fast as fp32 on cpu: no gain in it here"),
+        Remark("ok", "bf16 multiplies 4 times as fast as fp32 on cuda:0"),
+        Remark("note", "bf16 multiplies 1.05 times as fast as fp32 on cpu: no gain in it here"),
     ]
 
 
@@ -135,7 +136,7 @@ def test_products_are_waited_for_and_the_first_ones_do_not_count(product_s: floa
     times = measure(machine.run, machine.wait, lambda: machine.now)
     assert times == pytest.approx([product_s] * len(times))
     assert len(times) == (3 if product_s == 0.5 else 7)
-    assert machine.done == 2 + runs * len(times)  # a short product is repeated until a sample can be told from a launch
+    assert machine.done == 4 + runs * len(times)  # a short product is repeated until a sample can be told from a launch
 
 
 def test_a_slow_start_is_not_in_the_samples() -> None:
@@ -146,7 +147,7 @@ def test_a_slow_start_is_not_in_the_samples() -> None:
 def test_the_command_fails_where_torch_cannot_use_the_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = LocalReport({"torch": "2.15.0", "driver": None}, (), (), (Verdict("error", "there is a GPU, unused"),))
+    report = LocalReport({"torch": "2.15.0", "driver": None}, (), (), (Remark("error", "there is a GPU, unused"),))
     monkeypatch.setattr(local, "look", lambda: report)
     assert main(["check", "--local"]) == 1
     assert "torch 2.15.0  driver none" in (out := capsys.readouterr().out)
