@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +143,23 @@ def test_products_are_waited_for_and_the_first_ones_do_not_count(product_s: floa
 def test_a_slow_start_is_not_in_the_samples() -> None:
     machine = Machine(0.001, slow_s=0.4)
     assert max(measure(machine.run, machine.wait, lambda: machine.now)) == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.35, 0.7])
+def test_a_process_that_is_stopped_again_and_again_has_no_lucky_sample(share: float) -> None:
+    """It runs for `share` of every 100 ms; a product takes 15 ms of work."""
+    work_s = 0.0
+
+    def clock() -> float:
+        pulses, rest_s = divmod(work_s, 0.1 * share)
+        return pulses * 0.1 + rest_s
+
+    def run() -> None:
+        nonlocal work_s
+        work_s += 0.015
+
+    times = measure(run, lambda: None, clock, sample_s=0.15)
+    assert statistics.median(times) == pytest.approx(0.015 / share, rel=0.35)
 
 
 def test_the_command_fails_where_torch_cannot_use_the_gpu(
