@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -112,12 +113,15 @@ class Checkup:
         """
         kinds: tuple[Kind, ...] = ("matmul", "network", "local disk", *(("storage",) if uri else ()))
         again = {kind: set(self.nodes.answering(training=True)) for kind in kinds}
-        for _ in range(1 + _REPEATS):
+        times: Counter[tuple[Kind, str]] = Counter()
+        while again:
             for kind, node_ids in again.items():
                 present = [node_id for node_id in self.nodes.answering(training=True) if node_id in node_ids]
+                times.update((kind, node_id) for node_id in present)
                 for node_id, rates in self._measure(kind, present, uri).items():
                     self.nodes.note(node_id, rates=better(self.nodes.facts[node_id].rates, rates))
-            again = doubtful([self.nodes.facts[node_id] for node_id in self.nodes.answering()])
+            settled = {each for each, num in times.items() if num > _REPEATS}
+            again = doubtful([self.nodes.facts[node_id] for node_id in self.nodes.answering()], settled)
 
     def _measure(self, kind: Kind, nodes: Sequence[str], uri: str | None) -> dict[str, list[Rate]]:
         """One kind of rate, on all of `nodes` at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from cluster.finding import Finding, error, warning
@@ -91,16 +91,16 @@ def slow(nodes: Sequence[NodeFacts]) -> list[NodeFinding]:
     return found
 
 
-def doubtful(nodes: Sequence[NodeFacts]) -> dict[Kind, set[str]]:
+def doubtful(nodes: Sequence[NodeFacts], settled: Container[tuple[Kind, str]]) -> dict[Kind, set[str]]:
     """The nodes to measure again, by kind of rate: those more than halfway to being called slow, and the fastest of
-    their peers, since a moment's disturbance of either would mislead.
+    their peers, since a moment's disturbance of either would mislead. Not for those alone that are `settled`.
     """
     again: dict[Kind, set[str]] = {}
     for kind, group in _groups(nodes):
         values = [rate.value for _, rate in group]
         halfway = (_usual(values) + least(values, kind)) / 2
         suspects = {node.node_id for node, rate in group if rate.value < halfway}
-        if suspects:
+        if any((kind, node_id) not in settled for node_id in suspects):
             fastest, _ = max(group, key=lambda pair: pair[1].value)
             again[kind] = again.get(kind, set()) | suspects | {fastest.node_id}
     return again
