@@ -79,12 +79,11 @@ def grow(
     nodes = nodes_of(node_types, counts)
     slots = worker_slots(nodes, cpus_per_worker, gpus_per_worker)
     budget = max_workers - sum(counts.values())
-    gains = {t.name: _slots(t.resources, cpus_per_worker, gpus_per_worker) for t in node_types}
-    for node_type in sorted(node_types, key=lambda t: (-gains[t.name], -t.priority)):
-        gain = gains[node_type.name]
-        room = max(0, min(budget, node_type.max_workers - node_type.min_workers))
+    gains = [(_slots(t.resources, cpus_per_worker, gpus_per_worker), t) for t in node_types]
+    for gain, node_type in sorted(gains, key=lambda pair: (-pair[0], -pair[1].priority)):
         if gain == 0:
             break
+        room = max(0, min(budget, node_type.max_workers - node_type.min_workers))
         if workers is not None:
             room = min(room, max(0, math.ceil((workers - slots) / gain)))
         counts[node_type.name] += room

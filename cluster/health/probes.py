@@ -144,7 +144,7 @@ def _matmul(device: torch.device, precision: str, n: int, what: str) -> Rate:
 
 
 def write_marker(uri: str, name: str) -> str | None:
-    """A file that says who wrote it; what went wrong, or None."""
+    """Write a file that says who wrote it; return what went wrong, or None."""
     try:
         Storage(uri).write(name, name.encode())
     except (StorageError, OSError) as error:
@@ -153,22 +153,20 @@ def write_marker(uri: str, name: str) -> str | None:
 
 
 def seen_markers(uri: str, names: list[str]) -> list[str]:
-    """Those that this node can read, once it sees all or has waited for them."""
+    """Return those that this node can read, once it sees all or has waited for them."""
     storage, deadline = Storage(uri), time.monotonic() + _SEEN_WITHIN_S
     seen: list[str] = []
-    while len(seen) < len(names):
+    while True:
         with contextlib.suppress(StorageError, OSError):
-            there = set(storage.names())
-            unseen = [name for name in names if name in there and name not in seen]
-            seen += [name for name in unseen if storage.read(name) == name.encode()]
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0 if len(seen) == len(names) else 0.1)
-    return seen
+            there = set(storage.names()) - set(seen)
+            seen += [name for name in names if name in there and storage.read(name) == name.encode()]
+        if len(seen) == len(names) or time.monotonic() > deadline:
+            return seen
+        time.sleep(0.1)
 
 
 def delete_marker(uri: str, name: str) -> str | None:
-    """Delete another node's marker; what went wrong, or None."""
+    """Delete another node's marker; return what went wrong, or None."""
     try:
         Storage(uri).delete(name)
     except (StorageError, OSError) as error:

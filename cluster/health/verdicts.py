@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from cluster.finding import Finding, error, warning
-from cluster.health.facts import ClusterFacts, GpuHealth, Kind, NodeFacts, NodeFinding, Rate
+from cluster.health.facts import ClusterFacts, Kind, NodeFacts, NodeFinding, Rate
 
 Verdict = Literal["ok", "doubtful", "bad"]
 
@@ -148,8 +148,7 @@ def _alone(node: NodeFacts, num_nodes: int) -> Iterator[Finding]:
         fix = "look at the host and its cable, and at `ray status`"
         yield error("node", f"silent in {node.silent_in}", "must answer", fix)
     if node.failure is not None:
-        fix = "install there what the other nodes have"
-        yield error("node", node.failure, "must be able to run the check", fix)
+        yield error("node", node.failure, "must be able to run the check", "install there what the other nodes have")
     if node.clock_offset_s is not None and abs(node.clock_offset_s) > CLOCK_S + node.clock_error_s:
         ahead = f"{abs(node.clock_offset_s):.1f} s {'ahead' if node.clock_offset_s > 0 else 'behind'}"
         yield error("clock", ahead, f"must be within {CLOCK_S:g} s of the others", "start NTP there")
@@ -160,27 +159,23 @@ def _alone(node: NodeFacts, num_nodes: int) -> Iterator[Finding]:
         fix = "mount the same directory on every node, or use a URI such as s3://bucket/path"
         yield error("storage", node.storage, "must be one place for all nodes", fix)
     if node.gpus is not None and len(node.gpus) < node.num_gpus:
-        fix = "restart the host, or take it out of the cluster"
-        yield error("GPUs", len(node.gpus), f"must be the {node.num_gpus} that Ray gives out", fix)
+        rule = f"must be the {node.num_gpus} that Ray gives out"
+        yield error("GPUs", len(node.gpus), rule, "restart the host, or take it out of the cluster")
     for gpu in node.gpus or ():
-        yield from _gpu(gpu)
-
-
-def _gpu(gpu: GpuHealth) -> Iterator[Finding]:
-    field = f"GPU {gpu.index}"
-    if gpu.failure is not None:
-        yield error(field, gpu.failure, "must answer NVML", "restart the host; if it stays so, replace the GPU")
-    if gpu.uncorrected_errors:
-        value = f"{gpu.uncorrected_errors} uncorrected memory errors"
-        yield error(field, value, "must have none", "reset it; if they return, replace it")
-    if gpu.rows_failed:
-        yield error(field, "memory rows not remapped", "must be healthy", "reset it; if it stays so, replace it")
-    if gpu.slowed_by:
-        value = f"slowed by {', '.join(gpu.slowed_by)}"
-        yield error(field, value, "must run at its own clocks", "look at cooling and power")
-    if gpu.other_processes:
-        value = f"used by {gpu.other_processes} other processes"
-        yield warning(field, value, "should be free", "see `nvidia-smi` there")
+        slowed, others = ", ".join(gpu.slowed_by), gpu.other_processes
+        for wrong, value, rule, fix in (
+            (gpu.failure, gpu.failure, "must answer NVML", "restart the host; if it stays so, replace the GPU"),
+            (gpu.uncorrected_errors, f"{gpu.uncorrected_errors} uncorrected memory errors", "must have none",
+             "reset it; if they return, replace it"),
+            (gpu.rows_failed, "memory rows not remapped", "must be healthy", "reset it; if it stays so, replace it"),
+            (slowed, f"slowed by {slowed}", "must run at its own clocks", "look at cooling and power"),
+        ):  # fmt: skip
+            if wrong:
+                yield error(f"GPU {gpu.index}", value, rule, fix)
+        if others:
+            yield warning(
+                f"GPU {gpu.index}", f"used by {others} other processes", "should be free", "see `nvidia-smi` there"
+            )
 
 
 def _versions(name: str, nodes: Sequence[NodeFacts], reference: str | None) -> Iterator[NodeFinding]:
