@@ -94,7 +94,7 @@ def look() -> LocalReport:
     """Read versions and devices, and measure each device. Takes seconds."""
     driver = read_driver()
     num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    verdicts = judge_gpus(driver, num_seen, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    verdicts = [judge_gpus(driver, num_seen, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"))]
     devices = [_device(torch.device("cpu"))]
     devices += [_device(torch.device("cuda", index)) for index in range(num_seen)]
     if torch.backends.mps.is_available():
@@ -127,38 +127,33 @@ def _name(nvml: Any, index: int) -> str:
         return f"GPU {index} ({error})"
 
 
-def judge_gpus(driver: Driver | None, num_seen: int, built_for: str | None, visible: str | None) -> list[Remark]:
-    """Whether torch sees the GPUs that the driver has, and why not.
+def judge_gpus(driver: Driver | None, num_seen: int, built_for: str | None, visible: str | None) -> Remark:
+    """Say whether torch sees the GPUs that the driver has, and why not.
 
     `built_for` is torch's CUDA version, None of a CPU build; `visible` is CUDA_VISIBLE_DEVICES.
     """
-    num_gpus = len(driver.gpus) if driver else 0
-    if driver is None or num_gpus == 0:
+    if driver is None or not driver.gpus:
         if num_seen:  # another vendor's, or a container without NVML
-            return [Remark("note", f"torch sees {_gpus(num_seen)}; NVML, which would know the driver, does not answer")]
-        return [Remark("note", "there is no NVIDIA GPU here: only what is below was measured")]
-    hidden = visible is not None
+            text = f"torch sees {_gpus(num_seen)}; NVML, which would know the driver, does not answer"
+            return Remark("note", text)
+        return Remark("note", "there is no NVIDIA GPU here: only what is below was measured")
+    num_gpus, newest = len(driver.gpus), driver.cuda[0]
     if num_seen >= num_gpus:
-        return [Remark("ok", f"torch sees {_gpus(num_seen)}, as the driver does")]
+        return Remark("ok", f"torch sees {_gpus(num_seen)}, as the driver does")
     if num_seen:
-        why = f"CUDA_VISIBLE_DEVICES is {visible}" if hidden else "look at `nvidia-smi` and the kernel's log"
-        return [Remark("warning", f"torch sees {num_seen} of {_gpus(num_gpus)}: {why}")]
-    has = f"the driver ({driver.version}) has {_gpus(num_gpus)}, torch sees none"
+        why = "look at `nvidia-smi` and the kernel's log" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible}"
+        return Remark("warning", f"torch sees {num_seen} of {_gpus(num_gpus)}: {why}")
     if built_for is None:
-        why = (
-            f"torch {torch.__version__} is a CPU build; install one for CUDA {driver.cuda[0]} from "
-            "https://pytorch.org/get-started/locally"
-        )
-    elif int(built_for.partition(".")[0]) > driver.cuda[0]:
-        why = (
-            f"torch is built for CUDA {built_for} and the driver stops at {driver.cuda[0]}.{driver.cuda[1]}; update "
-            f"the driver, or install a torch for CUDA {driver.cuda[0]}"
-        )
-    elif hidden:
+        where = "https://pytorch.org/get-started/locally"
+        why = f"torch {torch.__version__} is a CPU build; install one for CUDA {newest} from {where}"
+    elif int(built_for.partition(".")[0]) > newest:
+        stops = f"torch is built for CUDA {built_for} and the driver stops at {newest}.{driver.cuda[1]}"
+        why = f"{stops}; update the driver, or install a torch for CUDA {newest}"
+    elif visible is not None:
         why = f'CUDA_VISIBLE_DEVICES is "{visible}", which hides them; unset it'
     else:
         why = f"CUDA does not start ({_cuda_error()}); restart the machine, or reload the driver"
-    return [Remark("error", f"{has}: {why}")]
+    return Remark("error", f"the driver ({driver.version}) has {_gpus(num_gpus)}, torch sees none: {why}")
 
 
 def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:

@@ -162,7 +162,7 @@ def _alone(node: NodeFacts, num_nodes: int) -> Iterator[Finding]:
         rule = f"must be the {node.num_gpus} that Ray gives out"
         yield error("GPUs", len(node.gpus), rule, "restart the host, or take it out of the cluster")
     for gpu in node.gpus or ():
-        slowed, others = ", ".join(gpu.slowed_by), gpu.other_processes
+        field, slowed = f"GPU {gpu.index}", ", ".join(gpu.slowed_by)
         for wrong, value, rule, fix in (
             (gpu.failure, gpu.failure, "must answer NVML", "restart the host; if it stays so, replace the GPU"),
             (gpu.uncorrected_errors, f"{gpu.uncorrected_errors} uncorrected memory errors", "must have none",
@@ -171,11 +171,10 @@ def _alone(node: NodeFacts, num_nodes: int) -> Iterator[Finding]:
             (slowed, f"slowed by {slowed}", "must run at its own clocks", "look at cooling and power"),
         ):  # fmt: skip
             if wrong:
-                yield error(f"GPU {gpu.index}", value, rule, fix)
-        if others:
-            yield warning(
-                f"GPU {gpu.index}", f"used by {others} other processes", "should be free", "see `nvidia-smi` there"
-            )
+                yield error(field, value, rule, fix)
+        if gpu.other_processes:
+            value = f"used by {gpu.other_processes} other processes"
+            yield warning(field, value, "should be free", "see `nvidia-smi` there")
 
 
 def _versions(name: str, nodes: Sequence[NodeFacts], reference: str | None) -> Iterator[NodeFinding]:

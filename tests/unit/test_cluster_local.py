@@ -20,11 +20,6 @@ REPOSITORY = Path(__file__).parent.parent.parent
 TWO = Driver("570.124.06", (12, 8), ("NVIDIA L4", "NVIDIA L4"))
 
 
-def only(verdicts: list[Remark]) -> Remark:
-    (verdict,) = verdicts
-    return verdict
-
-
 def rate(device: str, precision: str, n: int, gflop_per_s: float, spread: float = 0.01) -> ProductRate:
     return ProductRate(device, precision, n, 2 * n**3 / gflop_per_s / 1e9, gflop_per_s, spread)
 
@@ -46,7 +41,7 @@ def test_gpus_that_torch_cannot_use_are_an_error_with_its_fix(
         raise RuntimeError("the driver is asleep\nsecond line")
 
     monkeypatch.setattr(torch.cuda, "init", refuse)
-    verdict = only(judge_gpus(TWO, 0, built_for, visible))
+    verdict = judge_gpus(TWO, 0, built_for, visible)
     assert verdict.level == "error"
     assert verdict.text.startswith("the driver (570.124.06) has 2 GPUs, torch sees none: ")
     for word in words:
@@ -54,7 +49,7 @@ def test_gpus_that_torch_cannot_use_are_an_error_with_its_fix(
 
 
 def test_a_minor_version_of_cuda_runs_on_an_older_driver() -> None:
-    assert "built for" not in only(judge_gpus(TWO, 0, "12.9", "")).text
+    assert "built for" not in judge_gpus(TWO, 0, "12.9", "").text
 
 
 @pytest.mark.parametrize(
@@ -69,7 +64,7 @@ def test_a_minor_version_of_cuda_runs_on_an_older_driver() -> None:
     ],
 )
 def test_what_is_no_error(driver: Driver | None, num_seen: int, visible: str | None, level: str, words: str) -> None:
-    verdict = only(judge_gpus(driver, num_seen, "12.8", visible))
+    verdict = judge_gpus(driver, num_seen, "12.8", visible)
     assert verdict.level == level
     assert words in verdict.text
 
