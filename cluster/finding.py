@@ -25,10 +25,10 @@ class Finding:
 
 
 def error(field: str, value: Any, rule: str, fix: str) -> Finding:
-    """Something that would not work, or is not safe."""
+    """Remark on something that would not work, or is not safe."""
     return Finding("error", field, value, rule, fix)
 
 
 def warning(field: str, value: Any, rule: str, fix: str) -> Finding:
-    """Something that may be intended."""
+    """Remark on something that may be intended."""
     return Finding("warning", field, value, rule, fix)

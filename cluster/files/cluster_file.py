@@ -46,7 +46,7 @@ class ClusterFile:
 
 
 def read_documents(path: Path, source: str) -> list[Any]:
-    """The YAML documents of a file; ConfigError with line and column for what is no YAML."""
+    """Read the YAML documents of a file; ConfigError with line and column for what is no YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,11 +63,11 @@ def read_documents(path: Path, source: str) -> list[Any]:
 
 
 def near_miss(name: object, known: Iterable[str], otherwise: str) -> str:
-    """The fix for a name that is not known: what it may have meant, else `otherwise`."""
+    """Return the fix for a name that is not known: what it may have meant, else `otherwise`."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f"did you mean `{near[0]}`?" if near else otherwise
 
 
 def join(field: str, key: object) -> str:
-    """A dotted path one step deeper."""
+    """Return a dotted path one step deeper."""
     return f"{field}.{key}" if field else str(key)

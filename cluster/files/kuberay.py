@@ -40,12 +40,12 @@ _GROUP_FIELDS = [
 
 
 def is_kuberay(documents: list[Any]) -> bool:
-    """Whether the documents are Kubernetes objects: each has a `kind`, which no `ray up` file has."""
+    """Return whether the documents are Kubernetes objects: each has a `kind`, which no `ray up` file has."""
     return any(isinstance(document, dict) and "kind" in document for document in documents)
 
 
 def kuberay_files(documents: list[Any], source: str) -> tuple[ClusterFile, ...]:
-    """One of each RayCluster, and of each RayJob with a cluster of its own; other objects are not looked at."""
+    """Read each RayCluster, and each RayJob with a cluster of its own; other objects are skipped."""
     mappings = [document for document in documents if isinstance(document, dict)]
     found = tuple(_cluster_file(document, source) for document in mappings if document.get("kind") in _KINDS)
     if not found:
@@ -55,29 +55,29 @@ def kuberay_files(documents: list[Any], source: str) -> tuple[ClusterFile, ...]:
 
 
 def pod_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The pod spec of a head or worker group."""
+    """Return the pod spec of a head or worker group."""
     return (group["template"].get("spec") or {}) if isinstance(group.get("template"), dict) else {}
 
 
 def container_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The Ray container of a group: KubeRay takes the first."""
+    """Return the Ray container of a group: KubeRay takes the first."""
     containers: list[Mapping[str, Any]] = pod_of(group).get("containers") or [{}]
     return containers[0]
 
 
 def limits_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the Ray container of a group may use at most."""
+    """Return what the Ray container of a group may use at most."""
     return (container_of(group).get("resources") or {}).get("limits") or {}
 
 
 def groups_of(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The head group and all worker groups of a RayCluster spec by their path in it."""
+    """Return the head group and all worker groups of a RayCluster spec by their path in it."""
     workers = enumerate(spec.get("workerGroupSpecs") or [])
     return {"headGroupSpec": spec["headGroupSpec"], **{f"workerGroupSpecs.{index}": group for index, group in workers}}
 
 
 def quantity(value: object) -> float:
-    """A Kubernetes quantity of CPUs or GPUs as a number: "500m" is 0.5."""
+    """Return a Kubernetes quantity of CPUs or GPUs as a number: "500m" is 0.5."""
     text = str(value)
     return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
 

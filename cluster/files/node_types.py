@@ -14,7 +14,7 @@ _GPUS_IN_NAME = re.compile(r"a[234]-\w+-(\d+)g(?:-\w+)?")
 
 
 def node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]) -> tuple[NodeType, ...]:
-    """The types of a configuration that Ray has prepared.
+    """Return the node types of a configuration that Ray has prepared.
 
     With provider local Ray has one type, which is head and workers; here they are two, because the head may
     be started with other resources.
@@ -45,13 +45,13 @@ def node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]])
 
 
 def instance_type_of(machine: Mapping[str, Any]) -> str | None:
-    """The cloud's name of the machine in a `node_config` of AWS, Google Cloud or Azure."""
+    """Return the cloud's name of the machine in a `node_config` of AWS, Google Cloud or Azure."""
     azure = machine.get("azure_arm_parameters") or {}
     return machine.get("InstanceType") or machine.get("machineType") or azure.get("vmSize")
 
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
-    """How many GPUs the machine has: attached ones, by the price list, or by its name; None when unknown."""
+    """Return how many GPUs the machine has: attached ones, by the price list, or by its name; None when unknown."""
     if attached := machine.get("guestAccelerators"):
         return sum(int(entry.get("acceleratorCount", 0)) for entry in attached)
     if price is not None:
@@ -61,7 +61,7 @@ def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
 
 
 def scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Google Cloud's `scheduling`, which Ray's own examples write as a list of mappings."""
+    """Return Google Cloud's `scheduling`, which Ray's own examples write as a list of mappings."""
     scheduling = machine.get("scheduling") or {}
     parts = scheduling if isinstance(scheduling, list) else [scheduling]
     return {key: value for part in parts for key, value in part.items()}

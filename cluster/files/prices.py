@@ -29,16 +29,16 @@ class Price:
     source: str
 
     def age_days(self, today: dt.date) -> int:
-        """Days since the figure was looked up."""
+        """Return the days since the figure was looked up."""
         return (today - self.date).days
 
     def is_stale(self, today: dt.date) -> bool:
-        """Whether the figure is older than half a year: look it up again."""
+        """Return whether the figure is older than half a year: look it up again."""
         return self.age_days(today) > STALE_AFTER_DAYS
 
 
 def load_prices(path: Path = PRICES) -> dict[str, Price]:
-    """The price list by instance type."""
+    """Read the price list, by instance type."""
     with path.open(newline="", encoding="utf-8") as stream:
         rows = TypeAdapter(list[Price]).validate_python(list(csv.DictReader(stream)))
     return {price.instance_type: price for price in rows}

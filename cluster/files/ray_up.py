@@ -31,7 +31,7 @@ def load_cluster(path: str | Path) -> ClusterFile:
 
 
 def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
-    """All clusters of a file: one of a `ray up` YAML, one of each RayCluster and RayJob of a KubeRay YAML."""
+    """Read all clusters of a file: one of a `ray up` YAML, one of each RayCluster and RayJob of a KubeRay YAML."""
     source = str(path)
     documents = read_documents(Path(path), source)
     if is_kuberay(documents):

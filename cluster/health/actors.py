@@ -25,7 +25,7 @@ class Probe:
         self._link: Link | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of a function of cluster/health/probes.py or cluster/health/links.py."""
+        """Return the result of a function of cluster/health/probes.py or cluster/health/links.py."""
         return function(*args)
 
     def listen(self, address: str) -> int:
@@ -34,7 +34,7 @@ class Probe:
         return self._link.port
 
     def received(self) -> float:
-        """MB/s that the other node sent."""
+        """Return the MB/s that the other node sent."""
         assert self._link is not None
         return self._link.rate()
 
@@ -71,7 +71,7 @@ class Nodes:
             ray.kill(actor)
 
     def answering(self, training: bool = False) -> list[str]:
-        """Ids of the nodes that have answered everything so far; `training`: those for workers alone."""
+        """List the nodes that have answered everything so far; `training`: only those for workers."""
         return [
             node_id
             for node_id, facts in self.facts.items()

@@ -51,7 +51,7 @@ class Checkup:
     collectives: list[Collective] = field(default_factory=list)
 
     def quick(self, uri: str | None) -> None:
-        """Versions, clocks and storage."""
+        """Examine versions, clocks and storage."""
         self.nodes.learn("versions", "its start", _START_S, probes.versions, False)
         self.nodes.learn("own_address", "its name", _PART_S, probes.own_address)
         self._clocks()
@@ -59,7 +59,7 @@ class Checkup:
             self._storage(uri)
 
     def full(self, uri: str | None) -> None:
-        """NCCL's version, health of GPUs, and every rate."""
+        """Examine NCCL's version and the GPUs' health, and measure every rate."""
         self.nodes.learn("versions", "importing torch", _START_S, probes.versions, True)
         self.nodes.learn("gpus", "reading its GPUs", _PART_S, probes.gpu_health)
         self.nodes.learn("device", "naming its device", _PART_S, probes.device_name, training=True)
@@ -173,7 +173,7 @@ class Checkup:
 
 
 def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """A ring of (sender, receiver) in rounds in which every node is in one pair at most."""
+    """Return a ring of (sender, receiver) in rounds in which every node is in one pair at most."""
     if len(nodes) < 2:
         return []
     if len(nodes) == 2:
@@ -200,7 +200,7 @@ def lost_nodes(nodes: Iterable[Mapping[str, Any]], examined: Iterable[str] = ())
 
 
 def wait_for_workers(num_workers: int, timeout_s: float, say: Callable[[str], None]) -> None:
-    """Return when n nodes for workers are alive, or the time is up."""
+    """Wait until `num_workers` nodes for workers are alive, or the time is up."""
     deadline, told = time.monotonic() + timeout_s, -1
     while True:
         resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -234,7 +234,7 @@ def examine(uri: str | None, quick: bool, workers_wanted: int | None = None) -> 
 
 
 def quick_check(uri: str | None) -> list[NodeFinding]:
-    """What the quick part says of the living nodes of the connected cluster; nothing on one node."""
+    """Return what the quick part says of the living nodes of the connected cluster; nothing on one node."""
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return []
     facts, _ = examine(uri, quick=True)

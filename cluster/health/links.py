@@ -33,7 +33,7 @@ class Link:
             self._mb_per_s = received / (time.perf_counter() - began) / 1e6
 
     def rate(self) -> float:
-        """MB/s that arrived; 0 when nothing did."""
+        """Return the MB/s that arrived; 0 when nothing did."""
         self._thread.join(2 * _LINK_TIMEOUT_S)
         return self._mb_per_s
 
@@ -48,14 +48,14 @@ def send(address: str, port: int) -> None:
 
 
 def free_port(address: str) -> int:
-    """A port that is free there now."""
+    """Return a port that is free there now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def all_reduce(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> tuple[bool, float]:
-    """(whether the sum was right, MB/s of bus bandwidth) of an all-reduce over one device of each node.
+    """Return (whether the sum was right, MB/s of bus bandwidth) of an all-reduce over one device of each node.
 
     NCCL between GPUs, gloo between CPUs; every rank must call it. Integers in float32 have only one right sum.
     """
@@ -88,7 +88,7 @@ def all_reduce(rank: int, world_size: int, address: str, port: int, timeout_s: f
 
 
 def all_reduce_within() -> tuple[int, bool, float] | None:
-    """(GPUs, whether the sum was right, MB/s of bus bandwidth) over this node's GPUs; None with fewer than two."""
+    """Return (GPUs, whether the sum was right, MB/s of bus bandwidth) over a node's GPUs; None with fewer than two."""
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

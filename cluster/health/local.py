@@ -84,7 +84,7 @@ class LocalReport:
 
 
 def check_local(as_json: bool) -> int:
-    """Print the report; 1 when torch sees no GPU though the driver has one."""
+    """Print the report; return 1 when torch sees no GPU though the driver has one."""
     report = look()
     print(json.dumps(dataclasses.asdict(report), indent=2) if as_json else "\n".join(_lines(report)))
     return int(any(verdict.level == "error" for verdict in report.verdicts))
@@ -111,7 +111,7 @@ def look() -> LocalReport:
 
 
 def read_driver() -> Driver | None:
-    """The NVIDIA driver; None without one."""
+    """Read the NVIDIA driver; None without one."""
     with opened_nvml() as nvml:
         if nvml is None:
             return None
@@ -157,7 +157,7 @@ def judge_gpus(driver: Driver | None, num_seen: int, built_for: str | None, visi
 
 
 def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
-    """What the rates mean: a GPU against the CPU at one size, formats that gain nothing, noise."""
+    """Say what the rates mean: a GPU against the CPU at one size, formats that gain nothing, noise."""
     verdicts = []
     on_cpu = {rate.n: rate for rate in rates if (rate.device, rate.precision) == ("cpu", "fp32")}
     for rate in rates:
@@ -182,7 +182,7 @@ def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
 
 
 def size_for(target_s: float, probe_n: int, probe_s: float) -> int:
-    """The largest size whose product should take at most `target_s`, from the time of one; work grows as n cubed."""
+    """Return the largest size whose product takes at most `target_s`, by the time of one; work grows as n cubed."""
     fitting = [n for n in _SIZES if probe_s * (n / probe_n) ** 3 <= target_s]
     return max(fitting, default=_SIZES[0])
 

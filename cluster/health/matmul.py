@@ -17,7 +17,7 @@ _TRIES = 3
 
 
 def matmul_times(precision: str, device: torch.device, n: int, sample_s: float = _SAMPLE_S) -> list[float]:
-    """Seconds of an n x n by n x n product in each of some samples, with as many CPU threads as torch has."""
+    """Return the seconds of an n x n by n x n product in each of 3 to 7 samples, with torch's CPU threads."""
     spec = TABLE[precision]
     apply_matmul(spec)
     left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
@@ -31,7 +31,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     sample_s: float = _SAMPLE_S,
 ) -> list[float]:
-    """Seconds of `run`, which `wait` waits for, in each of 3 to 7 samples; a few runs before them warm up.
+    """Return the seconds of `run`, which `wait` waits for, in each of 3 to 7 samples; a few runs before them warm up.
 
     A sample has as many runs as take `sample_s` where nothing disturbs them, and so takes longer where something does.
     """

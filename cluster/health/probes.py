@@ -31,7 +31,7 @@ _SEEN_WITHIN_S = 5.0
 
 
 def versions(with_nccl: bool) -> dict[str, str | None]:
-    """What must be equal on all nodes. NCCL's costs an import of torch."""
+    """Return what must be equal on all nodes. NCCL's costs an import of torch."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": None, "ray": None}
     found |= package_versions("torch", "ray")
     if with_nccl:
@@ -41,14 +41,14 @@ def versions(with_nccl: bool) -> dict[str, str | None]:
 
 
 def nccl_version() -> str | None:
-    """The version that torch brings; None of a build without NCCL."""
+    """Return the version that torch brings; None of a build without NCCL."""
     import torch
 
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
 
 
 def own_address() -> str:
-    """What this host's own name resolves to."""
+    """Return what this host's own name resolves to."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError as error:
@@ -56,7 +56,7 @@ def own_address() -> str:
 
 
 def processor() -> str:
-    """Model of the CPU."""
+    """Return the model of the CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -64,7 +64,7 @@ def processor() -> str:
 
 
 def device_name() -> str:
-    """Model of what the products run on: the GPUs, or the CPU where there is none."""
+    """Return the model of what the products run on: the GPUs, or the CPU where there is none."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else processor()
@@ -72,7 +72,7 @@ def device_name() -> str:
 
 @contextlib.contextmanager
 def opened_nvml() -> Iterator[Any | None]:
-    """NVML, open inside the context; None where there is no driver."""
+    """Yield NVML, open inside the context; None where there is no driver."""
     import pynvml
 
     try:
@@ -87,7 +87,7 @@ def opened_nvml() -> Iterator[Any | None]:
 
 
 def gpu_health() -> tuple[GpuHealth, ...] | None:
-    """All GPUs of the node by NVML; None where it does not answer."""
+    """Examine all GPUs of the node by NVML; None where it does not answer."""
     with opened_nvml() as nvml:
         return tuple(_health(nvml, index) for index in range(nvml.nvmlDeviceGetCount())) if nvml else None
 
@@ -117,7 +117,7 @@ def _health(nvml: Any, index: int) -> GpuHealth:
 
 
 def matmul_rates() -> list[Rate]:
-    """Every GPU that torch sees here, or one core where there is none. Takes a second or two for each."""
+    """Measure every GPU that torch sees here, or one core where there is none. Takes a second or two for each."""
     import torch
 
     if not torch.cuda.is_available():
@@ -175,7 +175,7 @@ def delete_marker(uri: str, name: str) -> str | None:
 
 
 def remaining_markers(uri: str) -> list[str]:
-    """Markers that are still there though all were deleted elsewhere; the directory goes too."""
+    """Return the markers that are still there though all were deleted elsewhere; the directory goes too."""
     storage, deadline = Storage(uri), time.monotonic() + _SEEN_WITHIN_S
     try:
         while (left := storage.names()) and time.monotonic() < deadline:
@@ -187,7 +187,7 @@ def remaining_markers(uri: str) -> list[str]:
 
 
 def disk_rates(kind: Kind, uri: str | None) -> list[Rate]:
-    """Writing a file to `uri`, or to this node's own disk, until it is there. The best of some: others write there too.
+    """Measure writing a file to `uri`, or to this node's own disk. The best of some counts: others write there too.
 
     Empty where it cannot be written, which the markers tell.
     """

@@ -26,7 +26,7 @@ def print_report(
     as_json: bool,
     exclude_bad: bool,
 ) -> int:
-    """Print it, and return the exit code.
+    """Print what was found, and return the exit code.
 
     With `exclude_bad` standard output holds the selector alone, for `--scaling.label_selector`.
     """
@@ -46,7 +46,7 @@ def print_report(
 def as_tree(
     cluster: ClusterFacts, found: Sequence[NodeFinding], verdict: dict[str, Verdict], seconds: float
 ) -> dict[str, Any]:
-    """All of it as plain data."""
+    """Return all of it as plain data."""
     return {
         "nodes": [dataclasses.asdict(node) | {"verdict": verdict[node.node_id]} for node in cluster.nodes],
         "lost": [dataclasses.asdict(lost) for lost in cluster.lost],
@@ -58,7 +58,7 @@ def as_tree(
 
 
 def lines(cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None, seconds: float) -> list[str]:
-    """The table, a row for each node, and the findings below it."""
+    """Return the table, a row for each node, and the findings below it."""
     verdict = verdicts(cluster, found)
     rows = [_row(node, verdict[node.node_id], uri) for node in cluster.nodes]
     rows += [(lost.host, lost.address, "", "", "", "", "", "", "bad: lost") for lost in cluster.lost]
@@ -76,7 +76,7 @@ def lines(cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None, 
 
 
 def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int | None = None) -> list[str]:
-    """A table as plain text; the columns after the first `num_left` hold figures, which end flush."""
+    """Render a table as plain text; the columns after the first `num_left` hold figures, which end flush."""
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         is_figure = num_left is not None and index >= num_left

@@ -27,7 +27,7 @@ _SLOW_FIX: dict[Kind, str] = {
 
 
 def judge(cluster: ClusterFacts) -> list[NodeFinding]:
-    """Every remark on every node, those on the cluster as a whole last."""
+    """Return every remark on every node, those on the cluster as a whole last."""
     answering = [node for node in cluster.nodes if node.silent_in is None and node.failure is None]
     found = [_on(node, each) for node in cluster.nodes for each in _alone(node, len(cluster.nodes))]
     for name in dict.fromkeys(name for node in answering for name in node.versions):
@@ -46,7 +46,7 @@ def judge(cluster: ClusterFacts) -> list[NodeFinding]:
 
 
 def verdicts(cluster: ClusterFacts, found: Sequence[NodeFinding]) -> dict[str, Verdict]:
-    """The verdict on each node, by its id: bad is what has an error, doubtful what has a warning."""
+    """Return the verdict on each node, by its id: bad is what has an error, doubtful what has a warning."""
     result: dict[str, Verdict] = {node.node_id: "ok" for node in cluster.nodes}
     result |= {lost.node_id: "bad" for lost in cluster.lost}
     for each in found:
@@ -56,13 +56,13 @@ def verdicts(cluster: ClusterFacts, found: Sequence[NodeFinding]) -> dict[str, V
 
 
 def label_selector(verdict: Mapping[str, Verdict]) -> dict[str, str]:
-    """Ray's label selector for all nodes but the bad ones."""
+    """Return Ray's label selector for all nodes but the bad ones."""
     bad = sorted(node_id for node_id, is_ in verdict.items() if is_ == "bad")
     return {"ray.io/node-id": f"!in({','.join(bad)})"} if bad else {}
 
 
 def unshared(seen: Mapping[str, set[str]]) -> dict[str, str]:
-    """Nodes that do not see the storage that more than half of them share, each with one whose file it misses.
+    """Find the nodes that do not see the storage that more than half of them share, each with one whose file it misses.
 
     `seen`: whose markers each node could read.
     """
@@ -74,8 +74,8 @@ def unshared(seen: Mapping[str, set[str]]) -> dict[str, str]:
 
 
 def slow(nodes: Sequence[NodeFacts]) -> list[NodeFinding]:
-    """Nodes that fall behind their peers of the same device, by median and MAD (Leys et al. 2013), or of two by their
-    ratio; a spread that is usual for the figure is never remarked on.
+    """Find nodes that fall behind their peers of the same device, by median and MAD (Leys et al. 2013), or of two by
+    their ratio; a spread that is usual for the figure is never remarked on.
     """
     found = []
     for kind, group in _groups(nodes):
@@ -92,14 +92,15 @@ def slow(nodes: Sequence[NodeFacts]) -> list[NodeFinding]:
 
 
 def doubtful(nodes: Sequence[NodeFacts], settled: Container[tuple[Kind, str]]) -> dict[Kind, set[str]]:
-    """The nodes to measure again, by kind of rate: those more than halfway to being called slow, and the fastest of
-    their peers, since a moment's disturbance of either would mislead. Not for those alone that are `settled`.
+    """Return the nodes to measure again, by kind of rate: those more than halfway to being called slow, and the
+    fastest of their peers, since a moment's disturbance of either would mislead. Those `settled` are no reason.
     """
     again: dict[Kind, set[str]] = {}
     for kind, group in _groups(nodes):
         values = [rate.value for _, rate in group]
         halfway = (_usual(values) + least(values, kind)) / 2
-        suspects = {node.node_id for node, rate in group if rate.value < halfway}
+        # Where nothing arrives a link is cut, not slow, and each try lasts for its whole timeout.
+        suspects = {node.node_id for node, rate in group if 0 < rate.value < halfway}
         if any((kind, node_id) not in settled for node_id in suspects):
             fastest, _ = max(group, key=lambda pair: pair[1].value)
             again[kind] = again.get(kind, set()) | suspects | {fastest.node_id}
@@ -107,7 +108,7 @@ def doubtful(nodes: Sequence[NodeFacts], settled: Container[tuple[Kind, str]]) -
 
 
 def better(before: Iterable[Rate], now: Iterable[Rate]) -> tuple[Rate, ...]:
-    """Of each figure the higher one: what slows a measurement for a moment says nothing of the node."""
+    """Keep the higher one of each figure: what slows a measurement for a moment says nothing of the node."""
     best = {rate.what: rate for rate in before}
     for rate in now:
         best[rate.what] = max(rate, best.get(rate.what, rate), key=lambda each: each.value)
@@ -115,7 +116,7 @@ def better(before: Iterable[Rate], now: Iterable[Rate]) -> tuple[Rate, ...]:
 
 
 def least(values: Sequence[float], kind: Kind) -> float:
-    """What a figure must reach among its peers not to be called slow; 0 for a single one."""
+    """Return what a figure must reach among its peers not to be called slow; 0 for a single one."""
     if len(values) < 2:
         return 0.0
     if len(values) == 2:

@@ -23,7 +23,7 @@ Groups = Mapping[str, Mapping[str, Any]]
 
 
 def kuberay_findings(cluster: ClusterFile) -> list[Finding]:
-    """All remarks on one document."""
+    """Return all remarks on one document."""
     prefix = "spec.rayClusterSpec" if cluster.written["kind"] == "RayJob" else "spec"
     groups = {f"{prefix}.{path}": group for path, group in groups_of(cluster.config).items()}
     head = f"{prefix}.headGroupSpec"

@@ -15,7 +15,7 @@ from trainers.errors import MISSING
 
 
 def machine_findings(cluster: ClusterFile) -> Iterator[Finding]:
-    """Resources that the machine does not have, GPUs left idle, training on the head, GPUs that cannot start."""
+    """Find resources that the machine does not have, GPUs left idle, training on the head, GPUs that cannot start."""
     known = load_prices()
     for node_type in cluster.node_types:
         field = f"available_node_types.{node_type.name}"
@@ -32,7 +32,7 @@ def machine_findings(cluster: ClusterFile) -> Iterator[Finding]:
 
 
 def access_findings(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
-    """Workers that may not write to `storage`; Ray gives its own account to the head only."""
+    """Find workers that may not write to `storage`; Ray gives its own account to the head only."""
     scheme = storage.split("://")[0]
     if cluster.provider == "azure" and scheme in ("abfs", "abfss"):
         for missing in sorted({"msi_name", "msi_resource_group"} - set(cluster.config["provider"])):

@@ -35,7 +35,7 @@ _OWN_DISK = re.compile(r"(?:/tmp|/home|/root|~|\$HOME|/var/tmp)(?:/|$)")
 
 
 def findings(cluster: ClusterFile, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """All remarks on a file that Ray (or Kubernetes) accepts, in the order of the fields they are about."""
+    """Return all remarks on a file that Ray (or Kubernetes) accepts, in the order of the fields they are about."""
     if cluster.provider == "kuberay":
         return [*_keys(cluster), *kuberay_findings(cluster)]
     return [
@@ -178,7 +178,7 @@ def _storage(cluster: ClusterFile) -> Iterator[Finding]:
 
 
 def exported(cluster: ClusterFile, field: str, name: str) -> str | None:
-    """The value that `name` has where `ray start` runs: set in that command, or in a profile by set-up.
+    """Return the value that `name` has where `ray start` runs: set in that command, or in a profile by set-up.
 
     Each command has a shell of its own, so an export in another start command does not count.
     """

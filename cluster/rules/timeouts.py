@@ -14,7 +14,7 @@ _STOP_WAIT_S = 30.0
 
 
 def reaction_findings(field: str, value_of: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Remarks on the head's settings; `value_of` gives the value of an environment variable there."""
+    """Judge the head's settings; `value_of` gives the value of an environment variable there."""
     settings = {name: _number(value_of(f"RAY_health_check_{name}"), default) for name, default in _DEFAULTS.items()}
     slowest_s = settings["failure_threshold"] * (settings["period_ms"] + settings["timeout_ms"]) / 1000
     if slowest_s > _NOTICED_WITHIN_S:

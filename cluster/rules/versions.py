@@ -21,12 +21,12 @@ _MUST_BE_PINNED = ("ray", "torch")
 
 
 def expected_versions(constraints: Path = _CONSTRAINTS) -> dict[str, str]:
-    """The versions for every node: as in constraints.txt, ray and torch else as installed here."""
+    """Return the versions for every node: as in constraints.txt, ray and torch else as installed here."""
     return package_versions(*_MUST_BE_PINNED) | _pins(constraints)
 
 
 def version_findings(cluster: ClusterFile) -> Iterator[Finding]:
-    """What the commands and images of a `ray up` file install in other versions, or in any."""
+    """Find what the commands and images of a `ray up` file install in other versions, or in any."""
     expected = expected_versions()
     for field, package, version in _installs(cluster):
         right = expected.get(package)
@@ -41,7 +41,7 @@ def version_findings(cluster: ClusterFile) -> Iterator[Finding]:
 
 
 def same_version(one: str, other: str) -> bool:
-    """Whether two versions are the same but for the build (2.15.0+cu130)."""
+    """Return whether two versions are the same but for the build (2.15.0+cu130)."""
     return one.split("+")[0] == other.split("+")[0]
 
 

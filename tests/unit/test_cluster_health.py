@@ -294,3 +294,9 @@ def test_only_a_doubtful_node_and_its_fastest_peer_are_measured_again() -> None:
 def test_links_and_disks_are_measured_again_as_well(kind: Kind) -> None:
     assert Replayed({"h0": [1000.0], "h1": [90.0, 900.0]}, kind).slow() == set()
     assert Replayed({"h0": [1000.0], "h1": [90.0, 95.0, 92.0, 91.0]}, kind).slow() == {"h1"}
+
+
+def test_a_cut_link_is_not_waited_for_again() -> None:
+    checkup = Replayed({"h0": [1000.0], "h1": [1000.0], "h2": [0.0, 900.0]}, "network")
+    assert checkup.slow() == {"h2"}
+    assert len(checkup.asked) == 1
