@@ -68,14 +68,10 @@ def scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_spot(machine: Mapping[str, Any]) -> bool:
-    scheduling = scheduling_of(machine)
-    azure = machine.get("azure_arm_parameters") or {}
-    return bool(
-        (machine.get("InstanceMarketOptions") or {}).get("MarketType") == "spot"
-        or scheduling.get("preemptible")
-        or scheduling.get("provisioningModel") == "SPOT"
-        or azure.get("priority") == "Spot"
-    )
+    google, azure = scheduling_of(machine), machine.get("azure_arm_parameters") or {}
+    aws = machine.get("InstanceMarketOptions") or {}
+    on_google = bool(google.get("preemptible")) or google.get("provisioningModel") == "SPOT"
+    return on_google or aws.get("MarketType") == "spot" or azure.get("priority") == "Spot"
 
 
 def _local(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]) -> tuple[NodeType, ...]:
@@ -88,6 +84,5 @@ def _local(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]) -> 
 def _started_with(commands: Sequence[str]) -> dict[str, float]:
     """The resources that `ray start` is told; what it is not told it finds on the host."""
     text = " ".join(command.split("ray start", 1)[1] for command in commands if "ray start" in command)
-    flags = {"CPU": "num-cpus", "GPU": "num-gpus"}
-    found = {name: re.search(rf"--{flag}[=\s]+(\d+)", text) for name, flag in flags.items()}
-    return {name: float(match[1]) for name, match in found.items() if match}
+    told = re.findall(r"--num-(cpu|gpu)s[=\s]+(\d+)", text)
+    return {name.upper(): float(amount) for name, amount in told}

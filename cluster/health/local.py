@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -37,7 +37,7 @@ class Driver:
     version: str
     cuda: tuple[int, int]
     """The newest CUDA that the driver can run."""
-    gpus: tuple[str, ...]
+    num_gpus: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +116,8 @@ def read_driver() -> Driver | None:
         if nvml is None:
             return None
         cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
-        names = tuple(_name(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
-        return Driver(str(nvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10), names)
-
-
-def _name(nvml: Any, index: int) -> str:
-    try:
-        return str(nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(index)))
-    except nvml.NVMLError as error:  # one of several that has fallen off the bus or is another user's
-        return f"GPU {index} ({error})"
+        version, num_gpus = str(nvml.nvmlSystemGetDriverVersion()), int(nvml.nvmlDeviceGetCount())
+        return Driver(version, (cuda // 1000, cuda % 1000 // 10), num_gpus)
 
 
 def judge_gpus(driver: Driver | None, num_seen: int, built_for: str | None, visible: str | None) -> Remark:
@@ -132,12 +125,12 @@ def judge_gpus(driver: Driver | None, num_seen: int, built_for: str | None, visi
 
     `built_for` is torch's CUDA version, None of a CPU build; `visible` is CUDA_VISIBLE_DEVICES.
     """
-    if driver is None or not driver.gpus:
+    if driver is None or not driver.num_gpus:
         if num_seen:  # another vendor's, or a container without NVML
             text = f"torch sees {_gpus(num_seen)}; NVML, which would know the driver, does not answer"
             return Remark("note", text)
         return Remark("note", "there is no NVIDIA GPU here: only what is below was measured")
-    num_gpus, newest = len(driver.gpus), driver.cuda[0]
+    num_gpus, newest = driver.num_gpus, driver.cuda[0]
     if num_seen >= num_gpus:
         return Remark("ok", f"torch sees {_gpus(num_seen)}, as the driver does")
     if num_seen:

@@ -17,7 +17,7 @@ from cluster.health.local import Driver, LocalReport, ProductRate, Remark, judge
 from cluster.health.matmul import measure
 
 REPOSITORY = Path(__file__).parent.parent.parent
-TWO = Driver("570.124.06", (12, 8), ("NVIDIA L4", "NVIDIA L4"))
+TWO = Driver("570.124.06", (12, 8), 2)
 
 
 def rate(device: str, precision: str, n: int, gflop_per_s: float, spread: float = 0.01) -> ProductRate:
@@ -59,7 +59,7 @@ def test_a_minor_version_of_cuda_runs_on_an_older_driver() -> None:
         (TWO, 1, "1", "warning", "sees 1 of 2 GPUs: CUDA_VISIBLE_DEVICES is 1"),
         (TWO, 1, None, "warning", "nvidia-smi"),
         (None, 0, None, "note", "no NVIDIA GPU"),
-        (Driver("570", (12, 8), ()), 0, None, "note", "no NVIDIA GPU"),
+        (Driver("570", (12, 8), 0), 0, None, "note", "no NVIDIA GPU"),
         (None, 1, None, "note", "NVML"),
     ],
 )
