@@ -26,16 +26,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cluster.health.local import measure
+from cluster.health.matmul import matmul_times
 from trainers.config import TrainConfig
 from trainers.config.model import build, override, parse_mapping
-from trainers.devices.device import synchronize
 from trainers.launch.find_task import load_task
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.loop.training import AGREE_EVERY_STEPS
 from trainers.measure.clock import WARMUP_STEPS, RunResult
-from trainers.model.precision import TABLE, apply_matmul
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _ENDLESS = 10**6
@@ -157,15 +155,6 @@ def release() -> None:
 def matmul_flops(precision: str, device: torch.device, n: int) -> float:
     """FLOP/s of a product of two random n x n matrices in this precision: the median of several samples."""
     return 2 * n**3 / statistics.median(matmul_times(precision, device, n))
-
-
-def matmul_times(precision: str, device: torch.device, n: int) -> list[float]:
-    """Seconds of that product, a sample each; on a CPU with as many threads as torch has at the time."""
-    spec = TABLE[precision]
-    apply_matmul(spec)
-    left, right = torch.randn(2, n, n, device=device).to(spec.autocast or torch.float32)
-    out = torch.empty_like(left)
-    return measure(lambda: torch.mm(left, right, out=out), lambda: synchronize(device))
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""One remark on a cluster file, in the form of Paceline's errors: field, value, rule and fix."""
+"""One remark on a cluster file or a node, in the form of Paceline's errors: field, value, rule and fix."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ Level = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One remark on a cluster file: field, value, rule and fix.
-
-    An error is what would not work, or would run the code of strangers; a warning what may be meant so.
-    """
+    """One remark: an error is what would not work, or would run the code of strangers; a warning may be intended."""
 
     level: Level
     field: str
@@ -25,3 +22,13 @@ class Finding:
 
     def __str__(self) -> str:
         return str(ConfigError(self.field, self.value, self.rule, self.fix))
+
+
+def error(field: str, value: Any, rule: str, fix: str) -> Finding:
+    """Remark on something that would not work, or is not safe."""
+    return Finding("error", field, value, rule, fix)
+
+
+def warning(field: str, value: Any, rule: str, fix: str) -> Finding:
+    """Remark on something that may be intended."""
+    return Finding("warning", field, value, rule, fix)

@@ -154,10 +154,9 @@ class RunFailedError(PacelineError):
             return RunFailedError("error", str(error), time.time(), config=True)
         frames = traceback.extract_tb(error.__traceback__)
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        words = (str(error).splitlines() or [""])[0]
         return RunFailedError(
             classify(error),
-            f"rank {rank}: {type(error).__name__}: {words}{at}",
+            f"rank {rank}: {type(error).__name__}: {first_line(error)}{at}",
             time.time(),
             smaller=isinstance(error, TooLargeError),
         )
@@ -198,8 +197,8 @@ def show(value: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the name of its class where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error's message, or its type's name where the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).

@@ -40,7 +40,7 @@ class Cost:
 
 
 def worker_slots(nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, gpus_per_worker: float) -> int:
-    """How many workers fit side by side, each whole on one node.
+    """Return how many workers fit side by side, each whole on one node.
 
     Workers are identical, so filling every node by itself is the best packing there is. A worker that asks
     for nothing would fit without end; that is refused with ValueError.
@@ -51,14 +51,14 @@ def worker_slots(nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, g
 def worker_groups(
     nodes: Sequence[Mapping[str, float]], num_workers: int, cpus_per_worker: float, gpus_per_worker: float
 ) -> int:
-    """How many groups of `num_workers` workers fit side by side; a group may span nodes."""
+    """Return how many groups of `num_workers` workers fit side by side; a group may span nodes."""
     if num_workers < 1:
         raise ValueError(f"num_workers is {num_workers}, but must be at least 1")
     return worker_slots(nodes, cpus_per_worker, gpus_per_worker) // num_workers
 
 
 def smallest(node_types: Sequence[NodeType]) -> dict[str, int]:
-    """Worker nodes of each type that are always up."""
+    """Count the worker nodes of each type that are always up."""
     return {node_type.name: node_type.min_workers for node_type in node_types}
 
 
@@ -69,7 +69,7 @@ def grow(
     gpus_per_worker: float,
     workers: int | None = None,
 ) -> dict[str, int]:
-    """Worker nodes of each type when the cluster has grown; exact, because every node adds its own slots.
+    """Count the worker nodes of each type when the cluster has grown; exact, because every node adds its own slots.
 
     Nodes are added to those that are always up, the type with the most slots a node first (then the one with
     the higher priority), within each type's limit and the cluster's. With `workers` it stops as soon as that
@@ -79,12 +79,11 @@ def grow(
     nodes = nodes_of(node_types, counts)
     slots = worker_slots(nodes, cpus_per_worker, gpus_per_worker)
     budget = max_workers - sum(counts.values())
-    gains = {t.name: _slots(t.resources, cpus_per_worker, gpus_per_worker) for t in node_types}
-    for node_type in sorted(node_types, key=lambda t: (-gains[t.name], -t.priority)):
-        gain = gains[node_type.name]
-        room = max(0, min(budget, node_type.max_workers - node_type.min_workers))
+    gains = [(_slots(t.resources, cpus_per_worker, gpus_per_worker), t) for t in node_types]
+    for gain, node_type in sorted(gains, key=lambda pair: (-pair[0], -pair[1].priority)):
         if gain == 0:
             break
+        room = max(0, min(budget, node_type.max_workers - node_type.min_workers))
         if workers is not None:
             room = min(room, max(0, math.ceil((workers - slots) / gain)))
         counts[node_type.name] += room
@@ -94,17 +93,17 @@ def grow(
 
 
 def nodes_of(node_types: Sequence[NodeType], counts: Mapping[str, int]) -> list[Mapping[str, float]]:
-    """The resources of every node: the head, and `counts` worker nodes of each type."""
+    """List the resources of every node: the head, and `counts` worker nodes of each type."""
     return [t.resources for t in node_types for _ in range(counts.get(t.name, 0) + t.is_head)]
 
 
 def total(nodes: Sequence[Mapping[str, float]], resource: str) -> float:
-    """The sum of one resource over all nodes."""
+    """Sum one resource over all nodes."""
     return math.fsum(node.get(resource, 0) for node in nodes)
 
 
 def cost(node_types: Sequence[NodeType], counts: Mapping[str, int], prices: Mapping[str, float]) -> Cost:
-    """Dollars an hour of the head and `counts` worker nodes, with `prices` by instance type.
+    """Sum the dollars an hour of the head and `counts` worker nodes, with `prices` by instance type.
 
     Spot nodes are counted at the same price: on-demand is the most that they cost.
     """

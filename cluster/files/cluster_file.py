@@ -13,15 +13,6 @@ import yaml
 from cluster.files.capacity import NodeType
 from trainers.errors import MISSING, ConfigError
 
-COMMAND_FIELDS = (
-    "initialization_commands",
-    "setup_commands",
-    "head_setup_commands",
-    "worker_setup_commands",
-    "head_start_ray_commands",
-    "worker_start_ray_commands",
-)
-
 
 @dataclass(frozen=True)
 class ClusterFile:
@@ -32,8 +23,6 @@ class ClusterFile:
     name: str
     provider: str
     """aws, gcp, azure, local, kuberay, ..."""
-    region: str | None
-    head_node_type: str
     max_workers: int
     """The most worker nodes that may be up at once, over all types."""
     node_types: tuple[NodeType, ...]
@@ -41,8 +30,9 @@ class ClusterFile:
     """What the file says."""
     config: Mapping[str, Any]
     """What Ray makes of it; of a KubeRay document its RayCluster spec."""
+    region: str | None = None
     commands: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The shell commands of each field of COMMAND_FIELDS, Ray's defaults where the file has none; KubeRay has none."""
+    """The shell commands by the field they stand in, Ray's defaults where the file has none; KubeRay has none."""
 
     @property
     def head(self) -> NodeType:
@@ -56,7 +46,7 @@ class ClusterFile:
 
 
 def read_documents(path: Path, source: str) -> list[Any]:
-    """The YAML documents of a file; ConfigError with line and column for what is no YAML."""
+    """Read the YAML documents of a file; ConfigError with line and column for what is no YAML."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -69,15 +59,15 @@ def read_documents(path: Path, source: str) -> list[Any]:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
         rule = f"is not YAML ({getattr(error, 'problem', None) or error})"
-        raise ConfigError(place, MISSING, rule, "mend the syntax there", source) from error
+        raise ConfigError(place, MISSING, rule, "fix the syntax there", source) from error
 
 
 def near_miss(name: object, known: Iterable[str], otherwise: str) -> str:
-    """The fix for a name that is not known: what it may have meant, else `otherwise`."""
+    """Return the fix for a name that is not known: what it may have meant, else `otherwise`."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
     return f"did you mean `{near[0]}`?" if near else otherwise
 
 
 def join(field: str, key: object) -> str:
-    """A dotted path one step deeper."""
+    """Return a dotted path one step deeper."""
     return f"{field}.{key}" if field else str(key)

@@ -1,4 +1,4 @@
-"""Reads KubeRay documents (RayCluster, RayJob) without Kubernetes; every refusal is one sentence.
+"""Read KubeRay documents (RayCluster, RayJob) without Kubernetes; every refusal is one sentence.
 
 Kubernetes drops fields that it does not know without a word, so a misspelt one is refused here.
 """
@@ -19,110 +19,65 @@ _KINDS = ("RayCluster", "RayJob")
 _HOW_TO_WRITE = "cluster/kuberay.yaml is an example"
 # The fields of KubeRay's custom resources (v1, August 2026) at the levels where typing errors would be dropped.
 _CLUSTER_FIELDS = [
-    "authOptions",
-    "autoscalerOptions",
-    "enableInTreeAutoscaling",
-    "gcsFaultToleranceOptions",
-    "headGroupSpec",
-    "headServiceAnnotations",
-    "historyServerOptions",
-    "managedBy",
-    "networkPolicy",
-    "rayVersion",
-    "suspend",
-    "tlsOptions",
-    "upgradeStrategy",
-    "workerGroupSpecs",
-]
+    "authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec",
+    "headServiceAnnotations", "historyServerOptions", "managedBy", "networkPolicy", "rayVersion", "suspend",
+    "tlsOptions", "upgradeStrategy", "workerGroupSpecs",
+]  # fmt: skip
 _JOB_FIELDS = [
-    "activeDeadlineSeconds",
-    "backoffLimit",
-    "clusterSelector",
-    "deletionStrategy",
-    "entrypoint",
-    "entrypointNumCpus",
-    "entrypointNumGpus",
-    "entrypointResources",
-    "jobId",
-    "managedBy",
-    "metadata",
-    "preRunningDeadlineSeconds",
-    "rayClusterSpec",
-    "runtimeEnvYAML",
-    "shutdownAfterJobFinishes",
-    "submissionMode",
-    "submitterConfig",
-    "submitterPodTemplate",
-    "suspend",
-    "ttlSecondsAfterFinished",
-]
+    "activeDeadlineSeconds", "backoffLimit", "clusterSelector", "deletionStrategy", "entrypoint", "entrypointNumCpus",
+    "entrypointNumGpus", "entrypointResources", "jobId", "managedBy", "metadata", "preRunningDeadlineSeconds",
+    "rayClusterSpec", "runtimeEnvYAML", "shutdownAfterJobFinishes", "submissionMode", "submitterConfig",
+    "submitterPodTemplate", "suspend", "ttlSecondsAfterFinished",
+]  # fmt: skip
 _HEAD_FIELDS = [
-    "enableIngress",
-    "headService",
-    "ingressOptions",
-    "labels",
-    "rayStartParams",
-    "resources",
-    "serviceType",
+    "enableIngress", "headService", "ingressOptions", "labels", "rayStartParams", "resources", "serviceType",
     "template",
-]
+]  # fmt: skip
 _GROUP_FIELDS = [
-    "groupName",
-    "idleTimeoutSeconds",
-    "labels",
-    "maxReplicas",
-    "minReplicas",
-    "numOfHosts",
-    "priority",
-    "rayStartParams",
-    "replicas",
-    "resources",
-    "scaleStrategy",
-    "suspend",
-    "template",
-]
+    "groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts", "priority",
+    "rayStartParams", "replicas", "resources", "scaleStrategy", "suspend", "template",
+]  # fmt: skip
 
 
 def is_kuberay(documents: list[Any]) -> bool:
-    """Whether the documents are Kubernetes objects: each has a `kind`, which no `ray up` file has."""
+    """Return whether the documents are Kubernetes objects: each has a `kind`, which no `ray up` file has."""
     return any(isinstance(document, dict) and "kind" in document for document in documents)
 
 
 def kuberay_files(documents: list[Any], source: str) -> tuple[ClusterFile, ...]:
-    """One of each RayCluster, and of each RayJob with a cluster of its own; other objects are not looked at."""
-    found = [
-        _cluster_file(document, source)
-        for document in documents
-        if isinstance(document, dict) and document.get("kind") in _KINDS
-    ]
+    """Read each RayCluster, and each RayJob with a cluster of its own; other objects are skipped."""
+    mappings = [document for document in documents if isinstance(document, dict)]
+    found = tuple(_cluster_file(document, source) for document in mappings if document.get("kind") in _KINDS)
     if not found:
-        kinds = ", ".join(str(document.get("kind")) for document in documents if isinstance(document, dict))
+        kinds = ", ".join(str(document.get("kind")) for document in mappings)
         raise ConfigError("kind", kinds, f"must be one of {', '.join(_KINDS)}", _HOW_TO_WRITE, source)
-    return tuple(found)
+    return found
 
 
 def pod_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The pod spec of a head or worker group."""
+    """Return the pod spec of a head or worker group."""
     return (group["template"].get("spec") or {}) if isinstance(group.get("template"), dict) else {}
 
 
 def container_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The Ray container of a group: KubeRay takes the first."""
-    containers = pod_of(group).get("containers") or [{}]
-    first: Mapping[str, Any] = containers[0]
-    return first
+    """Return the Ray container of a group: KubeRay takes the first."""
+    containers: list[Mapping[str, Any]] = pod_of(group).get("containers") or [{}]
+    return containers[0]
+
+
+def limits_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the Ray container of a group may use at most."""
+    return (container_of(group).get("resources") or {}).get("limits") or {}
 
 
 def groups_of(spec: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The head group and all worker groups of a RayCluster spec by their path in it."""
-    workers = spec.get("workerGroupSpecs") or []
-    return {"headGroupSpec": spec["headGroupSpec"]} | {
-        f"workerGroupSpecs.{index}": group for index, group in enumerate(workers)
-    }
+    """Return the head group and all worker groups of a RayCluster spec by their path in it."""
+    workers = enumerate(spec.get("workerGroupSpecs") or [])
+    return {"headGroupSpec": spec["headGroupSpec"], **{f"workerGroupSpecs.{index}": group for index, group in workers}}
 
 
 def quantity(value: object) -> float:
-    """A Kubernetes quantity of CPUs or GPUs as a number: "500m" is 0.5."""
+    """Return a Kubernetes quantity of CPUs or GPUs as a number: "500m" is 0.5."""
     text = str(value)
     return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
 
@@ -135,13 +90,12 @@ def _cluster_file(document: Mapping[str, Any], source: str) -> ClusterFile:
         raise ConfigError("apiVersion", document.get("apiVersion", MISSING), f"must be {_API}", "correct it", where)
     if not name:
         raise ConfigError("metadata.name", MISSING, "is required", "add `name`", f"{source}, {kind}")
-    spec = _mapping(document, "spec", "", where)
+    spec, prefix = _mapping(document, "spec", "", where), "spec"
     if kind == "RayJob":
-        _known(spec, _JOB_FIELDS, "spec", where)
+        _known(spec, _JOB_FIELDS, prefix, where)
         if "entrypoint" not in spec:
             raise ConfigError("spec.entrypoint", MISSING, "is required", "add the command of the job", where)
-        spec = _mapping(spec, "rayClusterSpec", "spec", where)
-    prefix = "spec.rayClusterSpec" if kind == "RayJob" else "spec"
+        spec, prefix = _mapping(spec, "rayClusterSpec", prefix, where), "spec.rayClusterSpec"
     _known(spec, _CLUSTER_FIELDS, prefix, where)
     _mapping(spec, "headGroupSpec", prefix, where)
     types = [_node_type(path, group, join(prefix, path), where) for path, group in groups_of(spec).items()]
@@ -149,8 +103,6 @@ def _cluster_file(document: Mapping[str, Any], source: str) -> ClusterFile:
         source=where,
         name=name,
         provider="kuberay",
-        region=None,
-        head_node_type="head",
         max_workers=sum(node_type.max_workers for node_type in types),
         node_types=tuple(types),
         written=document,
@@ -163,8 +115,7 @@ def _node_type(path: str, group: Any, field: str, source: str) -> NodeType:
     if not isinstance(group, dict):
         raise ConfigError(field, group, "must be a mapping", _HOW_TO_WRITE, source)
     _known(group, _HEAD_FIELDS if is_head else _GROUP_FIELDS, field, source)
-    required = ("template",) if is_head else ("groupName", "minReplicas", "maxReplicas", "template")
-    for key in required:
+    for key in ("template",) if is_head else ("groupName", "minReplicas", "maxReplicas", "template"):
         if key not in group:
             raise ConfigError(join(field, key), MISSING, "is required", f"add `{key}`", source)
     if not pod_of(group).get("containers"):
@@ -189,8 +140,7 @@ def _node_type(path: str, group: Any, field: str, source: str) -> NodeType:
 
 def _resources(group: Mapping[str, Any], field: str, source: str) -> dict[str, float]:
     """What a pod gives to Ray: rayStartParams say it, else the limits of its container."""
-    limits = (container_of(group).get("resources") or {}).get("limits") or {}
-    start = group.get("rayStartParams") or {}
+    limits, start = limits_of(group), group.get("rayStartParams") or {}
     found: dict[str, float] = {}
     for name, flag, limit in (("CPU", "num-cpus", "cpu"), ("GPU", "num-gpus", GPU)):
         value = start.get(flag, limits.get(limit))

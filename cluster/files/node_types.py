@@ -14,7 +14,7 @@ _GPUS_IN_NAME = re.compile(r"a[234]-\w+-(\d+)g(?:-\w+)?")
 
 
 def node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]) -> tuple[NodeType, ...]:
-    """The types of a configuration that Ray has prepared.
+    """Return the node types of a configuration that Ray has prepared.
 
     With provider local Ray has one type, which is head and workers; here they are two, because the head may
     be started with other resources.
@@ -45,13 +45,13 @@ def node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]])
 
 
 def instance_type_of(machine: Mapping[str, Any]) -> str | None:
-    """The cloud's name of the machine in a `node_config` of AWS, Google Cloud or Azure."""
+    """Return the cloud's name of the machine in a `node_config` of AWS, Google Cloud or Azure."""
     azure = machine.get("azure_arm_parameters") or {}
     return machine.get("InstanceType") or machine.get("machineType") or azure.get("vmSize")
 
 
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
-    """How many GPUs the machine has: attached ones, by the price list, or by its name; None when unknown."""
+    """Return how many GPUs the machine has: attached ones, by the price list, or by its name; None when unknown."""
     if attached := machine.get("guestAccelerators"):
         return sum(int(entry.get("acceleratorCount", 0)) for entry in attached)
     if price is not None:
@@ -61,21 +61,17 @@ def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
 
 
 def scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Google Cloud's `scheduling`, which Ray's own examples write as a list of mappings."""
+    """Return Google Cloud's `scheduling`, which Ray's own examples write as a list of mappings."""
     scheduling = machine.get("scheduling") or {}
     parts = scheduling if isinstance(scheduling, list) else [scheduling]
     return {key: value for part in parts for key, value in part.items()}
 
 
 def _is_spot(machine: Mapping[str, Any]) -> bool:
-    scheduling = scheduling_of(machine)
-    azure = machine.get("azure_arm_parameters") or {}
-    return bool(
-        (machine.get("InstanceMarketOptions") or {}).get("MarketType") == "spot"
-        or scheduling.get("preemptible")
-        or scheduling.get("provisioningModel") == "SPOT"
-        or azure.get("priority") == "Spot"
-    )
+    google, azure = scheduling_of(machine), machine.get("azure_arm_parameters") or {}
+    aws = machine.get("InstanceMarketOptions") or {}
+    on_google = bool(google.get("preemptible")) or google.get("provisioningModel") == "SPOT"
+    return on_google or aws.get("MarketType") == "spot" or azure.get("priority") == "Spot"
 
 
 def _local(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]) -> tuple[NodeType, ...]:
@@ -88,6 +84,5 @@ def _local(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]) -> 
 def _started_with(commands: Sequence[str]) -> dict[str, float]:
     """The resources that `ray start` is told; what it is not told it finds on the host."""
     text = " ".join(command.split("ray start", 1)[1] for command in commands if "ray start" in command)
-    flags = {"CPU": "num-cpus", "GPU": "num-gpus"}
-    found = {name: re.search(rf"--{flag}[=\s]+(\d+)", text) for name, flag in flags.items()}
-    return {name: float(match[1]) for name, match in found.items() if match}
+    told = re.findall(r"--num-(cpu|gpu)s[=\s]+(\d+)", text)
+    return {name.upper(): float(amount) for name, amount in told}

@@ -7,6 +7,8 @@ import datetime as dt
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 STALE_AFTER_DAYS = 180
 PRICES = Path(__file__).with_name("prices.csv")
 
@@ -27,29 +29,16 @@ class Price:
     source: str
 
     def age_days(self, today: dt.date) -> int:
-        """Days since the figure was looked up."""
+        """Return the days since the figure was looked up."""
         return (today - self.date).days
 
     def is_stale(self, today: dt.date) -> bool:
-        """Whether the figure is older than half a year: look it up again."""
+        """Return whether the figure is older than half a year: look it up again."""
         return self.age_days(today) > STALE_AFTER_DAYS
 
 
 def load_prices(path: Path = PRICES) -> dict[str, Price]:
-    """The price list by instance type."""
+    """Read the price list, by instance type."""
     with path.open(newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    return {
-        row["instance_type"]: Price(
-            instance_type=row["instance_type"],
-            provider=row["provider"],
-            region=row["region"],
-            gpus=int(row["gpus"]),
-            gpu_model=row["gpu_model"],
-            vcpus=int(row["vcpus"]),
-            usd_per_hour=float(row["usd_per_hour"]),
-            date=dt.date.fromisoformat(row["date"]),
-            source=row["source"],
-        )
-        for row in rows
-    }
+        rows = TypeAdapter(list[Price]).validate_python(list(csv.DictReader(stream)))
+    return {price.instance_type: price for price in rows}

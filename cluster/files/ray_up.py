@@ -1,4 +1,4 @@
-"""(Ray) Reads a `ray up` YAML through Ray's own schema and defaults, offline; every refusal is one sentence."""
+"""(Ray) Read a `ray up` YAML through Ray's own schema and defaults, offline; every refusal is one sentence."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.files.cluster_file import COMMAND_FIELDS, ClusterFile, join, near_miss, read_documents
+from cluster.files.cluster_file import ClusterFile, join, near_miss, read_documents
 from cluster.files.kuberay import is_kuberay, kuberay_files
 from cluster.files.node_types import node_types
 from trainers.errors import MISSING, ConfigError, ConfigErrors, first_line
 
 _PROVIDERS = ("aws", "azure", "gcp", "local", "vsphere", "aliyun")
 _SETUP_FIELDS = ("head_setup_commands", "worker_setup_commands")
+_START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
+_COMMAND_FIELDS = ("initialization_commands", "setup_commands", *_SETUP_FIELDS, *_START_FIELDS)
 _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
 
 
@@ -29,7 +31,7 @@ def load_cluster(path: str | Path) -> ClusterFile:
 
 
 def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
-    """All clusters of a file: one of a `ray up` YAML, one of each RayCluster and RayJob of a KubeRay YAML."""
+    """Read all clusters of a file: one of a `ray up` YAML, one of each RayCluster and RayJob of a KubeRay YAML."""
     source = str(path)
     documents = read_documents(Path(path), source)
     if is_kuberay(documents):
@@ -38,17 +40,19 @@ def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
 
 
 def _ray_up(documents: list[Any], source: str) -> ClusterFile:
+    from ray.autoscaler._private.util import validate_config
+
     written = documents[0] if documents else None
     if len(documents) > 1:
-        rule = "must be one document for `ray up`"
-        raise ConfigError("the file", MISSING, rule, "remove the `---` in it", source)
+        raise ConfigError("the file", MISSING, "must be one document for `ray up`", "remove the `---` in it", source)
     if not isinstance(written, dict):
         raise ConfigError("the file", written, "must be a mapping of fields to values", _HOW_TO_WRITE, source)
     _check_shape(written, source)
     _check_local(written, source)
     config = _prepare(written, source)
     _check_counts(written, config, source)
-    _accept(config, source)
+    with _asking_ray(source):
+        validate_config(config)
     provider = config["provider"]
     commands = _commands(written, config)
     return ClusterFile(
@@ -56,7 +60,6 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
         name=config["cluster_name"],
         provider=provider["type"],
         region=provider.get("region") or provider.get("location"),
-        head_node_type=config["head_node_type"],
         max_workers=config["max_workers"],
         node_types=node_types(config, commands),
         written=written,
@@ -107,12 +110,10 @@ def _check_local(written: Mapping[str, Any], source: str) -> None:
     if provider["type"] != "local":
         return
     if "available_node_types" in written:
-        rule = "means nothing to provider local"
+        rule = "has no effect with provider local"
         raise ConfigError("available_node_types", MISSING, rule, "remove it; Ray asks the hosts", source)
-    required = ["provider.head_ip", "provider.worker_ips"]
-    if "coordinator_address" in provider:
-        required = ["max_workers"]
-    for field in required:
+    coordinated = "coordinator_address" in provider
+    for field in ("max_workers",) if coordinated else ("provider.head_ip", "provider.worker_ips"):
         key = field.rsplit(".", 1)[-1]
         if key not in provider and key not in written:
             raise ConfigError(field, MISSING, "is required by provider local", f"add `{key}`", source)
@@ -121,19 +122,17 @@ def _check_local(written: Mapping[str, Any], source: str) -> None:
 def _prepare(written: dict[str, Any], source: str) -> dict[str, Any]:
     from ray.autoscaler._private.util import prepare_config
 
-    if written["provider"]["type"] == "kuberay":
-        rule = "is not for `ray up`"
-        raise ConfigError(
-            "provider.type", "kuberay", rule, "write a RayCluster, as in cluster/kuberay.yaml, for kubectl", source
-        )
+    kind = written["provider"]["type"]
+    if kind == "kuberay":
+        fix = "write a RayCluster, as in cluster/kuberay.yaml, for kubectl"
+        raise ConfigError("provider.type", kind, "is not for `ray up`", fix, source)
     try:
-        with _quiet():
+        with _asking_ray(source):
             return prepare_config(copy.deepcopy(written))  # type: ignore[no-any-return,unused-ignore]
     except NotImplementedError as error:
-        kind, rule = written["provider"]["type"], f"must be one of {', '.join(_PROVIDERS)}"
-        raise ConfigError("provider.type", kind, rule, "correct it", source) from error
-    except Exception as error:
-        raise _refused(error, source) from error
+        raise ConfigError(
+            "provider.type", kind, f"must be one of {', '.join(_PROVIDERS)}", "correct it", source
+        ) from error
 
 
 def _check_counts(written: Mapping[str, Any], config: Mapping[str, Any], source: str) -> None:
@@ -172,35 +171,26 @@ def _check_counts(written: Mapping[str, Any], config: Mapping[str, Any], source:
         raise errors[0] if len(errors) == 1 else ConfigErrors(errors)
 
 
-def _accept(config: dict[str, Any], source: str) -> None:
-    """Ray's last word on the whole."""
-    from ray.autoscaler._private.util import validate_config
-
-    try:
-        validate_config(config)
-    except Exception as error:
-        raise _refused(error, source) from error
-
-
-def _refused(error: Exception, source: str) -> ConfigError:
-    return ConfigError("the file", MISSING, f"is refused by Ray ({first_line(error)})", _HOW_TO_WRITE, source)
-
-
 def _commands(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Commands by the field they stand in; Ray puts setup_commands before those of head and workers."""
     shared = len(config["setup_commands"])
-    defaults = {field: config[field][shared * (field in _SETUP_FIELDS) :] for field in COMMAND_FIELDS}
-    return {field: tuple(written.get(field, defaults[field])) for field in COMMAND_FIELDS}
+    defaults = {field: config[field][shared * (field in _SETUP_FIELDS) :] for field in _COMMAND_FIELDS}
+    return {field: tuple(written.get(field, defaults[field])) for field in _COMMAND_FIELDS}
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Ray's remarks on its defaults off the terminal: what matters of them is a finding."""
+def _asking_ray(source: str) -> Iterator[None]:
+    """Make a ConfigError of what Ray refuses, and keep its remarks off the terminal: what matters is a finding."""
     logger = logging.getLogger("ray.autoscaler")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
+    except NotImplementedError:  # a provider that Ray does not know
+        raise
+    except Exception as error:
+        rule = f"is refused by Ray ({first_line(error)})"
+        raise ConfigError("the file", MISSING, rule, _HOW_TO_WRITE, source) from error
     finally:
         logger.setLevel(level)

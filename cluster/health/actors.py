@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,8 +10,8 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.health.facts import NodeFacts
 from cluster.health.links import Link
-from cluster.health.verdicts import NodeFacts
 from trainers.errors import last_line
 
 
@@ -23,20 +22,16 @@ class Probe:
         self._link: Link | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of a function of cluster/health/probes.py or cluster/health/links.py."""
+        """Return the result of a function of cluster/health/probes.py or cluster/health/links.py."""
         return function(*args)
 
-    def clock(self) -> float:
-        """This node's time."""
-        return time.time()
-
     def listen(self, address: str) -> int:
-        """Receive from the next node; the port."""
+        """Receive from another node; return the port."""
         self._link = Link(address)
         return self._link.port
 
     def received(self) -> float:
-        """MB/s that the next node sent."""
+        """Return the MB/s that the other node sent."""
         assert self._link is not None
         return self._link.rate()
 
@@ -50,7 +45,7 @@ class Nodes:
     _actors: dict[str, Any] = field(default_factory=dict)
 
     def start(self) -> None:
-        """An actor on every node that is alive; it holds the node's GPUs if nobody does."""
+        """Start an actor on every node that is alive; it holds the node's GPUs if nothing else does."""
         available = available_resources_per_node()
         for node in ray.nodes():
             if not node["Alive"]:
@@ -62,14 +57,10 @@ class Nodes:
             actor = ray.remote(Probe).options(
                 num_cpus=0, num_gpus=gpus if free else 0, max_restarts=0, scheduling_strategy=strategy
             )
-            facts = NodeFacts(
-                node_id,
-                node["NodeManagerHostname"],
-                node["NodeManagerAddress"],
-                trains=resources.get("CPU", 0) + gpus > 0,
-                num_gpus=gpus,
-            )
-            self.facts[node_id], self._actors[node_id] = facts, actor.remote()
+            self._actors[node_id] = actor.remote()
+            host, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
+            trains = resources.get("CPU", 0) + gpus > 0
+            self.facts[node_id] = NodeFacts(node_id, host, address, trains, num_gpus=gpus)
 
     def close(self) -> None:
         """End the actors."""
@@ -77,7 +68,7 @@ class Nodes:
             ray.kill(actor)
 
     def answering(self, training: bool = False) -> list[str]:
-        """Ids of the nodes that have answered everything so far; `training`: those for workers alone."""
+        """List the nodes that have answered everything so far; `training`: only those for workers."""
         return [
             node_id
             for node_id, facts in self.facts.items()
@@ -85,20 +76,18 @@ class Nodes:
         ]
 
     def note(self, node_id: str, **facts: Any) -> None:
-        """Keep what is known of a node."""
+        """Change what is known of a node."""
         self.facts[node_id] = replace(self.facts[node_id], **facts)
 
     def ask(self, part: str, timeout_s: float, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """Results by node id: (function, arguments...) at all of `calls` at once, a method of Probe by its name.
+        """Return results by node id: of (function, arguments...) at all of `calls` at once, a method of Probe by name.
 
         Notes which node gave none in time, or failed.
         """
         references = {}
         for node_id, (function, *args) in calls.items():
-            actor = self._actors[node_id]
-            call = getattr(actor, function) if isinstance(function, str) else actor.call
-            sent = args if isinstance(function, str) else [function, *args]
-            references[node_id] = call.remote(*sent)
+            name, sent = (function, args) if isinstance(function, str) else ("call", [function, *args])
+            references[node_id] = getattr(self._actors[node_id], name).remote(*sent)
         ready, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=timeout_s)
         results = {}
         for node_id, reference in references.items():
@@ -114,12 +103,16 @@ class Nodes:
             except ray.exceptions.RayActorError as error:
                 # An actor whose class cannot be imported there has died of it; else its node is gone.
                 words = last_line(error)
-                known = {"failure": words} if "Error:" in words else {"silent_in": part}
-                self.note(node_id, **known)
+                self.note(node_id, **({"failure": words} if "Error:" in words else {"silent_in": part}))
             except ray.exceptions.RayError as error:
                 self.note(node_id, silent_in=f"{part} ({type(error).__name__})")
         return results
 
     def ask_all(self, part: str, timeout_s: float, function: Any, *args: Any, training: bool = False) -> dict[str, Any]:
-        """The same of all that answer."""
+        """Ask the same of all that answer."""
         return self.ask(part, timeout_s, dict.fromkeys(self.answering(training), (function, *args)))
+
+    def learn(self, fact: str, part: str, timeout_s: float, function: Any, *args: Any, training: bool = False) -> None:
+        """Note the answers of all that answer as a field of their facts."""
+        for node_id, answer in self.ask_all(part, timeout_s, function, *args, training=training).items():
+            self.note(node_id, **{fact: answer})

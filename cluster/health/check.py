@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +20,9 @@ import ray
 
 from cluster.health import links, probes
 from cluster.health.actors import Nodes
+from cluster.health.facts import ClusterFacts, Collective, Kind, LostNode, NodeFinding, Rate
 from cluster.health.report import print_report
-from cluster.health.verdicts import ClusterFacts, Collective, LostNode, NodeFinding, Rate, judge, slow, unshared
+from cluster.health.verdicts import better, doubtful, judge, unshared
 from trainers.errors import PacelineError
 from trainers.storage import Storage
 
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 _START_S, _PART_S, _MEASURE_S, _COLLECTIVE_S = 60.0, 20.0, 45.0, 40.0
 """How long a node may take to start an actor, to answer, to measure, and to meet the others."""
 _PINGS = 5
+_REPEATS = 3
+"""How often a doubtful rate is measured again."""
 _UNEXPECTED = 2  # of Ray's NodeDeathInfo: neither drained nor scaled down
 
 
@@ -44,40 +48,33 @@ class Checkup:
     collectives: list[Collective] = field(default_factory=list)
 
     def quick(self, uri: str | None) -> None:
-        """Versions, clocks and storage."""
-        for node_id, found in self.nodes.ask_all("its start", _START_S, probes.versions, False).items():
-            self.nodes.note(node_id, versions=found)
-        for node_id, address in self.nodes.ask_all("its name", _PART_S, probes.own_address).items():
-            self.nodes.note(node_id, own_address=address)
+        """Examine versions, clocks and storage."""
+        self.nodes.learn("versions", "its start", _START_S, probes.versions, False)
+        self.nodes.learn("own_address", "its name", _PART_S, probes.own_address)
         self._clocks()
         if uri is not None and len(self.nodes.facts) > 1:
             self._storage(uri)
 
     def full(self, uri: str | None) -> None:
-        """NCCL's version, health of GPUs, and every rate."""
-        for node_id, found in self.nodes.ask_all("importing torch", _START_S, probes.versions, True).items():
-            self.nodes.note(node_id, versions=found)
-        for node_id, gpus in self.nodes.ask_all("reading its GPUs", _PART_S, probes.gpu_health).items():
-            self.nodes.note(node_id, gpus=gpus)
+        """Examine NCCL's version and the GPUs' health, and measure every rate."""
+        self.nodes.learn("versions", "importing torch", _START_S, probes.versions, True)
+        self.nodes.learn("gpus", "reading its GPUs", _PART_S, probes.gpu_health)
+        self.nodes.learn("device", "naming its device", _PART_S, probes.device_name, training=True)
         self._rates(uri)
-        if slow([self.nodes.facts[node_id] for node_id in self.nodes.answering()]):
-            self._rates(uri)  # what was a moment's disturbance is not seen twice
         self._all_reduce()
 
     def _clocks(self) -> None:
         """Each clock against this one by the quickest of some questions (Cristian 1989), then against their median."""
         offsets: dict[str, tuple[float, float]] = {}
         for node_id in self.nodes.answering():
-            tries = []
             for _ in range(_PINGS):
                 asked = time.time()
-                answer = self.nodes.ask("reading its clock", _PART_S, {node_id: ("clock",)})
+                answer = self.nodes.ask("reading its clock", _PART_S, {node_id: (time.time,)})
                 if node_id not in answer:
                     break
                 half_s = (time.time() - asked) / 2
-                tries.append((half_s, answer[node_id] - asked - half_s))
-            if tries:
-                offsets[node_id] = min(tries)
+                this_one = (half_s, answer[node_id] - asked - half_s)
+                offsets[node_id] = min(this_one, offsets.get(node_id, this_one))
         usual = statistics.median(offset for _, offset in offsets.values()) if offsets else 0.0
         for node_id, (half_s, offset) in offsets.items():
             self.nodes.note(node_id, clock_offset_s=offset - usual, clock_error_s=half_s)
@@ -85,62 +82,60 @@ class Checkup:
     def _storage(self, uri: str) -> None:
         """Every node writes a marker, reads those of all, and deletes another's; the first sees that they are gone."""
         place = Storage(uri).child(f".check-{uuid.uuid4().hex[:8]}").uri
-        calls: dict[str, tuple[Any, ...]] = {
-            node_id: (probes.write_marker, place, node_id) for node_id in self.nodes.answering()
-        }
+        calls: dict[str, tuple[Any, ...]]
+        calls = {node_id: (probes.write_marker, place, node_id) for node_id in self.nodes.answering()}
         wrote = self.nodes.ask("writing to storage", _PART_S, calls)
-        for node_id, wrong in wrote.items():
-            self.nodes.note(node_id, storage=wrong)
         writers = sorted(node_id for node_id, wrong in wrote.items() if wrong is None)
-        calls = dict.fromkeys(writers, (probes.seen_markers, place, writers))
-        seen = self.nodes.ask("reading from storage", _PART_S, calls)
+        seen = self.nodes.ask(
+            "reading from storage", _PART_S, dict.fromkeys(writers, (probes.seen_markers, place, writers))
+        )
         apart = unshared({node_id: set(names) for node_id, names in seen.items()})
-        for node_id, unseen in apart.items():
-            host = self.nodes.facts[unseen].host
-            self.nodes.note(node_id, storage=f"{uri}: a file that {host} wrote cannot be read")
         together = [node_id for node_id in seen if node_id not in apart]
-        calls = {
-            node_id: (probes.delete_marker, place, other)
-            for node_id, other in zip(together, [*together[1:], *together[:1]], strict=True)
-        }
-        for node_id, wrong in self.nodes.ask("deleting from storage", _PART_S, calls).items():
-            if wrong is not None:
-                self.nodes.note(node_id, storage=wrong)
+        others = dict(zip(together, [*together[1:], *together[:1]], strict=True))
+        calls = {node_id: (probes.delete_marker, place, other) for node_id, other in others.items()}
+        deleted = self.nodes.ask("deleting from storage", _PART_S, calls)
         calls = dict.fromkeys([*together[:1], *apart], (probes.remaining_markers, place))
         left = self.nodes.ask("looking at storage", _PART_S, calls)
-        for node_id, other in zip(together, [*together[1:], *together[:1]], strict=True):
-            if other in left.get(together[0], []) and self.nodes.facts[node_id].storage is None:
-                self.nodes.note(node_id, storage=f"{uri}: a file that it deleted is still seen by another node")
+        for node_id, wrong in (wrote | deleted).items():
+            if node_id in others and wrong is None and others[node_id] in left.get(together[0], []):
+                wrong = f"{uri}: a file that it deleted is still seen by another node"
+            elif node_id in apart:
+                wrong = f"{uri}: a file that {self.nodes.facts[apart[node_id]].host} wrote cannot be read"
+            self.nodes.note(node_id, storage=wrong)
 
     def _rates(self, uri: str | None) -> None:
-        """Products, links and disks; of two measurements the better one counts."""
-        measured: dict[str, list[Rate]] = {node_id: [] for node_id in self.nodes.answering(training=True)}
-        multiplied = self.nodes.ask_all("multiplying", _MEASURE_S, probes.matmul_rates, training=True)
-        for node_id, (device, rates) in multiplied.items():
-            self.nodes.note(node_id, device=device)
-            measured[node_id] += rates
-        for node_id, mb_per_s in self._links().items():
-            measured[node_id].append(Rate("network", "network", mb_per_s, "MB/s"))
-        for node_id, rates in self.nodes.ask_all(
-            "writing to disk", _MEASURE_S, probes.disk_rates, uri, training=True
-        ).items():
-            measured[node_id] += rates
-        for node_id, rates in measured.items():
-            before = {rate.what: rate for rate in self.nodes.facts[node_id].rates}
-            better = {rate.what: max(rate, before.get(rate.what, rate), key=lambda each: each.value) for rate in rates}
-            self.nodes.note(node_id, rates=tuple((before | better).values()))
+        """Products, links and disks; a doubtful figure is measured again beside its fastest peer, and the best counts.
 
-    def _links(self) -> dict[str, float]:
+        A node that is slow stays slow in every measurement; one that something disturbed for a moment does not.
+        """
+        kinds: tuple[Kind, ...] = ("matmul", "network", "local disk", *(("storage",) if uri else ()))
+        again = {kind: set(self.nodes.answering(training=True)) for kind in kinds}
+        times: Counter[tuple[Kind, str]] = Counter()
+        while again:
+            for kind, node_ids in again.items():
+                present = [node_id for node_id in self.nodes.answering(training=True) if node_id in node_ids]
+                times.update((kind, node_id) for node_id in present)
+                for node_id, rates in self._measure(kind, present, uri).items():
+                    self.nodes.note(node_id, rates=better(self.nodes.facts[node_id].rates, rates))
+            settled = {each for each, num in times.items() if num > _REPEATS}
+            again = doubtful([self.nodes.facts[node_id] for node_id in self.nodes.answering()], settled)
+
+    def _measure(self, kind: Kind, nodes: Sequence[str], uri: str | None) -> dict[str, list[Rate]]:
+        """One kind of rate, on all of `nodes` at once."""
+        if kind == "network":
+            return {node_id: [Rate(kind, kind, value, "MB/s")] for node_id, value in self._links(nodes).items()}
+        if kind == "matmul":
+            return self.nodes.ask("multiplying", _MEASURE_S, dict.fromkeys(nodes, (probes.matmul_rates,)))
+        call = (probes.disk_rates, kind, uri if kind == "storage" else None)
+        return self.nodes.ask(f"writing to {kind}", _MEASURE_S, dict.fromkeys(nodes, call))
+
+    def _links(self, nodes: Sequence[str]) -> dict[str, float]:
         """MB/s of each node: the better one of its links with the one before and the one after it."""
         best: dict[str, float] = {}
-        for pairs in link_rounds(self.nodes.answering(training=True)):
+        for pairs in link_rounds(nodes):
             address = {receiver: self.nodes.facts[receiver].address for _, receiver in pairs}
             ports = self.nodes.ask("listening", _PART_S, {node_id: ("listen", at) for node_id, at in address.items()})
-            calls = {
-                sender: (links.send, address[receiver], ports[receiver])
-                for sender, receiver in pairs
-                if receiver in ports
-            }
+            calls = {sender: (links.send, address[to], ports[to]) for sender, to in pairs if to in ports}
             self.nodes.ask("sending", _MEASURE_S, calls)
             rates = self.nodes.ask("receiving", _MEASURE_S, dict.fromkeys(ports, ("received",)))
             for sender, receiver in pairs:
@@ -175,7 +170,7 @@ class Checkup:
 
 
 def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """A ring of (sender, receiver) in rounds in which every node is in one pair at most."""
+    """Return a ring of (sender, receiver) in rounds in which every node is in one pair at most."""
     if len(nodes) < 2:
         return []
     if len(nodes) == 2:
@@ -186,7 +181,7 @@ def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def lost_nodes(nodes: Iterable[Mapping[str, Any]], examined: Iterable[str] = ()) -> tuple[LostNode, ...]:
-    """Of Ray's nodes those that died unasked and whose address has no living one.
+    """Return those of Ray's nodes that died unexpectedly and whose address has no living one.
 
     Not those among `examined`: that they are silent is said already.
     """
@@ -202,7 +197,7 @@ def lost_nodes(nodes: Iterable[Mapping[str, Any]], examined: Iterable[str] = ())
 
 
 def wait_for_workers(num_workers: int, timeout_s: float, say: Callable[[str], None]) -> None:
-    """Until so many nodes for workers are alive, or the time is up."""
+    """Wait until `num_workers` nodes for workers are alive, or the time is up."""
     deadline, told = time.monotonic() + timeout_s, -1
     while True:
         resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -236,11 +231,11 @@ def examine(uri: str | None, quick: bool, workers_wanted: int | None = None) -> 
 
 
 def quick_check(uri: str | None) -> list[NodeFinding]:
-    """What the quick part says of the living nodes of the connected cluster; nothing on one node."""
+    """Return what the quick part says of the living nodes of the connected cluster; nothing on one node."""
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return []
     facts, _ = examine(uri, quick=True)
-    return judge(replace(facts, lost=()))  # nobody counts on a node that is gone
+    return judge(replace(facts, lost=()))  # a sweep starts on the living nodes
 
 
 def require_sound(uri: str | None) -> None:
@@ -251,13 +246,13 @@ def require_sound(uri: str | None) -> None:
             logger.warning("%s", each)
     errors = [str(each) for each in found if each.finding.level == "error"]
     if errors:
-        raise ClusterError("\n".join([*errors, "mend these nodes, or go on all the same with --no-check"]))
+        raise ClusterError("\n".join([*errors, "fix these nodes, or go on all the same with --no-check"]))
 
 
 def check(
     storage_path: str | None, num_workers: int | None, wait_s: float, as_json: bool, exclude_bad: bool, quick: bool
 ) -> int:
-    """The command: print table and findings, or JSON, or Ray's label selector for the nodes in order.
+    """Run the command: print table and findings, or JSON, or Ray's label selector for the nodes in order.
 
     Returns 1 when there is an error; with `exclude_bad` when too few nodes are left.
     """

@@ -33,32 +33,29 @@ class Link:
             self._mb_per_s = received / (time.perf_counter() - began) / 1e6
 
     def rate(self) -> float:
-        """MB/s that arrived; 0 when nothing did."""
+        """Return the MB/s that arrived; 0 when nothing did."""
         self._thread.join(2 * _LINK_TIMEOUT_S)
         return self._mb_per_s
 
 
 def send(address: str, port: int) -> None:
     """Send to another node's Link for half a second."""
-    block = bytes(_BLOCK_BYTES)
-    with (
-        contextlib.suppress(OSError),
-        socket.create_connection((address, port), timeout=_LINK_TIMEOUT_S) as connection,
-    ):
+    block, where = bytes(_BLOCK_BYTES), (address, port)
+    with contextlib.suppress(OSError), socket.create_connection(where, timeout=_LINK_TIMEOUT_S) as connection:
         deadline = time.perf_counter() + _LINK_S
         while time.perf_counter() < deadline:
             connection.sendall(block)
 
 
 def free_port(address: str) -> int:
-    """A port that is free there now."""
+    """Return a port that is free there now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def all_reduce(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> tuple[bool, float]:
-    """(whether the sum was right, MB/s of bus bandwidth) of an all-reduce over one device of each node.
+    """Return (whether the sum was right, MB/s of bus bandwidth) of an all-reduce over one device of each node.
 
     NCCL between GPUs, gloo between CPUs; every rank must call it. Integers in float32 have only one right sum.
     """
@@ -84,14 +81,14 @@ def all_reduce(rank: int, world_size: int, address: str, port: int, timeout_s: f
                 torch.cuda.synchronize(device)
             took_s = time.perf_counter() - began
             correct = correct and torch.equal(tensor, right)
-            best = max(best, tensor.nbytes / took_s * 2 * (world_size - 1) / world_size / 1e6)
+            best = max(best, _bus_mb_per_s(tensor.nbytes, took_s, world_size))
         return correct, best
     finally:
         dist.destroy_process_group()
 
 
 def all_reduce_within() -> tuple[int, bool, float] | None:
-    """(GPUs, whether the sum was right, MB/s of bus bandwidth) over this node's GPUs; None with fewer than two."""
+    """Return (GPUs, whether the sum was right, MB/s of bus bandwidth) over a node's GPUs; None with fewer than two."""
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -99,18 +96,25 @@ def all_reduce_within() -> tuple[int, bool, float] | None:
         return None
     from torch.cuda import nccl
 
+    def wait() -> None:
+        for index in range(num_gpus):
+            torch.cuda.synchronize(index)
+
     pattern = torch.arange(2**26, dtype=torch.float32) % 251
+    right = pattern * (num_gpus * (num_gpus + 1) // 2)
     best, correct = 0.0, True
     for _ in range(4):
         tensors = [(pattern * (index + 1)).to(f"cuda:{index}") for index in range(num_gpus)]
-        for index in range(num_gpus):
-            torch.cuda.synchronize(index)
+        wait()
         began = time.perf_counter()
         nccl.all_reduce(tensors)
-        for index in range(num_gpus):
-            torch.cuda.synchronize(index)
+        wait()
         took_s = time.perf_counter() - began
-        right = pattern * (num_gpus * (num_gpus + 1) // 2)
         correct = correct and all(torch.equal(tensor.cpu(), right) for tensor in tensors)
-        best = max(best, pattern.nbytes / took_s * 2 * (num_gpus - 1) / num_gpus / 1e6)
+        best = max(best, _bus_mb_per_s(pattern.nbytes, took_s, num_gpus))
     return num_gpus, correct, best
+
+
+def _bus_mb_per_s(num_bytes: int, took_s: float, num_ranks: int) -> float:
+    """Of an all-reduce, as NCCL's own tests define it."""
+    return num_bytes / took_s * 2 * (num_ranks - 1) / num_ranks / 1e6

@@ -7,19 +7,23 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cluster.files.cluster_file import ClusterFile
-from cluster.files.kuberay import GPU, container_of, groups_of, pod_of, quantity
-from cluster.finding import Finding
+from cluster.files.kuberay import GPU, container_of, groups_of, limits_of, pod_of, quantity
+from cluster.finding import Finding, error, warning
+from cluster.rules.sentences import DIFFERS, HEAD_WORKS, HEAD_WORKS_FIX, OPEN_PORT, SECRET
 from cluster.rules.timeouts import reaction_findings
 from cluster.rules.versions import expected_versions, same_version
 from trainers.errors import MISSING
 
 _TAG = re.compile(r"[^/@]*:([^@:/]+)(?:@sha256:[0-9a-f]{64})?$")
 _RAY_IN_IMAGE = re.compile(r"(?:rayproject/ray(?:-ml|-llm)?:|ray[-_]?)(\d+\.\d+\.\d+)")
-_TO_THE_WORLD = ("LoadBalancer", "NodePort")
+_ENV = "template.spec.containers.0.env"
+
+Groups = Mapping[str, Mapping[str, Any]]
+"""The head group and the worker groups, by their path in the document."""
 
 
 def kuberay_findings(cluster: ClusterFile) -> list[Finding]:
-    """All remarks on one document."""
+    """Return all remarks on one document."""
     prefix = "spec.rayClusterSpec" if cluster.written["kind"] == "RayJob" else "spec"
     groups = {f"{prefix}.{path}": group for path, group in groups_of(cluster.config).items()}
     head = f"{prefix}.headGroupSpec"
@@ -32,69 +36,56 @@ def kuberay_findings(cluster: ClusterFile) -> list[Finding]:
         *(finding for field, group in groups.items() for finding in _image(field, group)),
         *(finding for field, group in groups.items() for finding in _gpus(field, group, field == head)),
         *_storage(groups),
-        *reaction_findings(f"{head}.template.spec.containers.0.env", lambda name: _environment(groups[head]).get(name)),
+        *reaction_findings(f"{head}.{_ENV}", _environment(groups[head]).get),
     ]
 
 
 def _job(cluster: ClusterFile) -> Iterator[Finding]:
     if cluster.written["kind"] == "RayJob" and not cluster.written["spec"].get("shutdownAfterJobFinishes"):
         rule = "must be true, or the cluster and its GPUs are paid for after the job"
-        yield Finding(
-            "warning", "spec.shutdownAfterJobFinishes", MISSING, rule, "write `shutdownAfterJobFinishes: true`"
-        )
+        yield warning("spec.shutdownAfterJobFinishes", MISSING, rule, "write `shutdownAfterJobFinishes: true`")
 
 
 def _version(cluster: ClusterFile, prefix: str) -> Iterator[Finding]:
     right, said = expected_versions().get("ray"), cluster.config.get("rayVersion")
     if not said:
         rule = "is required: without it KubeRay leaves out authentication and the autoscaler's version"
-        yield Finding("error", f"{prefix}.rayVersion", MISSING, rule, f"write {right}")
+        yield error(f"{prefix}.rayVersion", MISSING, rule, f"write {right}")
     elif right and not same_version(str(said), right):
-        rule = f"differs from {right}, which Paceline has here"
-        yield Finding("error", f"{prefix}.rayVersion", said, rule, f"write {right}")
+        yield error(f"{prefix}.rayVersion", said, DIFFERS.format(right), f"write {right}")
 
 
-def _token(cluster: ClusterFile, prefix: str, groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _token(cluster: ClusterFile, prefix: str, groups: Groups) -> Iterator[Finding]:
     by_operator = (cluster.config.get("authOptions") or {}).get("mode") == "token"
     for field, group in groups.items():
-        where = f"{field}.template.spec.containers.0.env"
         entries = {entry.get("name"): entry for entry in container_of(group).get("env") or ()}
+        by_hand = _environment(group).get("RAY_AUTH_MODE") == "token" and "RAY_AUTH_TOKEN" in entries
         if "value" in entries.get("RAY_AUTH_TOKEN", {}):
-            rule, fix = (
-                "must not stand in the file: it is a secret",
-                "take it from a Secret, by `valueFrom.secretKeyRef`",
-            )
-            yield Finding("error", f"{where}.RAY_AUTH_TOKEN", MISSING, rule, fix)
-        elif not by_operator:
-            mode = _environment(group).get("RAY_AUTH_MODE")
-            if mode != "token" or "RAY_AUTH_TOKEN" not in entries:
-                rule = "must turn token authentication on, or whoever reaches a pod runs code"
-                fix = f"write `authOptions: {{mode: token}}` in {prefix}"
-                yield Finding("error", where, MISSING, rule, fix)
+            fix = "take it from a Secret, by `valueFrom.secretKeyRef`"
+            yield error(f"{field}.{_ENV}.RAY_AUTH_TOKEN", MISSING, SECRET, fix)
+        elif not (by_operator or by_hand):
+            rule = "must turn token authentication on, or whoever reaches a pod runs code"
+            yield error(f"{field}.{_ENV}", MISSING, rule, f"write `authOptions: {{mode: token}}` in {prefix}")
 
 
-def _autoscaler(cluster: ClusterFile, prefix: str, groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def _autoscaler(cluster: ClusterFile, prefix: str, groups: Groups) -> Iterator[Finding]:
     if cluster.config.get("enableInTreeAutoscaling") is not True:
         rule = "must be true, or the number of pods stays as it is: none is started for a waiting trial"
-        yield Finding(
-            "warning", f"{prefix}.enableInTreeAutoscaling", MISSING, rule, "write `enableInTreeAutoscaling: true`"
-        )
-        return
-    if (cluster.config.get("autoscalerOptions") or {}).get("version") == "v2":
+        fix = "write `enableInTreeAutoscaling: true`"
+        yield warning(f"{prefix}.enableInTreeAutoscaling", MISSING, rule, fix)
+    elif (cluster.config.get("autoscalerOptions") or {}).get("version") == "v2":
+        rule = "must be Never with autoscaler v2: a restarted pod would be two Ray nodes of one name"
         for field, group in groups.items():
-            if pod_of(group).get("restartPolicy") != "Never":
-                where = f"{field}.template.spec.restartPolicy"
-                rule = "must be Never with autoscaler v2: a restarted pod would be two Ray nodes of one name"
-                yield Finding("error", where, pod_of(group).get("restartPolicy", MISSING), rule, "write Never")
+            if (policy := pod_of(group).get("restartPolicy", MISSING)) != "Never":
+                yield error(f"{field}.template.spec.restartPolicy", policy, rule, "write Never")
 
 
 def _open(head: Mapping[str, Any], field: str) -> Iterator[Finding]:
-    rule = "must not open a port to the world: the Jobs API runs any code that reaches it"
-    fix = "write `serviceType: ClusterIP` and use `kubectl port-forward`"
-    if (kind := head.get("serviceType")) in _TO_THE_WORLD:
-        yield Finding("error", f"{field}.serviceType", kind, rule, fix)
+    if (kind := head.get("serviceType")) in ("LoadBalancer", "NodePort"):
+        fix = "write `serviceType: ClusterIP` and use `kubectl port-forward`"
+        yield error(f"{field}.serviceType", kind, OPEN_PORT, fix)
     if head.get("enableIngress"):
-        yield Finding("error", f"{field}.enableIngress", True, rule, "remove it, and use `kubectl port-forward`")
+        yield error(f"{field}.enableIngress", True, OPEN_PORT, "remove it, and use `kubectl port-forward`")
 
 
 def _image(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:
@@ -103,47 +94,43 @@ def _image(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:
     tag = _TAG.search(image or "")
     if image is None or (tag is None and "@sha256:" not in image) or (tag and tag[1].startswith("latest")):
         rule = "must be pinned by a tag, or pods that start later differ"
-        yield Finding("warning", where, image or MISSING, rule, "write a tag that names the versions in it")
+        yield warning(where, image or MISSING, rule, "write a tag that names the versions in it")
     elif (version := _RAY_IN_IMAGE.search(image)) and right and not same_version(version[1], right):
-        rule = f"differs from {right}, which Paceline has here"
-        yield Finding("error", where, image, rule, f"build it from rayproject/ray:{right}-py312")
+        yield error(where, image, DIFFERS.format(right), f"build it from rayproject/ray:{right}-py312")
 
 
 def _gpus(field: str, group: Mapping[str, Any], is_head: bool) -> Iterator[Finding]:
     start = group.get("rayStartParams") or {}
-    limits = (container_of(group).get("resources") or {}).get("limits") or {}
-    limit = quantity(limits.get(GPU, 0))
-    said = quantity(start["num-gpus"]) if "num-gpus" in start else limit
+    limit = quantity(limits_of(group).get(GPU, 0))
+    said = quantity(start.get("num-gpus", limit))
     if is_head:
         if quantity(start.get("num-cpus", 1)) or said:
-            rule = "should be 0 on the head: work there slows the scheduler, and can end the cluster"
-            fix = 'write `num-cpus: "0"` and `num-gpus: "0"`, and let workers do it'
-            yield Finding("warning", f"{field}.rayStartParams", dict(start), rule, fix)
+            fix = f'write `num-cpus: "0"` and `num-gpus: "0"`, {HEAD_WORKS_FIX}'
+            yield warning(f"{field}.rayStartParams", dict(start), HEAD_WORKS, fix)
         return
     if said != limit:
         rule = f"must be the container's limit of {GPU}, {limit:g}"
-        yield Finding("error", f"{field}.rayStartParams.num-gpus", start["num-gpus"], rule, f'write "{limit:g}"')
+        yield error(f"{field}.rayStartParams.num-gpus", start["num-gpus"], rule, f'write "{limit:g}"')
     tolerated = {entry.get("key") for entry in pod_of(group).get("tolerations") or ()}
     # A toleration without a key tolerates everything.
     if limit and not tolerated & {GPU, None}:
         rule = f"must tolerate {GPU}, the taint of GPU nodes, or no pod is ever placed"
         fix = f"add `{{key: {GPU}, operator: Exists, effect: NoSchedule}}`"
-        yield Finding("warning", f"{field}.template.spec.tolerations", MISSING, rule, fix)
+        yield warning(f"{field}.template.spec.tolerations", MISSING, rule, fix)
 
 
-def _storage(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
-    values = {field: _environment(group).get("PACELINE_STORAGE") for field, group in groups.items()}
-    for field, value in values.items():
+def _storage(groups: Groups) -> Iterator[Finding]:
+    first = None
+    for field, group in groups.items():
+        value = _environment(group).get("PACELINE_STORAGE")
+        first = first or value
         if not value:
             rule = "must set PACELINE_STORAGE, or checkpoints stay in one pod and die with it"
             fix = "add `{name: PACELINE_STORAGE, value: s3://BUCKET/PREFIX}`"
-            yield Finding("warning", f"{field}.template.spec.containers.0.env", MISSING, rule, fix)
-    set_ones = {field: value for field, value in values.items() if value}
-    first = next(iter(set_ones.values()), None)
-    for field, value in set_ones.items():
-        if value != first:
-            where = f"{field}.template.spec.containers.0.env.PACELINE_STORAGE"
-            yield Finding("error", where, value, f"differs from the first, {first}", "write the same place in all")
+            yield warning(f"{field}.{_ENV}", MISSING, rule, fix)
+        elif value != first:
+            rule, fix = f"differs from the first, {first}", "write the same place in all"
+            yield error(f"{field}.{_ENV}.PACELINE_STORAGE", value, rule, fix)
 
 
 def _environment(group: Mapping[str, Any]) -> dict[str, str]:

@@ -9,12 +9,13 @@ from cluster.files.capacity import NodeType
 from cluster.files.cluster_file import ClusterFile
 from cluster.files.node_types import gpus_of, scheduling_of
 from cluster.files.prices import load_prices
-from cluster.finding import Finding
+from cluster.finding import Finding, error, warning
+from cluster.rules.sentences import HEAD_WORKS, HEAD_WORKS_FIX
 from trainers.errors import MISSING
 
 
 def machine_findings(cluster: ClusterFile) -> Iterator[Finding]:
-    """Resources that the machine does not have, GPUs left idle, training on the head, GPUs that cannot start."""
+    """Find resources that the machine does not have, GPUs left idle, training on the head, GPUs that cannot start."""
     known = load_prices()
     for node_type in cluster.node_types:
         field = f"available_node_types.{node_type.name}"
@@ -27,24 +28,24 @@ def machine_findings(cluster: ClusterFile) -> Iterator[Finding]:
         if must_stop and scheduling_of(machine).get("onHostMaintenance") != "TERMINATE":
             where = f"{field}.node_config.scheduling.onHostMaintenance"
             rule = "must be TERMINATE, or Google Cloud refuses a machine with GPUs"
-            yield Finding("error", where, MISSING, rule, "write `scheduling: {onHostMaintenance: TERMINATE}`")
+            yield error(where, MISSING, rule, "write `scheduling: {onHostMaintenance: TERMINATE}`")
 
 
 def access_findings(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
-    """Workers that may not write to `storage`; Ray gives its own account to the head only."""
+    """Find workers that may not write to `storage`; Ray gives its own account to the head only."""
     scheme = storage.split("://")[0]
     if cluster.provider == "azure" and scheme in ("abfs", "abfss"):
         for missing in sorted({"msi_name", "msi_resource_group"} - set(cluster.config["provider"])):
             rule = "must name an identity that may write to the container: Ray's own may only start machines"
             fix = f"add `{missing}` of an identity with the role Storage Blob Data Contributor"
-            yield Finding("warning", f"provider.{missing}", MISSING, rule, fix)
+            yield warning(f"provider.{missing}", MISSING, rule, fix)
     keys = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccounts"}
     key = keys.get((cluster.provider, scheme))
     for node_type in cluster.node_types:
         if key and not node_type.is_head and not _node_config(cluster, node_type).get(key):
             field = f"available_node_types.{node_type.name}.node_config.{key}"
             rule = f"must let workers write to {scheme}://, which Ray arranges for the head only"
-            yield Finding("warning", field, MISSING, rule, f"add `{key}` of an account that may use the bucket")
+            yield warning(field, MISSING, rule, f"add `{key}` of an account that may use the bucket")
 
 
 def _resource(node_type: NodeType, resource: str, has: int | None, field: str) -> Iterator[Finding]:
@@ -52,16 +53,14 @@ def _resource(node_type: NodeType, resource: str, has: int | None, field: str) -
     machine = node_type.instance_type or "machine with these accelerators"
     if has is not None and said > has:
         rule = f"must be at most {has}, which is what a {machine} has"
-        yield Finding("error", field, said, rule, f"write {has}, or take a larger machine")
+        yield error(field, said, rule, f"write {has}, or take a larger machine")
     elif node_type.is_head and said:
-        rule = "should be 0 on the head: work there slows the scheduler, and can end the cluster"
-        yield Finding("warning", field, said, rule, "write 0, and let workers do it")
+        yield warning(field, said, HEAD_WORKS, f"write 0, {HEAD_WORKS_FIX}")
     elif has and resource == "GPU" and said < has and not node_type.is_head:
         rule = f"leaves GPUs idle that are paid for: a {machine} has {has}"
-        yield Finding("warning", field, said, rule, f"write {has}")
+        yield warning(field, said, rule, f"write {has}")
 
 
 def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]:
     types: Mapping[str, Any] = cluster.config["available_node_types"]
-    config: Mapping[str, Any] = types.get(node_type.name, {}).get("node_config", {})
-    return config
+    return types.get(node_type.name, {}).get("node_config", {})  # type: ignore[no-any-return]

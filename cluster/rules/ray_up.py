@@ -12,15 +12,16 @@ from collections.abc import Iterator, Mapping
 
 import yaml
 
-from cluster.files.cluster_file import COMMAND_FIELDS, ClusterFile
-from cluster.finding import Finding
+from cluster.files.cluster_file import ClusterFile
+from cluster.finding import Finding, error, warning
 from cluster.rules.kuberay import kuberay_findings
 from cluster.rules.machines import access_findings, machine_findings
+from cluster.rules.sentences import OPEN_PORT, SECRET
 from cluster.rules.timeouts import reaction_findings
 from cluster.rules.versions import version_findings
 from trainers.errors import MISSING
 
-_START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
+_HEAD, _WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
@@ -34,7 +35,7 @@ _OWN_DISK = re.compile(r"(?:/tmp|/home|/root|~|\$HOME|/var/tmp)(?:/|$)")
 
 
 def findings(cluster: ClusterFile, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """All remarks on a file that Ray (or Kubernetes) accepts, in the order of the fields they are about."""
+    """Return all remarks on a file that Ray (or Kubernetes) accepts, in the order of the fields they are about."""
     if cluster.provider == "kuberay":
         return [*_keys(cluster), *kuberay_findings(cluster)]
     return [
@@ -56,37 +57,33 @@ def _limits(cluster: ClusterFile) -> Iterator[Finding]:
     if cluster.provider == "local" and addresses is not None:
         if asked is not None and asked != len(addresses):
             rule = f"does not match the {len(addresses)} addresses in provider.worker_ips"
-            yield Finding("warning", "max_workers", asked, rule, "remove it, and Ray uses them all")
+            yield warning("max_workers", asked, rule, "remove it, and Ray uses them all")
     elif cluster.max_workers > cluster.sum_max_workers:
         rule = f"can never be reached, because the types allow {cluster.sum_max_workers} together"
         fix = f"write {cluster.sum_max_workers}, or raise max_workers of a type"
-        yield Finding("warning", "max_workers", cluster.max_workers, rule, fix)
+        yield warning("max_workers", cluster.max_workers, rule, fix)
 
 
 def _local(cluster: ClusterFile, environ: Mapping[str, str]) -> Iterator[Finding]:
     if cluster.provider != "local":
         return
     # `ray up` puts its export before the head's command, so one in the command itself has the last word.
-    off = "0" in (
-        environ.get("RAY_UP_enable_autoscaler_v2"),
-        exported(cluster, _START_FIELDS[0], "RAY_enable_autoscaler_v2"),
-    )
-    if not off:
+    switches = environ.get("RAY_UP_enable_autoscaler_v2"), exported(cluster, _HEAD, "RAY_enable_autoscaler_v2")
+    if "0" not in switches:
         rule = "does not work with Ray's autoscaler v2, which is the default"
-        fix = f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {_START_FIELDS[0]}"
-        yield Finding("warning", "provider.type", "local", rule, fix)
+        fix = f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {_HEAD}"
+        yield warning("provider.type", "local", rule, fix)
     provider = cluster.config["provider"]
     head, workers = provider.get("head_ip"), list(provider.get("worker_ips") or ())
     if head in workers:
         rule = "must not hold the head, which would stop itself to start as a worker"
-        yield Finding("error", "provider.worker_ips", head, rule, "remove it there")
+        yield error("provider.worker_ips", head, rule, "remove it there")
     for address in sorted({address for address in workers if workers.count(address) > 1}):
-        yield Finding("error", "provider.worker_ips", address, "must hold each address once", "remove the second")
-    for field, addresses in (("head_ip", [head]), ("worker_ips", workers)):
-        for address in addresses:
-            if _is_loopback(address):
-                rule = "must be an address that the other hosts reach"
-                yield Finding("error", f"provider.{field}", address, rule, "write the host's address in your network")
+        yield error("provider.worker_ips", address, "must hold each address once", "remove the second")
+    for field, address in [("head_ip", head), *(("worker_ips", worker) for worker in workers)]:
+        if _is_loopback(address):
+            rule = "must be an address that the other hosts reach"
+            yield error(f"provider.{field}", address, rule, "write the host's address in your network")
 
 
 def _is_loopback(address: object) -> bool:
@@ -97,7 +94,6 @@ def _is_loopback(address: object) -> bool:
 
 
 def _ports(cluster: ClusterFile) -> Iterator[Finding]:
-    rule = "must not open a port to the world: the Jobs API runs any code that reaches it"
     group = cluster.config["provider"].get("security_group") or {}
     for permission in group.get("IpPermissions", []):
         ranges = [*permission.get("IpRanges", []), *permission.get("Ipv6Ranges", [])]
@@ -106,13 +102,13 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
         if is_open and ports != (_SSH_PORT, _SSH_PORT):
             value = f"ports {ports[0]} to {ports[1]} for everybody"
             fix = "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)"
-            yield Finding("error", "provider.security_group.IpPermissions", value, rule, fix)
+            yield error("provider.security_group.IpPermissions", value, OPEN_PORT, fix)
     docker = cluster.config.get("docker") or {}
     for key in ("run_options", "head_run_options", "worker_run_options"):
         for option in docker.get(key) or ():
             match = re.match(r"(?:-p|--publish)[=\s]*(\S+)", option)
             if match and not match[1].startswith(("127.0.0.1:", "[::1]:")):
-                yield Finding("error", f"docker.{key}", option, rule, "remove it: Ray uses the host's own network")
+                yield error(f"docker.{key}", option, OPEN_PORT, "remove it: Ray uses the host's own network")
 
 
 def _keys(cluster: ClusterFile) -> Iterator[Finding]:
@@ -121,44 +117,42 @@ def _keys(cluster: ClusterFile) -> Iterator[Finding]:
     for key in ("aws_credentials", "gcp_credentials"):
         if key in provider:
             fix = "log in on this machine, and give the nodes a role (instance profile, service account)"
-            yield Finding("error", f"provider.{key}", MISSING, rule, fix)
+            yield error(f"provider.{key}", MISSING, rule, fix)
             return
     if _KEYS.search(yaml.safe_dump(dict(cluster.written), width=10**6)):
         fix = "give the nodes a role (instance profile, service account, managed identity)"
-        yield Finding("error", "a cloud key", MISSING, rule, fix)
+        yield error("a cloud key", MISSING, rule, fix)
 
 
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
-    field = _START_FIELDS[0]
-    text = "\n".join(cluster.commands[field])
+    text = "\n".join(cluster.commands[_HEAD])
     for host in re.findall(r"--dashboard-host[=\s]+(\S+)", text):
         if host.strip("'\"") not in _LOOPBACK:
             rule = "must be the head's loopback: the dashboard runs the code of whoever may use it"
             fix = "write --dashboard-host=127.0.0.1 and use `ray dashboard FILE`"
-            yield Finding("warning", field, f"--dashboard-host={host}", rule, fix)
+            yield warning(_HEAD, f"--dashboard-host={host}", rule, fix)
     if "ray start" in text and "--autoscaling-config" not in text:
         rule = "must give `ray start` its --autoscaling-config, or no worker is ever started"
-        yield Finding("error", field, MISSING, rule, "add --autoscaling-config=~/ray_bootstrap_config.yaml")
-    yield from reaction_findings(field, lambda name: exported(cluster, field, name))
+        yield error(_HEAD, MISSING, rule, "add --autoscaling-config=~/ray_bootstrap_config.yaml")
+    yield from reaction_findings(_HEAD, lambda name: exported(cluster, _HEAD, name))
 
 
 def _token(cluster: ClusterFile) -> Iterator[Finding]:
-    modes = {field: exported(cluster, field, "RAY_AUTH_MODE") for field in _START_FIELDS}
+    modes = {field: exported(cluster, field, "RAY_AUTH_MODE") for field in (_HEAD, _WORKER)}
     for field, mode in modes.items():
         if mode != "token":
             value = f"RAY_AUTH_MODE={mode}" if mode else MISSING
             rule = "must turn token authentication on, or whoever reaches a port runs code"
-            yield Finding("error", field, value, rule, "put `export RAY_AUTH_MODE=token;` before `ray start`")
-    commands = [command for field in COMMAND_FIELDS for command in cluster.commands[field]]
-    if any(re.search(r"\bRAY_AUTH_TOKEN=", command) for command in commands):
+            yield error(field, value, rule, "put `export RAY_AUTH_MODE=token;` before `ray start`")
+    if any(re.search(r"\bRAY_AUTH_TOKEN=", command) for commands in cluster.commands.values() for command in commands):
         fix = f"send the token by `file_mounts: {{{_TOKEN_FILE}: {_TOKEN_FILE}}}`"
-        yield Finding("error", "RAY_AUTH_TOKEN", MISSING, "must not stand in the file: it is a secret", fix)
+        yield error("RAY_AUTH_TOKEN", MISSING, SECRET, fix)
     elif "token" in modes.values():
-        place = exported(cluster, _START_FIELDS[0], "RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
+        place = exported(cluster, _HEAD, "RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
         if not any(_same_file(mount, place) for mount in cluster.config["file_mounts"]):
             rule = f"must bring the token to {place}, or no node can join"
             fix = f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)"
-            yield Finding("error", "file_mounts", MISSING, rule, fix)
+            yield error("file_mounts", MISSING, rule, fix)
 
 
 def _same_file(mount: str, place: str) -> bool:
@@ -167,27 +161,24 @@ def _same_file(mount: str, place: str) -> bool:
 
 
 def _storage(cluster: ClusterFile) -> Iterator[Finding]:
-    values = {field: exported(cluster, field, "PACELINE_STORAGE") for field in _START_FIELDS}
-    for field, value in values.items():
+    head, worker = exported(cluster, _HEAD, "PACELINE_STORAGE"), exported(cluster, _WORKER, "PACELINE_STORAGE")
+    for field, value in ((_HEAD, head), (_WORKER, worker)):
         if not value:
             rule = "must export PACELINE_STORAGE, or checkpoints stay on one node and die with it"
             fix = "put `export PACELINE_STORAGE=s3://BUCKET/PREFIX;` before `ray start`"
-            yield Finding("warning", field, MISSING, rule, fix)
-    head, worker = values.values()
+            yield warning(field, MISSING, rule, fix)
     if head and worker and head != worker:
-        value, rule = f"PACELINE_STORAGE={worker}", f"differs from the head's, {head}"
-        yield Finding("error", _START_FIELDS[1], value, rule, "write the same place in both")
+        rule = f"differs from the head's, {head}"
+        yield error(_WORKER, f"PACELINE_STORAGE={worker}", rule, "write the same place in both")
     elif head and worker and _OWN_DISK.match(head):
         rule = "is on each node's own disk, where no other node finds a checkpoint"
-        yield Finding(
-            "error", _START_FIELDS[0], f"PACELINE_STORAGE={head}", rule, "name a bucket, or a directory on NFS"
-        )
+        yield error(_HEAD, f"PACELINE_STORAGE={head}", rule, "name a bucket, or a directory on NFS")
     elif worker:
         yield from access_findings(cluster, worker)
 
 
 def exported(cluster: ClusterFile, field: str, name: str) -> str | None:
-    """The value that `name` has where `ray start` runs: set in that command, or in a profile by set-up.
+    """Return the value that `name` has where `ray start` runs: set in that command, or in a profile by set-up.
 
     Each command has a shell of its own, so an export in another start command does not count.
     """

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cluster.files.cluster_file import ClusterFile
-from cluster.finding import Finding, Level
+from cluster.finding import Finding, error, warning
+from cluster.rules.sentences import DIFFERS
+from trainers.versions import package_versions
 
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 _PIP_INSTALL = re.compile(r"\bpip3?\s+install\b([^;&|\n]*)")
@@ -21,33 +21,27 @@ _MUST_BE_PINNED = ("ray", "torch")
 
 
 def expected_versions(constraints: Path = _CONSTRAINTS) -> dict[str, str]:
-    """The versions for every node: as in constraints.txt, ray and torch else as installed here."""
-    found = _pins(constraints)
-    for package in _MUST_BE_PINNED:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.setdefault(package, importlib.metadata.version(package))
-    return found
+    """Return the versions for every node: as in constraints.txt, ray and torch else as installed here."""
+    return package_versions(*_MUST_BE_PINNED) | _pins(constraints)
 
 
 def version_findings(cluster: ClusterFile) -> Iterator[Finding]:
-    """What the commands and images of a `ray up` file install in other versions, or in any."""
+    """Find what the commands and images of a `ray up` file install in other versions, or in any."""
     expected = expected_versions()
     for field, package, version in _installs(cluster):
         right = expected.get(package)
         fix = f"write {package}=={right}" if right else "write the version that you tested with"
         if version is None:
-            rule = "must be pinned, or nodes that start later differ"
-            yield Finding("warning", field, package, rule, fix)
+            yield warning(field, package, "must be pinned, or nodes that start later differ", fix)
         elif right is not None and not same_version(version, right):
-            rule = f"differs from {right}, which Paceline has here"
             # Ray's client and cluster must be the same version; others merely should be.
-            level: Level = "error" if package == "ray" else "warning"
-            yield Finding(level, field, f"{package}=={version}", rule, fix)
+            remark = error if package == "ray" else warning
+            yield remark(field, f"{package}=={version}", DIFFERS.format(right), fix)
     yield from _constraint_files(cluster, expected)
 
 
 def same_version(one: str, other: str) -> bool:
-    """Whether two versions are the same but for the build (2.15.0+cu130)."""
+    """Return whether two versions are the same but for the build (2.15.0+cu130)."""
     return one.split("+")[0] == other.split("+")[0]
 
 
@@ -93,27 +87,19 @@ def _installs(cluster: ClusterFile) -> Iterator[tuple[str, str, str | None]]:
 
 def _constraint_files(cluster: ClusterFile, expected: Mapping[str, str]) -> Iterator[Finding]:
     mounts = {remote.replace("$HOME", "~"): local for remote, local in cluster.config["file_mounts"].items()}
+    right = {package: expected[package] for package in _MUST_BE_PINNED if package in expected}
     for field, words in _pip_commands(cluster):
-        for file in _files(words):
-            if "://" in file:
-                continue
+        for file in (file for file in _files(words) if "://" not in file):
             local = mounts.get(file.replace("$HOME", "~"))
             if local is None:
                 rule = "must be brought to the nodes, which have no such file"
-                fix = f"add `{file}: constraints.txt` to file_mounts"
-                yield Finding("error", field, file, rule, fix)
-                continue
-            path = Path(local).expanduser()
-            if not path.is_file():
+                yield error(field, file, rule, f"add `{file}: constraints.txt` to file_mounts")
+            elif not (path := Path(local).expanduser()).is_file():
                 rule = "is not in the directory from which `ray up` would read it"
-                fix = "run this and `ray up` in the root of the repository"
-                yield Finding("warning", f"file_mounts.{file}", local, rule, fix)
-                continue
-            pins = _pins(path)
-            right = {package: expected[package] for package in _MUST_BE_PINNED if package in expected}
-            if not all(same_version(pins.get(package, ""), version) for package, version in right.items()):
+                yield warning(f"file_mounts.{file}", local, rule, "run this and `ray up` in the root of the repository")
+            elif not all(same_version(_pins(path).get(package, ""), version) for package, version in right.items()):
                 rule = f"must pin {' and '.join(f'{name}=={version}' for name, version in right.items())}"
-                yield Finding("error", f"file_mounts.{file}", local, rule, "mount Paceline's own constraints.txt")
+                yield error(f"file_mounts.{file}", local, rule, "mount Paceline's own constraints.txt")
 
 
 def _files(words: list[str]) -> list[str]:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from cluster.health.actors import Nodes
+from cluster.health.check import Checkup
+from cluster.health.facts import ClusterFacts, Collective, GpuHealth, Kind, LostNode, NodeFacts, Rate
 from cluster.health.report import lines, print_report
-from cluster.health.verdicts import (
-    ClusterFacts,
-    Collective,
-    GpuHealth,
-    LostNode,
-    NodeFacts,
-    Rate,
-    judge,
-    label_selector,
-    least,
-    unshared,
-    verdicts,
-)
+from cluster.health.verdicts import judge, label_selector, least, slow, unshared, verdicts
 
 VERSIONS = {"python": "3.11.7", "torch": "2.15.0", "ray": "2.60.0", "nccl": "2.29.3", "paceline": "0123456789ab"}
 
@@ -201,7 +194,7 @@ def test_bad_nodes_are_left_out_by_a_label_selector(capsys: pytest.CaptureFixtur
     assert print_report(facts, judge(facts), "/nfs", 1.0, as_json=False, exclude_bad=False) == 1
     too_few = replace(facts, workers_wanted=3)
     assert print_report(too_few, judge(too_few), "/nfs", 1.0, as_json=False, exclude_bad=True) == 1
-    assert label_selector([]) == {}
+    assert label_selector({"id-1": "ok", "id-2": "doubtful"}) == {}
 
 
 def test_the_table_has_a_row_and_a_verdict_for_each_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,3 +207,96 @@ def test_the_table_has_a_row_and_a_verdict_for_each_node(capsys: pytest.CaptureF
     tree = json.loads(capsys.readouterr().out)
     assert [each["verdict"] for each in tree["nodes"]] == ["ok", "ok", "bad"]
     assert [(each["host"], each["field"]) for each in tree["findings"]] == [("h1", "storage")]
+
+
+# GFLOP/s of one core in the seven samples of a measurement, recorded beside seven other busy processes on two cores: of
+# a process that runs all the time, and of one that is stopped for most of every 100 ms. One of its samples was lucky.
+SOUND = [
+    [27.4, 39.5, 12.0, 18.1, 47.6, 63.0, 86.6],
+    [42.1, 46.7, 69.3, 92.2, 63.0, 56.7, 54.1],
+    [62.0, 54.2, 83.1, 62.3, 63.5, 46.2, 35.5],
+    [66.9, 55.7, 54.0, 62.6, 60.1, 61.7, 56.1],
+    [34.2, 47.3, 49.0, 42.3, 44.5, 45.4, 40.2],
+    [47.2, 38.6, 31.0, 41.6, 53.2, 48.0, 50.5],
+]
+SLOWED = [
+    [8.7, 13.8, 8.4, 15.9, 10.3, 46.6, 10.6],
+    [15.3, 9.4, 9.6, 15.2, 9.7, 15.7, 9.8],
+    [14.7, 9.3, 16.4, 15.4, 9.7, 14.3, 15.5],
+    [13.9, 11.3, 8.9, 10.5, 15.4, 21.4, 20.1],
+    [16.3, 16.1, 11.1, 10.0, 10.0, 12.6, 12.6],
+    [17.5, 12.3, 17.0, 13.6, 11.3, 13.6, 13.6],
+]
+
+
+class Replayed(Checkup):
+    """A checkup whose nodes answer with what is prepared, a figure for each measurement; asked again, with the last."""
+
+    def __init__(self, prepared: dict[str, Sequence[float]], kind: Kind = "matmul") -> None:
+        facts = {name: NodeFacts(name, name, name, trains=True, device="EPYC") for name in prepared}
+        super().__init__(Nodes(facts))
+        self.prepared, self.kind = {name: list(values) for name, values in prepared.items()}, kind
+        self.asked: list[set[str]] = []
+
+    def _measure(self, kind: Kind, nodes: Sequence[str], uri: str | None) -> dict[str, list[Rate]]:
+        if kind != self.kind:
+            return {}
+        self.asked.append(set(nodes))
+        figures = {name: self.prepared[name] for name in nodes}
+        return {n: [Rate(kind, kind, f.pop(0) if len(f) > 1 else f[0], "GFLOP/s")] for n, f in figures.items()}
+
+    def slow(self) -> set[str]:
+        """Who is named."""
+        self._rates("/nfs")
+        return {each.host for each in slow(list(self.nodes.facts.values()))}
+
+
+def medians(samples: list[list[float]], seed: int) -> list[float]:
+    """A measurement's rate is its median sample; four measurements in any order."""
+    return [statistics.median(each) for each in random.Random(seed).sample(samples, 4)]
+
+
+@pytest.mark.parametrize("num_peers", [1, 2, 7])
+def test_a_node_at_a_small_fraction_of_its_peers_is_named_every_time(num_peers: int) -> None:
+    for seed in range(200):
+        peers = {f"h{index}": medians(SOUND, 1000 * seed + index) for index in range(num_peers)}
+        assert Replayed({**peers, "slow": medians(SLOWED, seed)}).slow() == {"slow"}, seed
+
+
+@pytest.mark.parametrize("num_peers", [1, 2, 7])
+@pytest.mark.parametrize("moments", [1, 2, 3])
+def test_a_node_that_is_disturbed_for_a_moment_is_not_named(moments: int, num_peers: int) -> None:
+    for seed in range(100):
+        chance = random.Random(seed)
+        peers = {f"h{index}": [chance.gauss(60, 2) for _ in range(4)] for index in range(num_peers)}
+        sound = [chance.gauss(60, 2) for _ in range(4 - moments)]
+        checkup = Replayed({**peers, "disturbed": [*medians(SLOWED, seed)[:moments], *sound]})
+        assert checkup.slow() == set(), seed
+        assert len(checkup.asked) >= 1 + moments
+
+
+def test_a_peer_that_is_disturbed_hides_no_slow_node() -> None:
+    """At 28 beside 60 a node is slow; while something takes a third of the peer, 28 of 41 alone would not be."""
+    assert least([28.0, 41.0], "matmul") < 28
+    assert Replayed({"peer": [41.0, 60.0], "slow": [28.0]}).slow() == {"slow"}
+
+
+def test_only_a_doubtful_node_and_its_fastest_peer_are_measured_again() -> None:
+    checkup = Replayed({"h0": [60.0], "h1": [61.0], "h2": [62.0], "h3": [30.0, 59.0]})
+    assert checkup.slow() == set()
+    assert checkup.asked == [{"h0", "h1", "h2", "h3"}, {"h2", "h3"}]
+    in_order = Replayed({"h0": [60.0], "h1": [58.0]})
+    assert in_order.slow() == set()
+    assert in_order.asked == [{"h0", "h1"}]
+
+
+@pytest.mark.parametrize("kind", ["network", "local disk", "storage"])
+def test_links_and_disks_are_measured_again_as_well(kind: Kind) -> None:
+    assert Replayed({"h0": [1000.0], "h1": [90.0, 900.0]}, kind).slow() == set()
+    assert Replayed({"h0": [1000.0], "h1": [90.0, 95.0, 92.0, 91.0]}, kind).slow() == {"h1"}
+
+
+def test_a_cut_link_is_not_waited_for_again() -> None:
+    checkup = Replayed({"h0": [1000.0], "h1": [1000.0], "h2": [0.0, 900.0]}, "network")
+    assert checkup.slow() == {"h2"}
+    assert len(checkup.asked) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,19 +13,15 @@ import torch
 
 from cluster.__main__ import main
 from cluster.health import local
-from cluster.health.local import Driver, LocalReport, Rate, Verdict, judge_gpus, judge_rates, measure, size_for
+from cluster.health.local import Driver, LocalReport, ProductRate, Remark, judge_gpus, judge_rates, size_for
+from cluster.health.matmul import measure
 
 REPOSITORY = Path(__file__).parent.parent.parent
-TWO = Driver("570.124.06", (12, 8), ("NVIDIA L4", "NVIDIA L4"))
+TWO = Driver("570.124.06", (12, 8), 2)
 
 
-def only(verdicts: list[Verdict]) -> Verdict:
-    (verdict,) = verdicts
-    return verdict
-
-
-def rate(device: str, precision: str, n: int, gflop_per_s: float, spread: float = 0.01) -> Rate:
-    return Rate(device, precision, n, 2 * n**3 / gflop_per_s / 1e9, gflop_per_s, spread)
+def rate(device: str, precision: str, n: int, gflop_per_s: float, spread: float = 0.01) -> ProductRate:
+    return ProductRate(device, precision, n, 2 * n**3 / gflop_per_s / 1e9, gflop_per_s, spread)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +34,14 @@ def rate(device: str, precision: str, n: int, gflop_per_s: float, spread: float 
         ("12.9", None, ["CUDA does not start (the driver is asleep)"]),
     ],
 )
-def test_gpus_that_torch_cannot_use_are_an_error_with_its_mending(
+def test_gpus_that_torch_cannot_use_are_an_error_with_its_fix(
     built_for: str | None, visible: str | None, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
         raise RuntimeError("the driver is asleep\nsecond line")
 
     monkeypatch.setattr(torch.cuda, "init", refuse)
-    verdict = only(judge_gpus(TWO, 0, built_for, visible))
+    verdict = judge_gpus(TWO, 0, built_for, visible)
     assert verdict.level == "error"
     assert verdict.text.startswith("the driver (570.124.06) has 2 GPUs, torch sees none: ")
     for word in words:
@@ -52,7 +49,7 @@ def test_gpus_that_torch_cannot_use_are_an_error_with_its_mending(
 
 
 def test_a_minor_version_of_cuda_runs_on_an_older_driver() -> None:
-    assert "built for" not in only(judge_gpus(TWO, 0, "12.9", "")).text
+    assert "built for" not in judge_gpus(TWO, 0, "12.9", "").text
 
 
 @pytest.mark.parametrize(
@@ -62,12 +59,12 @@ def test_a_minor_version_of_cuda_runs_on_an_older_driver() -> None:
         (TWO, 1, "1", "warning", "sees 1 of 2 GPUs: CUDA_VISIBLE_DEVICES is 1"),
         (TWO, 1, None, "warning", "nvidia-smi"),
         (None, 0, None, "note", "no NVIDIA GPU"),
-        (Driver("570", (12, 8), ()), 0, None, "note", "no NVIDIA GPU"),
+        (Driver("570", (12, 8), 0), 0, None, "note", "no NVIDIA GPU"),
         (None, 1, None, "note", "NVML"),
     ],
 )
 def test_what_is_no_error(driver: Driver | None, num_seen: int, visible: str | None, level: str, words: str) -> None:
-    verdict = only(judge_gpus(driver, num_seen, "12.8", visible))
+    verdict = judge_gpus(driver, num_seen, "12.8", visible)
     assert verdict.level == level
     assert words in verdict.text
 
@@ -82,7 +79,7 @@ def test_a_gpu_is_compared_at_the_cpus_size_and_at_no_other() -> None:
 
 def test_a_gpu_slower_than_the_cpu_is_warned_of() -> None:
     found = judge_rates([rate("cpu", "fp32", 512, 100), rate("cuda:0", "fp32", 512, 50)])
-    assert found[0] == Verdict("warning", "fp32, 512 x 512: cuda:0 is 0.5 times as fast as the CPU")
+    assert found[0] == Remark("warning", "fp32, 512 x 512: cuda:0 is 0.5 times as fast as the CPU")
 
 
 def test_formats_are_compared_by_their_best_rates() -> None:
@@ -93,8 +90,8 @@ def test_formats_are_compared_by_their_best_rates() -> None:
     ]
     found = judge_rates([*on_gpu, rate("cpu", "fp32", 2048, 200), rate("cpu", "bf16", 2048, 210)])
     assert found == [
-        Verdict("ok", "bf16 multiplies 4 times as fast as fp32 on cuda:0"),
-        Verdict("note", "bf16 multiplies 1.05 times as fast as fp32 on cpu: no gain in it here"),
+        Remark("ok", "bf16 multiplies 4 times as fast as fp32 on cuda:0"),
+        Remark("note", "bf16 multiplies 1.05 times as fast as fp32 on cpu: no gain in it here"),
     ]
 
 
@@ -135,7 +132,7 @@ def test_products_are_waited_for_and_the_first_ones_do_not_count(product_s: floa
     times = measure(machine.run, machine.wait, lambda: machine.now)
     assert times == pytest.approx([product_s] * len(times))
     assert len(times) == (3 if product_s == 0.5 else 7)
-    assert machine.done == 2 + runs * len(times)  # a short product is repeated until a sample can be told from a launch
+    assert machine.done == 4 + runs * len(times)  # a short product is repeated until a sample can be told from a launch
 
 
 def test_a_slow_start_is_not_in_the_samples() -> None:
@@ -143,10 +140,27 @@ def test_a_slow_start_is_not_in_the_samples() -> None:
     assert max(measure(machine.run, machine.wait, lambda: machine.now)) == pytest.approx(0.001)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.35, 0.7])
+def test_a_process_that_is_stopped_again_and_again_has_no_lucky_sample(share: float) -> None:
+    """It runs for `share` of every 100 ms; a product takes 15 ms of work."""
+    work_s = 0.0
+
+    def clock() -> float:
+        pulses, rest_s = divmod(work_s, 0.1 * share)
+        return pulses * 0.1 + rest_s
+
+    def run() -> None:
+        nonlocal work_s
+        work_s += 0.015
+
+    times = measure(run, lambda: None, clock, sample_s=0.15)
+    assert statistics.median(times) == pytest.approx(0.015 / share, rel=0.35)
+
+
 def test_the_command_fails_where_torch_cannot_use_the_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = LocalReport({"torch": "2.15.0", "driver": None}, (), (), (Verdict("error", "there is a GPU, unused"),))
+    report = LocalReport({"torch": "2.15.0", "driver": None}, (), (), (Remark("error", "there is a GPU, unused"),))
     monkeypatch.setattr(local, "look", lambda: report)
     assert main(["check", "--local"]) == 1
     assert "torch 2.15.0  driver none" in (out := capsys.readouterr().out)

@@ -18,8 +18,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0  # NVML's own averages are over about this time
-# Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be" (nvml.h).
-_SLOWED = {0x4: "power cap", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake"}
+SLOWED = {0x4: "power cap", 0x8: "hardware", 0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake"}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be" (nvml.h)."""
 
 
 class GpuReadings:
@@ -103,5 +103,5 @@ def _read(nvml: Any, handle: Any) -> tuple[dict[str, float], set[str]]:
     for name in ("Event", "Throttle"):  # the older name, for older drivers
         with contextlib.suppress(nvml.NVMLError, AttributeError):
             bits = getattr(nvml, f"nvmlDeviceGetCurrentClocks{name}Reasons")(handle)
-            return found, {words for bit, words in _SLOWED.items() if bits & bit}
+            return found, {words for bit, words in SLOWED.items() if bits & bit}
     return found, set()
