@@ -8,14 +8,13 @@ import platform
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 from trainers.config.sections import CheckpointConfig
 from trainers.errors import CheckpointError, ConfigError
+from trainers.versions import package_versions
 
 FORMAT = 1
-_PACKAGES = ("paceline", "torch", "numpy")
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,7 @@ def folder_name(step: int) -> str:
 
 def versions() -> dict[str, str]:
     """Of all that decides how a checkpoint is read."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version(), **package_versions("paceline", "torch", "numpy")}
 
 
 @dataclass(frozen=True)
