@@ -28,7 +28,9 @@ from torch.optim import Optimizer
 
 from cluster.health.local import measure
 from trainers.config import TrainConfig
-from trainers.config.model import build, override, parse_mapping
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.yaml import parse_mapping
 from trainers.devices.device import synchronize
 from trainers.launch.find_task import load_task
 from trainers.launch.local import LocalContext

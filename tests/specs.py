@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from trainers.launch.spec import RunSpec, make_spec
 from trainers.measure.clock import read_log
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainers.config import TrainConfig
-from trainers.config.model import parse_overrides
+from trainers.config.overrides import parse_overrides
 from trainers.config.reference import reference
 from trainers.errors import POLICIES, ConfigError, PacelineError, RunFailedError
 from trainers.launch.imports import without_collection

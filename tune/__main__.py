@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainers.config.model import parse_overrides
+from trainers.config.overrides import parse_overrides
 from trainers.config.reference import reference
 from trainers.errors import PacelineError
 from trainers.launch.imports import without_collection

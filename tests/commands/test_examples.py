@@ -15,7 +15,7 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.specs import evaluations, losses
-from trainers.config.model import parse_overrides
+from trainers.config.overrides import parse_overrides
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
 from trainers.launch.spec import RunSpec, read_spec

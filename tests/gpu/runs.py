@@ -14,7 +14,8 @@ from torch.utils.data import TensorDataset
 
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
-from trainers.config.model import build, override
+from trainers.config.model import build
+from trainers.config.overrides import override
 from trainers.data.sampler import split_share
 from trainers.launch.local import LocalContext
 from trainers.loop.build import Parts, build_parts

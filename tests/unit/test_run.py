@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainers.config import TrainConfig
-from trainers.config.model import dump_yaml, parse_mapping
+from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 from trainers.launch.spec import (
     RunSpec,

@@ -11,16 +11,9 @@ import pytest
 from pydantic import Field, model_validator
 
 from trainers.config import TrainConfig
-from trainers.config.model import (
-    Settings,
-    build,
-    dump_yaml,
-    override,
-    parse_mapping,
-    parse_overrides,
-    parse_yaml,
-    set_key,
-)
+from trainers.config.model import Settings, build
+from trainers.config.overrides import override, parse_overrides, set_key
+from trainers.config.yaml import dump_yaml, parse_mapping, parse_yaml
 from trainers.errors import MISSING, ConfigError, ConfigErrors
 
 SCALARS = {

@@ -26,7 +26,7 @@ from torch import nn
 
 from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
-from trainers.config.model import override, parse_overrides
+from trainers.config.overrides import override, parse_overrides
 from trainers.context import RunContext
 from trainers.data.feed import Feed
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainers.config import TrainConfig
-from trainers.config.model import build, dump_yaml, override, parse_mapping
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import MISSING, ConfigError
 from trainers.launch.find_task import add_to_path, load_task, portable, task_path
 from trainers.launch.imports import without_collection

@@ -12,7 +12,7 @@ import ray
 import ray.train
 import torch
 
-from trainers.config.model import dump_yaml
+from trainers.config.yaml import dump_yaml
 from trainers.devices.device import device_name, total_memory_bytes
 from trainers.devices.nvml import Pressure
 from trainers.errors import DivergedError, PacelineError, RunFailedError

@@ -12,7 +12,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainers.config import TrainConfig
-from trainers.config.model import build, dump_yaml, override
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.yaml import dump_yaml
 from trainers.errors import STATUSES
 from trainers.storage import Storage
 from tune.config import Range, SweepConfig

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainers.config import TrainConfig
-from trainers.config.model import build, override
+from trainers.config.model import build
+from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
 from tune.config import BATCH_KEYS, Range, SweepConfig
 from tune.trials.journal import TrialRecord

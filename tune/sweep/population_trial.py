@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from tune.lanes.messages import Assignment, Event
 from tune.search.space import chosen
 from tune.sweep.trial import LaneTrial, make_record

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from tune.lanes.messages import Assignment, Event
 from tune.report.answer import in_short, labels
 from tune.search.finalists import repeats_to_run

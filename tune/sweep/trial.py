@@ -11,7 +11,7 @@ import ray
 from ray.tune import Trainable
 
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from trainers.errors import STATUSES, Status
 from trainers.storage import Storage
 from tune.config import Objective
