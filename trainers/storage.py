@@ -97,7 +97,8 @@ class Storage:
             if self._place.endswith(":"):
                 raise ValueError("there is no bucket in it")
             if not self.is_local:
-                return fs.FileSystem.from_uri(self.uri)
+                filesystem, path = fs.FileSystem.from_uri(self.uri)
+                return filesystem, path
             return fs.LocalFileSystem(), unquote(urlsplit(self.uri).path) if "://" in self.uri else self.uri
         except (OSError, ValueError) as error:
             rule, fix = f"cannot be opened ({first_line(error)})", "use a directory or a URI such as s3://bucket/path"

@@ -62,7 +62,7 @@ class Job(Protocol[R_co]):
         """What `execute` gave, from its JSON."""
 
 
-class LocalContext:
+class LocalContext(RunContext):
     """RunContext of the launchers in this file. SIGTERM and the first Ctrl-C ask the loop to stop."""
 
     def __init__(
@@ -74,36 +74,12 @@ class LocalContext:
         local_rank: int = 0,
         local_world_size: int = 1,
     ) -> None:
-        self.storage, self.launcher, self.rank, self.world_size = storage, launcher, rank, world_size
-        self.local_rank, self.local_world_size, self.device_index = local_rank, local_world_size, local_rank
-        self.microbatch_ceiling: int | None = None
-        self.microbatch_bounds: tuple[int | None, int | None] = (None, None)
-        self.source: Storage | None = None
-        self.until_epoch: float | None = None
+        super().__init__(storage, launcher, rank, world_size, local_rank, local_world_size, device_index=local_rank)
         self._stop = threading.Event()
-
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
-        """Nobody to tell: the loop has logged it."""
-
-    def observe(self, figures: dict[str, float]) -> None:
-        """Nobody watches."""
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether a signal came."""
         return self._stop.is_set()
-
-    def preempted(self, elapsed_s: float) -> bool:
-        """Nobody says so here: SIGTERM is how such a machine ends."""
-        return False
-
-    def fits(self, microbatch_size: int, fits: bool) -> None:
-        """Nobody else would use it."""
-
-    def too_large(self, microbatch_size: int) -> None:
-        """The run's directory knows it."""
-
-    def hung(self, words: str) -> None:
-        """The exit code says it."""
 
     def listen(self) -> None:
         """Take SIGTERM and SIGINT as the wish to stop; a second Ctrl-C interrupts at once."""
