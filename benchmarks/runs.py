@@ -36,7 +36,8 @@ from trainers.launch.find_task import load_task
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.loop.training import AGREE_EVERY_STEPS
-from trainers.measure.clock import WARMUP_STEPS, RunResult
+from trainers.measure.clock import WARMUP_STEPS
+from trainers.measure.result import RunResult
 from trainers.model.precision import TABLE, apply_matmul
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

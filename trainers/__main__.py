@@ -27,7 +27,7 @@ from trainers.launch.imports import without_collection
 from trainers.launch.spec import check_precision, check_task, prepare_storage, read_spec, torchrun_world_size
 
 if TYPE_CHECKING:
-    from trainers.measure.clock import RunResult
+    from trainers.measure.result import RunResult
 
 PROFILE_STEPS = 5
 """What `--profile` records."""

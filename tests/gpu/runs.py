@@ -20,7 +20,8 @@ from trainers.data.sampler import split_share
 from trainers.launch.local import LocalContext
 from trainers.loop.build import Parts, build_parts
 from trainers.loop.fit import fit
-from trainers.measure.clock import RunResult, read_log
+from trainers.measure.result import RunResult
+from trainers.measure.run_log import read_log
 from trainers.model.optimizer import lr_factor
 from trainers.storage import Storage
 from trainers.task import Task

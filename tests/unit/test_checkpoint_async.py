@@ -24,7 +24,7 @@ from trainers.checkpoint.store import Archive
 from trainers.devices.rng import get_rng_state
 from trainers.errors import DivergedError, StorageError
 from trainers.loop.fit import fit
-from trainers.measure.clock import read_log
+from trainers.measure.run_log import read_log
 from trainers.model.strategy import Group
 from trainers.storage import Storage
 

@@ -22,8 +22,10 @@ from trainers.errors import ConfigError, StorageError, TooLargeError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.measure import profiler as profiling
-from trainers.measure.clock import WARMUP_STEPS, RunResult, read_log
+from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.profiler import inspect_run, memory_chart, memory_points, memory_watched, save_memory_report
+from trainers.measure.result import RunResult
+from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
 GPU = torch.device("cuda", 1)

@@ -24,7 +24,7 @@ from trainers.launch.spec import (
     read_spec,
     torchrun_world_size,
 )
-from trainers.measure.clock import RunResult
+from trainers.measure.result import RunResult
 from trainers.storage import Storage
 
 MODULE = "task_of_test_run"

@@ -14,7 +14,7 @@ from trainers.config import TrainConfig
 from trainers.devices.rng import get_rng_state
 from trainers.errors import CheckpointError
 from trainers.loop.build import Parts
-from trainers.measure.clock import RunLog
+from trainers.measure.run_log import RunLog
 from trainers.storage import Storage
 from trainers.task import Task
 

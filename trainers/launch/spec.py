@@ -24,7 +24,7 @@ from trainers.storage import Storage, storage_uri
 
 if TYPE_CHECKING:
     from trainers.context import RunContext
-    from trainers.measure.clock import RunResult
+    from trainers.measure.result import RunResult
 
 # Keys that decide what is learned. A run that goes on must not have changed them.
 IDENTITY = (
@@ -76,7 +76,7 @@ class RunSpec:
 
     def read_result(self, text: bytes) -> RunResult:
         """What `execute` gave, from its JSON."""
-        from trainers.measure.clock import RunResult
+        from trainers.measure.result import RunResult
 
         return RunResult.from_json(text)
 
@@ -198,7 +198,7 @@ def delete_own(storage: Storage, mark: str) -> None:
 
 def _finished(storage: Storage) -> RunResult | None:
     """The result of a run that is done; None when there is none, or none that can be read."""
-    from trainers.measure.clock import RunResult
+    from trainers.measure.result import RunResult
 
     if not storage.exists("result.json"):
         return None

@@ -31,8 +31,10 @@ from trainers.loop.build import Parts
 from trainers.loop.console import say_evaluation, say_start, say_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.watchdog import Watchdog
-from trainers.measure.clock import RunLog, RunResult, StepClock
+from trainers.measure.clock import StepClock
 from trainers.measure.profiler import Inspection
+from trainers.measure.result import RunResult
+from trainers.measure.run_log import RunLog
 from trainers.model.optimizer import lr_factor
 from trainers.model.strategy import is_sharded, share_buffers
 from trainers.step.ceiling import refuse_microbatch

@@ -32,7 +32,7 @@ from trainers.errors import POLICIES, ConfigError, PreemptedError, RunFailedErro
 from trainers.launch.local import setup_logging
 from trainers.launch.spec import RunSpec
 from trainers.loop.watchdog import count_hangs
-from trainers.measure.clock import RunResult
+from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.context import RayContext, request_stop
 from trainers.on_ray.coordinator import TakenNodes, count_nodes, free_dead_runs
