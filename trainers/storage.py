@@ -11,6 +11,7 @@ import errno
 import functools
 import logging
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -170,6 +171,11 @@ class Storage:
         """Write one file whole, with retries where another try may help."""
         with self.writer(name) as stream:
             stream.write(data)
+
+    def copy(self, file: Path, name: str) -> None:
+        """Write the content of a local file, in pieces."""
+        with file.open("rb") as source, self.writer(name) as target:
+            shutil.copyfileobj(source, target)
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[BinaryIO]:
