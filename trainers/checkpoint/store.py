@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainers.checkpoint.manifest import Best, Manifest, folder_name, surplus
+from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, surplus
 from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.storage import Storage, retrying
 
@@ -56,7 +56,7 @@ class Archive:
         self.storage.delete(f"{name}/manifest.json")
 
     @retrying
-    def write(self, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
+    def write(self, name: str, file: str, state: dict[str, Any]) -> FileEntry:
         """Write one file of a checkpoint; its entry in the manifest."""
         path = f"{name}/{file}"
         try:
@@ -67,7 +67,7 @@ class Archive:
         except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
             cause = _os_error(error) or error
             raise StorageError(f"could not write {self.storage.locate(path)}: {cause}") from cause
-        return {"bytes": hashing.size, "sha256": hashing.hexdigest()}
+        return FileEntry(hashing.size, hashing.hexdigest())
 
     def seal(self, manifest: Manifest, keep: int) -> None:
         """Write the manifest, which makes the checkpoint whole, then delete those that need not be kept."""
@@ -171,7 +171,7 @@ class Archive:
             with self.storage.reader(f"{name}/{file}") as stream:
                 while chunk := stream.read(1 << 20):
                     sha256.update(chunk)
-            if sha256.hexdigest() != entry["sha256"]:
+            if sha256.hexdigest() != entry.sha256:
                 raise CheckpointError(f"{file} does not match its checksum")
 
 

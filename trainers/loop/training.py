@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainers.checkpoint.keeper import Keeper
+from trainers.checkpoint.run_state import Keeper
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import device_name, environment, reset_peak_memory

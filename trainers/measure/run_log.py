@@ -48,9 +48,10 @@ class RunLog:
     def cut(self, step: int) -> None:
         """Drop the parts that end after `step`: the run resumes there and will write them again."""
         for storage, last in ((self._storage, f"{step:012d}.jsonl"), (self._events, events_name(step))):
-            for name in storage.names() if storage is not None else ():
-                if name > last:  # steps have leading zeros
-                    storage.delete(name)
+            if storage is not None:
+                for name in storage.names():
+                    if name > last:  # steps have leading zeros
+                        storage.delete(name)
 
 
 def _extend(storage: Storage, name: str, data: bytes) -> None:
