@@ -12,8 +12,8 @@ class RunContext:
 
     `launcher` is for the log: local, spawn, torchrun, ray or lane. `storage` is the run's directory; None for a run
     that keeps nothing (a trial). `local_rank` and `local_world_size` are those of this host; `device_index` says which
-    of the GPUs that this process sees is its own. `elapsed_s` is the loop's age, equal on all ranks: it may decide how
-    often a launcher is asked or told.
+    of the GPUs that this process sees is its own (default: `local_rank`). `elapsed_s` is the loop's age, equal on all
+    ranks: it may decide how often a launcher is asked or told.
     """
 
     microbatch_ceiling: int | None = None
@@ -33,10 +33,11 @@ class RunContext:
         world_size: int = 1,
         local_rank: int = 0,
         local_world_size: int = 1,
-        device_index: int = 0,
+        device_index: int | None = None,
     ) -> None:
         self.storage, self.launcher, self.rank, self.world_size = storage, launcher, rank, world_size
-        self.local_rank, self.local_world_size, self.device_index = local_rank, local_world_size, device_index
+        self.local_rank, self.local_world_size = local_rank, local_world_size
+        self.device_index = local_rank if device_index is None else device_index
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Take note of an evaluation or a checkpoint. Every rank calls it, equally often."""

@@ -23,19 +23,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from trainers.checkpoint.host_copy import HostCopy
 from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, rank_file, versions
 from trainers.checkpoint.store import Archive
-from trainers.errors import CheckpointError, StorageError
+from trainers.errors import StorageError
 from trainers.model.strategy import Group
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
 _Entries = dict[str, FileEntry]
 
 
@@ -47,9 +45,7 @@ class Loaded:
     state: dict[str, Any]
     rank_state: dict[str, Any] | None
     """None when the checkpoint was written by another number of workers."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Figures at its step, when that was evaluated."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]
     """The resolved TrainConfig that trained it."""
 
 
@@ -165,38 +161,22 @@ class Checkpoints:
         """
         return self.best is not None and self.best.improves(self.best.value(figures), self._best_value)
 
-    def load(self, which: str = "newest") -> Loaded | None:
-        """The checkpoint that `which` names (see `Archive.choose`); None when there is no `newest`.
-
-        Raises CheckpointError, on every rank, when a named one is not there or not whole.
-        """
-        name = self._on_first(lambda: self.archive.newest() if which == "newest" else self.archive.choose(which))
+    def load(self) -> Loaded | None:
+        """The newest complete checkpoint; None when there is none. `improves` compares with the best from here on."""
+        found = (self.archive.newest(), self.archive.best_name()) if self.group.rank == 0 else (None, None)
+        name, best = self.group.first(found)
         if name is None:
             return None
         manifest = self.archive.manifest(name)
         if self.best is not None:
-            best = self._on_first(self.archive.best_name)
             self._best_value = self.archive.manifest(best).metrics[self.best.metric] if best else None
         same_size = manifest.world_size == self.group.world_size
         own = self.archive.read(name, rank_file(self.group.rank)) if same_size else None
-        return Loaded(name, self.archive.read(name, "state.pt"), own, manifest.metrics, manifest.config)
+        return Loaded(name, self.archive.read(name, "state.pt"), own, manifest.config)
 
     def locate(self, step: int) -> str:
         """Where the checkpoint of a step is."""
         return self.archive.storage.locate(folder_name(step))
-
-    def _on_first(self, choose: Callable[[], T]) -> T | None:
-        """Rank 0's answer, or its CheckpointError, on every rank."""
-        answer, problem = None, None
-        if self.group.rank == 0:
-            try:
-                answer = choose()
-            except CheckpointError as error:
-                problem = str(error)
-        answer, problem = self.group.first((answer, problem))
-        if problem is not None:
-            raise CheckpointError(problem)
-        return answer
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
         value = metrics.get(self.best.metric) if self.best else None

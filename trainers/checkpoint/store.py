@@ -169,7 +169,7 @@ class Archive:
         for file, entry in self.manifest(name).files.items():
             sha256 = hashlib.sha256()
             with self.storage.reader(f"{name}/{file}") as stream:
-                while chunk := stream.read(1 << 20):
+                while chunk := stream.read(1 << 20):  # larger than file_digest's: each is a request to an object store
                     sha256.update(chunk)
             if sha256.hexdigest() != entry.sha256:
                 raise CheckpointError(f"{file} does not match its checksum")

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -65,29 +64,19 @@ class Job(Protocol[R_co]):
 class LocalContext(RunContext):
     """RunContext of the launchers in this file. SIGTERM and the first Ctrl-C ask the loop to stop."""
 
-    def __init__(
-        self,
-        storage: Storage | None,
-        launcher: str,
-        rank: int = 0,
-        world_size: int = 1,
-        local_rank: int = 0,
-        local_world_size: int = 1,
-    ) -> None:
-        super().__init__(storage, launcher, rank, world_size, local_rank, local_world_size, device_index=local_rank)
-        self._stop = threading.Event()
+    _asked_to_stop = False
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether a signal came."""
-        return self._stop.is_set()
+        return self._asked_to_stop
 
     def listen(self) -> None:
         """Take SIGTERM and SIGINT as the wish to stop; a second Ctrl-C interrupts at once."""
 
         def handler(number: int, frame: FrameType | None) -> None:
-            if self._stop.is_set() and number == signal.SIGINT:
+            if self._asked_to_stop and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self._stop.set()
+            self._asked_to_stop = True
             if self.rank == 0:
                 logger.info("asked to stop (%s): writing a checkpoint first", signal.Signals(number).name)
 
