@@ -28,12 +28,15 @@ from torch.optim import Optimizer
 
 from cluster.health.matmul import matmul_times
 from trainers.config import TrainConfig
-from trainers.config.model import build, override, parse_mapping
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.yaml import parse_mapping
 from trainers.launch.find_task import load_task
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.loop.training import AGREE_EVERY_STEPS
-from trainers.measure.clock import WARMUP_STEPS, RunResult
+from trainers.measure.clock import WARMUP_STEPS
+from trainers.measure.result import RunResult
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _ENDLESS = 10**6

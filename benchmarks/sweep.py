@@ -115,7 +115,7 @@ def as_documented(file: Path, limit: int | None) -> tuple[float, list[tuple[dict
     from ray.tune.integration.ray_train import TuneReportCallback
 
     from trainers.config import TrainConfig
-    from trainers.config.model import override
+    from trainers.config.overrides import override
     from tune.search.space import grid
     from tune.sweep.spec import read_sweep
 

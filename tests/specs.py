@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from trainers.launch.spec import RunSpec, make_spec
-from trainers.measure.clock import read_log
+from trainers.measure.run_log import read_log
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainers.config import TrainConfig
-from trainers.config.model import parse_overrides
+from trainers.config.overrides import parse_overrides
 from trainers.config.reference import reference
 from trainers.errors import POLICIES, ConfigError, PacelineError
 from trainers.launch.imports import without_collection
 from trainers.launch.spec import check_precision, prepare_storage, read_spec, torchrun_world_size
 
 if TYPE_CHECKING:
-    from trainers.measure.clock import RunResult
+    from trainers.measure.result import RunResult
 
 PROFILE_STEPS = 5
 """What `--profile` records."""

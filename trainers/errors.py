@@ -6,9 +6,11 @@ a run gets by default when it ends that way, and what to tell the user.
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -51,7 +53,7 @@ POLICIES: dict[Status, Policy] = {
 
 
 class PacelineError(Exception):
-    """Base of all errors that Paceline raises on purpose; `status` is how the run ends."""
+    """Base of all errors that Paceline raises; `status` is how the run ends."""
 
     status: Status = "error"
     exit_code = 1
@@ -87,9 +89,7 @@ class ConfigErrors(ConfigError):  # noqa: N818 (several of them)
         first = errors[0]
         super().__init__(first.field, first.value, first.rule, first.fix, first.source)
         self.errors = errors
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (ConfigErrors, (self.errors,))
+        self.args = (errors,)  # what pickle builds it from
 
     def __str__(self) -> str:
         return "\n".join(str(error) for error in self.errors)
@@ -100,7 +100,7 @@ class StorageError(PacelineError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint that is incomplete, damaged or not ours."""
+    """A checkpoint that is incomplete, damaged or of another program."""
 
 
 class DeviceMismatchError(PacelineError):
@@ -133,7 +133,7 @@ class TooLargeError(PacelineError):
 
 
 class RunFailedError(PacelineError):
-    """A run that ended; carries the status, the worker's own words, and when (Unix time) it failed.
+    """A run that ended: the status, the worker's message, and when (Unix time) it failed.
 
     `smaller`: the next start takes a smaller microbatch, so it is worth more than a retry.
     """
@@ -154,12 +154,8 @@ class RunFailedError(PacelineError):
             return RunFailedError("error", str(error), time.time(), config=True)
         frames = traceback.extract_tb(error.__traceback__)
         at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        return RunFailedError(
-            classify(error),
-            f"rank {rank}: {type(error).__name__}: {first_line(error)}{at}",
-            time.time(),
-            smaller=isinstance(error, TooLargeError),
-        )
+        message = f"rank {rank}: {type(error).__name__}: {first_line(error) if str(error) else ''}{at}"
+        return RunFailedError(classify(error), message, time.time(), smaller=isinstance(error, TooLargeError))
 
     @staticmethod
     def first(errors: list[RunFailedError]) -> RunFailedError:
@@ -177,22 +173,18 @@ class RunFailedError(PacelineError):
         return f"the run ended as `{self.status}`: {self.message}"
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "MISSING"
-
-    def __reduce__(self) -> str:
-        return "MISSING"
+class _Missing(Enum):
+    MISSING = "no value"
 
 
-MISSING = _Missing()
+MISSING = _Missing.MISSING
 
 
 def show(value: Any) -> str:
     """A value as a user would have written it, cut to 160 characters."""
     text = f'"{value}"' if isinstance(value, str) else str(value)
     if isinstance(value, bool) or value is None:
-        text = {True: "true", False: "false", None: "null"}[value]
+        text = json.dumps(value)
     return text if len(text) <= 160 else text[:157] + "..."
 
 

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from trainers.errors import ConfigError, StorageError
+from trainers.errors import ConfigError, StorageError, first_line
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 
-_TRIES = 4
-_FIRST_WAIT_S = 0.5
+_WAITS_S = (0.5, 1.0, 2.0)
 # Another try would meet these again.
 _FINAL = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -56,6 +58,25 @@ def inside_ray_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
+def retrying(action: Callable[P, T]) -> Callable[P, T]:
+    """`action`, tried up to four times, 0.5, 1 and 2 s apart; a full disk or a missing file is final at once."""
+
+    @functools.wraps(action)
+    def tried(*args: P.args, **kwargs: P.kwargs) -> T:
+        for wait_s in _WAITS_S:
+            try:
+                return action(*args, **kwargs)
+            except StorageError as error:
+                cause = error.__cause__
+                if isinstance(cause, OSError) and cause.errno in _FINAL:
+                    raise
+                logger.warning("%s; trying again in %.1f s", error, wait_s)
+                time.sleep(wait_s)
+        return action(*args, **kwargs)
+
+    return tried
+
+
 class Storage:
     """Files below one directory. Writes are whole or absent: aside and renamed, or one object put."""
 
@@ -69,30 +90,23 @@ class Storage:
     def __reduce__(self) -> tuple[type[Storage], tuple[str]]:
         return (Storage, (self.uri,))
 
-    @property
-    def _resolved(self) -> tuple[object, str]:
-        from pyarrow import fs
+    @functools.cached_property
+    def _resolved(self) -> tuple[Any, str]:
+        from pyarrow import fs  # takes 0.1 s, which a mistake in a file need not wait for
 
-        if "_fs" not in self.__dict__:
-            try:
-                if self._place.endswith(":"):
-                    raise ValueError("there is no bucket in it")
-                if "://" in self.uri and not self.uri.startswith("file://"):
-                    self._fs: tuple[object, str] = fs.FileSystem.from_uri(self.uri)
-                else:
-                    path = unquote(urlsplit(self.uri).path) if self.uri.startswith("file://") else self.uri
-                    self._fs = (fs.LocalFileSystem(), path)
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    "storage_path",
-                    self.uri,
-                    f"cannot be opened ({_first_line(error)})",
-                    "use a directory or a URI such as s3://bucket/path",
-                ) from error
-        return self._fs
+        try:
+            if self._place.endswith(":"):
+                raise ValueError("there is no bucket in it")
+            if not self.is_local:
+                filesystem, path = fs.FileSystem.from_uri(self.uri)
+                return filesystem, path
+            return fs.LocalFileSystem(), unquote(urlsplit(self.uri).path) if "://" in self.uri else self.uri
+        except (OSError, ValueError) as error:
+            rule, fix = f"cannot be opened ({first_line(error)})", "use a directory or a URI such as s3://bucket/path"
+            raise ConfigError("storage_path", self.uri, rule, fix) from error
 
     @property
-    def filesystem(self) -> object:
+    def filesystem(self) -> Any:
         """The pyarrow.fs.FileSystem."""
         return self._resolved[0]
 
@@ -104,9 +118,7 @@ class Storage:
     @property
     def is_local(self) -> bool:
         """Whether this is a directory of this machine (or one mounted on it)."""
-        from pyarrow import fs
-
-        return isinstance(self.filesystem, fs.LocalFileSystem)
+        return "://" not in self.uri or self.uri.startswith("file://")
 
     def child(self, *names: str) -> Storage:
         """The directory below this one."""
@@ -144,50 +156,46 @@ class Storage:
                     Path(aside).unlink(missing_ok=True)
                     raise
             else:
-                stream = self.filesystem.open_output_stream(target)  # type: ignore[attr-defined]
+                put = self.filesystem.open_output_stream(target)
                 try:
-                    yield cast("BinaryIO", stream)
-                    stream.close()
+                    yield put
+                    put.close()
                 except BaseException:
                     with contextlib.suppress(OSError):
-                        stream.close()
-                        self.filesystem.delete_file(target)  # type: ignore[attr-defined]
+                        put.close()
+                        self.filesystem.delete_file(target)
                     raise
 
+    @retrying
     def write(self, name: str, data: bytes) -> None:
         """Write one file whole, with retries where another try may help."""
+        with self.writer(name) as stream:
+            stream.write(data)
 
-        def once() -> None:
-            with self.writer(name) as stream:
-                stream.write(data)
-
-        retrying(once)
+    def copy(self, file: Path, name: str) -> None:
+        """Write the content of a local file, in pieces."""
+        with file.open("rb") as source, self.writer(name) as target:
+            shutil.copyfileobj(source, target)
 
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[BinaryIO]:
         """A seekable binary stream of an existing file."""
         with (
             _explained(f"read {self.locate(name)}"),
-            self.filesystem.open_input_file(f"{self.path}/{name}") as stream,  # type: ignore[attr-defined]
+            self.filesystem.open_input_file(f"{self.path}/{name}") as stream,
         ):
-            yield cast("BinaryIO", stream)
+            yield stream
 
+    @retrying
     def read(self, name: str) -> bytes:
         """The whole file; StorageError when it is not there."""
-
-        def once() -> bytes:
-            with self.reader(name) as stream:
-                return stream.read()
-
-        return retrying(once)
+        with self.reader(name) as stream:
+            return stream.read()
 
     def exists(self, name: str = "") -> bool:
         """Whether the file or directory is there."""
-        from pyarrow import fs
-
         with _explained(f"look for {self.locate(name)}"):
-            info = self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/"))  # type: ignore[attr-defined]
-            return bool(info.type != fs.FileType.NotFound)
+            return self._kind(name) != "NotFound"
 
     def names(self, directory: str = "") -> list[str]:
         """Names directly below a directory, sorted; none when it is not there. Files still aside are left out."""
@@ -195,22 +203,18 @@ class Storage:
 
         base = f"{self.path}/{directory}".rstrip("/")
         with _explained(f"list {self.locate(directory)}"):
-            found = self.filesystem.get_file_info(  # type: ignore[attr-defined]
-                fs.FileSelector(base, allow_not_found=True)
-            )
+            found = self.filesystem.get_file_info(fs.FileSelector(base, allow_not_found=True))
         return sorted(info.base_name for info in found if not info.base_name.endswith(".tmp"))
 
     def delete(self, name: str) -> None:
         """Delete a file or a directory with all below it; nothing happens when it is not there."""
-        from pyarrow import fs
-
         target = f"{self.path}/{name}".rstrip("/")
         with _explained(f"delete {self.locate(name)}"):
-            info = self.filesystem.get_file_info(target)  # type: ignore[attr-defined]
-            if info.type == fs.FileType.Directory:
-                self.filesystem.delete_dir(target)  # type: ignore[attr-defined]
-            elif info.type == fs.FileType.File:
-                self.filesystem.delete_file(target)  # type: ignore[attr-defined]
+            kind = self._kind(name)
+            if kind == "Directory":
+                self.filesystem.delete_dir(target)
+            elif kind == "File":
+                self.filesystem.delete_file(target)
 
     def prove_writable(self) -> None:
         """Write, read and delete a marker; StorageError or ConfigError says what is wrong before training starts."""
@@ -220,13 +224,12 @@ class Storage:
             self.read(name)
             self.delete(name)
         except StorageError as error:
-            raise ConfigError(
-                "storage_path", self.uri, f"cannot be written ({error})", "give a place that this user may write to"
-            ) from error
+            rule, fix = f"cannot be written ({error})", "give a place that this user may write to"
+            raise ConfigError("storage_path", self.uri, rule, fix) from error
 
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    def _kind(self, name: str) -> str:
+        """The name of the pyarrow.fs.FileType: NotFound, File, Directory or Unknown."""
+        return str(self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/")).type.name)
 
 
 @contextlib.contextmanager
@@ -234,19 +237,4 @@ def _explained(action: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"could not {action}: {_first_line(error)}") from error
-
-
-def retrying(action: Callable[[], T]) -> T:
-    """Run `action` up to four times, 0.5, 1 and 2 s apart; a full disk or a missing file is final at once."""
-    for attempt in range(_TRIES):
-        try:
-            return action()
-        except StorageError as error:
-            cause = error.__cause__
-            if attempt == _TRIES - 1 or (isinstance(cause, OSError) and cause.errno in _FINAL):
-                raise
-            wait_s = _FIRST_WAIT_S * 2**attempt
-            logger.warning("%s; trying again in %.1f s", error, wait_s)
-            time.sleep(wait_s)
-    raise AssertionError("unreachable")
+        raise StorageError(f"could not {action}: {first_line(error)}") from error

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainers.config.model import parse_overrides
+from trainers.config.overrides import parse_overrides
 from trainers.config.reference import reference
 from trainers.errors import PacelineError
 from trainers.launch.imports import without_collection
@@ -83,7 +83,8 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
     if before:
         print(f"{spec.uri} holds {before} trials that have ended: only the others run")
     with without_collection(own_process=True):
-        from tune.sweep.run import Interrupted, disconnect, environment, run_sweep
+        from tune.sweep.progress import Interrupted
+        from tune.sweep.run import disconnect, environment, run_sweep
 
     try:
         records = run_sweep(spec, checked)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import REPOSITORY, Done
 from tests.specs import BASE
-from trainers.config.model import dump_yaml
+from trainers.config.yaml import dump_yaml
 
 MODULES = ("torch", "ray")
 
@@ -20,7 +20,7 @@ WITHOUT_TORCH: list[tuple[dict[str, Any], list[str]]] = [
     ({"optimizer": {"name": "adamw", "lr": 0.1, "weight_deacy": 1}}, ["did you mean `optimizer.weight_decay`?"]),
     ({"global_batch_size": "64"}, ["`global_batch_size`", '"64"', "whole number", "for example"]),
     ({"global_batch_size": 0}, ["`global_batch_size` is 0", "at least 1"]),
-    ({"batch_size_per_worker": 8}, ["`batch_size_per_worker` is 8", "cannot stand beside global_batch_size", "keep"]),
+    ({"batch_size_per_worker": 8}, ["`batch_size_per_worker` is 8", "conflicts with global_batch_size", "keep"]),
     ({"task": None}, ["`task`", "must be"]),
     ({"task": "tests.taks:Blobs"}, ['"tests.taks:Blobs"', "cannot be found: no tests/taks.py"]),
     ({"precision": "bf17"}, ["`precision`", '"bf17"', "'bf16'"]),

@@ -15,11 +15,11 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.specs import evaluations, losses
-from trainers.config.model import parse_overrides
+from trainers.config.overrides import parse_overrides
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
 from trainers.launch.spec import RunSpec, read_spec
-from trainers.measure.clock import RunResult
+from trainers.measure.result import RunResult
 from tune.sweep.spec import read_sweep
 
 EXAMPLES = REPOSITORY / "examples"

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import REPOSITORY, Done
-from trainers.measure.clock import read_log
+from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.local import LocalContext, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
-from trainers.measure.clock import RunResult
+from trainers.measure.result import RunResult
 from trainers.model.precision import TABLE
 from trainers.model.sharding import is_sharded, local, whole
 from trainers.model.strategy import compile_model, place_model, share_buffers, wrap_model

@@ -18,7 +18,7 @@ from tests.specs import evaluations, losses, make
 from tests.waits import when
 from trainers.launch.local import run_local
 from trainers.launch.spec import RunSpec
-from trainers.measure.clock import read_log
+from trainers.measure.run_log import read_log
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.specs import BASE, REPOSITORY
-from trainers.measure.clock import read_log
+from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 from tune.trials.record import TrialRecord
 

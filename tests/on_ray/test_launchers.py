@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Done
 from tests.specs import evaluations, losses, make, tree
-from trainers.config.model import dump_yaml
+from trainers.config.yaml import dump_yaml
 from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec
 

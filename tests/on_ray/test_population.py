@@ -15,7 +15,7 @@ from tests.on_ray.test_lanes import rows, run, sweep
 from tests.on_ray.test_tune_killed import start
 from tests.specs import BASE, REPOSITORY
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from trainers.launch.local import LocalContext
 from trainers.launch.spec import RunSpec
 from trainers.storage import Storage

@@ -1,20 +1,14 @@
-"""Copies of the state in host memory, and work on a thread: what a checkpoint in the background stands on."""
+"""Copies of the state in host memory, which a checkpoint in the background is written from."""
 
 from __future__ import annotations
 
-import functools
 import io
-import threading
-import time
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
-from trainers.checkpoint.background import HostCopy, Worker
+from trainers.checkpoint.host_copy import HostCopy
 
 torch.set_num_threads(1)
 
@@ -74,77 +68,3 @@ def test_a_view_of_something_large_does_not_carry_it_along(tmp_path: Path) -> No
     large = torch.zeros(100_000)
     torch.save(HostCopy().take({"view": large[:10]}), tmp_path / "copy")
     assert (tmp_path / "copy").stat().st_size < 10_000
-
-
-def test_a_jobs_error_is_raised_where_its_answer_is_taken() -> None:
-    def fails() -> int:
-        raise KeyError("here")
-
-    worker = Worker()
-    job = worker.start(fails)
-    with pytest.raises(KeyError, match="here"):
-        job.result()
-    assert job.done
-    assert worker.start(lambda: 3).result() == 3
-
-
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "checkpoint"}
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_a_worker_does_its_jobs_in_order_on_one_thread() -> None:
-    before, order = threads(), list[int]()
-    worker = Worker()
-    assert threads() <= before, "nobody who writes at once needs a thread"
-    jobs = [worker.start(functools.partial(order.append, number)) for number in range(50)]
-    for job in jobs:
-        job.result()
-    assert order == list(range(50))
-    assert len(threads() - before) == 1
-
-
-def test_a_forgotten_worker_ends_with_what_was_begun() -> None:
-    before, free, done = threads(), threading.Event(), list[int]()
-    worker = Worker()
-    worker.start(free.wait)
-    worker.start(functools.partial(done.append, 1))
-    del worker
-    free.set()
-    wait_for(lambda: threads() <= before)
-    assert done == [1]
-
-
-def test_a_closed_worker_starts_again() -> None:
-    before, done = threads(), list[int]()
-
-    def slow() -> None:
-        time.sleep(0.05)
-        done.append(1)
-
-    worker = Worker()
-    worker.close()
-    worker.start(slow)
-    worker.close()
-    assert done == [1], "it waits"
-    assert threads() <= before
-    assert worker.start(lambda: 2).result() == 2
-
-
-def test_a_job_that_has_ended_holds_nothing() -> None:
-    """The state that it wrote would be held until the next checkpoint."""
-
-    class State:
-        """What a weak reference may point at."""
-
-    worker, state = Worker(), State()
-    gone = weakref.ref(state)
-    worker.start(functools.partial(id, state)).result()
-    del state
-    wait_for(lambda: gone() is None)

@@ -25,7 +25,7 @@ from trainers.devices.group import Group
 from trainers.devices.rng import get_rng_state
 from trainers.errors import DivergedError, StorageError
 from trainers.loop.fit import fit
-from trainers.measure.clock import read_log
+from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
 torch.set_num_threads(1)
@@ -250,7 +250,7 @@ def test_a_long_wait_for_storage_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
-    monkeypatch.setattr("trainers.checkpoint.keeper._LONG_WAIT_S", 0.05)
+    monkeypatch.setattr("trainers.checkpoint.run_state._LONG_WAIT_S", 0.05)
     write = Archive.write
 
     def slow(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:

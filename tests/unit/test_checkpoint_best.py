@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import Best, Manifest, surplus
+from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.sections import CheckpointConfig
@@ -103,9 +104,9 @@ def test_the_best_evaluation_is_kept_beside_the_newest(
 ) -> None:
     train(tmp_path, scores, **{"async": in_background})
     assert kept(tmp_path) == sorted({best, 8})
-    found = opened(tmp_path).load("best")
-    assert found is not None
-    assert found.state["position"]["step"] == best
+    archive = opened(tmp_path).archive
+    found = archive.manifest(archive.choose("best"))
+    assert found.step == best
     assert found.metrics["val_score"] == pytest.approx(scores[best // 2 - 1])
 
 
@@ -157,9 +158,7 @@ def test_a_damaged_best_gives_way_to_the_next_and_is_named(
     train(tmp_path, [0.1, 0.6, 0.5])
     where = tmp_path / "checkpoints/step-000000000004"
     (where / "state.pt").write_bytes((where / "state.pt").read_bytes()[:-1])
-    found = opened(tmp_path).load("best")
-    assert found is not None
-    assert found.name == "step-000000000006"
+    assert opened(tmp_path).archive.choose("best") == "step-000000000006"
     assert str(where) in caplog.text
 
 
@@ -171,22 +170,20 @@ def test_a_metric_that_the_task_does_not_report_is_named_with_those_it_does(tmp_
 def test_a_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
     train(tmp_path, [0.1, 0.6, 0.5])
     for which in ("step-4", "4", "step-000000000004"):
-        found = opened(tmp_path).load(which)
-        assert found is not None
-        assert found.name == "step-000000000004"
+        assert opened(tmp_path).archive.choose(which) == "step-000000000004"
     with pytest.raises(CheckpointError, match=r"no checkpoint step-5 in .*; there is step-4, step-6"):
-        opened(tmp_path).load("step-5")
+        opened(tmp_path).archive.choose("step-5")
     (tmp_path / "checkpoints/step-000000000006/manifest.json").unlink()
     with pytest.raises(CheckpointError, match="step-000000000006 cannot be used: it has no manifest"):
-        opened(tmp_path).load("step-6")
+        opened(tmp_path).archive.choose("step-6")
 
 
 def test_no_best_is_a_sentence_not_a_guess(tmp_path: Path) -> None:
     train(tmp_path, [0.1])
     with pytest.raises(CheckpointError, match="no complete checkpoint of an evaluated step"):
-        opened(tmp_path, "val_other").load("best")
+        opened(tmp_path, "val_other").archive.choose("best")
     with pytest.raises(CheckpointError, match=r"`checkpoint\.best`"):
-        Checkpoints(Storage(str(tmp_path)), Group(0, 1, CPU), 1).load("best")
+        Archive(Storage(str(tmp_path))).choose("best")
 
 
 def test_the_manifest_says_what_made_the_checkpoint(tmp_path: Path) -> None:
@@ -209,7 +206,7 @@ def test_a_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps(manifest))
     found = opened(tmp_path).load()
     assert found is not None
-    assert found.metrics == {}
+    assert found.config == {}
 
 
 def test_what_is_deleted() -> None:

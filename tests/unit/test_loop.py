@@ -21,7 +21,8 @@ from trainers.config.model import build
 from trainers.errors import CheckpointError, ConfigError, DivergedError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
-from trainers.measure.clock import RunLog, RunResult, read_log
+from trainers.measure.result import RunResult
+from trainers.measure.run_log import RunLog, read_log
 from trainers.storage import Storage
 from trainers.task import Task
 

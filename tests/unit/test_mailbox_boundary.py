@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.unit.test_mailbox import WAIT_S, asynchronous
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from trainers.storage import Storage
 from tune.lanes.mailbox import Mailbox
 from tune.lanes.messages import Assignment

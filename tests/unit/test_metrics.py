@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainers.measure.clock import WARMUP_STEPS, RunLog, RunResult, StepClock, Throughput, read_log
+from trainers.measure.clock import WARMUP_STEPS, StepClock, Throughput
+from trainers.measure.result import RunResult
+from trainers.measure.run_log import RunLog, read_log
 from trainers.storage import Storage
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tests.unit.test_loop import PER_EPOCH, SAMPLES, train
 from trainers.loop.monitor import COMPARE_EVERY_S, BackwardTimer, Monitor
-from trainers.measure.clock import WARMUP_STEPS, StepClock, read_log
+from trainers.measure.clock import WARMUP_STEPS, StepClock
+from trainers.measure.run_log import read_log
 from trainers.model.precision import resolve_precision
 from trainers.storage import Storage
 

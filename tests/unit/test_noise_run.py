@@ -17,7 +17,7 @@ from trainers.config.model import build
 from trainers.launch.local import LocalContext, run_local, run_spawn
 from trainers.loop.fit import fit
 from trainers.loop.training import Training
-from trainers.measure.clock import read_log
+from trainers.measure.run_log import read_log
 
 torch.set_num_threads(1)
 LONG: dict[str, Any] = {"max_steps": 300, "log_every_steps": 20, "evaluate__every_steps": 300, "seed": 3}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.unit.test_loop import PER_EPOCH, Context, Tiny, config, curve, evaluations
-from trainers.checkpoint.keeper import Keeper
+from trainers.checkpoint.run_state import Keeper
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.build import build_replica
 from trainers.loop.fit import fit

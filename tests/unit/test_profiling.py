@@ -21,9 +21,12 @@ from trainers.config.model import build
 from trainers.errors import ConfigError, StorageError, TooLargeError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
-from trainers.measure import profiler as profiling
-from trainers.measure.clock import WARMUP_STEPS, RunResult, read_log
-from trainers.measure.profiler import inspect_run, memory_chart, memory_points, memory_watched, save_memory_report
+from trainers.measure import memory_report
+from trainers.measure.clock import WARMUP_STEPS
+from trainers.measure.memory_report import memory_watched, save_memory_report
+from trainers.measure.profiler import inspect_run, memory_points
+from trainers.measure.result import RunResult
+from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
 GPU = torch.device("cuda", 1)
@@ -82,7 +85,7 @@ def test_the_steps_after_warm_up_are_recorded_and_left_out(tmp_path: Path, log: 
     assert "Self CPU" in table
     points = json.loads((tmp_path / "profiled" / "profile" / "memory_timeline.json").read_text())
     assert max(allocated for _, allocated in points) > 203 * 4
-    assert (tmp_path / "profiled" / "profile" / "memory_timeline.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "profiled" / "profile" / "memory_timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_that_ends_inside_the_window_keeps_what_there_is(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
@@ -111,7 +114,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     def full(*_: Any) -> None:
         raise StorageError("could not write: no space left")
 
-    monkeypatch.setattr(profiling, "_copy", full)
+    monkeypatch.setattr(Storage, "copy", full)
     assert train(tmp_path, profile_steps=2).status == "done"
     assert "the profile is lost: could not write: no space left" in log.text
 
@@ -148,14 +151,6 @@ def test_memory_over_time_is_that_of_one_device() -> None:
     assert memory_points({"traceEvents": []}, GPU) == []
 
 
-def test_the_chart_spans_the_memory() -> None:
-    page = memory_chart([(0.0, 2**20), (1.0, 5 * 2**20), (4.0, 3 * 2**20)], GPU)
-    assert "0 to 4.0 ms; 1.0 to 5.0 MiB" in page
-    assert 'd="M0 290.0H0.00V290.0H250.00V10.0H1000.00V150.0"' in page
-    assert "cuda:1" in page
-    assert "0.0 to 0.0 MiB" in memory_chart([], GPU)
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """CUDA's memory calls, remembered."""
@@ -163,7 +158,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda device: f"|summary of {device}|")
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"snapshot"))
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: calls.append(how))
-    monkeypatch.setattr(profiling, "resolve_device", lambda name, index: GPU)
+    monkeypatch.setattr(memory_report, "resolve_device", lambda name, index: GPU)
     return calls
 
 
@@ -212,7 +207,7 @@ def test_a_report_that_fails_leaves_the_error_as_it_is(
 def test_the_history_is_recorded_for_the_run_and_no_longer(cuda: list[Any], tmp_path: Path) -> None:
     context = LocalContext(Storage(str(tmp_path)), "local")
     with memory_watched(config(memory_history=True), context):
-        assert cuda == [{"max_entries": profiling.HISTORY_ENTRIES}]
+        assert cuda == [{"max_entries": memory_report.HISTORY_ENTRIES}]
     assert cuda[1:] == [{"enabled": None}]
     with memory_watched(config(), context):
         pass
@@ -222,12 +217,12 @@ def test_the_history_is_recorded_for_the_run_and_no_longer(cuda: list[Any], tmp_
 def test_a_history_without_cuda_is_warned_of(log: pytest.LogCaptureFixture) -> None:
     with memory_watched(config(memory_history=True), LocalContext(None, "local")):
         pass
-    assert "`memory_history: true` means nothing on cpu" in log.text
+    assert "`memory_history: true` has no effect on cpu" in log.text
 
 
 def test_a_probe_that_does_not_fit_is_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reported: list[BaseException] = []
-    monkeypatch.setattr(profiling, "save_memory_report", lambda error, *_: reported.append(error))
+    monkeypatch.setattr(memory_report, "save_memory_report", lambda error, *_: reported.append(error))
     assert train(tmp_path / "auto", Blobs(fits=8)).microbatch_size <= 8
     assert not reported
     with pytest.raises(torch.OutOfMemoryError):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from trainers.config import TrainConfig
-from trainers.config.model import Settings, build, child_model, keys_of, parse_yaml, set_key
+from trainers.config.model import Settings, build, child_model, keys_of
+from trainers.config.overrides import set_key
 from trainers.config.reference import entries, reference
+from trainers.config.yaml import parse_yaml
 from tune.config import SweepConfig
 
 

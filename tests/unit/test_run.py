@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainers.config import TrainConfig
-from trainers.config.model import dump_yaml, parse_mapping
+from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 from trainers.launch.spec import (
     RunSpec,
@@ -23,7 +23,7 @@ from trainers.launch.spec import (
     read_spec,
     torchrun_world_size,
 )
-from trainers.measure.clock import RunResult
+from trainers.measure.result import RunResult
 from trainers.storage import Storage
 
 MODULE = "task_of_test_run"

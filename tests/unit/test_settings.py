@@ -11,17 +11,10 @@ import pytest
 from pydantic import Field, model_validator
 
 from trainers.config import TrainConfig
-from trainers.config.model import (
-    Settings,
-    build,
-    dump_yaml,
-    override,
-    parse_mapping,
-    parse_overrides,
-    parse_yaml,
-    set_key,
-)
-from trainers.errors import MISSING, ConfigError, ConfigErrors
+from trainers.config.model import Settings, build
+from trainers.config.overrides import override, parse_overrides, set_key
+from trainers.config.yaml import dump_yaml, parse_mapping, parse_yaml
+from trainers.errors import ConfigError, ConfigErrors
 
 SCALARS = {
     "1e-3": 1e-3,
@@ -388,4 +381,3 @@ def test_the_right_tree_is_built_and_frozen() -> None:
 
 def test_a_missing_value_is_not_shown() -> None:
     assert "MISSING" not in sentence({})
-    assert repr(MISSING) == "MISSING"

@@ -11,7 +11,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from tests.unit.test_loop import Context, Power, Tiny, config, curve, train
 from trainers.loop.fit import fit
-from trainers.measure.clock import RunLog
+from trainers.measure.run_log import RunLog
 from trainers.storage import Storage
 
 
@@ -38,7 +38,7 @@ def series(run: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_numbers_are_scalars_and_nothing_else_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainers.measure.clock.time.time", lambda: 1234.5)
+    monkeypatch.setattr("trainers.measure.run_log.time.time", lambda: 1234.5)
     log = RunLog(Storage(str(tmp_path)), tensorboard=True)
     log.add({"step": 3, "epoch": 0.5, "train_time_s": 1.0, "train_loss": 0.25, "lr": 1, "ranks": [{"rank": 0}]})
     log.add({"step": 3, "epoch": 0.5, "train_time_s": 1.0, "val_loss": 0.5})

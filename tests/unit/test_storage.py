@@ -26,7 +26,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def object_store(path: Path) -> Storage:
     """Storage that is not local: pyarrow's streams, as with S3."""
     storage = Storage("s3://bucket/run")
-    storage.__dict__["_fs"] = (fs.SubTreeFileSystem(str(path), fs.LocalFileSystem()), "run")
+    storage.__dict__["_resolved"] = (fs.SubTreeFileSystem(str(path), fs.LocalFileSystem()), "run")
     (path / "run").mkdir()
     assert not storage.is_local
     return storage

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from tune.trials.microbatch_bounds import Boundary, bisection_order, fixed_size, key_of
 
 GPU = "NVIDIA A10G, 22.5 GiB"

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from trainers.config.model import build, dump_yaml, override, parse_mapping
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 from tune.config import Objective, SweepConfig
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.files.prices import load_prices
 from cluster.files.ray_up import load_cluster
 from tests.specs import REPOSITORY
-from trainers.config.model import dump_yaml
+from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from tune.__main__ import main
 from tune.sweep.plan import Forecast, SweepPlan, lanes_for, make_plan, starts_at_once

@@ -16,7 +16,8 @@ from pyarrow import parquet
 
 from tests.unit.report_records import ENVIRONMENT, SPACE, TRAIN, config, done, failed, trial
 from trainers.config import TrainConfig
-from trainers.config.model import build, parse_mapping
+from trainers.config.model import build
+from trainers.config.yaml import parse_mapping
 from trainers.storage import Storage
 from tune.report.answer import Answer, answer
 from tune.report.table import table

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainers.config.model import dump_yaml, parse_mapping
+from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 from trainers.storage import Storage
 from tune.search.population import population as members

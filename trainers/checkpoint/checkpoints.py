@@ -22,20 +22,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
-from trainers.checkpoint.background import HostCopy, Job, Worker
-from trainers.checkpoint.manifest import Best, Manifest, folder_name, rank_file, versions
+from trainers.checkpoint.host_copy import HostCopy
+from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, rank_file, versions
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, StorageError
+from trainers.errors import StorageError
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-_Entries = dict[str, dict[str, Any]]
+_Entries = dict[str, FileEntry]
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ class Loaded:
     state: dict[str, Any]
     rank_state: dict[str, Any] | None
     """None when the checkpoint was written by another number of workers."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Figures at its step, when that was evaluated."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]
     """The resolved TrainConfig that trained it."""
 
 
@@ -56,7 +53,8 @@ class Loaded:
 class _Pending:
     step: int
     metrics: Mapping[str, float]
-    job: Job[tuple[_Entries, str | None]]
+    job: Future[Any]
+    """First `_files`, then, once `gathered`, `_seal`."""
     gathered: bool = False
 
 
@@ -72,7 +70,9 @@ class Checkpoints:
         self.archive, self.group, self.keep, self.best = Archive(run, best), group, keep, best
         self._config = config or {}
         self._best_value: float | None = None
-        self._host, self._worker = HostCopy(), Worker()
+        self._host = HostCopy()
+        # Kept from one checkpoint to the next: to start a thread takes milliseconds where cores are busy.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
 
     def save(
@@ -86,7 +86,7 @@ class Checkpoints:
         assert self._pending is None
         self._remember(metrics or {})
         files = self._gather(step, *self._files(step, state, rank_state, None))
-        self._raise(step, self.group.first(self._seal(step, files, metrics or {})[1]))
+        self._raise(step, self.group.first(self._seal(step, files, metrics or {})))
         return self.locate(step)
 
     def start(
@@ -104,7 +104,7 @@ class Checkpoints:
         assert self._pending is None
         self._remember(metrics or {})
         copied = self._host.take(state) if self.group.rank == 0 else {}
-        job = self._worker.start(lambda: self._files(step, copied, rank_state, first))
+        job = self._thread.submit(self._files, step, copied, rank_state, first)
         self._pending = _Pending(step, dict(metrics or {}), job)
 
     @property
@@ -115,7 +115,7 @@ class Checkpoints:
     @property
     def busy(self) -> bool:
         """Whether this rank's thread is at work; while no rank's is, `advance` waits for nothing."""
-        return self._pending is not None and not self._pending.job.done
+        return self._pending is not None and not self._pending.job.done()
 
     def advance(self) -> str | None:
         """The next phase of the checkpoint on its way; where it is, when that was the last.
@@ -124,12 +124,11 @@ class Checkpoints:
         """
         pending, self._pending = self._pending, None
         assert pending is not None
-        entries, problem = pending.job.result()
         if pending.gathered:
-            self._raise(pending.step, self.group.first(problem))
+            self._raise(pending.step, self.group.first(pending.job.result()))
             return self.locate(pending.step)
-        files = self._gather(pending.step, entries, problem)
-        pending.job = self._worker.start(lambda: self._seal(pending.step, files, pending.metrics))
+        files = self._gather(pending.step, *pending.job.result())
+        pending.job = self._thread.submit(self._seal, pending.step, files, pending.metrics)
         pending.gathered = True
         self._pending = pending
         return None
@@ -142,8 +141,9 @@ class Checkpoints:
         return where
 
     def abandon(self) -> None:
-        """After an exception, which the other ranks may not share: wait for this rank's thread, and end it. With one
-        rank the checkpoint on its way is completed.
+        """After an exception, which the other ranks may not share: wait for this rank's thread, and end it.
+
+        A single rank completes the checkpoint on its way.
         """
         try:
             if self.group.world_size == 1:
@@ -152,7 +152,7 @@ class Checkpoints:
                 self._pending.job.result()
         except Exception as error:
             logger.warning("%s", error)
-        self._worker.close()
+        self._thread.shutdown()
 
     def improves(self, figures: Mapping[str, float]) -> bool:
         """Whether an evaluation beats every checkpoint so far; always False without `best`.
@@ -161,38 +161,22 @@ class Checkpoints:
         """
         return self.best is not None and self.best.improves(self.best.value(figures), self._best_value)
 
-    def load(self, which: str = "newest") -> Loaded | None:
-        """The checkpoint that `which` names (see `Archive.choose`); None when there is no `newest`.
-
-        Raises CheckpointError, on every rank, when a named one is not there or not whole.
-        """
-        name = self._on_first(lambda: self.archive.newest() if which == "newest" else self.archive.choose(which))
+    def load(self) -> Loaded | None:
+        """The newest complete checkpoint; None when there is none. `improves` compares with the best from here on."""
+        found = (self.archive.newest(), self.archive.best_name()) if self.group.rank == 0 else (None, None)
+        name, best = self.group.first(found)
         if name is None:
             return None
         manifest = self.archive.manifest(name)
         if self.best is not None:
-            best = self._on_first(self.archive.best_name)
             self._best_value = self.archive.manifest(best).metrics[self.best.metric] if best else None
         same_size = manifest.world_size == self.group.world_size
         own = self.archive.read(name, rank_file(self.group.rank)) if same_size else None
-        return Loaded(name, self.archive.read(name, "state.pt"), own, manifest.metrics, manifest.config)
+        return Loaded(name, self.archive.read(name, "state.pt"), own, manifest.config)
 
     def locate(self, step: int) -> str:
         """Where the checkpoint of a step is."""
         return self.archive.storage.locate(folder_name(step))
-
-    def _on_first(self, choose: Callable[[], T]) -> T | None:
-        """Rank 0's answer, or its CheckpointError, on every rank."""
-        answer, problem = None, None
-        if self.group.rank == 0:
-            try:
-                answer = choose()
-            except CheckpointError as error:
-                problem = str(error)
-        answer, problem = self.group.first((answer, problem))
-        if problem is not None:
-            raise CheckpointError(problem)
-        return answer
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
         value = metrics.get(self.best.metric) if self.best else None
@@ -222,16 +206,16 @@ class Checkpoints:
         self._raise(step, next((met for _, met in answers if met), None))
         return {file: entry for written, _ in answers for file, entry in written.items()}
 
-    def _seal(self, step: int, files: _Entries, metrics: Mapping[str, float]) -> tuple[_Entries, str | None]:
-        """The manifest, by rank 0."""
+    def _seal(self, step: int, files: _Entries, metrics: Mapping[str, float]) -> str | None:
+        """Write the manifest, by rank 0; what went wrong."""
         if self.group.rank != 0:
-            return {}, None
+            return None
         manifest = Manifest(step, self.group.world_size, files, dict(metrics), versions(), self._config)
         try:
             self.archive.seal(manifest, self.keep)
         except Exception as error:
-            return {}, _words(error)
-        return {}, None
+            return _words(error)
+        return None
 
     def _raise(self, step: int, problem: str | None) -> None:
         if problem is not None:

@@ -7,15 +7,24 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from trainers.config.sections import CheckpointConfig
 from trainers.errors import CheckpointError, ConfigError
+from trainers.versions import package_versions
 
 FORMAT = 1
-_PACKAGES = ("paceline", "torch", "numpy")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of a checkpoint."""
+
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -24,8 +33,8 @@ class Manifest:
 
     step: int
     world_size: int
-    files: dict[str, dict[str, Any]]
-    """By name: `bytes` and `sha256`."""
+    files: dict[str, FileEntry]
+    """By name."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Figures at this very step, when it was evaluated; else empty. Only finite ones."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -34,17 +43,9 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """As `manifest.json` has it."""
-        tree = {
-            "format": FORMAT,
-            "step": self.step,
-            "world_size": self.world_size,
-            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "metrics": {name: value for name, value in self.metrics.items() if math.isfinite(value)},
-            "versions": self.versions,
-            "files": self.files,
-            "config": self.config,
-        }
-        return json.dumps(tree, indent=2).encode()
+        written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        return json.dumps({"format": FORMAT, "written": written, **asdict(self), "metrics": finite}, indent=2).encode()
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
@@ -53,14 +54,7 @@ class Manifest:
             tree = json.loads(data)
             if tree["format"] != FORMAT:
                 raise CheckpointError(f"its format is {tree['format']}, this version reads {FORMAT}")
-            found = Manifest(
-                step=int(tree["step"]),
-                world_size=int(tree["world_size"]),
-                files={str(name): {**entry, "sha256": str(entry["sha256"])} for name, entry in tree["files"].items()},
-                metrics={str(name): float(value) for name, value in tree.get("metrics", {}).items()},
-                versions=dict(tree.get("versions", {})),
-                config=dict(tree.get("config", {})),
-            )
+            found = TypeAdapter(Manifest).validate_python(tree)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"its manifest is damaged ({error!r})") from error
         wanted = {"state.pt", *(rank_file(rank) for rank in range(found.world_size))}
@@ -81,13 +75,7 @@ def folder_name(step: int) -> str:
 
 def versions() -> dict[str, str]:
     """Of all that decides how a checkpoint is read."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version(), **package_versions("paceline", "torch", "numpy")}
 
 
 @dataclass(frozen=True)

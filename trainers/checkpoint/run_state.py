@@ -1,79 +1,160 @@
-"""The training state of a run: what a checkpoint holds, and how it is taken back.
+"""The training state of a run: what a checkpoint holds, when it is written, and how it is taken back.
 
 It is the same under every strategy and for any number of workers: whole tensors, under the bare module's names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainers.checkpoint.checkpoints import Loaded
+from trainers.checkpoint.checkpoints import Checkpoints, Loaded
+from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
-from trainers.devices.rng import set_rng_state
+from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, ConfigError
+from trainers.measure.run_log import RunLog
 from trainers.model.sharding import is_sharded, shard_like, whole
 from trainers.step.replica import Replica
+from trainers.storage import Storage
 from trainers.task import Task
 
+logger = logging.getLogger(__name__)
+
+_LONG_WAIT_S = 1.0
 _SECTIONS = ("model", "optimizer", "scaler", "task", "position")
 _HOW = ("fused", "foreach", "capturable")
 """Options of an optimizer that say how its step is computed: this run's, not the checkpoint's. So is whatever the
 configuration has changed since, as a sweep's population does."""
 
 
-def training_state(parts: Replica, task: Task, position: dict[str, Any]) -> dict[str, Any]:
-    """Everything but random state, without any wrapper's prefix; `position` says where in the data the run is.
+class Keeper:
+    """Keeps the training state and the log of one worker's run on storage, and takes them back. Every rank must call
+    every method but `due` equally often.
 
-    Every rank must call it; of a sharded model rank 0 alone has the tensors.
+    `told` is called with the place of each checkpoint once it is complete, on every rank in the same step.
     """
-    state = {
-        "model": parts.model.state_dict(),
-        "optimizer": parts.optimizer.state_dict(),
-        "scaler": parts.step.scaler.state_dict(),
-        "task": task.state_dict(),
-        "position": position,
-    }
-    return whole(state, parts.group) if is_sharded(parts.model) else state
 
+    def __init__(
+        self,
+        storage: Storage,
+        parts: Replica,
+        task: Task,
+        config: TrainConfig,
+        log: RunLog | None,
+        told: Callable[[str], None],
+    ) -> None:
+        self.parts, self.task, self.config, self.log, self.told = parts, task, config, log, told
+        keep = config.checkpoint
+        self.checkpoints = Checkpoints(storage, parts.group, keep.keep, Best.of(keep), config.tree())
+        self.kept_step = -1
+        self._kept_at = time.monotonic()
 
-def restore(parts: Replica, task: Task, loaded: Loaded, config: TrainConfig) -> dict[str, Any]:
-    """Take back a loaded checkpoint and return its position.
+    def due(self) -> bool:
+        """Whether `every_s` has passed on this rank since the last checkpoint was begun."""
+        every_s = self.config.checkpoint.every_s
+        return every_s is not None and time.monotonic() - self._kept_at > every_s
 
-    Raises CheckpointError when it does not fit the model, ConfigError when it was trained on other steps.
-    """
-    state = loaded.state
-    if missing := set(_SECTIONS) - set(state):
-        raise CheckpointError(f"checkpoint {loaded.name} is no checkpoint of ours: it has no {sorted(missing)[0]}")
-    position: dict[str, Any] = state["position"]
-    for name, now in (("global_batch_size", config.batch_size), ("train_samples", parts.sampler.length)):
-        if position[name] != now:
-            raise ConfigError(
-                name,
-                now,
-                f"differs from the {position[name]} that checkpoint {loaded.name} was trained with",
-                "train under another `name`, or start anew with --fresh",
-            )
-    model_state, task_state = state["model"], state["task"]
-    if is_sharded(parts.model):
-        model_state = shard_like(model_state, parts.model.state_dict())
-        task_state = shard_like(task_state, task.state_dict())
-    own = (*_HOW, *_changed(config, loaded.config))
-    try:
-        parts.model.load_state_dict(model_state)
-        parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, state["optimizer"], own))
-        match_layout(parts.optimizer)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {loaded.name} does not fit this model: {error}") from error
-    parts.step.scaler.load_state_dict(state["scaler"])
-    task.load_state_dict(task_state)
-    if loaded.rank_state is not None:
-        set_rng_state(loaded.rank_state, parts.device)
-    return position
+    def keep(self, position: dict[str, Any], figures: Mapping[str, float], at_once: bool) -> None:
+        """Begin a checkpoint at `position`; with `at_once`, and without `checkpoint.async`, also complete it.
+
+        `figures` are those of an evaluation at this very step. Raises StorageError.
+        """
+        self.settle()
+        step = int(position["step"])
+        state = self._state(position)
+        random_state = get_rng_state(self.parts.device)
+        self.kept_step, self._kept_at = step, time.monotonic()
+        # The log goes before the manifest: what is resumed must have its log.
+        if self.config.checkpoint.async_ and not at_once:
+            write_log = self.log.part(step) if self.log is not None else None
+            self.checkpoints.start(step, state, random_state, figures, write_log)
+            return
+        if self.log is not None:
+            self.log.flush(step)
+        self.told(self.checkpoints.save(step, state, random_state, figures))
+        self._kept_at = time.monotonic()
+
+    def advance(self) -> None:
+        """One phase of the checkpoint that is on its way, if there is one, when no rank is `busy` with it."""
+        if self.checkpoints.pending and (where := self.checkpoints.advance()) is not None:
+            self.told(where)
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is on its way."""
+        began = time.monotonic()
+        where = self.checkpoints.finish()
+        waited_s = time.monotonic() - began
+        if waited_s > _LONG_WAIT_S and self.parts.group.rank == 0:
+            logger.warning("training waited %.1f s for a checkpoint that was still being written", waited_s)
+        if where is not None:
+            self.told(where)
+
+    def resume(self, source: Storage | None = None) -> dict[str, Any] | None:
+        """Take back the newest complete checkpoint and return its position; None when there is none.
+
+        A run without one begins with that of the run `source`, which must have one: else CheckpointError.
+        """
+        if (loaded := self.checkpoints.load()) is not None:
+            position = self._restore(loaded)
+            self.kept_step = int(position["step"])
+            if self.log is not None:
+                self.log.cut(self.kept_step)
+            return position
+        if source is None:
+            return None
+        loaded = Checkpoints(source, self.parts.group, self.checkpoints.keep).load()
+        if loaded is None:
+            raise CheckpointError(f"there is no complete checkpoint in {source.uri} to begin with")
+        return self._restore(loaded)
+
+    def _state(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Everything but random state; of a sharded model rank 0 alone has the tensors."""
+        parts = self.parts
+        state = {
+            "model": parts.model.state_dict(),
+            "optimizer": parts.optimizer.state_dict(),
+            "scaler": parts.step.scaler.state_dict(),
+            "task": self.task.state_dict(),
+            "position": position,
+        }
+        return whole(state, parts.group) if is_sharded(parts.model) else state
+
+    def _restore(self, loaded: Loaded) -> dict[str, Any]:
+        """Take back a loaded checkpoint and return its position.
+
+        Raises CheckpointError when it does not fit the model, ConfigError when it was trained on other steps.
+        """
+        parts, config, state = self.parts, self.config, loaded.state
+        if missing := set(_SECTIONS) - set(state):
+            raise CheckpointError(f"checkpoint {loaded.name} is no checkpoint of ours: it has no {sorted(missing)[0]}")
+        position: dict[str, Any] = state["position"]
+        for name, now in (("global_batch_size", config.batch_size), ("train_samples", parts.sampler.length)):
+            if position[name] != now:
+                rule = f"differs from the {position[name]} that checkpoint {loaded.name} was trained with"
+                raise ConfigError(name, now, rule, "train under another `name`, or start anew with --fresh")
+        model_state, task_state = state["model"], state["task"]
+        if is_sharded(parts.model):
+            model_state = shard_like(model_state, parts.model.state_dict())
+            task_state = shard_like(task_state, self.task.state_dict())
+        own = (*_HOW, *_changed(config, loaded.config))
+        try:
+            parts.model.load_state_dict(model_state)
+            parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, state["optimizer"], own))
+            match_layout(parts.optimizer)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"checkpoint {loaded.name} does not fit this model: {error}") from error
+        parts.step.scaler.load_state_dict(state["scaler"])
+        self.task.load_state_dict(task_state)
+        if loaded.rank_state is not None:
+            set_rng_state(loaded.rank_state, parts.device)
+        return position
 
 
 def match_layout(optimizer: Optimizer) -> None:

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from trainers.checkpoint.manifest import Best, Manifest, folder_name, surplus
-from trainers.errors import CheckpointError, StorageError
+from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, surplus
+from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.storage import Storage, retrying
 
 logger = logging.getLogger(__name__)
@@ -55,22 +55,19 @@ class Archive:
         """While its files change, a checkpoint must not look complete."""
         self.storage.delete(f"{name}/manifest.json")
 
-    def write(self, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
+    @retrying
+    def write(self, name: str, file: str, state: dict[str, Any]) -> FileEntry:
         """Write one file of a checkpoint; its entry in the manifest."""
         path = f"{name}/{file}"
-
-        def once() -> dict[str, Any]:
-            try:
-                with self.storage.writer(path) as stream:
-                    hashing = _Hashing(stream)
-                    # To a stream, not to a path: there torch would hold the GIL through the whole write.
-                    torch.save(state, hashing)  # type: ignore[arg-type]
-            except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
-                cause = _os_error(error) or error
-                raise StorageError(f"could not write {self.storage.locate(path)}: {cause}") from cause
-            return {"bytes": hashing.size, "sha256": hashing.hexdigest()}
-
-        return retrying(once)
+        try:
+            with self.storage.writer(path) as stream:
+                hashing = _Hashing(stream)
+                # To a stream, not to a path: there torch would hold the GIL through the whole write.
+                torch.save(state, hashing)  # type: ignore[arg-type]
+        except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
+            cause = _os_error(error) or error
+            raise StorageError(f"could not write {self.storage.locate(path)}: {cause}") from cause
+        return FileEntry(hashing.size, hashing.hexdigest())
 
     def seal(self, manifest: Manifest, keep: int) -> None:
         """Write the manifest, which makes the checkpoint whole, then delete those that need not be kept."""
@@ -131,8 +128,7 @@ class Archive:
                 f"{where} is no checkpoint of ours: it holds more than tensors and plain data, or is damaged"
             ) from error
         except (RuntimeError, ValueError, EOFError, KeyError) as error:
-            words = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"{where} is no checkpoint of ours: {words}") from error
+            raise CheckpointError(f"{where} is no checkpoint of ours: {first_line(error)}") from error
         if not isinstance(state, dict):
             raise CheckpointError(f"{where} is no checkpoint of ours: it holds no mapping")
         return state
@@ -173,9 +169,9 @@ class Archive:
         for file, entry in self.manifest(name).files.items():
             sha256 = hashlib.sha256()
             with self.storage.reader(f"{name}/{file}") as stream:
-                while chunk := stream.read(1 << 20):
+                while chunk := stream.read(1 << 20):  # larger than file_digest's: each is a request to an object store
                     sha256.update(chunk)
-            if sha256.hexdigest() != entry["sha256"]:
+            if sha256.hexdigest() != entry.sha256:
                 raise CheckpointError(f"{file} does not match its checksum")
 
 

@@ -10,9 +10,10 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from trainers.config.model import Settings
-from trainers.errors import MISSING, POLICIES, ConfigError
+from trainers.errors import POLICIES
 
 Positive = Annotated[int, Field(ge=1)]
+AutoOrBool = Annotated[Literal["auto"] | bool, Field(json_schema_extra={"rule": "must be auto, true or false"})]
 
 
 class OptimizerConfig(Settings):
@@ -39,10 +40,9 @@ class OptimizerConfig(Settings):
     def _only_what_is_used(self) -> Self:
         unused = ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov")
         for name in unused:
-            if (value := getattr(self, name)) is not None:
-                raise ConfigError(name, value, f"means nothing to optimizer {self.name}", "remove it")
-        if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov", True, "needs momentum", "set `momentum: 0.9`")
+            given = getattr(self, name) is not None
+            self.refuse_if(given, name, f"has no effect with optimizer {self.name}", "remove it")
+        self.refuse_if(bool(self.nesterov) and not self.momentum, "nesterov", "needs momentum", "set `momentum: 0.9`")
         return self
 
 
@@ -58,8 +58,8 @@ class ScheduleConfig(Settings):
 
     @model_validator(mode="after")
     def _steps_or_share(self) -> Self:
-        if isinstance(self.warmup, float) and self.warmup >= 1:
-            raise ConfigError("warmup", self.warmup, "as a share must be below 1", "write steps as a whole number")
+        beyond = isinstance(self.warmup, float) and self.warmup >= 1
+        self.refuse_if(beyond, "warmup", "as a share must be below 1", "write steps as a whole number")
         return self
 
 
@@ -73,8 +73,8 @@ class ScalingRule(Settings):
 
     @model_validator(mode="after")
     def _base_is_known(self) -> Self:
-        if self.rule != "none" and self.base_batch_size is None:
-            raise ConfigError("base_batch_size", MISSING, "is what the rule scales from", "add `base_batch_size: 64`")
+        unknown = self.rule != "none" and self.base_batch_size is None
+        self.refuse_if(unknown, "base_batch_size", "is what the rule scales from", "add `base_batch_size: 64`")
         return self
 
 
@@ -84,17 +84,11 @@ class EvaluateConfig(Settings):
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("every_epochs", "every_steps"),)
 
     every_epochs: Positive | None = Field(default=None)
-    """Evaluate after every so many epochs (1 when neither key is set)."""
+    """Epochs between two evaluations (1 when neither key is set)."""
     every_steps: Positive | None = Field(default=None, examples=[500])
-    """Evaluate after every so many steps."""
+    """Steps between two evaluations."""
     microbatch_size: Positive = Field(default=256)
     """Samples of one evaluation batch; fixed, so that figures do not depend on the number of workers."""
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        if self.every_epochs and self.every_steps:
-            raise ConfigError("every_steps", self.every_steps, "cannot stand beside every_epochs", "keep one of them")
-        return self
 
 
 class DataConfig(Settings):
@@ -104,19 +98,17 @@ class DataConfig(Settings):
     """DataLoader processes of each worker; 0 loads in the worker itself."""
     prefetch_factor: Positive | None = Field(default=None, examples=[2])
     """Microbatches that each loader process prepares ahead (torch's default when not set)."""
-    pin_memory: Literal["auto"] | bool = Field(
-        default="auto", json_schema_extra={"rule": "must be auto, true or false"}
-    )
+    pin_memory: AutoOrBool = Field(default="auto")
     """Page-locked host memory for faster copies; auto: on CUDA."""
-    resident: Literal["auto"] | bool = Field(default="auto", json_schema_extra={"rule": "must be auto, true or false"})
+    resident: AutoOrBool = Field(default="auto")
     """Whole split as tensors on the device; auto: a TensorDataset that takes at most a tenth of its memory."""
 
     @model_validator(mode="after")
     def _prefetch_has_workers(self) -> Self:
-        if self.prefetch_factor is not None and self.num_workers == 0:
-            raise ConfigError("prefetch_factor", self.prefetch_factor, "needs loader processes", "set `num_workers: 2`")
-        if self.resident is True and self.num_workers > 0:
-            raise ConfigError("num_workers", self.num_workers, "is of no use with resident data", "remove it")
+        alone = self.prefetch_factor is not None and self.num_workers == 0
+        self.refuse_if(alone, "prefetch_factor", "needs loader processes", "set `num_workers: 2`")
+        unused = self.resident is True and self.num_workers > 0
+        self.refuse_if(unused, "num_workers", "has no effect with resident data", "remove it")
         return self
 
 
@@ -127,7 +119,7 @@ class ScalingConfig(Settings):
         default=1, examples=[2], json_schema_extra={"rule": "must be a whole number of at least 1, or [MIN, MAX]"}
     )
     """Worker processes, one for each GPU; [MIN, MAX] is elastic and needs `launcher: ray`."""
-    use_gpu: Literal["auto"] | bool = Field(default="auto", json_schema_extra={"rule": "must be auto, true or false"})
+    use_gpu: AutoOrBool = Field(default="auto")
     """GPUs for the workers; auto: when the cluster (or this machine) has any."""
     cpus_per_worker: Positive = Field(default=1)
     """CPU cores of one worker, and its number of compute threads under every launcher."""
@@ -143,8 +135,8 @@ class ScalingConfig(Settings):
     @model_validator(mode="after")
     def _range(self) -> Self:
         workers = self.num_workers
-        if isinstance(workers, list) and (len(workers) != 2 or workers[0] > workers[1]):
-            raise ConfigError("num_workers", workers, "must be [MIN, MAX] with MIN at most MAX", "write [1, 4]")
+        wrong = isinstance(workers, list) and (len(workers) != 2 or workers[0] > workers[1])
+        self.refuse_if(wrong, "num_workers", "must be [MIN, MAX] with MIN at most MAX", "write [1, 4]")
         return self
 
     @property
@@ -164,13 +156,13 @@ class CheckpointConfig(Settings):
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("every_steps", "every_epochs", "every_s"),)
 
     every_steps: Positive | None = Field(default=None, examples=[1000])
-    """Write after every so many steps."""
+    """Steps between two checkpoints."""
     every_epochs: Positive | None = Field(default=None)
-    """Write after every so many epochs (1 when no key is set)."""
+    """Epochs between two checkpoints (1 when no key is set)."""
     every_s: float | None = Field(default=None, gt=0, examples=[600])
-    """Write when so many seconds have passed since the last one."""
+    """Seconds between two checkpoints."""
     keep: Positive = Field(default=2)
-    """How many of the newest checkpoints are kept."""
+    """Newest checkpoints that are kept."""
     best: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
     """A metric of evaluation whose best checkpoint is kept too."""
     best_mode: Literal["min", "max"] | None = Field(default=None)
@@ -179,12 +171,9 @@ class CheckpointConfig(Settings):
     """Copy the state to host memory in the loop, and write it to storage while training goes on."""
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
-        chosen = [name for name in self.exclusive[0] if getattr(self, name) is not None]
-        if len(chosen) > 1:
-            raise ConfigError(chosen[1], getattr(self, chosen[1]), f"cannot stand beside {chosen[0]}", "keep one")
-        if self.best_mode is not None and self.best is None:
-            raise ConfigError("best_mode", self.best_mode, "means nothing without best", "add `best: val_accuracy`")
+    def _mode_has_a_metric(self) -> Self:
+        alone = self.best_mode is not None and self.best is None
+        self.refuse_if(alone, "best_mode", "has no effect without best", "add `best: val_accuracy`")
         return self
 
 
@@ -211,4 +200,4 @@ class FailureConfig(Settings):
     hung: int = Field(default=POLICIES["hung"].restarts, ge=-1)
     """No step was made for `hang_timeout_s`."""
     hang_timeout_s: float = Field(default=1800, gt=0)
-    """After so long without a step, a batch or a write, the stacks of all ranks are saved and the workers end."""
+    """Seconds without a step, a batch or a write until the stacks of all ranks are saved and the workers end."""

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainers.config.model import Settings, plain
+from trainers.config.model import Settings, Tree, plain
 from trainers.config.sections import (
+    AutoOrBool,
     CheckpointConfig,
     DataConfig,
     DdpConfig,
@@ -68,7 +69,7 @@ class TrainConfig(Settings):
     max_steps: Positive | None = Field(default=None, examples=[10000])
     """Optimizer steps, in place of epochs."""
     max_time_s: float | None = Field(default=None, gt=0, examples=[3600])
-    """Checkpoint and leave after so many seconds; the same command goes on."""
+    """Seconds until the run writes a checkpoint and leaves; the same command goes on."""
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
     """Evaluation of the validation split."""
     log_every_steps: Positive = Field(default=50)
@@ -95,9 +96,7 @@ class TrainConfig(Settings):
     """Capture whole steps as CUDA graphs and replay them: for small models that the host cannot feed. One worker, any
     precision (fp16's loss scaler is captured too), a fused optimizer; steps of other shapes, as the short last one of
     an epoch, run without. A replay runs no Python code of the task; activations may take their memory twice."""
-    channels_last: Literal["auto"] | bool = Field(
-        default="auto", json_schema_extra={"rule": "must be auto, true or false"}
-    )
+    channels_last: AutoOrBool = Field(default="auto")
     """Memory format of 4-D parameters and batches; auto: channels last for convolutions on CUDA."""
     strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
     """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp: torch's DataParallel, one process
@@ -133,79 +132,61 @@ class TrainConfig(Settings):
     memory_history: bool = Field(default=False)
     """Record the stack of every CUDA allocation, for the snapshot that is saved on out of memory. Costs some speed."""
     launcher: Literal["ray", "local", "spawn"] = Field(default="ray")
-    """Who starts the workers; under torchrun: torchrun."""
+    """What starts the workers; torchrun, where it has started this process, takes its place."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        for group in self.exclusive:
-            chosen = [name for name in group if getattr(self, name) is not None]
-            if not chosen:
-                first, second = group
+    def _one_of_each_group(self) -> Self:
+        for first, second in self.exclusive:
+            if getattr(self, first) is None and getattr(self, second) is None:
                 example = (type(self).model_fields[first].examples or [1])[0]
                 raise ConfigError(first, MISSING, f"or {second} is required", f"add `{first}: {example}`")
-            if len(chosen) > 1:
-                raise ConfigError(
-                    chosen[1],
-                    getattr(self, chosen[1]),
-                    f"cannot stand beside {chosen[0]}",
-                    "keep exactly one of the two",
-                )
-        scaling = self.scaling
-        if scaling.max_workers > 1 and self.strategy in ("none", "dp"):
-            raise ConfigError("strategy", self.strategy, "is for one worker", "set `strategy: ddp`")
-        if self.ddp != DdpConfig() and self.strategy != "ddp":
-            raise ConfigError("ddp", plain(self.ddp), f"means nothing to strategy {self.strategy}", "remove it")
-        if self.cuda_graphs and self.compile in ("reduce-overhead", "max-autotune"):
-            raise ConfigError(
-                "cuda_graphs", True, f"is what compile {self.compile} does by itself", "set `cuda_graphs: false`"
-            )
-        if self.cuda_graphs and self.device in ("cpu", "mps"):
-            raise ConfigError("cuda_graphs", True, f"needs CUDA, not device {self.device}", "set `cuda_graphs: false`")
-        if self.cuda_graphs and scaling.max_workers > 1:
-            raise ConfigError(
-                "cuda_graphs", True, f"is for one worker, not for {scaling.max_workers}", "set `cuda_graphs: false`"
-            )
-        if self.cuda_graphs and self.strategy in ("fsdp", "dp"):
-            raise ConfigError(
-                "cuda_graphs", True, f"cannot follow strategy {self.strategy}, whose tensors move", "remove it"
-            )
-        if self.compile != "off" and self.strategy == "dp":
-            raise ConfigError(
-                "compile", self.compile, "cannot follow the replicas of strategy dp", "set `strategy: ddp`"
-            )
-        if self.compile in ("reduce-overhead", "max-autotune") and self.strategy == "fsdp":
-            raise ConfigError(
-                "compile", self.compile, "captures CUDA graphs, and fsdp moves its tensors", "set `compile: default`"
-            )
-        if scaling.max_workers > 1 and self.launcher == "local":
-            raise ConfigError(
-                "scaling.num_workers",
-                scaling.num_workers,
-                "must be 1 with `launcher: local`",
-                "set `launcher: spawn` or `launcher: ray`",
-            )
-        if isinstance(scaling.num_workers, list):
-            if self.launcher != "ray":
-                raise ConfigError(
-                    "scaling.num_workers", scaling.num_workers, "is elastic, which needs Ray", "set `launcher: ray`"
-                )
-            if self.batch_size_per_worker is not None:
-                raise ConfigError(
-                    "batch_size_per_worker",
-                    self.batch_size_per_worker,
-                    "has no fixed meaning with elastic workers",
-                    "set `global_batch_size`",
-                )
+        return self
+
+    @model_validator(mode="after")
+    def _strategy_fits(self) -> Self:
+        strategy, modes = self.strategy, ("reduce-overhead", "max-autotune")
+        alone = self.scaling.max_workers > 1 and strategy in ("none", "dp")
+        self.refuse_if(alone, "strategy", "is for one worker", "set `strategy: ddp`")
+        unused = strategy != "ddp" and self.ddp != DdpConfig()
+        self.refuse_if(unused, "ddp", f"has no effect with strategy {strategy}", "remove it")
+        replicas = strategy == "dp" and self.compile != "off"
+        self.refuse_if(replicas, "compile", "cannot follow the replicas of strategy dp", "set `strategy: ddp`")
+        moved, rule = strategy == "fsdp" and self.compile in modes, "captures CUDA graphs, and fsdp moves its tensors"
+        self.refuse_if(moved, "compile", rule, "set `compile: default`")
+        whole = self.fullgraph and self.compile == "off"
+        self.refuse_if(whole, "fullgraph", "needs a compiled model", "set `compile: default`")
+        return self
+
+    @model_validator(mode="after")
+    def _cuda_graphs_fit(self) -> Self:
+        workers = self.scaling.max_workers
+        for condition, rule in (
+            (self.compile in ("reduce-overhead", "max-autotune"), f"is what compile {self.compile} does by itself"),
+            (self.device in ("cpu", "mps"), f"needs CUDA, not device {self.device}"),
+            (workers > 1, f"is for one worker, not for {workers}"),
+            (self.strategy in ("fsdp", "dp"), f"cannot follow strategy {self.strategy}, whose tensors move"),
+        ):
+            self.refuse_if(self.cuda_graphs and condition, "cuda_graphs", rule, "set `cuda_graphs: false`")
+        return self
+
+    @model_validator(mode="after")
+    def _launcher_fits(self) -> Self:
+        elastic = isinstance(self.scaling.num_workers, list)
+        several, rule = self.scaling.max_workers > 1, "must be 1 with `launcher: local`"
+        fix = "set `launcher: spawn` or `launcher: ray`"
+        self.refuse_if(several and self.launcher == "local", "scaling.num_workers", rule, fix)
+        rule, fix = "is elastic, which needs Ray", "set `launcher: ray`"
+        self.refuse_if(elastic and self.launcher != "ray", "scaling.num_workers", rule, fix)
+        rule, by_worker = "has no fixed meaning with elastic workers", self.batch_size_per_worker is not None
+        self.refuse_if(elastic and by_worker, "batch_size_per_worker", rule, "set `global_batch_size`")
+        return self
+
+    @model_validator(mode="after")
+    def _eps_survives(self) -> Self:
         eps = 1e-8 if self.optimizer.eps is None else self.optimizer.eps
         if self.precision == "fp16-pure" and self.optimizer.name != "sgd" and eps < _SMALLEST_HALF:
-            raise ConfigError(
-                "optimizer.eps",
-                eps,
-                f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero",
-                "set `eps: 1e-4`, or use precision fp16",
-            )
-        if self.fullgraph and self.compile == "off":
-            raise ConfigError("fullgraph", True, "needs a compiled model", "set `compile: default`")
+            rule = f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero"
+            raise ConfigError("optimizer.eps", eps, rule, "set `eps: 1e-4`, or use precision fp16")
         return self
 
     def with_global_batch(self) -> TrainConfig:
@@ -223,6 +204,6 @@ class TrainConfig(Settings):
         assert self.batch_size_per_worker is not None
         return self.batch_size_per_worker * self.scaling.max_workers
 
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> Tree:
         """Plain data that `TrainConfig` reads back; keys without a value are left out."""
         return plain(self)

@@ -58,12 +58,12 @@ def _found(location: str) -> list[Storage]:
     first = next((i for i, part in enumerate(parts) if any(sign in part for sign in magic)), len(parts))
     base, pattern = Storage("/".join(parts[:first]) or "/"), PurePosixPath(*parts[first:])
     with _explained(base.uri):
-        info = base.filesystem.get_file_info(base.path or "/")  # type: ignore[attr-defined]
+        info = base.filesystem.get_file_info(base.path or "/")
         if info.type == fs.FileType.File and first == len(parts):
             return [base]
         if info.type == fs.FileType.NotFound:
             raise ConfigError("files", location, "is not there", "check its name")
-        inside = base.filesystem.get_file_info(fs.FileSelector(base.path or "/", recursive=True))  # type: ignore[attr-defined]
+        inside = base.filesystem.get_file_info(fs.FileSelector(base.path or "/", recursive=True))
     names = sorted(i.path[len(base.path) :].lstrip("/") for i in inside if i.type == fs.FileType.File)
     if first == len(parts):
         chosen = [name for name in names if name.endswith(_SUFFIXES)]
@@ -130,7 +130,7 @@ def converted(file: Storage, entries: Sequence[Entry], cache: Path | None) -> Pa
     written anew is converted anew. Raises ConfigError for what cannot be stacked, StorageError for a full disk.
     """
     with _explained(file.uri):
-        info = file.filesystem.get_file_info(file.path)  # type: ignore[attr-defined]
+        info = file.filesystem.get_file_info(file.path)
     key = json.dumps([_FORMAT, file.uri, info.size, info.mtime_ns, entries])
     name = f"{PurePosixPath(file.name).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.arrow"
     directory = cache or default_cache()

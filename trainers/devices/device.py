@@ -11,13 +11,13 @@ import random
 import resource
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from trainers.errors import ConfigError
+from trainers.versions import package_versions
 
 
 def resolve_device(name: str, index: int = 0) -> torch.device:
@@ -127,11 +127,7 @@ def total_memory_bytes(device: torch.device) -> int:
 def environment(device: torch.device) -> dict[str, str]:
     """Collect what a figure depends on: versions, hardware, git commit. Saved with every run."""
     report = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}
-    for package in ("paceline", "torch", "ray", "pyarrow", "numpy"):
-        try:
-            report[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    report |= package_versions("paceline", "torch", "ray", "pyarrow", "numpy")
     report["device"] = str(device)
     if device.type == "cuda":
         report |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda or "none"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import platform
 import socket
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import trainers
 from trainers.errors import ConfigError, StorageError
 from trainers.storage import Storage
+from trainers.versions import package_versions
 
 if TYPE_CHECKING:
     from trainers.devices.group import Group
@@ -35,12 +35,8 @@ def code_digest(packages: tuple[str, ...] = ("trainers",)) -> str:
 
 
 def own_versions() -> dict[str, str]:
-    """Return what must be equal on all ranks."""
-    return {
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-        "paceline": code_digest(),
-    }
+    """What must be equal on all ranks."""
+    return {"python": platform.python_version(), **package_versions("torch"), "paceline": code_digest()}
 
 
 def check_peers(group: Group, storage: Storage | None) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
-from trainers.config.model import override, parse_overrides
+from trainers.config.overrides import override, parse_overrides
 from trainers.context import RunContext
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
 from trainers.devices.group import Group
@@ -220,7 +220,7 @@ def check_out(out: str) -> None:
     target = Storage(out)
     try:
         target.parent.prove_writable()
-        is_directory = target.filesystem.get_file_info(target.path).type == fs.FileType.Directory  # type: ignore[attr-defined]
+        is_directory = target.filesystem.get_file_info(target.path).type == fs.FileType.Directory
     except ConfigError as error:
         raise ConfigError("--out", out, error.rule, "name a file where this user may write") from error
     if is_directory:

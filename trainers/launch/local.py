@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,66 +24,32 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
+from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
 from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
-from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1800
 
 
-class LocalContext:
+class LocalContext(RunContext):
     """RunContext of the launchers in this file. SIGTERM and the first Ctrl-C ask the loop to stop."""
 
-    def __init__(
-        self,
-        storage: Storage | None,
-        launcher: str,
-        rank: int = 0,
-        world_size: int = 1,
-        local_rank: int = 0,
-        local_world_size: int = 1,
-    ) -> None:
-        self.storage, self.launcher, self.rank, self.world_size = storage, launcher, rank, world_size
-        self.local_rank, self.local_world_size, self.device_index = local_rank, local_world_size, local_rank
-        self.microbatch_ceiling: int | None = None
-        self.microbatch_bounds: tuple[int | None, int | None] = (None, None)
-        self.source: Storage | None = None
-        self.until_epoch: float | None = None
-        self._stop = threading.Event()
-
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
-        """Nobody to tell: the loop has logged it."""
-
-    def observe(self, figures: dict[str, float]) -> None:
-        """Nobody watches."""
+    _asked_to_stop = False
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether a signal came."""
-        return self._stop.is_set()
-
-    def preempted(self, elapsed_s: float) -> bool:
-        """Nobody says so here: SIGTERM is how such a machine ends."""
-        return False
-
-    def fits(self, microbatch_size: int, fits: bool) -> None:
-        """Nobody else would use it."""
-
-    def too_large(self, microbatch_size: int) -> None:
-        """The run's directory knows it."""
-
-    def hung(self, words: str) -> None:
-        """The exit code says it."""
+        return self._asked_to_stop
 
     def listen(self) -> None:
         """Take SIGTERM and SIGINT as the wish to stop; a second Ctrl-C interrupts at once."""
 
         def handler(number: int, frame: FrameType | None) -> None:
-            if self._stop.is_set() and number == signal.SIGINT:
+            if self._asked_to_stop and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self._stop.set()
+            self._asked_to_stop = True
             if self.rank == 0:
                 logger.info("asked to stop (%s): writing a checkpoint first", signal.Signals(number).name)
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from trainers.config import TrainConfig
-from trainers.config.model import build, dump_yaml, override, parse_mapping
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import MISSING, ConfigError
 from trainers.launch.find_task import add_to_path, load_task, portable, task_path
 from trainers.launch.imports import without_collection
@@ -24,7 +26,7 @@ from trainers.storage import Storage, storage_uri
 
 if TYPE_CHECKING:
     from trainers.context import RunContext
-    from trainers.measure.clock import RunResult
+    from trainers.measure.result import RunResult
     from trainers.task import Task
 
 # Keys that decide what is learned. A run that goes on must not have changed them.
@@ -104,8 +106,8 @@ class RunSpec(Job["RunResult"]):
         return fit(self.load_task(), self.config, context)
 
     def read_result(self, text: bytes) -> RunResult:
-        """Parse a result, from its JSON."""
-        from trainers.measure.clock import RunResult
+        """What `execute` gave, from its JSON."""
+        from trainers.measure.result import RunResult
 
         return RunResult.from_json(text)
 
@@ -211,8 +213,8 @@ def delete_own(storage: Storage, mark: str) -> None:
 
 
 def _finished(storage: Storage) -> RunResult | None:
-    """Return the result of a run that is done; None when there is none, or none that can be read."""
-    from trainers.measure.clock import RunResult
+    """The result of a run that is done; None when there is none, or none that can be read."""
+    from trainers.measure.result import RunResult
 
     if not storage.exists("result.json"):
         return None

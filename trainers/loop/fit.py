@@ -20,8 +20,9 @@ from trainers.errors import TooLargeError
 from trainers.loop.build import build_replica
 from trainers.loop.training import Training
 from trainers.loop.watchdog import Watchdog
-from trainers.measure.clock import RunResult
-from trainers.measure.profiler import inspect_run, memory_watched
+from trainers.measure.memory_report import memory_watched
+from trainers.measure.profiler import inspect_run
+from trainers.measure.result import RunResult
 from trainers.step.ceiling import next_smaller
 from trainers.task import Task
 

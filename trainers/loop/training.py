@@ -18,7 +18,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from trainers.checkpoint.keeper import Keeper
+from trainers.checkpoint.run_state import Keeper
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import device_name, environment, reset_peak_memory
@@ -27,8 +27,10 @@ from trainers.loop.agreement import Agreement, agree
 from trainers.loop.console import say_evaluation, say_start, say_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.watchdog import Watchdog
-from trainers.measure.clock import RunLog, RunResult, StepClock
+from trainers.measure.clock import StepClock
 from trainers.measure.profiler import Inspection
+from trainers.measure.result import RunResult
+from trainers.measure.run_log import RunLog
 from trainers.model.optimizer import lr_factor
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import share_buffers

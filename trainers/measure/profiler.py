@@ -1,18 +1,15 @@
-"""What a run asks to see of itself: torch.profiler over some steps, torch.compile's figures, memory on out of memory.
+"""What a run asks to see of its steps: torch.profiler over some of them, and torch.compile's figures.
 
 Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: the profiler would complain of the missing GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import logging
 import os
-import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import resolve_device
-from trainers.errors import StorageError, classify
+from trainers.errors import StorageError
 from trainers.measure.clock import WARMUP_STEPS, StepClock
 from trainers.storage import Storage
 
@@ -31,18 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HISTORY_ENTRIES = 100_000
-"""Allocations and frees that the memory history keeps, the newest ones: some hundred MB of stacks at the most."""
-
 _SETTLE_STEPS = 1  # with the profiler on and nothing kept: its own start is slow
 _TABLE_ROWS = 15
 _KINETO_SILENT = "99"
-_CHART = """<!doctype html><meta charset="utf-8"><title>{title}</title>
-<body style="font: 14px sans-serif; margin: 2em"><h1 style="font-size: 18px">{title}</h1>
-<svg viewBox="0 0 1000 300" style="width: 100%; border: 1px solid #ccc" preserveAspectRatio="none">
-<path d="{path}" fill="none" stroke="#0b6" vector-effect="non-scaling-stroke"/></svg>
-<p>0 to {span_ms:,.1f} ms; {low:,.1f} to {high:,.1f} MiB</p></body>
-"""
 
 
 class Inspection:
@@ -102,7 +90,7 @@ class StepProfiler:
     """Records `steps` training steps of this rank, after the warm-up that no throughput counts either.
 
     Writes below `profile/` of `storage`: `trace.json.gz` for ui.perfetto.dev or chrome://tracing,
-    `memory_timeline.json` and `memory_timeline.html`. Without storage there is the table in the log only. The profiler
+    `memory_timeline.json` and `memory_timeline.png`. Without storage there is the table in the log only. The profiler
     slows its steps, so the caller must leave them out of the throughput: those for which `active` is true. Evaluations
     and checkpoints between the recorded steps are in the trace too.
     """
@@ -166,17 +154,17 @@ class StepProfiler:
             with gzip.open(trace, "rt", errors="replace") as stream:
                 points = memory_points(json.load(stream), self.device)
             Path(directory, "memory_timeline.json").write_text(json.dumps(points))
-            Path(directory, "memory_timeline.html").write_text(memory_chart(points, self.device))
+            draw_memory(points, self.device, Path(directory, "memory_timeline.png"))
             try:
                 for file in sorted(Path(directory).iterdir()):
-                    _copy(file, storage, file.name)
+                    storage.copy(file, file.name)
             except StorageError as error:  # the training is worth more than its profile
                 logger.warning("the profile is lost: %s", error)
                 return
         logger.info(
             "profile written: %s (open it at https://ui.perfetto.dev), %s",
             storage.locate("trace.json.gz"),
-            storage.locate("memory_timeline.html"),
+            storage.locate("memory_timeline.png"),
         )
 
 
@@ -199,74 +187,13 @@ def memory_points(trace: dict[str, Any], device: torch.device) -> list[tuple[flo
     return [(ms - began_ms, allocated) for ms, allocated in points]
 
 
-def memory_chart(points: list[tuple[float, int]], device: torch.device) -> str:
-    """A page with the memory over time as one line, whole without a network."""
+def draw_memory(points: list[tuple[float, int]], device: torch.device, file: Path) -> None:
+    """Draw the memory over time as one line."""
+    from matplotlib.figure import Figure  # takes long to import, and few runs are profiled
+
     title = f"Memory that torch has allocated on {device}"
-    if device.type != "cuda":
-        title += ", against the start of the recording"
-    if not points:
-        points = [(0.0, 0)]
-    span_ms = points[-1][0] or 1.0
-    low = min(allocated for _, allocated in points)
-    high = max(allocated for _, allocated in points)
-    scale = 280 / ((high - low) or 1)
-    corners = [(1000 * ms / span_ms, 290 - scale * (allocated - low)) for ms, allocated in points]
-    path = f"M0 {corners[0][1]:.1f}" + "".join(f"H{x:.2f}V{y:.1f}" for x, y in corners)
-    return _CHART.format(title=title, path=path, span_ms=span_ms, low=low / 2**20, high=high / 2**20)
-
-
-@contextlib.contextmanager
-def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
-    """Save a memory report when the block, one attempt at the run, ends out of device memory.
-
-    With `memory_history` it has the stack of each allocation.
-    """
-    device = resolve_device(config.device, context.device_index)
-    recorded = config.memory_history and device.type == "cuda"
-    if config.memory_history and not recorded and context.rank == 0:
-        logger.warning("`memory_history: true` means nothing on %s: only CUDA allocations are recorded", device.type)
-    if recorded:
-        torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-    try:
-        yield
-    except Exception as error:
-        save_memory_report(error, device, context.storage, context.rank)
-        raise
-    finally:
-        if recorded:
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def save_memory_report(error: BaseException, device: torch.device, storage: Storage | None, rank: int) -> None:
-    """Keep what lay in the GPU's memory when `error` ended the run: nothing for other errors and other devices.
-
-    Writes `memory/rank-N-summary.txt` and, for https://pytorch.org/memory_viz, `memory/rank-N-snapshot.pickle`.
-    Without storage (a trial of a sweep) the summary is a debug line. Never raises: the error itself matters more.
-    """
-    if device.type != "cuda" or classify(error) != "out_of_memory":
-        return
-    try:
-        summary = torch.cuda.memory_summary(device)
-        if storage is None:
-            logger.debug("memory of rank %d when it ran out\n%s", rank, summary)
-            return
-        directory = storage.child("memory")
-        names = f"rank-{rank}-summary.txt", f"rank-{rank}-snapshot.pickle"
-        directory.write(names[0], summary.encode())
-        with tempfile.TemporaryDirectory() as aside:
-            snapshot = Path(aside, names[1])
-            torch.cuda.memory._dump_snapshot(str(snapshot))
-            _copy(snapshot, directory, names[1])
-    except (StorageError, OSError, RuntimeError) as failure:
-        logger.warning("no memory report of rank %d: %s", rank, failure)
-        return
-    logger.warning(
-        "rank %d ran out of memory; what lay in it: %s, and %s for https://pytorch.org/memory_viz",
-        rank,
-        *(directory.locate(name) for name in names),
-    )
-
-
-def _copy(file: Path, storage: Storage, name: str) -> None:
-    with file.open("rb") as source, storage.writer(name) as target:
-        shutil.copyfileobj(source, target)
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.step([ms for ms, _ in points], [allocated / 2**20 for _, allocated in points], where="post")
+    axes.set(xlabel="ms", ylabel="MiB", title=title + ("" if device.type == "cuda" else ", since the recording began"))
+    figure.savefig(file)

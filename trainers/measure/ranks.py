@@ -7,6 +7,7 @@ what each does before it waits for anybody: the time until its batches are there
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 _WAIT_SHARE = 0.1
@@ -52,10 +53,8 @@ def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
         if not others:
             return []
         if row["idle_share"] > _IDLE_SHARE:
-            words = (
-                f"has no sample in {row['idle_share']:.0%} of its steps: the global batch is too small for all ranks"
-            )
-            found.append((f"{rank} idle", f"rank {rank} {words}"))
+            words = f"has no sample in {row['idle_share']:.0%} of its steps"
+            found.append((f"{rank} idle", f"rank {rank} {words}: the global batch is too small for all ranks"))
         if row["train_time_s"] < _EVIDENCE_S:
             continue
         wait = statistics.median(other["data_wait_share"] for other in others)
@@ -85,30 +84,32 @@ def _slower(row: RankFigures, others: list[RankFigures]) -> str | None:
     return words
 
 
-def table(rows: list[RankFigures]) -> list[str]:
-    """The rows as lines of a table for the terminal; GPU columns only where there are readings."""
-    columns = [("rank", [str(row["rank"]) for row in rows]), ("host", [row["host"] for row in rows])]
-    columns += [
-        ("samples/s", [f"{row['samples_per_s']:,.0f}" for row in rows]),
-        ("step ms", [f"{row['step_time_s'] * 1e3:.2f}" for row in rows]),
-        ("data", [f"{row['data_wait_share']:.0%}" for row in rows]),
-    ]
-    if any(row["backward_s"] is not None for row in rows):
-        cells = ["-" if row["backward_s"] is None else f"{row['backward_s'] * 1e3:.2f}" for row in rows]
-        columns.append(("backward ms", cells))
-    columns.append(("peak MiB", [f"{row['peak_bytes'] / 2**20:,.0f}" for row in rows]))
-    if any(row["gpu"] for row in rows):
-        for title, name, form in (
-            ("GPU", "utilisation", ".0%"),
-            ("W", "power_w", ".0f"),
-            ("C", "temperature_c", ".0f"),
-        ):
-            columns.append((title, [_cell((row["gpu"] or {}).get(name), form) for row in rows]))
-        columns.append(("slowed by", [", ".join((row["gpu"] or {}).get("slowed_by", ())) or "-" for row in rows]))
-    widths = [max(len(title), *(len(cell) for cell in cells)) for title, cells in columns]
-    lines = [[title for title, _ in columns], *zip(*(cells for _, cells in columns), strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+def _gpu(name: str, form: str) -> Callable[[RankFigures], str]:
+    return lambda row: _cell((row["gpu"] or {}).get(name), form)
 
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+_COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
+    ("rank", lambda row: str(row["rank"])),
+    ("host", lambda row: row["host"]),
+    ("samples/s", lambda row: f"{row['samples_per_s']:,.0f}"),
+    ("step ms", lambda row: f"{row['step_time_s'] * 1e3:.2f}"),
+    ("data", lambda row: f"{row['data_wait_share']:.0%}"),
+    ("backward ms", lambda row: "-" if row["backward_s"] is None else f"{row['backward_s'] * 1e3:.2f}"),
+    ("peak MiB", lambda row: f"{row['peak_bytes'] / 2**20:,.0f}"),
+    ("GPU", _gpu("utilisation", ".0%")),
+    ("W", _gpu("power_w", ".0f")),
+    ("C", _gpu("temperature_c", ".0f")),
+    ("slowed by", lambda row: ", ".join((row["gpu"] or {}).get("slowed_by", ())) or "-"),
+)
+
+
+def table(rows: list[RankFigures]) -> list[str]:
+    """The rows as lines of a table for the terminal; columns without any reading are left out."""
+    columns = [[title, *map(cell, rows)] for title, cell in _COLUMNS]
+    shown = [column for column in columns if set(column[1:]) != {"-"}]
+    widths = [max(map(len, column)) for column in shown]
+    return ["  ".join(map(str.rjust, line, widths)) for line in zip(*shown, strict=True)]

@@ -13,6 +13,7 @@ from ray.experimental import internal_kv
 from ray.train import Checkpoint, CheckpointUploadMode
 from ray.util.metrics import Gauge
 
+from trainers.context import RunContext
 from trainers.storage import Storage
 
 PREEMPTION_POLL_S = 2.0
@@ -31,21 +32,27 @@ FIGURES: dict[str, tuple[str, ...]] = {
 """What Prometheus gets of a run, and the tags of each; without the rank, rank 0 sends it."""
 
 
-class RayContext:
-    """RunContext of a worker of a Ray TorchTrainer."""
+class WorkerContext(RunContext):
+    """RunContext of a worker of a Ray TorchTrainer: its place in the group, as Ray knows it."""
 
-    launcher = "ray"
+    def __init__(self, storage: Storage | None, launcher: str) -> None:
+        worker = ray.train.get_context()
+        super().__init__(
+            storage,
+            launcher,
+            worker.get_world_rank(),
+            worker.get_world_size(),
+            worker.get_local_rank(),
+            worker.get_local_world_size(),
+            own_gpu(),
+        )
+
+
+class RayContext(WorkerContext):
+    """RunContext of a run on Ray: reports to Ray's controller, and hears of stops and drained nodes."""
 
     def __init__(self, storage: Storage | None) -> None:
-        context = ray.train.get_context()
-        self.storage = storage
-        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        self.local_rank, self.local_world_size = context.get_local_rank(), context.get_local_world_size()
-        self.device_index = own_gpu()
-        self.microbatch_ceiling: int | None = None
-        self.microbatch_bounds: tuple[int | None, int | None] = (None, None)
-        self.source: Storage | None = None
-        self.until_epoch: float | None = None
+        super().__init__(storage, "ray")
         self._told_s = self._asked_s = -math.inf
         self._untold: tuple[dict[str, Any], str | None] | None = None
         self._gauges = Gauges(storage.name, self.rank) if storage else None
@@ -86,15 +93,6 @@ class RayContext:
             return False
         self._asked_s = elapsed_s
         return ray.train.get_preemption_info() is not None
-
-    def fits(self, microbatch_size: int, fits: bool) -> None:
-        """Nobody else would use it."""
-
-    def too_large(self, microbatch_size: int) -> None:
-        """The run's directory knows it."""
-
-    def hung(self, words: str) -> None:
-        """The stacks in the run's directory tell the controller."""
 
 
 class Gauges:

@@ -19,7 +19,7 @@ from ray.train.torch import TorchTrainer
 from trainers.errors import PreemptedError, RunFailedError
 from trainers.launch.local import setup_logging
 from trainers.launch.spec import RunSpec
-from trainers.measure.clock import RunResult
+from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.connect import ray_scaling, wants_gpu
 from trainers.on_ray.context import RayContext, request_stop

@@ -12,14 +12,14 @@ import ray
 import ray.train
 import torch
 
-from trainers.config.model import dump_yaml
+from trainers.config.yaml import dump_yaml
 from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, total_memory_bytes
 from trainers.devices.group import Group
 from trainers.errors import DivergedError, PacelineError, RunFailedError
 from trainers.launch.local import setup_logging
 from trainers.launch.spec import RunSpec
-from trainers.on_ray.context import Gauges, own_gpu
+from trainers.on_ray.context import Gauges, WorkerContext, own_gpu
 from trainers.storage import Storage
 from tune.lanes.messages import Assignment
 from tune.lanes.process_state import Baseline
@@ -27,22 +27,16 @@ from tune.lanes.process_state import Baseline
 _IDLE_S = 20.0  # an idle lane's ranks meet this often, well within the process group's timeout
 
 
-class LaneContext:
+class LaneContext(WorkerContext):
     """RunContext of a trial in a lane: reports to the mailbox, and keeps nothing but a population's stages."""
 
-    launcher = "lane"
-
     def __init__(self, mailbox: Any, lane: int, assignment: Assignment, gauges: Gauges) -> None:
-        context = ray.train.get_context()
+        super().__init__(None if assignment.storage is None else Storage(assignment.storage), "lane")
         self._mailbox, self._lane, self._gauges = mailbox, lane, gauges
         self._ticket, self._stop, self._until = assignment.ticket, False, assignment.until
         self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds
-        self.storage = None if assignment.storage is None else Storage(assignment.storage)
         self.source = None if assignment.source is None else Storage(assignment.source)
         self.until_epoch = assignment.until_epoch
-        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
-        self.local_rank, self.local_world_size = context.get_local_rank(), context.get_local_world_size()
-        self.device_index = own_gpu()
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Rank 0 tells the mailbox of an evaluation, and hears whether the trial should go on."""
@@ -59,10 +53,6 @@ class LaneContext:
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether the search has stopped the trial."""
         return self._stop
-
-    def preempted(self, elapsed_s: float) -> bool:
-        """A trial, or its stage, is started again elsewhere."""
-        return False
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
         """All other trials shall know it: rank 0 says what was agreed, any rank what did not fit."""

@@ -13,7 +13,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from trainers.config import TrainConfig
-from trainers.config.model import build, dump_yaml, override
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.yaml import dump_yaml
 from trainers.errors import STATUSES
 from trainers.storage import Storage
 from tune.config import SweepConfig

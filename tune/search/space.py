@@ -8,7 +8,8 @@ import math
 from typing import Any
 
 from trainers.config import TrainConfig
-from trainers.config.model import build, override
+from trainers.config.model import build
+from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
 from tune.config import BATCH_KEYS, Range, SweepConfig, sample_values
 from tune.trials.microbatch_bounds import bisection_order

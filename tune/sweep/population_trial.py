@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.search.tune_config import unwrap
 from tune.sweep.trial import LaneTrial

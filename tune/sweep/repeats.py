@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.report.words import in_short, labels
 from tune.search.finalists import repeats_to_run

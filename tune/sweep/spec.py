@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import TrainConfig
-from trainers.config.model import build, dump_yaml, override, parse_mapping
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 from trainers.launch.spec import delete_own, make_spec, read_file, read_mapping
 from trainers.storage import Storage, storage_uri

@@ -10,7 +10,7 @@ import ray
 from ray.tune import Trainable
 
 from trainers.config import TrainConfig
-from trainers.config.model import override
+from trainers.config.overrides import override
 from trainers.storage import Storage
 from tune.config import Objective
 from tune.lanes.messages import Assignment, Event, new_ticket
