@@ -39,8 +39,6 @@ from trainers.model.strategy import (
 from trainers.step.evaluation import evaluate
 from trainers.step.train_step import TrainStep
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 
 

@@ -18,8 +18,6 @@ from trainers.model.precision import TABLE
 from trainers.model.strategy import Group
 from trainers.step.evaluation import evaluate
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 
 

@@ -19,7 +19,7 @@ from trainers.measure.clock import read_log
 from trainers.storage import Storage
 from tune.trials.journal import TrialRecord
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 # Those from which the process recovers, and those that make the lane start again.
 MILD = ["flags", "grad", "rng", "hooks", "process", "child"]

@@ -24,7 +24,7 @@ from tune.sweep.population_trial import KEPT_STAGES
 from tune.sweep.spec import read_saved
 from tune.trials.journal import Journal, TrialRecord
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 EPOCHS = 6
 STEPS = 96 // 24
