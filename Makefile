@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test lint format bench bench-full bench-gpu docs dashboard clean
+.PHONY: install sweep test test-all lint format bench bench-full bench-gpu docs dashboard clean
 
 install: .venv/installed
 
@@ -18,8 +18,20 @@ install: .venv/installed
 sweep: install
 	$(BIN)/python -m tune examples/digits/sweep.yaml
 
+# What a change is likely to break, in less than ten minutes on two cores; `test-all` is all there is.
 test: install
-	$(BIN)/python -m pytest
+	@echo "=== 1 of 2: plain Python, in two processes"
+	$(BIN)/python -m pytest -m "not full" -n 2 --dist worksteal tests/unit
+	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
+	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadgroup tests/on_ray tests/commands tests/distributed
+
+test-all: install
+	@echo "=== 1 of 3: plain Python, in two processes"
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/gpu benchmarks/tests
+	@echo "=== 2 of 3: groups of processes and commands, beside Ray"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/on_ray tests/commands tests/distributed
+	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
+	$(BIN)/python -m pytest tests/lab
 
 lint: install
 	$(BIN)/ruff check .

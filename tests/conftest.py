@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import secrets
 import shutil
@@ -34,26 +35,37 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 SCRATCH = Path(tempfile.mkdtemp(prefix="pl-", dir="/tmp"))
 os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = str(SCRATCH)
 tempfile.tempdir = None
+multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What waits for a cluster or a group of processes gets a second try on a busy machine; the summary names it."""
-    if config.pluginmanager.hasplugin("rerunfailures"):
-        for item in items:
-            if item.path.parent.name in ("on_ray", "commands", "distributed"):
-                item.add_marker(pytest.mark.flaky(reruns=1))
+    """With `--dist loadgroup`, tests on Ray's session cluster run one after another, and others a file at a time."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        on_ray = item.path.parent.name == "on_ray" or "cluster" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.nodeid.partition("::")[0]))
+    # The longest group first: the other process takes what is left.
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("ray",))  # type: ignore[union-attr]
+
+
+def pytest_unconfigure() -> None:
+    """In every process of the session: no temporary file is left."""
+    shutil.rmtree(SCRATCH, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Every process that the suite started is gone at its end, and every temporary file."""
+    """Every process that the suite started is gone at its end."""
     import psutil
 
+    from tests.distributed.processes import end_server
+
     yield
+    end_server()
     deadline = time.monotonic() + 20
     while (left := [p for p in psutil.Process().children(recursive=True) if _alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    shutil.rmtree(SCRATCH, ignore_errors=True)
     assert not left, f"processes left behind: {[(p.pid, p.cmdline()[:4]) for p in left]}"
 
 
@@ -73,7 +85,6 @@ class Done:
     code: int
     out: str
     err: str
-    seconds: float
 
 
 @pytest.fixture
@@ -85,14 +96,13 @@ def command(tmp_path: Path) -> Callable[..., Done]:
         cwd: Path = REPOSITORY,
         env: dict[str, str] | None = None,
         ray_address: str | None = None,
-        timeout_s: float = 240,
+        timeout_s: float = 500,
         program: tuple[str, ...] = (sys.executable,),
     ) -> Done:
         settings = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "PACELINE_STORAGE")}
         settings["PATH"] = f"{Path(sys.executable).parent}:{settings['PATH']}"
         if ray_address:
             settings["RAY_ADDRESS"] = ray_address
-        began = time.monotonic()
         done = subprocess.run(
             [*program, *args],
             cwd=cwd,
@@ -102,7 +112,7 @@ def command(tmp_path: Path) -> Callable[..., Done]:
             timeout=timeout_s,
             stdin=subprocess.DEVNULL,
         )
-        return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+        return Done(done.returncode, done.stdout, done.stderr)
 
     return run
 

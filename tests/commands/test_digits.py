@@ -7,16 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.conftest import REPOSITORY, Done
-
-pytestmark = pytest.mark.slow
 
 SWEEP = "examples/digits/sweep.yaml"
 
@@ -47,15 +43,13 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Do
             break
     family = psutil.Process(sweep.pid).children(recursive=True)
     assert len(family) > 5
-    began = time.monotonic()
     os.killpg(sweep.pid, signal.SIGINT)  # what Ctrl-C in a terminal does
     rest = sweep.stdout.read()
     sweep.wait()
-    assert time.monotonic() - began < 10
     assert sweep.returncode == 130
     assert "trials are kept; go on with" in rest
     assert f"-m tune resume {tmp_path}/digits-sweep" in rest
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, f"left behind: {alive}"
 
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "digits-sweep/trials").iterdir()}
@@ -66,10 +60,10 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Do
     assert len(trials) >= 8  # and the repeats of the finalists
     assert kept.items() <= trials.items(), "no finished trial was run again"
     check_answer(tmp_path / "digits-sweep", done, command, tmp_path)
-    again = command("-m", "tune", SWEEP, "--storage_path", str(tmp_path))
+    again = command("-m", "tune", SWEEP, "--storage_path", str(tmp_path), env={"RAY_TMPDIR": str(tmp_path / "ray")})
     assert again.code == 0
     assert "is complete already" in again.out
-    assert again.seconds < 15, "no cluster was started for it"
+    assert not (tmp_path / "ray").exists(), "no cluster was started for it"
 
 
 def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ def test_no_torch_is_needed_to_know_it(
     done = command("-c", f"{blocker}; {run}")
     sentence = one_sentence(done)
     assert all(word in sentence for word in [str(file), *words]), sentence
-    assert done.seconds < 3
 
 
 @pytest.mark.parametrize(("changes", "words"), WITH_TORCH, ids=lambda value: str(value)[:40])
@@ -110,7 +109,6 @@ def test_sweeps(args: list[str], words: list[str], command: Callable[..., Done])
     done = command("-m", "tune", "examples/digits/sweep.yaml", *args)
     sentence = one_sentence(done)
     assert all(word in sentence for word in words), sentence
-    assert done.seconds < 3
 
 
 def test_relative_storage_inside_a_ray_job(command: Callable[..., Done]) -> None:

@@ -12,8 +12,6 @@ import pytest
 
 from tests.conftest import REPOSITORY, Cluster, Done
 
-pytestmark = pytest.mark.slow
-
 USER_TASK = """
 import torch
 from torch import nn

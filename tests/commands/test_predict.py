@@ -15,8 +15,6 @@ from tests.conftest import REPOSITORY, Done
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
-pytestmark = pytest.mark.slow
-
 HERE = (sys.executable, "-m", "trainers")
 # fmt: off
 TORCHRUN = (str(Path(sys.executable).parent / "torchrun"), "--nproc-per-node", "3", "--rdzv-backend", "c10d",

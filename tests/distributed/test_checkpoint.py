@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.distributed.processes import run_processes
@@ -21,18 +20,17 @@ from trainers.errors import StorageError
 from trainers.launch.local import run_spawn
 from trainers.storage import Storage
 
-pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 STATE = {"model": {"weight": torch.ones(1000)}, "position": {"step": 1}}
 
 
 def write_beside_collectives(rank: int, world_size: int, path: str) -> list[Any]:
-    """Collectives go on while files are written, rank 1's slowly; then rank 1's disk is full."""
-    write = Archive.write
+    """Collectives go on while files are written, rank 1's not before six of them; then rank 1's disk is full."""
+    write, met = Archive.write, threading.Event()
 
     def slow(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
         if rank == 1:
-            time.sleep(0.3)
+            assert met.wait(60)
             if name.endswith("2"):
                 raise StorageError("injected: rank 1 has no room")
         return write(archive, name, file, state)
@@ -46,6 +44,8 @@ def write_beside_collectives(rank: int, world_size: int, path: str) -> list[Any]
     while checkpoints.pending:
         (busy,) = group.max(torch.tensor([float(checkpoints.busy)])).tolist()
         steps += 1
+        if steps > 5:
+            met.set()
         if not busy:
             where = checkpoints.advance()
     found = checkpoints.load()

@@ -15,8 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.distributed.processes import run_processes
 from trainers.model.gradient_hooks import MAX_BYTES, exchanged
 
-pytestmark = pytest.mark.slow
-
 WIDTHS = {"small": [5, 7, 3], "large": [5, 300, 900, 3]}
 
 

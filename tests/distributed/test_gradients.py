@@ -20,8 +20,6 @@ from trainers.step.evaluation import evaluate
 from trainers.step.train_step import TrainStep
 from trainers.task import task_feed
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 # (global batch size, step of the epoch, microbatch size): even, uneven, short last step, ranks without a sample
 SPLITS = [(24, 0, 100), (23, 1, 4), (24, 8, 3), (2, 0, 1), (1, 5, 1), (7, 28, 2), (203, 0, 9)]

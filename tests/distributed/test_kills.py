@@ -11,8 +11,6 @@ import pytest
 
 from tests.specs import REPOSITORY
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -8,7 +8,6 @@ import itertools
 import math
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from trainers.config.overrides import override
 from trainers.launch.local import LocalContext, run_local, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
 from trainers.loop.fit import fit
-
-pytestmark = pytest.mark.slow
 
 PHASES = ("forward", "backward", "optimizer")
 BATCH = 50  # shares of 25 with two workers, of 17 and 16 with three
@@ -103,7 +100,6 @@ def train_all(rank: int, world_size: int) -> list[tuple[int, float, float]]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_no_hang_the_largest_size_and_the_same_result(world_size: int, tmp_path: Path) -> None:
-    began = time.monotonic()
     plain, *found = run_processes(world_size, train_all, tmp_path)[0]
     share = -(-BATCH // world_size)
     assert plain[0] == share
@@ -112,7 +108,6 @@ def test_no_hang_the_largest_size_and_the_same_result(world_size: int, tmp_path:
         assert size == largest_part(share, limit), (phase, limit, rank)
         assert train_loss == pytest.approx(plain[1], rel=1e-12), (phase, limit, rank)
         assert val_loss == pytest.approx(plain[2], rel=1e-11), (phase, limit, rank)
-    assert time.monotonic() - began < 120
 
 
 class Later(Blobs):

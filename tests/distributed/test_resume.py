@@ -12,8 +12,6 @@ from trainers.errors import RunFailedError
 from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
 
-pytestmark = pytest.mark.slow
-
 
 def spec(tmp_path: Path, name: str, workers: int, kill_at: int | None = None, **changes: Any) -> RunSpec:
     args: dict[str, Any] = {"dtype": "float64"}

@@ -14,8 +14,6 @@ import pytest
 from tests.distributed.processes import run_processes
 from trainers.data.sampler import StepSampler
 
-pytestmark = pytest.mark.slow
-
 
 def torchs_own_test(rank: int, world_size: int) -> list[str]:
     """Runs it on the CPU; gives back which samplers it made."""

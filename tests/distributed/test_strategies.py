@@ -32,8 +32,6 @@ from trainers.step.evaluation import evaluate
 from trainers.step.train_step import TrainStep
 from trainers.task import task_feed
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 
 

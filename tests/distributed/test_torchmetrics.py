@@ -18,8 +18,6 @@ from trainers.model.precision import TABLE
 from trainers.step.evaluation import evaluate
 from trainers.task import task_feed
 
-pytestmark = pytest.mark.slow
-
 CPU = torch.device("cpu")
 
 

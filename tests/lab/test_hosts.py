@@ -13,7 +13,7 @@ from tests.lab import hosts
 from tests.lab.hosts import REPOSITORY, Lab, outside
 from tests.lab.on_premises import wait_for
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.full, pytest.mark.lab]
 
 KILLED = """
 import os, signal

@@ -27,7 +27,7 @@ from tests.lab import hosts
 from tests.lab.hosts import REPOSITORY, Lab, address_of, outside
 from tests.lab.on_premises import DASHBOARD, HEAD, OWN, OnPremises, derived, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.lab]
+pytestmark = [pytest.mark.full, pytest.mark.lab]
 
 WORKERS = ["h1", "h2"]
 PROMETHEUS = "http://127.0.0.1:9090"
@@ -141,7 +141,6 @@ def test_a_cluster_in_order_raises_no_alarm(cluster: OnPremises) -> None:
         took_s.append(report["seconds"])
         assert (code, report["findings"]) == (0, [])
     print(f"\n{CLEAN_RUNS} checks of a cluster in order: none raised an alarm, {min(took_s)} to {max(took_s)} s each")
-    assert min(took_s) < 60
 
 
 def test_a_job_trains_on_two_hosts(cluster: OnPremises) -> None:
@@ -275,7 +274,6 @@ def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster: OnPremises, 
     print(
         f"\na power cut at step {last}: noticed after {noticed_s:.1f} s, resumed after {resumed_s:.1f} s at step {at}"
     )
-    assert noticed_s < 20
     assert last - INTERVAL - 50 <= at <= last + 50
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from tests.conftest import Cluster, Done
 from tests.on_ray.nodes import another_node
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,8 @@ def second_node(cluster: Cluster, driver: Any) -> Iterator[str]:
         yield node.id
 
 
-def test_two_nodes_are_examined_in_less_than_a_minute(
+@pytest.mark.full
+def test_two_nodes_are_examined(
     tmp_path: Path, cluster: Cluster, second_node: str, command: Callable[..., Done]
 ) -> None:
     options = ("--workers", "2", "--storage_path", str(tmp_path / "shared"), "--json")
@@ -31,7 +33,6 @@ def test_two_nodes_are_examined_in_less_than_a_minute(
     report = json.loads(done.out)
     assert done.code == 0, report["findings"]
     assert len(report["nodes"]) == 2
-    assert report["seconds"] < 60
     [between] = report["all_reduce"]
     assert (between["num_ranks"], between["wrong_on"]) == (2, [])
     assert between["mb_per_s"] > 0
@@ -51,17 +52,28 @@ def test_more_workers_than_there_are_is_an_error(
     assert "`worker nodes` is 2, but must be at least 5" in done.out
 
 
-def test_the_quick_part_costs_a_sweep_little(tmp_path: Path, second_node: str, driver: Any) -> None:
+def test_the_quick_part_costs_a_sweep_little(
+    tmp_path: Path, second_node: str, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen questions to all nodes at once, ten of them for the time of day; nothing is measured or imported."""
+    from cluster.health.actors import Nodes
     from cluster.health.check import quick_check
+
+    ask, asked = Nodes.ask, Counter[str]()
+
+    def noted(nodes: Nodes, part: str, timeout_s: float, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        asked[part] += 1
+        return ask(nodes, part, timeout_s, calls)
+
+    monkeypatch.setattr(Nodes, "ask", noted)
 
     def check(where: Path) -> list[Any]:
         """Without what is said of this machine's own name, which may resolve to its loopback."""
         return [found for found in quick_check(str(where)) if "/etc/hosts" not in str(found)]
 
-    check(tmp_path)  # processes are started, and modules read
-    began = time.monotonic()
     assert check(tmp_path) == []
-    assert time.monotonic() - began < 30
+    assert asked.total() == 16, asked
+    assert asked["reading its clock"] == 10
     unwritable = tmp_path / "file"
     unwritable.write_text("in the way")
     found = check(unwritable)

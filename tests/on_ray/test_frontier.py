@@ -14,7 +14,7 @@ from tune.search.finalists import contenders
 from tune.sweep.spec import is_complete
 from tune.trials.journal import Journal
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 EPOCHS = 60
 

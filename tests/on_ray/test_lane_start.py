@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from tests.on_ray.embedded import actors, kill_controller
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.waits import when
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 
+@pytest.mark.full
 def test_an_embedded_cluster_has_only_what_trains(
     tmp_path: Path, cluster: Cluster, command: Callable[..., Done]
 ) -> None:
@@ -75,9 +75,7 @@ def test_equal_trials_of_a_random_search_end_at_once(tmp_path: Path, driver: Any
     before = {actor.actor_id for actor in actors()}
     train = {"max_steps": 5, "task_args": {"pause_s": 0.1}}
     keys: dict[str, Any] = {"search": "random", "budget": {"trials": 60}, "lanes": 2}
-    began = time.monotonic()
     records = run(sweep(tmp_path, {"seed": {"choice": list(range(30))}}, train, **keys))
-    assert time.monotonic() - began < 80, "an end was held back until nobody expected another trial"
     assert {record.status for record in records} == {"done"}
     assert len(records) <= 30
     assert {record.lane for record in records} == {0, 1}

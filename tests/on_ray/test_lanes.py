@@ -15,7 +15,7 @@ from tune.config import SweepConfig
 from tune.sweep.spec import SweepSpec, _spec, prepare
 from tune.trials.record import TrialRecord
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 TRAIN = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
 

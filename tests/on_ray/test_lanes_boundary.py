@@ -13,7 +13,7 @@ import pytest
 from tests.on_ray.test_lanes import run, sweep
 from tune.trials.microbatch_bounds import Boundary
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 SIZES = [3, 6, 9, 12, 15, 18, 21, 24]
 FITS = {"fp32": 10, "bf16": 20}

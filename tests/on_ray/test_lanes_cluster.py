@@ -17,7 +17,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from tune.lanes.lanes import Lanes, LaneSetup, start_mailbox
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 
 def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
@@ -64,9 +64,7 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     while driver.available_resources().get("CPU", 0) == driver.cluster_resources()["CPU"]:
         assert time.monotonic() < deadline, "no lane has reserved its processors"
         time.sleep(0.05)
-    began = time.monotonic()
     lanes.close()
-    assert time.monotonic() - began < 60
     assert {thread for thread in threading.enumerate() if thread.name.startswith("lane-")} <= threads
     free = driver.cluster_resources()["CPU"]
     deadline = time.monotonic() + 20

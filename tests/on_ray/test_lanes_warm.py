@@ -19,7 +19,7 @@ from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 from tune.trials.record import TrialRecord
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 # Those from which the process recovers, and those that make the lane start again.
 MILD = ["flags", "grad", "rng", "hooks", "process", "child"]

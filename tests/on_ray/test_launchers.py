@@ -15,7 +15,7 @@ from trainers.config.yaml import dump_yaml
 from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 # float64: every step of the curve to 1e-12 over 50 steps; fp32: to 1e-6 over 10.
 CASES = [("float64", 50, 1e-12), ("float32", 10, 1e-6)]

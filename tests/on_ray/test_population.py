@@ -25,7 +25,7 @@ from tune.sweep.spec import read_saved
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 EPOCHS = 6
 STEPS = 96 // 24

@@ -17,7 +17,7 @@ import yaml
 from tests.conftest import Cluster
 from tests.specs import BASE, REPOSITORY
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.ray
 
 TRIALS = 24
 KILLS = 5

@@ -296,7 +296,6 @@ train(Path({path!r}), checkpoint={{"every_steps": 4, "async": True}}, evaluate={
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["before the state", "after the state", "before the manifest"])
 def test_killed_while_one_is_written_the_one_before_is_resumed(tmp_path: Path, phase: str) -> None:
     repository = str(Path(__file__).parents[2])

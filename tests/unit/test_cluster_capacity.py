@@ -6,7 +6,6 @@ import datetime as dt
 import itertools
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -215,7 +214,5 @@ def test_plan_refuses_wrong_arguments(wrong: list[str]) -> None:
 
 def test_wrong_arguments_are_said_without_importing_ray() -> None:
     code = "import sys, cluster.__main__ as m; assert 'ray' not in sys.modules; m.main(['plan'])"
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "required" in done.stderr) == (2, True)
-    assert time.perf_counter() - start < 5

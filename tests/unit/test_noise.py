@@ -265,7 +265,6 @@ def _run(rank: int, world_size: int, way: str) -> Figures:
     return seen, estimate(noise.windows)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_are_pieces_and_looking_at_them_changes_no_bit(world_size: int, tmp_path: Path) -> None:
     results: list[dict[str, Figures]] = run_processes(world_size, _ranks, tmp_path)

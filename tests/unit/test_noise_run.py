@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.processes import forked_launcher
 from tests.specs import losses, make
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
@@ -80,8 +81,9 @@ def test_two_ranks_train_the_same_bits_and_agree(tmp_path: Path) -> None:
     ranks = {"launcher": "spawn", "scaling__num_workers": 2, "max_steps": 40}
     plain = make(tmp_path, name="plain", **ranks)
     measured = make(tmp_path, name="measured", noise_scale=True, **ranks)
-    assert run_spawn(plain).noise_scale is None
-    assert run_spawn(measured).noise_scale is not None
+    with forked_launcher():
+        assert run_spawn(plain).noise_scale is None
+        assert run_spawn(measured).noise_scale is not None
     assert losses(measured) == losses(plain)
 
 

@@ -257,15 +257,19 @@ def dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_the_first_step_compiles_forward_and_backward(tmp_path: Path) -> None:
-    torch._dynamo.reset()
+def test_training_and_evaluation_are_one_graph_each(tmp_path: Path, dynamo: None) -> None:
     result = train(tmp_path, compile="default")
-    assert result.compile == {"graphs": 2, "graph_breaks": 0, "recompiles": 1}  # training, then evaluation
+    assert result.compile == {"graphs": 2, "graph_breaks": 0, "recompiles": 1}
     assert result.throughput is not None
     assert result.first_step_s is not None
-    assert result.first_step_s > 5 * result.throughput.step_time_s
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_so_they_are_where_code_is_generated(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    result = train(tmp_path, compile="default")
+    assert result.compile == {"graphs": 2, "graph_breaks": 0, "recompiles": 1}
     torch._dynamo.reset()
 
 
@@ -295,8 +299,6 @@ def test_a_step_that_compiles_again_is_no_measure_of_speed(
     late = train(tmp_path / "late", compile="default", global_batch_size=24, max_steps=18)  # 203 = 8 x 24 + 11
     assert late.throughput is not None
     assert late.throughput.steps == 18 - WARMUP_STEPS - 1
-    assert late.first_step_s is not None
-    assert late.first_step_s > 5 * late.throughput.step_time_s
 
 
 def test_a_second_run_of_one_process_counts_from_nothing(tmp_path: Path, dynamo: None) -> None:

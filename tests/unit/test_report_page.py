@@ -24,7 +24,6 @@ SMALL = """Math.min(...[...document.querySelectorAll('main p, main td, main th, 
   .map(element => parseFloat(getComputedStyle(element).fontSize)))"""
 
 
-@pytest.mark.slow
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     sweep = Storage(str(tmp_path / "digits-sweep"))
     write_report(sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None)

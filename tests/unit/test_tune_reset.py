@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 # A process of its own: what is poisoned here must not reach the suite.
 SCRIPT = """
-import json, statistics, sys, time
+import json, sys
 import torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 import trainers.loop.fit
@@ -56,17 +56,15 @@ for poison in ("thread", "group"):
     from tests import lane_tasks
     lane_tasks.Poison([poison]).dataset("val")
     found["left"][poison] = baseline.restore()
-restores, loops = [], []
 baseline._threads.update(__import__("threading").enumerate())
-for _ in range(20):
+found["calls"] = []
+for _ in range(3):
     curve()
-    began = time.perf_counter()
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event))
     baseline.restore()
-    restored = time.perf_counter()
-    sum(number * number for number in range(100_000))
-    restores.append(restored - began)
-    loops.append(time.perf_counter() - restored)
-found["restore_s"], found["loop_s"] = min(restores), min(loops)
+    sys.setprofile(None)
+    found["calls"].append(sum(event.endswith("call") for event in calls))
 print(json.dumps(found))
 """
 
@@ -107,6 +105,6 @@ def test_what_cannot_be_put_back_is_said(found: dict[str, dict[str, object]]) ->
     assert "the process group is another" in found["left"]["group"]
 
 
-def test_it_takes_no_longer_than_two_short_loops_of_python(found: dict[str, float]) -> None:
-    """A hundred thousand products, on the same machine at the same time: some five milliseconds each."""
-    assert 0 < found["restore_s"] < 2 * found["loop_s"], found["restore_s"]
+def test_between_trials_python_calls_no_function_for_each_method_of_torch(found: dict[str, list[int]]) -> None:
+    """There are 20,000 of them, compared in C: a reset is a few milliseconds between two trials."""
+    assert 100 < min(found["calls"]) <= max(found["calls"]) < 10_000, found["calls"]

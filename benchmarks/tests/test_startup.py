@@ -11,8 +11,6 @@ import pytest
 
 from benchmarks.startup import REPOSITORY, first_step_ms, floor_command, measure, paceline_command
 
-pytestmark = pytest.mark.slow  # each command imports torch
-
 # What takes long to import and no small run needs: 1 to 8 s each.
 # fmt: off
 HEAVY = {

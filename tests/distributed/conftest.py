@@ -1,0 +1,16 @@
+"""Real processes, forked from one server that has torch imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.processes import forked_launcher
+
+
+@pytest.fixture(autouse=True)
+def forked() -> Iterator[None]:
+    """The launcher `spawn` forks."""
+    with forked_launcher():
+        yield
