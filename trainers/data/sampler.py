@@ -31,7 +31,7 @@ class StepSampler(DistributedSampler[int]):
         *,
         global_batch_size: int,
     ) -> None:
-        """All but `global_batch_size` as in torch's class, the process group as default of the first two included."""
+        """`num_replicas` and `rank` default to the process group's, as in torch's class."""
         if not isinstance(dataset, Sized):
             raise TypeError("the training dataset has no length: Paceline needs a map-style dataset (`__len__`)")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)

@@ -14,9 +14,7 @@ _END = object()
 
 
 class Pinnable:
-    """A batch in a DataLoader that pins: its own pinning knows no dataclass, and in some versions makes lists of
-    tuples.
-    """
+    """A batch that a DataLoader pins right: torch skips dataclasses, and in some versions makes lists of tuples."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch

@@ -43,7 +43,7 @@ def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: 
             "task": _held(task, type(task).__name__),
         }
         elsewhere = {
-            place: [f"{name} on {tensor.device}" for name, tensor in tensors if _lies_elsewhere(tensor, device)]
+            place: [f"{name} on {tensor.device}" for name, tensor in tensors if _is_elsewhere(tensor, device)]
             for place, tensors in found.items()
         }
         if any(elsewhere.values()) or "device" in str(error):
@@ -71,9 +71,9 @@ def _sentence(error: RuntimeError, elsewhere: dict[str, list[str]], device: torc
     return f"{said}; {fix} (torch: {str(error).splitlines()[0]})"
 
 
-def _lies_elsewhere(tensor: Tensor, device: torch.device) -> bool:
-    number = tensor.device.type == "cpu" and tensor.ndim == 0  # torch takes these as plain numbers
-    return tensor.device != device and not number
+def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
+    is_number = tensor.device.type == "cpu" and tensor.ndim == 0  # torch takes these as plain numbers
+    return tensor.device != device and not is_number
 
 
 def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

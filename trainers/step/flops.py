@@ -28,7 +28,7 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 PEAKS = Path(__file__).with_name("peaks.csv")
-_LIKE_SAMPLES = 8  # of samples that are all of one shape, a few tell what each costs; two or more, for BatchNorm
+_LIKE_SAMPLES = 8  # of samples that are all of one shape, a few are enough; two or more, for BatchNorm
 
 
 def count_flops(
