@@ -34,7 +34,7 @@ _KINETO_SILENT = "99"
 
 
 class Inspection:
-    """What is looked at between steps of this rank; `inspect_run` makes one only where it is asked for."""
+    """Profiles the steps of this rank and watches its compiler, as far as the configuration asks for it."""
 
     def __init__(self, profiler: StepProfiler | None, compile_watch: CompileWatch | None, rank: int) -> None:
         self.profiler, self.compile_watch, self.rank = profiler, compile_watch, rank
@@ -73,7 +73,7 @@ class Inspection:
 
 
 def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
-    """What the configuration wants to see; None for nothing, which costs nothing. Before the model is built."""
+    """The inspection that the configuration asks for; None for none. To be called before the model is built."""
     profiler = compile_watch = None
     if config.profile_steps and context.rank == 0:
         profiler = StepProfiler(
