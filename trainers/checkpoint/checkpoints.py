@@ -12,7 +12,7 @@ One is written at once (`save`), or while training goes on (`start`, then `advan
     its thread  on each rank writes and hashes its files
     the loop    gathers names, sizes and checksums, or what went wrong
     its thread  on rank 0 writes the manifest, then deletes older checkpoints
-    the loop    hears of it: the checkpoint is complete, or StorageError is raised on every rank
+    the loop    knows that the checkpoint is complete, or raises StorageError on every rank
 
 Threads never call a collective: on the process group of DDP's own it would mix with them. The loop agrees every ten
 steps anyway, so nothing polls storage, and an error is met by all ranks in the same step.
@@ -198,7 +198,7 @@ class Checkpoints:
             own = rank_file(self.group.rank)
             entries[own] = self.archive.write(name, own, rank_state)
         except Exception as error:
-            return entries, _words(error)
+            return entries, _message(error)
         return entries, None
 
     def _gather(self, step: int, entries: _Entries, problem: str | None) -> _Entries:
@@ -214,7 +214,7 @@ class Checkpoints:
         try:
             self.archive.seal(manifest, self.keep)
         except Exception as error:
-            return _words(error)
+            return _message(error)
         return None
 
     def _raise(self, step: int, problem: str | None) -> None:
@@ -222,7 +222,7 @@ class Checkpoints:
             raise StorageError(f"checkpoint {self.locate(step)} could not be written: {problem}")
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, StorageError):
         return str(error)
     logger.error("a checkpoint could not be written", exc_info=error)

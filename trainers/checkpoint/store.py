@@ -52,7 +52,7 @@ class Archive:
         return [name for name in self.storage.names() if name.startswith("step-")]
 
     def begin(self, name: str) -> None:
-        """While its files change, a checkpoint must not look complete."""
+        """Delete the manifest: while its files change, a checkpoint must not look complete."""
         self.storage.delete(f"{name}/manifest.json")
 
     @retrying
@@ -86,7 +86,7 @@ class Archive:
             self.storage.delete(other)
 
     def manifest(self, name: str) -> Manifest:
-        """What the checkpoint says of itself; CheckpointError when it is not complete or damaged."""
+        """Read the manifest of a checkpoint; CheckpointError when it is not complete or damaged."""
         if not self.storage.exists(f"{name}/manifest.json"):
             raise CheckpointError("it has no manifest: writing it was cut off")
         return Manifest.from_json(self.storage.read(f"{name}/manifest.json"))

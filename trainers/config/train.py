@@ -144,17 +144,18 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _strategy_fits(self) -> Self:
-        strategy, modes = self.strategy, ("reduce-overhead", "max-autotune")
-        alone = self.scaling.max_workers > 1 and strategy in ("none", "dp")
-        self.refuse_if(alone, "strategy", "is for one worker", "set `strategy: ddp`")
+        strategy = self.strategy
+        several = self.scaling.max_workers > 1 and strategy in ("none", "dp")
+        self.refuse_if(several, "strategy", "is for one worker", "set `strategy: ddp`")
         unused = strategy != "ddp" and self.ddp != DdpConfig()
         self.refuse_if(unused, "ddp", f"has no effect with strategy {strategy}", "remove it")
         replicas = strategy == "dp" and self.compile != "off"
         self.refuse_if(replicas, "compile", "cannot follow the replicas of strategy dp", "set `strategy: ddp`")
-        moved, rule = strategy == "fsdp" and self.compile in modes, "captures CUDA graphs, and fsdp moves its tensors"
-        self.refuse_if(moved, "compile", rule, "set `compile: default`")
-        whole = self.fullgraph and self.compile == "off"
-        self.refuse_if(whole, "fullgraph", "needs a compiled model", "set `compile: default`")
+        captured = strategy == "fsdp" and self.compile in ("reduce-overhead", "max-autotune")
+        rule = "captures CUDA graphs, and fsdp moves its tensors"
+        self.refuse_if(captured, "compile", rule, "set `compile: default`")
+        uncompiled = self.fullgraph and self.compile == "off"
+        self.refuse_if(uncompiled, "fullgraph", "needs a compiled model", "set `compile: default`")
         return self
 
     @model_validator(mode="after")
@@ -171,14 +172,14 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _launcher_fits(self) -> Self:
+        key = "scaling.num_workers"
+        several = self.scaling.max_workers > 1 and self.launcher == "local"
+        self.refuse_if(several, key, "must be 1 with `launcher: local`", "set `launcher: spawn` or `launcher: ray`")
         elastic = isinstance(self.scaling.num_workers, list)
-        several, rule = self.scaling.max_workers > 1, "must be 1 with `launcher: local`"
-        fix = "set `launcher: spawn` or `launcher: ray`"
-        self.refuse_if(several and self.launcher == "local", "scaling.num_workers", rule, fix)
-        rule, fix = "is elastic, which needs Ray", "set `launcher: ray`"
-        self.refuse_if(elastic and self.launcher != "ray", "scaling.num_workers", rule, fix)
-        rule, by_worker = "has no fixed meaning with elastic workers", self.batch_size_per_worker is not None
-        self.refuse_if(elastic and by_worker, "batch_size_per_worker", rule, "set `global_batch_size`")
+        self.refuse_if(elastic and self.launcher != "ray", key, "is elastic, which needs Ray", "set `launcher: ray`")
+        by_worker = elastic and self.batch_size_per_worker is not None
+        rule = "has no fixed meaning with elastic workers"
+        self.refuse_if(by_worker, "batch_size_per_worker", rule, "set `global_batch_size`")
         return self
 
     @model_validator(mode="after")
@@ -193,8 +194,7 @@ class TrainConfig(Settings):
         """The same run with `batch_size_per_worker` turned into `global_batch_size`."""
         if self.batch_size_per_worker is None:
             return self
-        size = self.batch_size_per_worker * self.scaling.max_workers
-        return self.model_copy(update={"global_batch_size": size, "batch_size_per_worker": None})
+        return self.model_copy(update={"global_batch_size": self.batch_size, "batch_size_per_worker": None})
 
     @property
     def batch_size(self) -> int:

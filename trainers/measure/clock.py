@@ -15,7 +15,7 @@ from trainers.measure.step_times import STRETCHES, StepTimes
 WARMUP_STEPS = 5
 """Steps at the start of a run that no throughput counts: allocation, autotuning, compilation, first-touch."""
 SETTLED = 0.02
-"""Of the mean step time: the half width of its interval from which on it counts as measured."""
+"""Share of the mean step time: with an interval of at most this half width the mean counts as measured."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ _KINETO_SILENT = "99"
 
 
 class Inspection:
-    """What is looked at between steps of this rank; `inspect_run` makes one only where it is asked for."""
+    """Profiles the steps of this rank and watches its compiler, as far as the configuration asks for it."""
 
     def __init__(self, profiler: StepProfiler | None, compile_watch: CompileWatch | None, rank: int) -> None:
         self.profiler, self.compile_watch, self.rank = profiler, compile_watch, rank
@@ -73,7 +73,7 @@ class Inspection:
 
 
 def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
-    """What the configuration wants to see; None for nothing, which costs nothing. Before the model is built."""
+    """The inspection that the configuration asks for; None for none. To be called before the model is built."""
     profiler = compile_watch = None
     if config.profile_steps and context.rank == 0:
         profiler = StepProfiler(
@@ -174,17 +174,11 @@ def memory_points(trace: dict[str, Any], device: torch.device) -> list[tuple[flo
     On a CPU the bytes are the change since the recording began: what was there before is not known.
     """
     # c10::DeviceType numbers, as the trace has them.
-    device_type, index = (1, device.index or 0) if device.type == "cuda" else (0, -1)
-    points = []
-    for event in trace["traceEvents"]:
-        if event.get("name") != "[memory]":
-            continue
-        args = event["args"]
-        if args["Device Type"] == device_type and args["Device Id"] == index:
-            points.append((float(event["ts"]) / 1e3, int(args["Total Allocated"])))
-    points.sort(key=lambda point: point[0])
-    began_ms = points[0][0] if points else 0.0
-    return [(ms - began_ms, allocated) for ms, allocated in points]
+    wanted = (1, device.index or 0) if device.type == "cuda" else (0, -1)
+    events = [(event["ts"], event["args"]) for event in trace["traceEvents"] if event.get("name") == "[memory]"]
+    own = [(ts, args) for ts, args in events if (args["Device Type"], args["Device Id"]) == wanted]
+    own.sort(key=lambda event: float(event[0]))
+    return [((float(ts) - float(own[0][0])) / 1e3, int(args["Total Allocated"])) for ts, args in own]
 
 
 def draw_memory(points: list[tuple[float, int]], device: torch.device, file: Path) -> None:

@@ -23,7 +23,7 @@ class StepTimes:
         return len(self._time_s) - 1
 
     def add(self, elapsed_s: float, samples: Sequence[int]) -> None:
-        """Steps of so many samples each, which shared a time evenly."""
+        """Add a step for each of `samples`; they shared `elapsed_s` evenly."""
         each = elapsed_s / len(samples)
         for index, count in enumerate(samples):
             self._time_s.append(self._time_s[-1] + each)
