@@ -10,7 +10,7 @@ import datetime as dt
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from cluster.files.capacity import cost, grow, nodes_of, total, worker_groups
 from cluster.files.prices import STALE_AFTER_DAYS, load_prices
@@ -248,20 +248,3 @@ def _budget_s(spec: SweepSpec, usd_per_hour: float | None) -> tuple[float | None
     if budget.usd is not None and usd_per_hour:
         ends.append((budget.usd / usd_per_hour * 3600, "budget.usd"))
     return min(ends, default=(None, ""))
-
-
-def parse_options(overrides: dict[str, Any]) -> tuple[str, float | None, dict[str, Any]]:
-    """The cluster file, the minutes of a trial, and what is left for the sweep, from `--key value` options.
-
-    Raises ConfigError for a missing or impossible one.
-    """
-    rest = dict(overrides)
-    file, minutes = rest.pop("cluster", None), rest.pop("minutes_per_trial", None)
-    if not isinstance(file, str):
-        raise ConfigError(
-            "--cluster", MISSING, "is required: what is it to run on?", "add `--cluster cluster/aws.yaml`"
-        )
-    usable = isinstance(minutes, int | float) and not isinstance(minutes, bool) and 0 < minutes < math.inf
-    if minutes is not None and not usable:
-        raise ConfigError("--minutes_per_trial", minutes, "must be a number above 0", "write `--minutes_per_trial 12`")
-    return file, None if minutes is None else float(minutes), rest
