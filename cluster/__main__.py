@@ -59,7 +59,7 @@ def validate(
             num_errors += sum(finding.level == "error" for finding in found)
             num_warnings += sum(finding.level == "warning" for finding in found)
             if not found:
-                at_most = _workers_at_most(cluster)
+                at_most = min(cluster.max_workers, cluster.sum_max_workers)
                 print(f"{cluster.source}: in order ({cluster.provider}, up to {at_most} worker nodes)")
     if num_errors:
         return 2
@@ -158,10 +158,6 @@ def plan(
     for line in _price_lines(cluster, prices, given_usd_per_hour, dt.datetime.now(dt.UTC).date()):
         print(line)
     return 0
-
-
-def _workers_at_most(cluster: ClusterFile) -> int:
-    return min(cluster.max_workers, cluster.sum_max_workers)
 
 
 def _resources_known(cluster: ClusterFile, types: Iterable[NodeType]) -> None:

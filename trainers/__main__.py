@@ -24,10 +24,7 @@ from trainers.storage import storage_uri
 if TYPE_CHECKING:
     from trainers.measure.clock import RunResult
 
-PROFILE_STEPS = 5
-"""What `--profile` records."""
-
-
+_PROFILE_STEPS = 5
 _Run = Annotated[str, Field(description="a run's directory or URI")]
 _Name = Annotated[str, Field(title="NAME", description="newest, best or step-N")]
 _Split = Annotated[str, Field(description="the name that the task's `dataset` gets")]
@@ -38,11 +35,11 @@ def train(
     overrides: dict[str, Any],
     *,
     fresh: Annotated[bool, Field(description="start anew: delete what the run's directory holds")] = False,
-    profile: Annotated[bool, Field(description=f"the same as --profile_steps {PROFILE_STEPS}")] = False,
+    profile: Annotated[bool, Field(description=f"the same as --profile_steps {_PROFILE_STEPS}")] = False,
 ) -> int:
     """Train, or go on from the run's newest checkpoint."""
     torchrun = torchrun_world_size()
-    spec = read_spec(location, ({"profile_steps": PROFILE_STEPS} if profile else {}) | overrides, torchrun)
+    spec = read_spec(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
     with without_collection(own_process=True):
         from trainers.launch.local import setup_logging
@@ -147,17 +144,14 @@ def _launch(job: Any, launcher: str, rank: int) -> Any:
 
 def summary(result: RunResult) -> str:
     """The result as the user reads it."""
-    plural = "s" if result.world_size > 1 else ""
-    figures = "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items()))
-    arithmetic = f"microbatch {result.microbatch_size} x accumulation {result.accumulation}"
-    done = f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs"
+    done = f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs, {result.train_time_s:.1f} s of training"
+    arithmetic = f"microbatch {result.microbatch_size} x accumulation {result.accumulation} x {result.world_size}"
     lines = [
-        f"{done}, {result.train_time_s:.1f} s of training ({result.wall_time_s:.1f} s with evaluation and checkpoints)",
-        f"  {figures}",
-        f"  global batch {result.global_batch_size} = {arithmetic} x {result.world_size} worker{plural}",
+        f"{done} ({result.wall_time_s:.1f} s with evaluation and checkpoints)",
+        "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items())),
+        f"  global batch {result.global_batch_size} = {arithmetic} worker{'s' * (result.world_size > 1)}",
     ]
-    speed = result.throughput
-    if speed is not None:
+    if (speed := result.throughput) is not None:
         lines.append(
             f"  {speed.samples_per_s:,.0f} samples/s; a step {speed.step_time_s * 1e3:.2f} ms "
             f"(95 % interval +-{speed.step_time_ci95_s * 1e3:.2f}, n={speed.steps}); "

@@ -53,7 +53,7 @@ class Command:
             if not arg.startswith("-"):
                 if not self.argument or (self.argument in given and self.argument not in self.tuples):
                     rule = f"is one argument too many for `{self.call}`"
-                    raise ConfigError(arg, MISSING, rule, "remove it; options begin with `--`", _SOURCE)
+                    raise ConfigError(arg, MISSING, rule, "remove it", _SOURCE)
                 self._give(given, self.argument, arg)
                 continue
             typed, equals, text = arg.partition("=")
@@ -90,7 +90,8 @@ class Command:
             if model is not None and (ours := part.replace("-", "_")) in keys_of(model):
                 parts[index], model = ours, child_model(model, ours)
         keys = [_option(key) for key in keys_of(self.config)] if self.config else []
-        near = difflib.get_close_matches(_option(parts[0]), [*keys, *self.options], n=1)
+        first = _option(parts[0])
+        near = [] if first in keys else difflib.get_close_matches(first, [*keys, *self.options], n=1)
         if not keys or not typed.startswith("--") or typed == "--" or (near and near[0] in self.options):
             fix = _fix(near, "options", [*self.options, "--help"])
             raise ConfigError(typed, MISSING, f"is not an option of `{self.call}`", fix, _SOURCE)

@@ -125,6 +125,7 @@ def example(
     file: str,
     overrides: dict[str, Any],
     *,
+    checkpoint: str = "newest",
     out: str = "",
     wait_s: float = 0.5,
     count: int | None = None,
@@ -157,7 +158,15 @@ def parse(*args: str) -> dict[str, Any]:
     ],
 )
 def test_options_are_read(args: list[str], expected: dict[str, Any]) -> None:
-    defaults = {"out": "", "wait_s": 0.5, "count": None, "strict": False, "price": (), "overrides": {}}
+    defaults = {
+        "checkpoint": "newest",
+        "out": "",
+        "wait_s": 0.5,
+        "count": None,
+        "strict": False,
+        "price": (),
+        "overrides": {},
+    }
     for typed in (["f", *args], [*args, "f"]):
         assert parse(*typed) == {**defaults, "file": "f", **expected}
 
@@ -182,6 +191,7 @@ def test_options_are_read(args: list[str], expected: dict[str, Any]) -> None:
         (["--scaling.num-workers", "2"], {"scaling.num_workers": 2}),
         (["--task-args.my-key", "2"], {"task_args.my-key": 2}),
         (["--seed", "1", "--seed", "2"], {"seed": 2}),
+        (["--checkpoint.every-s", "1"], {"checkpoint.every_s": 1}),  # beside an option `--checkpoint`
         (["--sede", "1"], {"sede": 1}),  # TrainConfig says what is near
     ],
 )

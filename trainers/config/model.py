@@ -1,4 +1,4 @@
-"""Configuration files: YAML 1.2 scalars, `--dotted.key value` overrides, and errors that are one sentence each.
+"""Configuration files: YAML 1.2 scalars, overrides by dotted keys, and errors that are one sentence each.
 
 No torch and no Ray here: a mistake in a file is said before either is imported.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -124,23 +124,6 @@ def parse_mapping(text: str, source: str) -> Tree:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError("the file", tree, "must be a mapping of names to values", "write `key: value` lines", source)
     return tree
-
-
-def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
-    """`--a.b value` and `--a.b=value` as {"a.b": value}; values are YAML, so lists and mappings work too."""
-    overrides: dict[str, Any] = {}
-    rest = list(args)
-    while rest:
-        arg = rest.pop(0)
-        if not arg.startswith("--") or len(arg) == 2:
-            raise ConfigError(arg, MISSING, "is not an option", "write `--dotted.key value`", "command line")
-        key, equals, text = arg[2:].partition("=")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(key, MISSING, "needs a value", f"write `--{key} VALUE`", "command line")
-            text = rest.pop(0)
-        overrides[key] = parse_yaml(text, f"command line, --{key}")
-    return overrides
 
 
 def set_key(tree: Tree, dotted: str, value: Any) -> None:
