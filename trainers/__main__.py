@@ -1,88 +1,51 @@
-"""Train one model, and use what was trained.
+"""Train a PyTorch task with one command, and use what was trained.
 
-Run as:
-    python -m trainers CONFIG.yaml [--fresh] [--profile] [--dotted.key value ...]
-    torchrun --nproc-per-node 2 -m trainers CONFIG.yaml
-    python -m trainers evaluate RUN [--split val] [--checkpoint newest|best|step-N] [--dotted.key value ...]
-    python -m trainers predict RUN --out FILE.parquet [the same]
-    python -m trainers export RUN --out FILE.safetensors [--checkpoint newest|best|step-N]
-CONFIG may be a file or a URI (s3://bucket/sweep/best.yaml), RUN is a run's directory or URI. `--profile` is
-`--profile_steps 5`. Exit code 0: done or stopped; 1: the run failed; 2: a value in the configuration cannot be used.
+    torchrun --nproc-per-node 2 -m trainers CONFIG.yaml      (evaluate and predict run under torchrun, too)
+
+Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line or in the configuration cannot be used;
+130 interrupted.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field
+
+from trainers.command_line import run
 from trainers.config import TrainConfig
-from trainers.config.overrides import parse_overrides
-from trainers.config.reference import reference
-from trainers.errors import POLICIES, ConfigError, PacelineError
 from trainers.launch.imports import without_collection
 from trainers.launch.spec import check_precision, prepare_storage, read_spec, torchrun_world_size
+from trainers.storage import storage_uri
 
 if TYPE_CHECKING:
     from trainers.measure.result import RunResult
 
-PROFILE_STEPS = 5
-"""What `--profile` records."""
-COMMANDS = {
-    "evaluate": ("trainers.inference.passes", "evaluate_command"),
-    "predict": ("trainers.inference.passes", "predict_command"),
-    "export": ("trainers.inference.export", "main"),
-}
-"""Module and function of each command; anything else is a CONFIG.yaml to train."""
+_PROFILE_STEPS = 5
+_Run = Annotated[str, Field(description="a run's directory or URI")]
+_Name = Annotated[str, Field(title="NAME", description="newest, best or step-N")]
+_Split = Annotated[str, Field(description="the name that the task's `dataset` gets")]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help"):
-        print(__doc__, reference(TrainConfig), sep="\n")
-        return 0 if args else 2
-    training = args[0] not in COMMANDS
-    try:
-        if training:
-            return _train(args[0], args[1:])
-        module, function = COMMANDS[args[0]]
-        command: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
-        return command(args[1:])
-    except PacelineError as error:
-        advice = POLICIES[error.status].advice if training and error.exit_code != ConfigError.exit_code else ""
-        complain(f"{error} ({advice})" if advice else str(error))
-        return error.exit_code
-    except KeyboardInterrupt:
-        complain("interrupted")
-        return 130
-
-
-def complain(sentences: str) -> None:
-    """Errors on standard error, a line each; once for all of torchrun's workers."""
-    if os.environ.get("RANK", "0") == "0":
-        for line in sentences.splitlines():
-            print(f"error: {line}", file=sys.stderr)
-
-
-def _train(location: str, rest: list[str]) -> int:
-    fresh = "--fresh" in rest
-    overrides = parse_overrides([arg for arg in rest if arg not in ("--fresh", "--profile")])
-    if "--profile" in rest:
-        overrides.setdefault("profile_steps", PROFILE_STEPS)
+def train(
+    location: Annotated[str, Field(title="CONFIG.yaml", description="a file, or a URI (s3://bucket/sweep/best.yaml)")],
+    overrides: dict[str, Any],
+    *,
+    fresh: Annotated[bool, Field(description="start anew: delete what the run's directory holds")] = False,
+    profile: Annotated[bool, Field(description=f"the same as --profile_steps {_PROFILE_STEPS}")] = False,
+) -> int:
+    """Train, or go on from the run's newest checkpoint."""
     torchrun = torchrun_world_size()
-    spec = read_spec(location, overrides, torchrun)
+    spec = read_spec(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
-
     with without_collection(own_process=True):
-        from trainers.launch.local import failing_as_run, run_local, run_spawn, run_torchrun, setup_logging
+        from trainers.launch.local import setup_logging
 
         if launcher == "ray":
             from trainers.on_ray.connect import check_cluster
-            from trainers.on_ray.trainer import run_on_ray
-    rank = int(os.environ["RANK"]) if torchrun is not None else 0
+    rank = 0 if torchrun is None else int(os.environ["RANK"])
     setup_logging(rank)
     spec.load_task()
     if launcher == "ray":
@@ -94,27 +57,95 @@ def _train(location: str, rest: list[str]) -> int:
         print(f"{spec.uri} is complete already (--fresh starts it anew)")
         print(summary(finished))
         return 0
-    run = {"local": run_local, "spawn": run_spawn, "torchrun": run_torchrun}.get(launcher) or run_on_ray
-    with failing_as_run(rank):
-        result = run(spec)
+    result = _launch(spec, launcher, rank)
     if rank == 0:
         print(summary(result))
     return 0
 
 
+def evaluate(run: _Run, overrides: dict[str, Any], *, split: _Split = "val", checkpoint: _Name = "newest") -> int:
+    """Evaluate a checkpoint on a split, in one worker or `--scaling.num_workers N`."""
+    return _infer(run, overrides, split, checkpoint, None)
+
+
+def predict(
+    run: _Run,
+    overrides: dict[str, Any],
+    *,
+    out: Annotated[str, Field(title="FILE.parquet", description="a file or URI to write")],
+    split: _Split = "val",
+    checkpoint: _Name = "newest",
+) -> int:
+    """Write what the model says of every sample of a split, in one worker or `--scaling.num_workers N`."""
+    return _infer(run, overrides, split, checkpoint, storage_uri(out))
+
+
+def export(
+    run: _Run,
+    *,
+    out: Annotated[str, Field(title="FILE.safetensors", description="a file or URI to write")],
+    checkpoint: _Name = "newest",
+) -> int:
+    """Write the weights of a checkpoint, for readers without Paceline."""
+    from trainers.inference import export
+
+    print(export.export(run, out, checkpoint))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    return run(
+        "python -m trainers",
+        __doc__,
+        {"": train, "evaluate": evaluate, "predict": predict, "export": export},
+        argv,
+        TrainConfig,
+        advise=True,
+    )
+
+
+def _infer(location: str, overrides: dict[str, Any], split: str, checkpoint: str, out: str | None) -> int:
+    from trainers.inference.passes import Inference, check_out, run_spec
+    from trainers.launch.local import setup_logging
+
+    torchrun = torchrun_world_size()
+    rank = 0 if torchrun is None else int(os.environ["RANK"])
+    spec = run_spec(location, overrides, torchrun)
+    setup_logging(rank)
+    spec.load_task()
+    check_precision(spec)
+    if out is not None and rank == 0:
+        check_out(out)
+    job = Inference(**asdict(spec), split=split, which=checkpoint, out=out)
+    result = _launch(job, "torchrun" if torchrun is not None else spec.config.launcher, rank)
+    if rank == 0:
+        print(result)
+    return 0
+
+
+def _launch(job: Any, launcher: str, rank: int) -> Any:
+    """Run a RunSpec or an Inference on all of its workers, of which this process may be one."""
+    from trainers.launch import local
+
+    if launcher == "ray":
+        from trainers.on_ray.trainer import run_on_ray as start
+    else:
+        start: Any = {"local": local.run_local, "spawn": local.run_spawn, "torchrun": local.run_torchrun}[launcher]
+    with local.failing_as_run(rank):
+        return start(job)
+
+
 def summary(result: RunResult) -> str:
     """The result as the user reads it."""
-    plural = "s" if result.world_size > 1 else ""
-    figures = "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items()))
-    arithmetic = f"microbatch {result.microbatch_size} x accumulation {result.accumulation}"
-    done = f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs"
+    done = f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs, {result.train_time_s:.1f} s of training"
+    arithmetic = f"microbatch {result.microbatch_size} x accumulation {result.accumulation} x {result.world_size}"
     lines = [
-        f"{done}, {result.train_time_s:.1f} s of training ({result.wall_time_s:.1f} s with evaluation and checkpoints)",
-        f"  {figures}",
-        f"  global batch {result.global_batch_size} = {arithmetic} x {result.world_size} worker{plural}",
+        f"{done} ({result.wall_time_s:.1f} s with evaluation and checkpoints)",
+        "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items())),
+        f"  global batch {result.global_batch_size} = {arithmetic} worker{'s' * (result.world_size > 1)}",
     ]
-    speed = result.throughput
-    if speed is not None:
+    if (speed := result.throughput) is not None:
         lines.append(
             f"  {speed.samples_per_s:,.0f} samples/s; a step {speed.step_time_s * 1e3:.2f} ms "
             f"(95 % interval +-{speed.step_time_ci95_s * 1e3:.2f}, n={speed.steps}); "
@@ -122,12 +153,8 @@ def summary(result: RunResult) -> str:
         )
     if result.compile is not None and result.first_step_s is not None:
         counts = ", ".join(
-            f"{count} {name if count == 1 else name + 's'}"
-            for name, count in (
-                ("graph", result.compile["graphs"]),
-                ("graph break", result.compile["graph_breaks"]),
-                ("recompile", result.compile["recompiles"]),
-            )
+            f"{count} {what.replace('_', ' ').removesuffix('s' * (count == 1))}"
+            for what, count in result.compile.items()
         )
         lines.append(f"  first step {result.first_step_s:.1f} s (compile), {counts}")
     if result.mfu is not None and result.flops_per_sample is not None:

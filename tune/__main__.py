@@ -1,15 +1,10 @@
 """Sweep batch size, precision and any other key of a training run.
 
-Run as:
-    python -m tune SWEEP.yaml [--fresh] [--no-check] [--dotted.key value ...] [--train.dotted.key value ...]
-    python -m tune resume DIRECTORY [--no-check]      go on with a sweep that was cut off
-    python -m tune report DIRECTORY      write the report again from the journal
-    python -m tune plan SWEEP.yaml --cluster CLUSTER.yaml [--minutes_per_trial M] [--dotted.key value ...]
-                                         lanes, trials, hours and dollars on that cluster; starts nothing
-On a cluster of several nodes a sweep looks at their versions, clocks and storage first (`python -m cluster check`);
---no-check leaves that out.
-Exit code 0: the sweep has an answer, or fits; 1: no trial ended well, or nodes are not in order; 2: a value in the
-configuration cannot be used, or the sweep never fits the cluster; 130: interrupted, and how to resume is said.
+On a cluster of several nodes a sweep looks at their versions, clocks and storage first (`python -m cluster check`).
+
+Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, or nodes are not in order; 2 a value on the
+command line or in the configuration cannot be used, or the sweep never fits the cluster; 130 interrupted, and how to
+resume is said.
 """
 
 from __future__ import annotations
@@ -17,11 +12,11 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from trainers.config.overrides import parse_overrides
-from trainers.config.reference import reference
-from trainers.errors import PacelineError
+from pydantic import Field
+
+from trainers.command_line import run
 from trainers.launch.imports import without_collection
 from tune.config import SweepConfig
 from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
@@ -30,46 +25,60 @@ if TYPE_CHECKING:
     from tune.trials.record import TrialRecord
 
 
+_Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
+_Directory = Annotated[str, Field(description="a sweep's directory or URI")]
+_NoCheck = Annotated[bool, Field(description="do not look at the nodes first")]
+_MINUTES = "how long a trial takes; default: the mean of those that ended"
+
+
+def sweep(
+    location: _Sweep,
+    overrides: dict[str, Any],
+    *,
+    fresh: Annotated[bool, Field(description="start anew: delete what the sweep's directory holds")] = False,
+    no_check: _NoCheck = False,
+) -> int:
+    """Sweep, or go on with the sweep in its directory; keys of the run are `--train.dotted.key value`."""
+    return _sweep(read_sweep(location, overrides), fresh, not no_check)
+
+
+def resume(directory: _Directory, *, no_check: _NoCheck = False) -> int:
+    """Go on with a sweep that was cut off."""
+    return _sweep(read_saved(directory), False, not no_check)
+
+
+def report(directory: _Directory) -> int:
+    """Write the report again from the journal."""
+    import json
+
+    from tune.trials.journal import Journal
+
+    spec = read_saved(directory)
+    summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
+    return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
+
+
+def plan(
+    location: _Sweep,
+    overrides: dict[str, Any],
+    *,
+    cluster: Annotated[str, Field(title="CLUSTER.yaml", description="the file of the cluster it would run on")],
+    minutes_per_trial: Annotated[float | None, Field(gt=0, title="M", description=_MINUTES)] = None,
+) -> int:
+    """Say lanes, trials, hours and dollars of a sweep on a cluster; start nothing."""
+    from cluster.files.ray_up import load_cluster
+    from tune.sweep.plan import make_plan
+
+    spec = read_sweep(location, overrides, own_workers=False)
+    print(*make_plan(spec, load_cluster(cluster), minutes_per_trial).lines(), sep="\n")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    args, checked = [arg for arg in given if arg != "--no-check"], "--no-check" not in given
-    if not args or args[0] in ("-h", "--help"):
-        print(__doc__, reference(SweepConfig), sep="\n")
-        return 0 if args else 2
-    try:
-        if args[0] in ("resume", "report"):
-            if len(args) != 2:
-                print(f"error: `{args[0]}` takes one directory", file=sys.stderr)
-                return 2
-            spec = read_saved(args[1])
-            return _report(spec) if args[0] == "report" else _sweep(spec, False, checked)
-        if args[0] == "plan":
-            return _plan(args[1:])
-        overrides = parse_overrides([arg for arg in args[1:] if arg != "--fresh"])
-        return _sweep(read_sweep(args[0], overrides), "--fresh" in args, checked)
-    except PacelineError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-
-
-def _plan(args: list[str]) -> int:
-    from tune.sweep.plan import make_plan, parse_options
-
-    if not args or args[0].startswith("--"):
-        print("error: `plan` takes a sweep file first", file=sys.stderr)
-        return 2
-    file, minutes, overrides = parse_options(parse_overrides(args[1:]))
-    spec = read_sweep(args[0], overrides, own_workers=False)
-    from cluster.files.ray_up import load_cluster
-
-    for line in make_plan(spec, load_cluster(file), minutes).lines():
-        print(line)
-    return 0
+    return run(
+        "python -m tune", __doc__, {"": sweep, "resume": resume, "report": report, "plan": plan}, argv, SweepConfig
+    )
 
 
 def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
@@ -79,7 +88,7 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
     before = prepare(spec, fresh)
     if is_complete(spec):
         print(f"{spec.uri} is complete already (--fresh starts it anew)")
-        return _report(spec)
+        return report(spec.uri)
     if before:
         print(f"{spec.uri} holds {before} trials that have ended: only the others run")
     with without_collection(own_process=True):
@@ -105,15 +114,6 @@ def _resume_command(spec: SweepSpec) -> str:
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
     return f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
-
-
-def _report(spec: SweepSpec) -> int:
-    import json
-
-    from tune.trials.journal import Journal
-
-    summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
-    return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
 
 
 def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> int:

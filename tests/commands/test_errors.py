@@ -87,7 +87,7 @@ def test_overrides_are_checked_like_files(command: Callable[..., Done]) -> None:
         (["--optimizer.lr", "fast"], ["`optimizer.lr`", '"fast"', "number"]),
         (["--optimizer.lr"], ["needs a value"]),
         (["--storage_path", "s4://bucket/x", "--launcher", "local"], ["`storage_path`", "s4://bucket/x"]),
-        (["oops"], ["`oops`", "is not an option"]),
+        (["oops"], ["`oops`", "is one argument too many"]),
     ):
         sentence = one_sentence(command("-m", "trainers", train, *args))
         assert all(word in sentence for word in words), sentence

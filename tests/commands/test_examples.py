@@ -15,7 +15,9 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.specs import evaluations, losses
-from trainers.config.overrides import parse_overrides
+from trainers.__main__ import train as train_command
+from trainers.command_line import Command
+from trainers.config import TrainConfig
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
 from trainers.launch.spec import RunSpec, read_spec
@@ -204,11 +206,11 @@ def test_the_notebooks_commands_are_valid(tmp_path: Path) -> None:
                 continue
             for name, value in values.items():
                 line = line.replace(f"{{{name}}}", value)
-            config, *args = line.split()[3:]
-            overrides = parse_overrides(args)
+            typed = Command("python -m trainers", train_command, TrainConfig).parse(line.split()[3:])
+            overrides = typed["overrides"]
             assert overrides["max_time_s"] == 3600
             assert overrides["storage_path"] == str(tmp_path)
-            spec = read_spec(str(REPOSITORY / config), overrides)
+            spec = read_spec(str(REPOSITORY / typed["location"]), overrides)
             assert spec.config.checkpoint.every_s is not None
             trained += 1
     assert trained == 1

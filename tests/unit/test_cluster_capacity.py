@@ -205,14 +205,23 @@ def test_plan_needs_resources_that_are_known(tmp_path: Path, capsys: pytest.Capt
     assert "`available_node_types.gpu_spot.resources` is not known" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--workers", "0"], ["--workers", "x"], ["--workers", "1", "--price", "g5.xlarge"]])
-def test_plan_refuses_wrong_arguments(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", str(AWS), *wrong])
-    assert stopped.value.code == 2
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--workers", "0"], "`--workers` is 0, but must be at least 1; write `--workers N`."),
+        (["--workers", "x"], '`--workers` is "x", but must be a whole number'),
+        (["--workers", "1", "--price", "g5.xlarge"], '`--price` is "g5.xlarge", but must be TYPE=USD'),
+        (["--workers", "1", "--price", "g5.xlarge=-1"], "must be TYPE=USD"),
+        (["--workers", "1", "--cpus-per-worker", "-1"], "must be at least 0"),
+        (["--workers", "1", "--gpus_per_worker", ".inf"], "must be a finite number"),
+    ],
+)
+def test_plan_refuses_wrong_arguments(wrong: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(AWS), *wrong]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_said_without_importing_ray() -> None:
-    code = "import sys, cluster.__main__ as m; assert 'ray' not in sys.modules; m.main(['plan'])"
+    code = "import sys, cluster.__main__ as m; assert 'ray' not in sys.modules; sys.exit(m.main(['plan']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "required" in done.stderr) == (2, True)

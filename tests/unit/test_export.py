@@ -130,7 +130,7 @@ def test_a_run_without_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([], "`--out` is required"),
         (["--out"], "`--out` needs a value"),
         (["--out", "m.safetensors", "--chekpoint", "best"], "did you mean `--checkpoint`?"),
-        (["again", "--out", "m.safetensors"], "`RUN` must be given once"),
+        (["again", "--out", "m.safetensors"], "`again` is one argument too many"),
     ],
 )
 def test_a_mistaken_command_is_one_sentence(

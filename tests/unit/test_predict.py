@@ -15,8 +15,8 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import trainers.inference.passes
 import trainers.inference.predict
+import trainers.launch.local
 from tests.specs import evaluations, make
 from tests.tasks import Blobs
 from trainers.__main__ import main
@@ -306,15 +306,15 @@ def test_where_no_file_can_be_written(tmp_path: Path) -> None:
 def test_mistakes_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainers.inference.passes, "setup_logging", lambda rank: None)
+    monkeypatch.setattr(trainers.launch.local, "setup_logging", lambda rank: None)
     run = train(tmp_path).uri
     (tmp_path / "file").touch()
     cases = [
-        (["evaluate"], ["`RUN`", "must be given to evaluate"]),
-        (["evaluate", "--split", "val"], ["`RUN`", "must be given to evaluate"]),
+        (["evaluate", "--split", "val"], ["`RUN` is required", "write `python -m trainers evaluate RUN`"]),
         (["evaluate", run[:-1]], ["`RUN`", "is no run", f"did you mean `{run}`?"]),
         (["evaluate", run, "--precison", "bf16"], ["`precison`", "did you mean `precision`?"]),
         (["evaluate", run, "--out", "x"], ["`out`", "no such key"]),
+        (["evaluate", run, "--splt", "x"], ["`--splt` is not an option", "did you mean `--split`?"]),
         (["evaluate", run, "--scaling.num_workers", "two"], ["`scaling.num_workers`", "whole number"]),
         (["evaluate", run, "--scaling.num_workers", "4096"], ["`scaling.num_workers`", "fit on this machine"]),
         (["predict", run], ["`--out`", "is required"]),

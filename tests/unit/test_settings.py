@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from trainers.config import TrainConfig
 from trainers.config.model import Settings, build
-from trainers.config.overrides import override, parse_overrides, set_key
+from trainers.config.overrides import override, set_key
 from trainers.config.yaml import dump_yaml, parse_mapping, parse_yaml
 from trainers.errors import ConfigError, ConfigErrors
 
@@ -181,8 +181,6 @@ def test_a_python_tag_is_refused_and_runs_nothing(tmp_path: Path, value: str) ->
     target = tmp_path / "made"
     with pytest.raises(ConfigError, match="python"):
         parse_yaml("task_args:\n  x: " + value.format(target), "evil.yaml")
-    with pytest.raises(ConfigError, match="python"):
-        parse_overrides(["--task_args.x", value.format(target)])
     assert not target.exists()
 
 
@@ -190,51 +188,6 @@ def test_a_python_tag_is_refused_and_runs_nothing(tmp_path: Path, value: str) ->
 def test_a_file_must_be_a_mapping_of_names(text: str) -> None:
     with pytest.raises(ConfigError, match="must be a mapping"):
         parse_mapping(text, "f")
-
-
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        ([], {}),
-        (["--a", "1"], {"a": 1}),
-        (["--a=1"], {"a": 1}),
-        (["--a.b.c", "1e-3"], {"a.b.c": 1e-3}),
-        (["--a.b=off"], {"a.b": "off"}),
-        (["--a", "-1"], {"a": -1}),
-        (["--a", "-1e-3", "--b=-2"], {"a": -1e-3, "b": -2}),
-        (["--a", "[1, 2]"], {"a": [1, 2]}),
-        (["--a={x: 1}"], {"a": {"x": 1}}),
-        (["--a=x=y"], {"a": "x=y"}),
-        (["--a=--b"], {"a": "--b"}),
-        (["--a="], {"a": None}),
-        (["--a", ""], {"a": None}),
-        (["--a", "null"], {"a": None}),
-        (["--a", "two words"], {"a": "two words"}),
-        (["--path", "s3://bucket/x"], {"path": "s3://bucket/x"}),
-        (["--a", "1", "--a", "2"], {"a": 2}),
-    ],
-)
-def test_overrides_are_read(args: list[str], expected: dict[str, Any]) -> None:
-    assert parse_overrides(args) == expected
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--a"], "`a` needs a value"),
-        (["--a", "--b", "1"], "`a` needs a value"),
-        (["a", "1"], "`a` is not an option"),
-        (["-a", "1"], "`-a` is not an option"),
-        (["--"], "`--` is not an option"),
-        (["--a", "1", "stray"], "`stray` is not an option"),
-        (["--a", "[1"], "--a"),
-    ],
-)
-def test_what_is_no_override_is_a_config_error(args: list[str], words: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        parse_overrides(args)
-    assert words in str(raised.value)
-    assert "command line" in str(raised.value)
 
 
 class Inner(Settings):

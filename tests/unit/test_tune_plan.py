@@ -213,13 +213,19 @@ def test_the_command_prints_the_plan_and_starts_nothing(user: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], "takes a sweep file first"),
+        (["--cluster", "cluster.yaml"], "`SWEEP.yaml` is required"),
         (["sweep.yaml"], "`--cluster` is required"),
         (["sweep.yaml", "--cluster", "none.yaml"], "does not exist"),
-        (["sweep.yaml", "--cluster", "cluster.yaml", "--minutes_per_trial", "0"], "must be a number above 0"),
-        (["sweep.yaml", "--cluster", "cluster.yaml", "--minutes_per_trial", "soon"], "must be a number above 0"),
+        (
+            ["sweep.yaml", "--cluster", "cluster.yaml", "--minutes_per_trial", "0"],
+            "`--minutes-per-trial` is 0, but must be greater than 0",
+        ),
+        (
+            ["sweep.yaml", "--cluster", "cluster.yaml", "--minutes_per_trial", "soon"],
+            '`--minutes-per-trial` is "soon", but must be a number',
+        ),
         (["sweep.yaml", "--cluster", "cluster.yaml", "--lanes", "9"], "at most the 5 worker groups"),
-        (["sweep.yaml", "--cluster", "cluster.yaml", "--minuts_per_trial", "5"], "no such key"),
+        (["sweep.yaml", "--cluster", "cluster.yaml", "--minuts_per_trial", "5"], "did you mean `--minutes-per-trial`?"),
     ],
 )
 def test_the_command_says_what_is_wrong_with_exit_code_2(

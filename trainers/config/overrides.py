@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from trainers.config.model import Settings, Tree, child_model
-from trainers.config.yaml import parse_yaml
-from trainers.errors import MISSING, ConfigError
-
-
-def parse_overrides(args: Sequence[str]) -> dict[str, Any]:
-    """`--a.b value` and `--a.b=value` as {"a.b": value}; values are YAML, so lists and mappings work too."""
-    overrides: dict[str, Any] = {}
-    rest = list(args)
-    while rest:
-        arg = rest.pop(0)
-        if not arg.startswith("--") or len(arg) == 2:
-            raise ConfigError(arg, MISSING, "is not an option", "write `--dotted.key value`", "command line")
-        key, equals, text = arg[2:].partition("=")
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise ConfigError(key, MISSING, "needs a value", f"write `--{key} VALUE`", "command line")
-            text = rest.pop(0)
-        overrides[key] = parse_yaml(text, f"command line, --{key}")
-    return overrides
+from trainers.errors import ConfigError
 
 
 def set_key(tree: Tree, dotted: str, value: Any) -> None:

@@ -1,12 +1,8 @@
-"""Export of a trained model: its weights as one safetensors file, which needs nothing of ours to be read.
-
-Run as: python -m trainers export RUN --out FILE.safetensors [--checkpoint newest|best|step-N]
-"""
+"""Export of a trained model: its weights as one safetensors file, which needs nothing of ours to be read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 
 import safetensors
 import safetensors.torch
@@ -14,15 +10,8 @@ import torch
 from torch import Tensor
 
 from trainers.errors import CheckpointError, ConfigError
-from trainers.inference.saved_run import SavedRun, command_line
+from trainers.inference.saved_run import SavedRun
 from trainers.storage import Storage, storage_uri
-
-
-def main(args: Sequence[str]) -> int:
-    """The command `export`; returns its exit code."""
-    location, options = command_line("export", args, {"out": None, "checkpoint": "newest"})
-    print(export(location, options["out"], options["checkpoint"]))
-    return 0
 
 
 def export(location: str, out: str, which: str = "newest") -> str:

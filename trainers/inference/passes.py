@@ -1,9 +1,5 @@
 """Evaluate a trained model on a split, or write its prediction for every sample.
 
-Run as:
-    python -m trainers evaluate RUN [--split val] [--checkpoint newest|best|step-N] [--dotted.key value ...]
-    python -m trainers predict RUN --out FILE.parquet [the same]
-    torchrun --nproc-per-node 2 -m trainers predict RUN --out FILE.parquet
 One worker in this process, or `--scaling.num_workers N` of them. Everything else is as the run was trained, so that the
 figures of its own evaluation come out again to the last bit on the same hardware.
 """
@@ -11,10 +7,8 @@ figures of its own evaluation come out again to the last bit on the same hardwar
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,19 +19,18 @@ from torch import nn
 
 from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
-from trainers.config.overrides import override, parse_overrides
+from trainers.config.overrides import override
 from trainers.context import RunContext
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
 from trainers.devices.group import Group
-from trainers.errors import MISSING, CheckpointError, ConfigError
+from trainers.errors import CheckpointError, ConfigError
 from trainers.inference.predict import predict
 from trainers.inference.saved_run import SavedRun
-from trainers.launch.local import failing_as_run, run_local, run_spawn, run_torchrun, setup_logging
-from trainers.launch.spec import Job, RunSpec, check_precision, make_spec, torchrun_world_size
+from trainers.launch.spec import Job, RunSpec, make_spec
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.strategy import compile_model
 from trainers.step.evaluation import evaluate
-from trainers.storage import Storage, storage_uri
+from trainers.storage import Storage
 from trainers.task import Task, task_feed
 
 
@@ -158,43 +151,6 @@ def _model(
     if config.compile != "off":
         compile_model(model, config.compile, config.fullgraph)
     return archive.storage.locate(name), step, model.eval(), spec
-
-
-def evaluate_command(args: Sequence[str]) -> int:
-    """Run the command `evaluate`; return its exit code."""
-    return _command("evaluate", args)
-
-
-def predict_command(args: Sequence[str]) -> int:
-    """Run the command `predict`; return its exit code."""
-    return _command("predict", args)
-
-
-def _command(command: str, args: Sequence[str]) -> int:
-    if not args or args[0].startswith("--"):
-        raise ConfigError("RUN", MISSING, f"must be given to {command}", f"write `{command} RUN`", "command line")
-    overrides = parse_overrides(args[1:])
-    split, which = str(overrides.pop("split", "val")), str(overrides.pop("checkpoint", "newest"))
-    torchrun = torchrun_world_size()
-    rank = int(os.environ["RANK"]) if torchrun is not None else 0
-    out = None
-    if command == "predict":
-        if "out" not in overrides:
-            raise ConfigError("--out", MISSING, "is required", "write `--out FILE.parquet`", "command line")
-        out = storage_uri(str(overrides.pop("out")))
-    spec = run_spec(args[0], overrides, torchrun)
-    setup_logging(rank)
-    spec.load_task()
-    check_precision(spec)
-    if out is not None and rank == 0:
-        check_out(out)
-    job = Inference(**asdict(spec), split=split, which=which, out=out)
-    run = run_torchrun if torchrun is not None else run_spawn if spec.config.launcher == "spawn" else run_local
-    with failing_as_run(rank):
-        result = run(job)
-    if rank == 0:
-        print(result)
-    return 0
 
 
 def run_spec(location: str, overrides: dict[str, Any], world_size: int | None) -> RunSpec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from trainers.checkpoint.manifest import Best, Manifest
 from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.errors import MISSING, CheckpointError, ConfigError
+from trainers.errors import CheckpointError, ConfigError
 from trainers.launch.spec import read_mapping
 from trainers.storage import Storage, storage_uri
 
@@ -56,30 +55,3 @@ class SavedRun:
         except CheckpointError as error:
             raise ConfigError("--checkpoint", which, str(error), "give newest, best or step-N") from error
         return SavedCheckpoint(name, archive.manifest(name), archive.read(name, "state.pt"))
-
-
-def command_line(command: str, args: Sequence[str], options: dict[str, str | None]) -> tuple[str, dict[str, str]]:
-    """RUN and the options, as text, of `command RUN --name value`; an option whose default is None is required."""
-    given: dict[str, str] = {}
-    runs: list[str] = []
-    rest = list(args)
-    while rest:
-        arg = rest.pop(0)
-        if not arg.startswith("--"):
-            runs.append(arg)
-            continue
-        name, equals, value = arg[2:].partition("=")
-        if name not in options:
-            near = difflib.get_close_matches(name, options, n=1)
-            known = ", ".join(f"--{option}" for option in options)
-            fix = f"did you mean `--{near[0]}`?" if near else f"it has {known}"
-            raise ConfigError(arg, MISSING, f"is no option of {command}", fix, "command line")
-        if not equals and not rest:
-            raise ConfigError(f"--{name}", MISSING, "needs a value", f"write `--{name} VALUE`", "command line")
-        given[name] = value if equals else rest.pop(0)
-    if len(runs) != 1:
-        raise ConfigError("RUN", MISSING, f"must be given once to {command}", f"write `{command} RUN`", "command line")
-    for name, default in options.items():
-        if name not in given and default is None:
-            raise ConfigError(f"--{name}", MISSING, "is required", f"write `--{name} VALUE`", "command line")
-    return runs[0], {name: default for name, default in options.items() if default is not None} | given

@@ -1,0 +1,238 @@
+"""One command line for all doors: the same help, the same options, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cluster.__main__
+import trainers.__main__
+import tune.__main__
+from trainers.command_line import Command
+from trainers.config import TrainConfig
+from trainers.config.reference import entries
+from trainers.errors import ConfigError
+from tune.config import SweepConfig
+
+DOORS = {"trainers": trainers.__main__.main, "tune": tune.__main__.main, "cluster": cluster.__main__.main}
+COMMANDS = [
+    # door, command, what it needs, an option with a typing error, what it should have been, an option with a value
+    ("trainers", [], ["train.yaml"], "--frsh", "--fresh", "--seed"),
+    ("trainers", ["evaluate"], ["run"], "--splt", "--split", "--split"),
+    ("trainers", ["predict"], ["run", "--out=x"], "--checkpont", "--checkpoint", "--out"),
+    ("trainers", ["export"], ["run", "--out=x"], "--chekpoint", "--checkpoint", "--checkpoint"),
+    ("tune", [], ["sweep.yaml"], "--no_chck", "--no-check", "--train.seed"),
+    ("tune", ["resume"], ["sweep"], "--no-chek", "--no-check", None),
+    ("tune", ["report"], ["sweep"], "--no-check", None, None),
+    ("tune", ["plan"], ["sweep.yaml", "--cluster=c"], "--minuts_per_trial", "--minutes-per-trial", "--cluster"),
+    ("cluster", ["validate"], ["a.yaml"], "--stict", "--strict", None),
+    ("cluster", ["plan"], ["a.yaml", "--workers=1"], "--cpu_per_worker", "--cpus-per-worker", "--price"),
+    ("cluster", ["check"], [], "--storage-pth", "--storage-path", "--wait-s"),
+]
+each_command = pytest.mark.parametrize(
+    ("door", "command", "needs", "mistyped", "meant", "valued"), COMMANDS, ids=lambda value: str(value)[:24]
+)
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
+    """What a command that is typed wrong says: one sentence on standard error, with exit code 2."""
+
+    def run(door: str, *args: str) -> str:
+        assert DOORS[door](list(args)) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        (line,) = shown.err.splitlines()
+        assert line.startswith("error: command line: `")
+        return line
+
+    return run
+
+
+@each_command
+def test_help(
+    door: str, command: list[str], needs: list[str], mistyped: str, meant: str | None, valued: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for args in ([*command, "--help"], [*command, "-h"], [*command, *needs, "--help"]):
+        assert DOORS[door](args) == 0
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        assert f"usage: {' '.join(['python -m', door, *command])} " in shown.out
+        assert "Exit codes: 0 " in shown.out
+        assert meant is None or f"  {meant}" in shown.out
+        assert max(map(len, shown.out.splitlines())) <= 120
+
+
+@each_command
+def test_mistakes(
+    door: str, command: list[str], needs: list[str], mistyped: str, meant: str | None, valued: str | None, told: Told
+) -> None:
+    call = " ".join(["python -m", door, *command])
+    sentence = told(door, *command, *needs, mistyped, "1")
+    assert f"`{mistyped}` is not an option of `{call}`" in sentence
+    assert meant is None or sentence.endswith(f"did you mean `{meant}`?")
+    assert f"`-x` is not an option of `{call}`" in told(door, *command, *needs, "-x")
+    if valued is not None:
+        for args in ([valued], [valued, "--help-me"]):
+            assert f"`{valued}` needs a value; write `{valued} VALUE`." in told(door, *command, *needs, *args)
+    if command != ["validate"]:
+        assert f"`surplus` is one argument too many for `{call}`" in told(door, *command, *needs, "surplus")
+    if needs:
+        assert "is required" in told(door, *command, *needs[1:], *(["--fresh"] if not command else []))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_without_arguments_the_help_is_printed(door: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert DOORS[door]([]) == 2
+    shown = capsys.readouterr().out
+    assert DOORS[door](["--help"]) == 0
+    assert capsys.readouterr().out == shown
+    for owner, command, *_ in COMMANDS:
+        assert (f"usage: {' '.join(['python -m', owner, *command])} " in shown) == (owner == door)
+    for owner, model in (("trainers", TrainConfig), ("tune", SweepConfig)):
+        assert all(f"\n{key} (" in shown for key, _, _ in entries(model)) == (owner == door)
+
+
+@pytest.mark.parametrize(
+    ("door", "args", "words"),
+    [
+        ("cluster", ["validat", "x"], "`validat` is not a command of `python -m cluster`; did you mean `validate`?"),
+        ("cluster", ["--strict"], "its commands are validate, plan, check"),
+        ("trainers", ["evalute", "results/digits"], "did you mean `evaluate`?"),
+        ("tune", ["resum", "results/sweep"], "did you mean `resume`?"),
+    ],
+)
+def test_a_command_that_does_not_exist(door: str, args: list[str], words: str, told: Told) -> None:
+    assert words in told(door, *args)
+
+
+def test_several_mistakes_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cluster.__main__.main(["plan"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == (
+        "error: command line: `FILE` is required (a `ray up` file, or one with a RayCluster); "
+        "write `python -m cluster plan FILE`."
+    )
+    assert second == "error: command line: `--workers` is required (workers of one group); write `--workers N`."
+
+
+def example(
+    file: str,
+    overrides: dict[str, Any],
+    *,
+    checkpoint: str = "newest",
+    out: str = "",
+    wait_s: float = 0.5,
+    count: int | None = None,
+    strict: bool = False,
+    price: tuple[str, ...] = (),
+) -> int:
+    """Do nothing."""
+    return 0
+
+
+def parse(*args: str) -> dict[str, Any]:
+    return Command("example", example, TrainConfig).parse(args)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], {}),
+        (["--out", "1e3"], {"out": "1e3"}),
+        (["--out=a=b"], {"out": "a=b"}),
+        (["--out=--wait-s"], {"out": "--wait-s"}),
+        (["--out", "a", "--out", "b"], {"out": "b"}),
+        (["--wait-s", "1e2"], {"wait_s": 100.0}),
+        (["--wait_s=2"], {"wait_s": 2.0}),
+        (["--count", "-3"], {"count": -3}),
+        (["--count", "null"], {"count": None}),
+        (["--strict"], {"strict": True}),
+        (["--strict=false"], {"strict": False}),
+        (["--price", "a=1", "--price=b=2"], {"price": ("a=1", "b=2")}),
+    ],
+)
+def test_options_are_read(args: list[str], expected: dict[str, Any]) -> None:
+    defaults = {
+        "checkpoint": "newest",
+        "out": "",
+        "wait_s": 0.5,
+        "count": None,
+        "strict": False,
+        "price": (),
+        "overrides": {},
+    }
+    for typed in (["f", *args], [*args, "f"]):
+        assert parse(*typed) == {**defaults, "file": "f", **expected}
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--seed", "1"], {"seed": 1}),
+        (["--seed=1"], {"seed": 1}),
+        (["--optimizer.lr", "1e-3"], {"optimizer.lr": 1e-3}),
+        (["--compile=off"], {"compile": "off"}),
+        (["--seed", "-1"], {"seed": -1}),
+        (["--seed", "-1e-3", "--epochs=-2"], {"seed": -1e-3, "epochs": -2}),
+        (["--task_args.x", "[1, 2]"], {"task_args.x": [1, 2]}),
+        (["--task_args={x: 1}"], {"task_args": {"x": 1}}),
+        (["--name=x=y"], {"name": "x=y"}),
+        (["--name=--b"], {"name": "--b"}),
+        (["--name="], {"name": None}),
+        (["--name", ""], {"name": None}),
+        (["--name", "two words"], {"name": "two words"}),
+        (["--storage-path", "s3://bucket/x"], {"storage_path": "s3://bucket/x"}),
+        (["--scaling.num-workers", "2"], {"scaling.num_workers": 2}),
+        (["--task-args.my-key", "2"], {"task_args.my-key": 2}),
+        (["--seed", "1", "--seed", "2"], {"seed": 2}),
+        (["--checkpoint.every-s", "1"], {"checkpoint.every_s": 1}),  # beside an option `--checkpoint`
+        (["--sede", "1"], {"sede": 1}),  # TrainConfig says what is near
+    ],
+)
+def test_keys_of_the_configuration_are_read(args: list[str], expected: dict[str, Any]) -> None:
+    assert parse("f", *args)["overrides"] == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--seed", "--name", "1"], "`--seed` needs a value"),
+        (["-seed", "1"], "`-seed` is not an option"),
+        (["--"], "`--` is not an option"),
+        (["--seed", "1", "stray"], "`stray` is one argument too many"),
+        (["--seed", "[1"], "--seed"),
+        (["--task_args.x", "!!python/object/apply:os.system [x]"], "python"),
+        (["--count", "2.5"], "`--count` is 2.5, but must be a whole number; write `--count COUNT`."),
+        (["--wait-s", "soon"], '`--wait-s` is "soon", but must be a number'),
+        (["--strict=perhaps"], '`--strict` is "perhaps", but must be true or false; write `--strict`.'),
+    ],
+)
+def test_what_is_no_option_is_a_config_error(args: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse("f", *args)
+    assert words in str(raised.value)
+    assert "command line" in str(raised.value)
+
+
+def test_an_error_is_said_once_for_all_of_torchruns_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert trainers.__main__.main(["evaluate"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["paceline-train", "train.yaml"])
+    monkeypatch.setattr(trainers.__main__, "read_spec", interrupted)
+    assert trainers.__main__.main() == 130
+    assert capsys.readouterr().err == "error: interrupted\n"

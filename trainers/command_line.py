@@ -1,0 +1,173 @@
+"""The command line of `python -m trainers | tune | cluster`.
+
+A command is a function: its docstring says what it does, and its parameters are the options. A mistake is said before
+torch and Ray are imported: one sentence on standard error, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args, get_origin, get_type_hints
+
+from pydantic import create_model
+
+from trainers.config.model import Settings, build, child_model, keys_of
+from trainers.config.reference import reference
+from trainers.config.yaml import parse_yaml
+from trainers.errors import MISSING, POLICIES, ConfigError, ConfigErrors, PacelineError, show
+
+_SOURCE = "command line"
+
+
+class Command:
+    """A function as a command: the parameter before `*` is given without its name, `overrides` are keys of `config`.
+
+    A bool is a flag, a tuple may be repeated, a field's title is shown as its value. `--name value` and `--name=value`
+    are the same, and so are hyphens and underscores in a name. Values are YAML 1.2, except where text is wanted.
+    """
+
+    def __init__(self, call: str, function: Callable[..., int], config: type[Settings] | None = None) -> None:
+        parameters = dict(inspect.signature(function).parameters)
+        self.call, self.function = call, function
+        self.config = config if parameters.pop("overrides", None) else None
+        hints = get_type_hints(function, include_extras=True)
+        fields = {name: (hints[name], ... if p.default is p.empty else p.default) for name, p in parameters.items()}
+        self.model = create_model(function.__name__, __base__=Settings, **fields)  # type: ignore[call-overload]
+        self.fields = keys_of(self.model)
+        self.argument = next((name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY), "")
+        self.options = {_option(name): name for name in self.fields if name != self.argument}
+        self.flags = [name for name, field in self.fields.items() if field.annotation is bool]
+        self.tuples = [name for name, field in self.fields.items() if get_origin(field.annotation) is tuple]
+
+    def parse(self, args: Sequence[str]) -> dict[str, Any]:
+        """What was typed as the function's parameters; raises ConfigError."""
+        given: dict[str, Any] = {}
+        overrides: dict[str, Any] = {}
+        rest = list(args)
+        while rest:
+            arg = rest.pop(0)
+            if not arg.startswith("-"):
+                if not self.argument or (self.argument in given and self.argument not in self.tuples):
+                    rule = f"is one argument too many for `{self.call}`"
+                    raise ConfigError(arg, MISSING, rule, "remove it", _SOURCE)
+                self._give(given, self.argument, arg)
+                continue
+            typed, equals, text = arg.partition("=")
+            name = self.options.get(typed.replace("_", "-"))
+            key = "" if name else self._key(typed)
+            if not equals and name in self.flags:
+                text = "true"
+            elif not equals:
+                if not rest or rest[0].startswith("--"):
+                    raise ConfigError(typed, MISSING, "needs a value", f"write `{typed} VALUE`", _SOURCE)
+                text = rest.pop(0)
+            if name:
+                self._give(given, name, text)
+            else:
+                overrides[key] = parse_yaml(text, f"{_SOURCE}, --{key}")
+        try:
+            built = build(self.model, given, _SOURCE)
+        except ConfigError as error:
+            raise ConfigErrors([self._as_typed(one) for one in getattr(error, "errors", [error])]) from None
+        values = {name: getattr(built, name) for name in self.model.model_fields}
+        return {**values, "overrides": overrides} if self.config else values
+
+    def _give(self, given: dict[str, Any], name: str, text: str) -> None:
+        kind = self.fields[name].annotation
+        if name in self.tuples:
+            given[name] = (*given.get(name, ()), text)
+        else:
+            given[name] = text if str in (kind, *get_args(kind)) else parse_yaml(text, f"{_SOURCE}, {_option(name)}")
+
+    def _key(self, typed: str) -> str:
+        """An unknown option as a key of the configuration; names in a mapping of the user's own stay as they are."""
+        parts, model = typed.removeprefix("--").split("."), self.config
+        for index, part in enumerate(parts):
+            if model is not None and (ours := part.replace("-", "_")) in keys_of(model):
+                parts[index], model = ours, child_model(model, ours)
+        keys = [_option(key) for key in keys_of(self.config)] if self.config else []
+        first = _option(parts[0])
+        near = [] if first in keys else difflib.get_close_matches(first, [*keys, *self.options], n=1)
+        if not keys or not typed.startswith("--") or typed == "--" or (near and near[0] in self.options):
+            fix = _fix(near, "options", [*self.options, "--help"])
+            raise ConfigError(typed, MISSING, f"is not an option of `{self.call}`", fix, _SOURCE)
+        return ".".join(parts)
+
+    def _as_typed(self, error: ConfigError) -> ConfigError:
+        """What is wrong with a parameter, said of the option or the argument."""
+        name = error.field.partition("[")[0]
+        shown = self._shown(name)
+        fix = f"write `{self.call} {shown}`" if name == self.argument else f"write `{shown}`"
+        return ConfigError(shown.split()[0], error.value, error.rule, fix, _SOURCE)
+
+    def _shown(self, name: str) -> str:
+        value = self.fields[name].title or name.upper()
+        return value if name == self.argument else _option(name) if name in self.flags else f"{_option(name)} {value}"
+
+    def help(self) -> str:
+        """How the command is typed, what it does, and what its options mean."""
+        required = [self._shown(name) for name, field in self.fields.items() if field.is_required()]
+        usage = ["usage:", self.call, *required, "[options]", *["[--dotted.key value]..."] * bool(self.config)]
+        lines = [" ".join(usage), "    " + (inspect.getdoc(self.function) or "").replace("\n", "\n    ")]
+        for name, field in self.fields.items():
+            default = f" (default: {show(field.default)})" if not field.is_required() and field.default else ""
+            text = f"      {self._shown(name):<25} {field.description}{default}"
+            lines += textwrap.wrap(text, 110, subsequent_indent=" " * 32)
+        return "\n".join(lines)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _fix(near: Sequence[str], what: str, known: Iterable[str]) -> str:
+    return f"did you mean `{near[0]}`?" if near else f"its {what} are {', '.join(filter(None, known))}"
+
+
+def run(
+    call: str,
+    doc: str | None,
+    functions: Mapping[str, Callable[..., int]],
+    argv: Sequence[str] | None,
+    config: type[Settings] | None = None,
+    advise: bool = False,
+) -> int:
+    """Run the command that is named first, or else the one without a name; return its exit code.
+
+    `doc` is the docstring of the module that `call` starts; its last paragraph says the exit codes. `config` is the
+    configuration of commands with `overrides`. `advise`: failures of the one without a name end in a policy's advice.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    name = args[0] if args and args[0] in functions else ""
+    commands = {word: Command(f"{call} {word}".rstrip(), function, config) for word, function in functions.items()}
+    if not args or {"-h", "--help"} & set(args):
+        about, _, exit_codes = (doc or "").strip().rpartition("\n\n")
+        shown = [commands[name].help()] if name else [about, *(command.help() for command in commands.values())]
+        print(*shown, exit_codes, *([reference(config)] if config and not name else []), sep="\n\n")
+        return 0 if args else 2
+    try:
+        near = difflib.get_close_matches(args[0], functions, n=1, cutoff=0.8 if "" in functions else 0.6)
+        if not name and (near or "" not in functions):
+            fix = _fix(near, "commands", functions)
+            raise ConfigError(args[0], MISSING, f"is not a command of `{call}`", fix, _SOURCE)
+        command = commands[name]
+        return command.function(**command.parse(args[1:] if name else args))
+    except PacelineError as error:
+        advice = "" if name or not advise or error.exit_code == ConfigError.exit_code else POLICIES[error.status].advice
+        complain(f"{error} ({advice})" if advice else str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return 130
+
+
+def complain(sentences: str, level: str = "error") -> None:
+    """Print on standard error, a line each; once for all of torchrun's workers."""
+    if os.environ.get("RANK", "0") == "0":
+        for line in sentences.splitlines():
+            print(f"{level}: {line}", file=sys.stderr)
