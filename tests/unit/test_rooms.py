@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.rooms import (
     ORDER,
     PACKAGES,
+    REPOSITORY,
     WITH_RAY,
     circles,
     file_arrows,
     floors,
     imported_modules,
+    mermaid,
     ray_elsewhere,
     room_arrows,
     source_files,
@@ -45,8 +48,7 @@ def test_ray_is_imported_in_its_folders_only() -> None:
 
 
 def _has_ray(path: Path, place: str) -> bool:
-    root = Path(__file__).parents[2]
-    return str(path.relative_to(root)).startswith(place) and any(
+    return str(path.relative_to(REPOSITORY)).startswith(place) and any(
         name.split(".")[0] == "ray" for name in imported_modules(path)
     )
 
@@ -88,3 +90,10 @@ def test_lazy_imports_count(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text("from b import c\n\ndef f() -> None:\n    import d.e\n")
     assert imported_modules(path) == {"b", "b.c", "d.e"}
+
+
+def test_the_architecture_page_draws_these_rooms_and_names_files_that_are_there() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    assert mermaid(FILES) in page, "python -m tests.rooms --mermaid prints the drawing"
+    for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)?\.py)`", page):
+        assert any((REPOSITORY / package / name).is_file() for package in PACKAGES), name
