@@ -225,3 +225,22 @@ def test_expected_versions_come_from_the_constraints_first(tmp_path: Path) -> No
     assert expected_versions(constraints) == expected
     installed = {package: importlib.metadata.version(package) for package in ("ray", "torch")}
     assert expected_versions(tmp_path / "nope.txt") == installed
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("provider.aws_credentials", {"aws_access_key_id": "AKIAHIDDENHIDDENHIDD", "aws_secret_access_key": "hidden"}),
+        ("provider.gcp_credentials", {"type": "service_account", "credentials": "hidden"}),
+        ("setup_commands", ["export AWS_ACCESS_KEY_ID=AKIAHIDDENHIDDENHIDD AWS_SECRET_ACCESS_KEY=hidden"]),
+        ("head_setup_commands", ["az storage --connection-string 'AccountKey=hidden'"]),
+    ],
+)
+def test_a_key_in_the_file_is_named_and_never_shown(
+    aws: Tree, tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str, value: object
+) -> None:
+    put(field, value)(aws)
+    assert main(["validate", str(write(tmp_path, aws))]) == 2
+    printed = "".join(capsys.readouterr())
+    assert "long-lived key" in printed
+    assert "hidden" not in printed.lower()
