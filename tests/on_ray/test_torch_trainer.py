@@ -59,6 +59,7 @@ def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> Non
     assert met.value.status == "error"
 
 
+@pytest.mark.full
 def test_elastic_workers_though_a_killed_driver_had_them(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     """Ray believes for 180 s that a run whose driver was killed still needs what it had."""
     from trainers.on_ray.trainer import run_on_ray

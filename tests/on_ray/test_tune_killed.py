@@ -23,6 +23,7 @@ TRIALS = 24
 KILLS = 5
 
 
+@pytest.mark.full
 def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluster) -> None:
     ran, file = tmp_path / "ran", tmp_path / "sweep.yaml"
     keys = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
