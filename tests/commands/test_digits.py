@@ -20,7 +20,7 @@ SWEEP = "examples/digits/sweep.yaml"
 def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Callable[..., Done]) -> None:
     # From another directory, by the local launcher.
     train = str(REPOSITORY / "examples/digits/train.yaml")
-    done = command("-m", "trainers", train, "--launcher", "local", cwd=tmp_path)
+    done = command("-m", "trainers", train, "--launcher", "local", cwd=tmp_path, forked=True)
     assert done.code == 0, done.err
     result = json.loads((tmp_path / "results/digits/result.json").read_text())
     assert result["metrics"]["val_accuracy"] >= 0.97

@@ -11,7 +11,6 @@ import pytest
 
 from tests.specs import REPOSITORY
 
-
 pytestmark = pytest.mark.full
 
 
