@@ -85,8 +85,11 @@ def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path
     assert (frame["end_time"] > frame["start_time"]).all()
     summary = json.loads((sweep / "summary.json").read_text())
     best = frame[frame["id"] == summary["best"]["id"]].iloc[0]
-    assert best["time_to_target_s"] <= 1.3 * frame["time_to_target_s"].min()
-    assert len(repeated) or best["time_to_target_s"] == frame["time_to_target_s"].min()
+    if len(repeated):
+        repeats = repeated[repeated["global_batch_size"] == best["global_batch_size"]]
+        assert len(repeats[repeats["precision"] == best["precision"]]) == 2, "the best is one of those run again"
+    else:
+        assert best["time_to_target_s"] == frame["time_to_target_s"].min()
 
     trained = command("-m", "trainers", str(sweep / "best.yaml"), "--launcher", "local", cwd=tmp_path)
     assert trained.code == 0, trained.err
