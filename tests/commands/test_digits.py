@@ -20,7 +20,7 @@ SWEEP = "examples/digits/sweep.yaml"
 def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Callable[..., Done]) -> None:
     # From another directory, by the local launcher.
     train = str(REPOSITORY / "examples/digits/train.yaml")
-    done = command("-m", "trainers", train, "--launcher", "local", cwd=tmp_path)
+    done = command("-m", "trainers", train, "--launcher", "local", cwd=tmp_path, forked=True)
     assert done.code == 0, done.err
     result = json.loads((tmp_path / "results/digits/result.json").read_text())
     assert result["metrics"]["val_accuracy"] >= 0.97
@@ -85,8 +85,11 @@ def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path
     assert (frame["end_time"] > frame["start_time"]).all()
     summary = json.loads((sweep / "summary.json").read_text())
     best = frame[frame["id"] == summary["best"]["id"]].iloc[0]
-    assert best["time_to_target_s"] <= 1.3 * frame["time_to_target_s"].min()
-    assert len(repeated) or best["time_to_target_s"] == frame["time_to_target_s"].min()
+    if len(repeated):
+        repeats = repeated[repeated["global_batch_size"] == best["global_batch_size"]]
+        assert len(repeats[repeats["precision"] == best["precision"]]) == 2, "the best is one of those run again"
+    else:
+        assert best["time_to_target_s"] == frame["time_to_target_s"].min()
 
     trained = command("-m", "trainers", str(sweep / "best.yaml"), "--launcher", "local", cwd=tmp_path)
     assert trained.code == 0, trained.err

@@ -39,6 +39,12 @@ WITH_TORCH: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
+def without_torch(package: str, *args: str) -> str:
+    """A script: the command in an interpreter that can import neither torch nor Ray."""
+    blocker = f"import sys; sys.modules.update(dict.fromkeys({MODULES!r})); sys.argv[1:] = {list(args)!r}"
+    return f"{blocker}; from {package}.__main__ import main; raise SystemExit(main())"
+
+
 def one_sentence(done: Done) -> str:
     assert done.code == 2, done.err
     lines = [line for line in done.err.splitlines() if line]
@@ -55,10 +61,7 @@ def test_no_torch_is_needed_to_know_it(
     file = tmp_path / "train.yaml"
     file.write_text(dump_yaml({**BASE, "storage_path": str(tmp_path), **changes}))
     # An interpreter in which neither torch nor Ray can be imported is the proof that they are not.
-    blocker = f"import sys; sys.modules.update(dict.fromkeys({MODULES!r})); sys.argv[1:] = [{str(file)!r}]"
-    run = "from trainers.__main__ import main; raise SystemExit(main())"
-    done = command("-c", f"{blocker}; {run}")
-    sentence = one_sentence(done)
+    sentence = one_sentence(command("-c", without_torch("trainers", str(file))))
     assert all(word in sentence for word in [str(file), *words]), sentence
 
 
@@ -68,7 +71,7 @@ def test_torch_is_needed_to_know_it(
 ) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(dump_yaml({**BASE, "storage_path": str(tmp_path / "runs"), **changes}))
-    sentence = one_sentence(command("-m", "trainers", str(file)))
+    sentence = one_sentence(command("-m", "trainers", str(file), forked=True))
     assert all(word in sentence for word in [str(file), *words]), sentence
     assert not (tmp_path / "runs").exists(), "nothing was written"
 
@@ -106,8 +109,7 @@ def test_overrides_are_checked_like_files(command: Callable[..., Done]) -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_sweeps(args: list[str], words: list[str], command: Callable[..., Done]) -> None:
-    done = command("-m", "tune", "examples/digits/sweep.yaml", *args)
-    sentence = one_sentence(done)
+    sentence = one_sentence(command("-c", without_torch("tune", "examples/digits/sweep.yaml", *args)))
     assert all(word in sentence for word in words), sentence
 
 
@@ -132,11 +134,11 @@ def test_another_run_of_the_same_name_is_not_overwritten(tmp_path: Path, command
     args = ["-m", "trainers", str(REPOSITORY / "examples/digits/train.yaml"), "--launcher", "local",
             "--storage_path", str(tmp_path), "--epochs", "1"]
     # fmt: on
-    assert command(*args).code == 0
-    again = command(*args)
+    assert command(*args, forked=True).code == 0
+    again = command(*args, forked=True)
     assert again.code == 0
     assert "is complete already" in again.out
-    sentence = one_sentence(command(*args, "--seed", "1"))
+    sentence = one_sentence(command(*args, "--seed", "1", forked=True))
     assert "`seed` is 1, but differs from 0" in sentence
     assert "--fresh" in sentence
-    assert command(*args, "--seed", "1", "--fresh").code == 0
+    assert command(*args, "--seed", "1", "--fresh", forked=True).code == 0

@@ -61,6 +61,7 @@ def user_repository(tmp_path: Path) -> Path:
     return repository
 
 
+@pytest.mark.full
 def test_wheel_has_what_it_needs(wheel: Path) -> None:
     for name in ("trainers/py.typed", "tune/report.html", "cluster/prices.csv", "cluster/aws.yaml"):
         assert (wheel / name).is_file(), name
@@ -68,6 +69,7 @@ def test_wheel_has_what_it_needs(wheel: Path) -> None:
     assert not (wheel / "examples").exists()
 
 
+@pytest.mark.full
 def test_from_a_repository_of_the_users_own(
     wheel: Path, user_repository: Path, tmp_path: Path, command: Callable[..., Done]
 ) -> None:
@@ -87,6 +89,7 @@ def test_from_a_repository_of_the_users_own(
     assert done.code == 0, done.err
 
 
+@pytest.mark.full
 @pytest.mark.ray
 def test_as_a_ray_job(cluster: Cluster, tmp_path: Path, command: Callable[..., Done]) -> None:
     # fmt: off

@@ -7,8 +7,14 @@ costs a few hundredths of a second in place of seconds.
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import pickle
-from collections.abc import Callable, Iterator
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -19,6 +25,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
+
+from trainers.launch import local
 
 PRELOADED = [
     "pytest",
@@ -45,6 +53,23 @@ def forked_launcher() -> Iterator[None]:
         yield
 
 
+def run_module(
+    module: str, arguments: Sequence[str], cwd: Path, environment: dict[str, str], directory: Path, timeout_s: float
+) -> int:
+    """`python -m module arguments` in a forked process, its output in `directory`/out and /err; the exit code."""
+    forkserver.set_forkserver_preload(PRELOADED)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_command, args=(module, list(arguments), str(cwd), environment, str(directory))
+    )
+    process.start()
+    process.join(timeout_s)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        raise subprocess.TimeoutExpired([module, *arguments], timeout_s)
+    return process.exitcode
+
+
 def end_server() -> None:
     """The server ends with the session that started it."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
@@ -53,6 +78,21 @@ def end_server() -> None:
 def _fork(*args: Any, **options: Any) -> Any:
     forkserver.set_forkserver_preload(PRELOADED)
     return start_processes(*args, **{**options, "start_method": "forkserver"})
+
+
+def _command(module: str, arguments: list[str], cwd: str, environment: dict[str, str], directory: str) -> None:
+    for name, descriptor in (("out", 1), ("err", 2)):
+        with Path(directory, name).open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    sys.argv = [module, *arguments]
+    sys.path[0] = cwd
+    # Workers of its own are forked too: this process has imported torch, and computed nothing.
+    local.start_processes = lambda *args, **options: start_processes(*args, **{**options, "start_method": "fork"})
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _enter(rank: int, world_size: int, function: Callable[..., Any], directory: str, args: tuple[Any, ...]) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from tests.specs import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -343,9 +344,10 @@ def test_a_rank_without_room_for_its_shard_starts_the_group_again(tmp_path: Path
     assert met.value.status == "out_of_memory"
 
 
-def compiled(rank: int, world_size: int) -> list[list[Tensor]]:
+def compiled(rank: int, world_size: int, backend: str) -> list[list[Tensor]]:
     """Gradients of a sharded model, eager and compiled without a graph break."""
     found = []
+    torch.compile = functools.partial(torch.compile, backend=backend)
     group, inputs = Group(rank, world_size, CPU), torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
     for compiles in (False, True):
         torch.manual_seed(0)
@@ -361,8 +363,9 @@ def compiled(rank: int, world_size: int) -> list[list[Tensor]]:
     return found
 
 
-def test_a_sharded_model_compiles_without_a_graph_break(tmp_path: Path) -> None:
-    eager, fast = run_processes(2, compiled, tmp_path)[0]
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_a_sharded_model_compiles_without_a_graph_break(backend: str, tmp_path: Path) -> None:
+    eager, fast = run_processes(2, compiled, tmp_path, backend)[0]
     assert len(eager) == 6
     for ours, theirs in zip(fast, eager, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)

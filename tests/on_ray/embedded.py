@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ def actors(*filters: tuple[str, str, str]) -> list[Any]:
     from ray.util.state import list_actors
 
     return list_actors(ray.get_runtime_context().gcs_address, list(filters), limit=10_000, timeout=30)
+
+
+def await_end_of_trials() -> None:
+    """Until the actors of a killed driver are gone, which may still have written a record."""
+    kinds, deadline = {"Mailbox", "ResourceTrainable", "TrainController", "RayTrainWorker"}, time.monotonic() + 120
+    while left := [one for one in actors(("state", "=", "ALIVE")) if one.class_name.rpartition(".")[2] in kinds]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 def kill_controller() -> None:

@@ -82,12 +82,15 @@ def test_out_of_memory_on_one_rank_in_mid_training(tmp_path: Path, driver: Any) 
 
 @pytest.fixture
 def second_node(cluster: Cluster, driver: Any) -> Iterator[Node]:
-    """Another node of two CPUs, which Ray's coordinator of elastic groups knows of: it counts nodes every 20 s."""
+    """Another node of two CPUs, of which Ray's coordinator of elastic groups has heard."""
+    from trainers.on_ray.coordinator import count_nodes
+
     with another_node(cluster, driver, cpus=2) as node:
-        time.sleep(25)
+        count_nodes()
         yield node
 
 
+@pytest.mark.full
 def test_a_drained_node_costs_no_step(
     tmp_path: Path, cluster: Cluster, second_node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +99,6 @@ def test_a_drained_node_costs_no_step(
 
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")  # off where the cluster is embedded
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
-    started = tmp_path / "started"
     spec = make(
         tmp_path,
         name="drained",
@@ -108,7 +110,7 @@ def test_a_drained_node_costs_no_step(
         log_every_steps=100,
         evaluate__every_steps=500,
         checkpoint__every_steps=100_000,
-        task_args={"pause_s": 0.01, "pids": str(started)},
+        task_args={"pause_s": 0.01},
     )
     # fmt: off
     drain = [
@@ -118,12 +120,11 @@ def test_a_drained_node_costs_no_step(
     # fmt: on
 
     def take_away() -> None:
-        time.sleep(2)
         subprocess.run(drain, check=True, capture_output=True)
-        time.sleep(8)
+        time.sleep(8)  # the deadline
         second_node.cut_power()
 
-    when(started.exists, take_away)
+    when(lambda: any("train_loss" in record for record in read_log(spec.storage)), take_away)
     result = run_on_ray(spec)
     assert (result.status, result.world_size) == ("done", 1)
     records = [record["step"] for record in read_log(spec.storage) if "train_loss" in record]

@@ -55,6 +55,7 @@ def test_a_dead_controller_costs_its_trial_s_restart(tmp_path: Path, driver: Any
     assert ran[0] != ran[1] == ran[2]
 
 
+@pytest.mark.full
 def test_trials_shorter_than_a_start_keep_their_actors(tmp_path: Path, driver: Any) -> None:
     """Tune drops an actor that still starts where another is free: it would do so at the end of every such trial."""
 
@@ -70,6 +71,7 @@ def test_trials_shorter_than_a_start_keep_their_actors(tmp_path: Path, driver: A
     assert len(trial_actors() - before) == 2
 
 
+@pytest.mark.full
 def test_equal_trials_of_a_random_search_end_at_once(tmp_path: Path, driver: Any) -> None:
     """One configuration is drawn again and again, and trained once; both lanes end their trials at the same time."""
     before = {actor.actor_id for actor in actors()}

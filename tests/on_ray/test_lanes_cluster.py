@@ -20,6 +20,7 @@ from tune.lanes.lanes import Lanes, LaneSetup, start_mailbox
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.full
 def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     pids = tmp_path / "pids"
     space = {"seed": list(range(16)), "task_args": [{"pids": str(pids), "pause_s": 0.1}]}
@@ -47,6 +48,7 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
     assert len(pids.read_text().split()) == 17, "the trial that the node took with it ran again, and no other"
 
 
+@pytest.mark.full
 def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver: Any) -> None:
     """Its thread would call Ray after the connection is closed, and that ends the process with an error."""
     spec = sweep(tmp_path, {"seed": [1]})

@@ -76,6 +76,7 @@ def test_what_cannot_be_put_back_costs_a_restart_and_nothing_else(tmp_path: Path
     assert ran[0] == ran[1] != ran[2] == ran[3] != ran[4]
 
 
+@pytest.mark.full
 def test_a_lane_does_not_grow(tmp_path: Path, driver: Any) -> None:
     """Resident memory of the worker after 200 trials, beside that after 10."""
     memory = tmp_path / "memory"
@@ -87,6 +88,7 @@ def test_a_lane_does_not_grow(tmp_path: Path, driver: Any) -> None:
     assert sizes[-1] <= 1.05 * sizes[9], (sizes[9], sizes[-1])
 
 
+@pytest.mark.full
 def test_lanes_are_processes_of_their_own(tmp_path: Path, driver: Any) -> None:
     """The driver, Tune's actors of the trials and the lanes' workers: three groups of processes."""
     pids = tmp_path / "pids"

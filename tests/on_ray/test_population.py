@@ -11,6 +11,7 @@ import yaml
 from ray.tune.schedulers import PopulationBasedTraining
 
 from tests.conftest import Cluster
+from tests.on_ray.embedded import await_end_of_trials
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.on_ray.test_tune_killed import start
 from tests.specs import BASE, REPOSITORY
@@ -114,7 +115,8 @@ def test_bad_trials_go_on_from_good_ones(tmp_path: Path, driver: Any, monkeypatc
     assert len(journal.population.names(bad.id)) - len(names) <= KEPT_STAGES + 1
 
 
-def test_a_killed_driver_loses_no_trial_of_a_population(tmp_path: Path, cluster: Cluster) -> None:
+@pytest.mark.full
+def test_a_killed_driver_loses_no_trial_of_a_population(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     """Killed when one trial has ended, in the middle of the others: those go on from their stages."""
     keys = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint", "optimizer")}
     task_args = {"samples": 96, "pause_s": 0.05}
@@ -132,22 +134,22 @@ def test_a_killed_driver_loses_no_trial_of_a_population(tmp_path: Path, cluster:
     file, sweep_directory = tmp_path / "sweep.yaml", Storage(str(tmp_path / "sweep"))
     file.write_text(yaml.safe_dump(tree))
     journal = Journal(sweep_directory)
-    driver = start([str(file)], cluster)
+    killed = start([str(file)], cluster)
     deadline = time.monotonic() + 120
     while len(journal.records()) < 2:
-        assert driver.poll() is None, driver.communicate()
+        assert killed.poll() is None, killed.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    driver.kill()
-    driver.communicate()
-    time.sleep(2)  # its actors end with it, and may still have written a record
+    killed.kill()
+    killed.communicate()
+    await_end_of_trials()
     before = journal.records()
     stages = {name: journal.newest_stage(name) for name in journal.population.names()}
     assert len(before) < 6
 
-    driver = start(["resume", str(tmp_path / "sweep")], cluster)
-    out, _ = driver.communicate(timeout=200)
-    assert driver.returncode == 0, out
+    last = start(["resume", str(tmp_path / "sweep")], cluster)
+    out, _ = last.communicate(timeout=500)
+    assert last.returncode == 0, out
     after = {record.id: record for record in journal.records()}
     assert len(after) == 6
     assert all(after[record.id] == record for record in before)

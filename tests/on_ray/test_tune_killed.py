@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.conftest import Cluster
+from tests.on_ray.embedded import await_end_of_trials
 from tests.specs import BASE, REPOSITORY
 
 pytestmark = pytest.mark.ray
@@ -23,7 +24,8 @@ TRIALS = 24
 KILLS = 5
 
 
-def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluster) -> None:
+@pytest.mark.full
+def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     ran, file = tmp_path / "ran", tmp_path / "sweep.yaml"
     keys = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
     tree = {
@@ -40,25 +42,25 @@ def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluste
     finished: dict[str, str] = {}
     command = [str(file)]
     for _ in range(KILLS):
-        driver = start(command, cluster)
+        killed = start(command, cluster)
         wanted = len(finished) + draw.randint(1, 4)
         deadline = time.monotonic() + 120
         while len(names(journal)) < wanted:
-            assert driver.poll() is None, driver.communicate()
+            assert killed.poll() is None, killed.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(draw.random() * 0.5)
-        driver.kill()
-        driver.communicate()
-        time.sleep(2)  # its actors end with it, and may still have written a record
+        killed.kill()
+        killed.communicate()
+        await_end_of_trials()
         before, finished = finished, {name: (journal / name).read_text() for name in names(journal)}
         assert before.items() <= finished.items(), "a record is never changed"
         command = ["resume", str(tmp_path / "sweep")]
     kept = {json.loads(text)["config"]["seed"] for text in finished.values()}
     runs_before = ran.read_text().split()
-    driver = start(command, cluster)
-    out, _ = driver.communicate(timeout=200)
-    assert driver.returncode == 0, out
+    last = start(command, cluster)
+    out, _ = last.communicate(timeout=500)
+    assert last.returncode == 0, out
     assert len(names(journal)) == TRIALS
     assert all((journal / name).read_text() == text for name, text in finished.items())
     again = {int(seed) for seed in ran.read_text().split()[len(runs_before) :]}
