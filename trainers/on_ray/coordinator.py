@@ -35,10 +35,11 @@ class NodeCount(ControllerCallback):
             taken, deadline = set(previous_state.preemption_info.preempted_node_ids), time.monotonic() + _GONE_S
             while taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
                 time.sleep(0.2)
-        _count_nodes()
+        count_nodes()
 
 
-def _count_nodes() -> None:
+def count_nodes() -> None:
+    """Let Ray's coordinator count the nodes now; warns where it does not."""
     try:
         ray.get(_coordinator().get_reserved_resources.remote("", recompute=True), timeout=_ANSWER_S)
     except (ray.exceptions.RayError, ImportError, TypeError) as error:
