@@ -128,12 +128,13 @@ def _launch(job: Any, launcher: str, rank: int) -> Any:
     """Run a RunSpec or an Inference on all of its workers, of which this process may be one."""
     from trainers.launch import local
 
+    starts: dict[str, Any] = {"local": local.run_local, "spawn": local.run_spawn, "torchrun": local.run_torchrun}
     if launcher == "ray":
-        from trainers.on_ray.trainer import run_on_ray as start
-    else:
-        start: Any = {"local": local.run_local, "spawn": local.run_spawn, "torchrun": local.run_torchrun}[launcher]
+        from trainers.on_ray.trainer import run_on_ray
+
+        starts["ray"] = run_on_ray
     with local.failing_as_run(rank):
-        return start(job)
+        return starts[launcher](job)
 
 
 def summary(result: RunResult) -> str:
