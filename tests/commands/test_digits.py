@@ -60,7 +60,9 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Do
     assert len(trials) >= 8  # and the repeats of the finalists
     assert kept.items() <= trials.items(), "no finished trial was run again"
     check_answer(tmp_path / "digits-sweep", done, command, tmp_path)
-    again = command("-m", "tune", SWEEP, "--storage_path", str(tmp_path), env={"RAY_TMPDIR": str(tmp_path / "ray")})
+    again = command(
+        "-m", "tune", SWEEP, "--storage_path", str(tmp_path), env={"RAY_TMPDIR": str(tmp_path / "ray")}, forked=True
+    )
     assert again.code == 0
     assert "is complete already" in again.out
     assert not (tmp_path / "ray").exists(), "no cluster was started for it"
@@ -91,7 +93,7 @@ def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path
     else:
         assert best["time_to_target_s"] == frame["time_to_target_s"].min()
 
-    trained = command("-m", "trainers", str(sweep / "best.yaml"), "--launcher", "local", cwd=tmp_path)
+    trained = command("-m", "trainers", str(sweep / "best.yaml"), "--launcher", "local", cwd=tmp_path, forked=True)
     assert trained.code == 0, trained.err
     result = json.loads((tmp_path / "digits-sweep-best/result.json").read_text())
     assert result["metrics"]["val_accuracy"] >= best["val_accuracy"] - 0.01

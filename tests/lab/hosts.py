@@ -193,7 +193,10 @@ class Lab:
 
     @contextlib.contextmanager
     def slowed(self, name: str, share: float) -> Iterator[None]:
-        """Ray's workers on a host run for `share` of the time: stopped and continued ten times a second."""
+        """Ray's workers on a host run for `share` of the time: stopped and continued ten times a second.
+
+        On a busy machine they get more than their share once they are continued: take one far below any limit.
+        """
         pulse = self.popen(name, sys.executable, "-I", "-c", PULSE, str(share))
         try:
             yield

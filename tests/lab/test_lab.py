@@ -224,7 +224,7 @@ def test_check_names_another_torch_and_storage_that_is_not_shared_and_a_slow_hos
     lab.run("h2", "mount", "--bind", "/root/METADATA", str(metadata))
     lab.run("h1", "mount", "-t", "tmpfs", "none", "/srv/nfs")
     try:
-        with lab.slowed("h1", share=0.35):
+        with lab.slowed("h1", share=0.15):
             code, report = check(cluster)
     finally:
         lab.run("h1", "umount", "/srv/nfs")
