@@ -143,43 +143,31 @@ class TrainConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _strategy_fits(self) -> Self:
-        strategy = self.strategy
-        several = self.scaling.max_workers > 1 and strategy in ("none", "dp")
-        self.refuse_if(several, "strategy", "is for one worker", "set `strategy: ddp`")
-        unused = strategy != "ddp" and self.ddp != DdpConfig()
-        self.refuse_if(unused, "ddp", f"has no effect with strategy {strategy}", "remove it")
-        replicas = strategy == "dp" and self.compile != "off"
-        self.refuse_if(replicas, "compile", "cannot follow the replicas of strategy dp", "set `strategy: ddp`")
-        captured = strategy == "fsdp" and self.compile in ("reduce-overhead", "max-autotune")
-        rule = "captures CUDA graphs, and fsdp moves its tensors"
-        self.refuse_if(captured, "compile", rule, "set `compile: default`")
-        uncompiled = self.fullgraph and self.compile == "off"
-        self.refuse_if(uncompiled, "fullgraph", "needs a compiled model", "set `compile: default`")
-        return self
-
-    @model_validator(mode="after")
-    def _cuda_graphs_fit(self) -> Self:
-        workers = self.scaling.max_workers
-        for condition, rule in (
-            (self.compile in ("reduce-overhead", "max-autotune"), f"is what compile {self.compile} does by itself"),
-            (self.device in ("cpu", "mps"), f"needs CUDA, not device {self.device}"),
-            (workers > 1, f"is for one worker, not for {workers}"),
-            (self.strategy in ("fsdp", "dp"), f"cannot follow strategy {self.strategy}, whose tensors move"),
-        ):
-            self.refuse_if(self.cuda_graphs and condition, "cuda_graphs", rule, "set `cuda_graphs: false`")
-        return self
-
-    @model_validator(mode="after")
-    def _launcher_fits(self) -> Self:
-        key = "scaling.num_workers"
-        several = self.scaling.max_workers > 1 and self.launcher == "local"
-        self.refuse_if(several, key, "must be 1 with `launcher: local`", "set `launcher: spawn` or `launcher: ray`")
-        elastic = isinstance(self.scaling.num_workers, list)
-        self.refuse_if(elastic and self.launcher != "ray", key, "is elastic, which needs Ray", "set `launcher: ray`")
+    def _keys_fit_together(self) -> Self:
+        strategy, compiled, graphs = self.strategy, self.compile, self.cuda_graphs
+        device, launcher = self.device, self.launcher
+        workers, elastic = self.scaling.max_workers, isinstance(self.scaling.num_workers, list)
+        captures, num_workers = compiled in ("reduce-overhead", "max-autotune"), "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
-        rule = "has no fixed meaning with elastic workers"
-        self.refuse_if(by_worker, "batch_size_per_worker", rule, "set `global_batch_size`")
+        unused = strategy != "ddp" and self.ddp != DdpConfig()
+        moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
+        ddp, default, uncaptured = "set `strategy: ddp`", "set `compile: default`", "set `cuda_graphs: false`"
+        spawn, total = "set `launcher: spawn` or `launcher: ray`", "set `global_batch_size`"
+        for condition, key, rule, fix in (
+            (workers > 1 and strategy in ("none", "dp"), "strategy", "is for one worker", ddp),
+            (unused, "ddp", f"has no effect with strategy {strategy}", "remove it"),
+            (strategy == "dp" and compiled != "off", "compile", "cannot follow the replicas of strategy dp", ddp),
+            (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
+            (self.fullgraph and compiled == "off", "fullgraph", "needs a compiled model", default),
+            (graphs and captures, "cuda_graphs", f"is what compile {compiled} does by itself", uncaptured),
+            (graphs and device in ("cpu", "mps"), "cuda_graphs", f"needs CUDA, not device {device}", uncaptured),
+            (graphs and workers > 1, "cuda_graphs", f"is for one worker, not for {workers}", uncaptured),
+            (graphs and moves, "cuda_graphs", f"cannot follow strategy {strategy}, whose tensors move", uncaptured),
+            (workers > 1 and launcher == "local", num_workers, "must be 1 with `launcher: local`", spawn),
+            (elastic and launcher != "ray", num_workers, "is elastic, which needs Ray", "set `launcher: ray`"),
+            (by_worker, "batch_size_per_worker", "has no fixed meaning with elastic workers", total),
+        ):
+            self.refuse_if(condition, key, rule, fix)
         return self
 
     @model_validator(mode="after")
