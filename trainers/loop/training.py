@@ -15,15 +15,17 @@ import json
 import logging
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
+
+import torch
 
 from trainers.checkpoint.run_state import Keeper
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import device_name, environment, reset_peak_memory
+from trainers.devices.group import Group
 from trainers.errors import DivergedError, PreemptedError, Status, classify
-from trainers.loop.agreement import Agreement, agree
 from trainers.loop.console import say_evaluation, say_start, say_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.watchdog import Watchdog
@@ -43,6 +45,25 @@ logger = logging.getLogger(__name__)
 
 AGREE_EVERY_STEPS = 10
 """Steps between two agreements of all ranks: the longest that a bad loss or a stop waits."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What one rank wants, or, once agreed, what any of them wants."""
+
+    stop: bool = False
+    diverged: bool = False
+    checkpoint_due: bool = False
+    preempted: bool = False
+    writing: bool = False
+    """Whether a checkpoint is being written in the background."""
+
+
+def agree(group: Group, mine: Agreement, elapsed_s: float) -> tuple[Agreement, float]:
+    """Return what any rank wants, and the largest `elapsed_s`: one small maximum over ranks, which all must call."""
+    flags = torch.tensor([*astuple(mine), elapsed_s], dtype=torch.float64)
+    *flagged, elapsed_s = group.max(flags).tolist()
+    return Agreement(*(bool(flag) for flag in flagged)), elapsed_s
 
 
 class Training:
