@@ -50,12 +50,9 @@ class CompileWatch:
         reasons = [reason.splitlines() for reason in self._new("graph_break")]
         if reasons:
             shown = "; ".join(lines[0].strip() for lines in reasons[:_SHOWN])
-            logger.warning(
-                "torch.compile broke the graph at %d places: %s (TORCH_LOGS=graph_breaks shows where, "
-                "`fullgraph: true` makes it an error)",
-                self.figures()["graph_breaks"],
-                shown,
-            )
+            advice = "TORCH_LOGS=graph_breaks shows where, `fullgraph: true` makes it an error"
+            places = self.figures()["graph_breaks"]
+            logger.warning("torch.compile broke the graph at %d places: %s (%s)", places, shown, advice)
 
     def say_recompiles(self) -> None:
         """Why graphs were compiled again, the commonest reasons first."""

@@ -157,11 +157,8 @@ class StepProfiler:
             except StorageError as error:  # the training is worth more than its profile
                 logger.warning("the profile is lost: %s", error)
                 return
-        logger.info(
-            "profile written: %s (open it at https://ui.perfetto.dev), %s",
-            storage.locate("trace.json.gz"),
-            storage.locate("memory_timeline.png"),
-        )
+        where = storage.locate("trace.json.gz"), storage.locate("memory_timeline.png")
+        logger.info("profile written: %s (open it at https://ui.perfetto.dev), %s", *where)
 
 
 def memory_points(trace: dict[str, Any], device: torch.device) -> list[tuple[float, int]]:
