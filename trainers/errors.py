@@ -17,15 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 Status = Literal[
-    "done",
-    "stopped",
-    "out_of_memory",
-    "out_of_host_memory",
-    "diverged",
-    "hung",
-    "preempted",
-    "node_lost",
-    "error",
+    "done", "stopped", "out_of_memory", "out_of_host_memory", "diverged", "hung", "preempted", "node_lost", "error"
 ]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
