@@ -9,6 +9,7 @@ Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line o
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,16 +49,12 @@ def train(
     rank = 0 if torchrun is None else int(os.environ["RANK"])
     setup_logging(rank)
     spec.load_task()
-    if launcher == "ray":
-        check_precision(spec, check_cluster(spec))
-    else:
-        check_precision(spec)
-    finished = prepare_storage(spec, fresh) if rank == 0 else None
-    if finished is not None and torchrun is None:
+    check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
+    result = prepare_storage(spec, fresh) if rank == 0 else None
+    if result is not None and torchrun is None:
         print(f"{spec.uri} is complete already (--fresh starts it anew)")
-        print(summary(finished))
-        return 0
-    result = _launch(spec, launcher, rank)
+    else:
+        result = _launch(spec, launcher, rank)
     if rank == 0:
         print(summary(result))
     return 0
@@ -95,14 +92,8 @@ def export(
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return run(
-        "python -m trainers",
-        __doc__,
-        {"": train, "evaluate": evaluate, "predict": predict, "export": export},
-        argv,
-        TrainConfig,
-        advise=True,
-    )
+    commands: dict[str, Callable[..., int]] = {"": train, "evaluate": evaluate, "predict": predict, "export": export}
+    return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)
 
 
 def _infer(location: str, overrides: dict[str, Any], split: str, checkpoint: str, out: str | None) -> int:
@@ -153,10 +144,8 @@ def summary(result: RunResult) -> str:
             f"{speed.data_wait_share:.0%} of it waiting for data"
         )
     if result.compile is not None and result.first_step_s is not None:
-        counts = ", ".join(
-            f"{count} {what.replace('_', ' ').removesuffix('s' * (count == 1))}"
-            for what, count in result.compile.items()
-        )
+        names = ((count, what.replace("_", " ")) for what, count in result.compile.items())
+        counts = ", ".join(f"{count} {name.removesuffix('s' * (count == 1))}" for count, name in names)
         lines.append(f"  first step {result.first_step_s:.1f} s (compile), {counts}")
     if result.mfu is not None and result.flops_per_sample is not None:
         lines.append(f"  MFU {result.mfu:.1%} ({result.flops_per_sample / 1e9:.4g} GFLOP a sample)")

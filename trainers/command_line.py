@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import create_model
@@ -19,7 +19,7 @@ from pydantic import create_model
 from trainers.config.model import Settings, build, child_model, keys_of
 from trainers.config.reference import reference
 from trainers.config.yaml import parse_yaml
-from trainers.errors import MISSING, POLICIES, ConfigError, ConfigErrors, PacelineError, show
+from trainers.errors import MISSING, POLICIES, ConfigError, ConfigErrors, PacelineError, did_you_mean, show
 
 _SOURCE = "command line"
 
@@ -94,7 +94,7 @@ class Command:
         first = _option(parts[0])
         near = [] if first in keys else difflib.get_close_matches(first, [*keys, *self.options], n=1)
         if not keys or not typed.startswith("--") or typed == "--" or (near and near[0] in self.options):
-            fix = _fix(near, "options", [*self.options, "--help"])
+            fix = did_you_mean(first, [*keys, *self.options], f"its options are {', '.join([*self.options, '--help'])}")
             raise ConfigError(typed, MISSING, f"is not an option of `{self.call}`", fix, _SOURCE)
         return ".".join(parts)
 
@@ -125,10 +125,6 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _fix(near: Sequence[str], what: str, known: Iterable[str]) -> str:
-    return f"did you mean `{near[0]}`?" if near else f"its {what} are {', '.join(filter(None, known))}"
-
-
 def run(
     call: str,
     doc: str | None,
@@ -151,9 +147,8 @@ def run(
         print(*shown, exit_codes, *([reference(config)] if config and not name else []), sep="\n\n")
         return 0 if args else 2
     try:
-        near = difflib.get_close_matches(args[0], functions, n=1, cutoff=0.8 if "" in functions else 0.6)
-        if not name and (near or "" not in functions):
-            fix = _fix(near, "commands", functions)
+        if not name and ("" not in functions or difflib.get_close_matches(args[0], functions, cutoff=0.8)):
+            fix = did_you_mean(args[0], functions, f"its commands are {', '.join(filter(None, functions))}")
             raise ConfigError(args[0], MISSING, f"is not a command of `{call}`", fix, _SOURCE)
         command = commands[name]
         return command.function(**command.parse(args[1:] if name else args))

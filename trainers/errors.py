@@ -6,24 +6,18 @@ a run gets by default when it ends that way, and what to tell the user.
 
 from __future__ import annotations
 
+import difflib
 import json
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 Status = Literal[
-    "done",
-    "stopped",
-    "out_of_memory",
-    "out_of_host_memory",
-    "diverged",
-    "hung",
-    "preempted",
-    "node_lost",
-    "error",
+    "done", "stopped", "out_of_memory", "out_of_host_memory", "diverged", "hung", "preempted", "node_lost", "error"
 ]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -188,6 +182,12 @@ def show(value: Any) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
+def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Callable[[str], str] = str) -> str:
+    """Return the fix for a name that is not known: the nearest of the `known` as `shown`, else `otherwise`."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"did you mean `{shown(near[0])}`?" if near else otherwise
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name where the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -204,9 +204,8 @@ def classify(error: BaseException) -> Status:
     names = {cls.__name__ for cls in type(error).__mro__}
     if "OutOfMemoryError" in names and type(error).__module__.startswith("torch"):
         return "out_of_memory"
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in names:
-        return "out_of_host_memory"
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_ALLOCATION):
+    failed_on_host = isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_ALLOCATION)
+    if isinstance(error, MemoryError) or "OutOfMemoryError" in names or failed_on_host:
         return "out_of_host_memory"
     if getattr(error, "preempted", False):
         return "preempted"

@@ -44,12 +44,9 @@ def storage_uri(storage_path: str | None) -> str:
         return path
     expanded = Path(path).expanduser()
     if not expanded.is_absolute() and inside_ray_job():
-        raise ConfigError(
-            "storage_path",
-            path,
-            "is relative, inside a Ray job, where it would be lost with the job's package",
-            "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster",
-        )
+        rule = "is relative, inside a Ray job, where it would be lost with the job's package"
+        fix = "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster"
+        raise ConfigError("storage_path", path, rule, fix)
     return str(Path(os.path.abspath(expanded)))  # noqa: PTH100 (no symlink is resolved)
 
 
@@ -98,8 +95,7 @@ class Storage:
             if self._place.endswith(":"):
                 raise ValueError("there is no bucket in it")
             if not self.is_local:
-                filesystem, path = fs.FileSystem.from_uri(self.uri)
-                return filesystem, path
+                return tuple(fs.FileSystem.from_uri(self.uri))
             return fs.LocalFileSystem(), unquote(urlsplit(self.uri).path) if "://" in self.uri else self.uri
         except (OSError, ValueError) as error:
             rule, fix = f"cannot be opened ({first_line(error)})", "use a directory or a URI such as s3://bucket/path"
@@ -180,10 +176,8 @@ class Storage:
     @contextlib.contextmanager
     def reader(self, name: str) -> Iterator[BinaryIO]:
         """A seekable binary stream of an existing file."""
-        with (
-            _explained(f"read {self.locate(name)}"),
-            self.filesystem.open_input_file(f"{self.path}/{name}") as stream,
-        ):
+        path = f"{self.path}/{name}"
+        with _explained(f"read {self.locate(name)}"), self.filesystem.open_input_file(path) as stream:
             yield stream
 
     @retrying
@@ -208,13 +202,11 @@ class Storage:
 
     def delete(self, name: str) -> None:
         """Delete a file or a directory with all below it; nothing happens when it is not there."""
-        target = f"{self.path}/{name}".rstrip("/")
         with _explained(f"delete {self.locate(name)}"):
             kind = self._kind(name)
-            if kind == "Directory":
-                self.filesystem.delete_dir(target)
-            elif kind == "File":
-                self.filesystem.delete_file(target)
+            if kind in ("Directory", "File"):
+                remove = self.filesystem.delete_dir if kind == "Directory" else self.filesystem.delete_file
+                remove(f"{self.path}/{name}".rstrip("/"))
 
     def prove_writable(self) -> None:
         """Write, read and delete a marker; StorageError or ConfigError says what is wrong before training starts."""

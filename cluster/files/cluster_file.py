@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,12 +59,6 @@ def read_documents(path: Path, source: str) -> list[Any]:
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
         rule = f"is not YAML ({getattr(error, 'problem', None) or error})"
         raise ConfigError(place, MISSING, rule, "fix the syntax there", source) from error
-
-
-def near_miss(name: object, known: Iterable[str], otherwise: str) -> str:
-    """Return the fix for a name that is not known: what it may have meant, else `otherwise`."""
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
-    return f"did you mean `{near[0]}`?" if near else otherwise
 
 
 def join(field: str, key: object) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.files.capacity import NodeType
-from cluster.files.cluster_file import ClusterFile, join, near_miss
-from trainers.errors import MISSING, ConfigError
+from cluster.files.cluster_file import ClusterFile, join
+from trainers.errors import MISSING, ConfigError, did_you_mean
 
 GPU = "nvidia.com/gpu"
 _API = "ray.io/v1"
@@ -169,6 +169,6 @@ def _mapping(parent: Mapping[str, Any], key: str, field: str, source: str) -> Ma
 def _known(mapping: Mapping[str, Any], known: list[str], field: str, source: str) -> None:
     for key in mapping:
         if key not in known:
-            fix = near_miss(key, known, f"the fields here are {', '.join(known)}")
+            fix = did_you_mean(key, known, f"the fields here are {', '.join(known)}")
             rule = "is no such field, and Kubernetes would drop it"
             raise ConfigError(join(field, re.sub(r"\s", "", str(key))), mapping[key], rule, fix, source)

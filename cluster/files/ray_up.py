@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.files.cluster_file import ClusterFile, join, near_miss, read_documents
+from cluster.files.cluster_file import ClusterFile, join, read_documents
 from cluster.files.kuberay import is_kuberay, kuberay_files
 from cluster.files.node_types import node_types
-from trainers.errors import MISSING, ConfigError, ConfigErrors, first_line
+from trainers.errors import MISSING, ConfigError, ConfigErrors, did_you_mean, first_line
 
 _PROVIDERS = ("aws", "azure", "gcp", "local", "vsphere", "aliyun")
 _SETUP_FIELDS = ("head_setup_commands", "worker_setup_commands")
@@ -90,7 +90,7 @@ def _schema_error(error: Any, source: str) -> ConfigError:
     if error.validator == "additionalProperties":
         known = sorted(error.schema["properties"])
         unknown = next(key for key in error.instance if key not in known)
-        fix = near_miss(unknown, known, f"the fields here are {', '.join(known)}")
+        fix = did_you_mean(unknown, known, f"the fields here are {', '.join(known)}")
         return ConfigError(join(field, unknown), error.instance[unknown], "is no such field", fix, source)
     if error.validator == "required":
         missing = next(key for key in error.validator_value if key not in error.instance)
@@ -148,7 +148,7 @@ def _check_counts(written: Mapping[str, Any], config: Mapping[str, Any], source:
         fix = f"add `head_node_type: {next(iter(types), 'NAME')}`"
         refuse("head_node_type", MISSING, "is required with available_node_types", fix)
     elif head not in types:
-        fix = near_miss(head, types, f"name one of {', '.join(types)}")
+        fix = did_you_mean(head, types, f"name one of {', '.join(types)}")
         refuse("head_node_type", head, "must be one of available_node_types", fix)
 
     is_local = config["provider"]["type"] == "local"  # one type, which Ray makes of the top-level fields

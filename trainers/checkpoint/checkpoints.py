@@ -179,9 +179,8 @@ class Checkpoints:
         return self.archive.storage.locate(folder_name(step))
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
-        value = metrics.get(self.best.metric) if self.best else None
-        if self.best is not None and value is not None and self.best.improves(value, self._best_value):
-            self._best_value = value
+        if self.best is not None and self.best.metric in metrics and self.improves(metrics):
+            self._best_value = metrics[self.best.metric]
 
     def _files(
         self, step: int, state: dict[str, Any], rank_state: dict[str, Any], first: Callable[[], None] | None

@@ -102,10 +102,8 @@ class Best:
     def value(self, figures: Mapping[str, float]) -> float:
         """This metric among an evaluation's figures; ConfigError when the task does not report it."""
         if self.metric not in figures:
-            known = ", ".join(sorted(figures))
-            raise ConfigError(
-                "checkpoint.best", self.metric, "is no metric of this task's evaluation", f"use one of {known}"
-            )
+            rule, fix = "is no metric of this task's evaluation", f"use one of {', '.join(sorted(figures))}"
+            raise ConfigError("checkpoint.best", self.metric, rule, fix)
         return figures[self.metric]
 
     def ranked(self, manifests: Mapping[str, Manifest]) -> list[str]:

@@ -74,10 +74,8 @@ class Archive:
         name = folder_name(manifest.step)
         missing = [file for file in manifest.files if not self.storage.exists(f"{name}/{file}")]
         if missing:
-            raise StorageError(
-                f"{missing[0]} was written by another worker and is not seen by rank 0: "
-                "storage_path must be shared by all nodes"
-            )
+            fix = "storage_path must be shared by all nodes"
+            raise StorageError(f"{missing[0]} was written by another worker and is not seen by rank 0: {fix}")
         self.storage.write(f"{name}/manifest.json", manifest.to_json())
         names = self.names()
         complete = [other for other in names if self.storage.exists(f"{other}/manifest.json")]
@@ -101,17 +99,12 @@ class Archive:
 
     def choose(self, which: str) -> str:
         """The checkpoint that a user means by `newest`, `best` or `step-123`; CheckpointError when there is none."""
-        if which == "newest":
-            name = self.newest()
-        elif which == "best":
-            if self.best is None:
-                raise CheckpointError(
-                    f"no checkpoint of {self.storage.parent.uri} is the best: its configuration has no "
-                    "`checkpoint.best`; name newest, or a step"
-                )
-            name = self.best_name()
-        else:
-            name = self._named(which)
+        if which not in ("newest", "best"):
+            return self._named(which)
+        if which == "best" and self.best is None:
+            rule = "is the best: its configuration has no `checkpoint.best`; name newest, or a step"
+            raise CheckpointError(f"no checkpoint of {self.storage.parent.uri} {rule}")
+        name = self.newest() if which == "newest" else self.best_name()
         if name is None:
             evaluated = " of an evaluated step" if which == "best" else ""
             raise CheckpointError(f"there is no complete checkpoint{evaluated} in {self.storage.uri}")
@@ -120,18 +113,18 @@ class Archive:
     def read(self, name: str, file: str) -> dict[str, Any]:
         """The content of one file, on the CPU; CheckpointError when it is more than tensors and plain data."""
         where = self.storage.locate(f"{name}/{file}")
+        cause: Exception | None = None
+        problem = "it holds no mapping"
         try:
             with self.storage.reader(f"{name}/{file}") as stream, contextlib.closing(io.BytesIO(stream.read())) as data:
                 state = torch.load(data, map_location="cpu", weights_only=True)
+            if isinstance(state, dict):
+                return state
         except pickle.UnpicklingError as error:  # torch's own words advise to unpickle it all the same
-            raise CheckpointError(
-                f"{where} is no checkpoint of ours: it holds more than tensors and plain data, or is damaged"
-            ) from error
+            cause, problem = error, "it holds more than tensors and plain data, or is damaged"
         except (RuntimeError, ValueError, EOFError, KeyError) as error:
-            raise CheckpointError(f"{where} is no checkpoint of ours: {first_line(error)}") from error
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{where} is no checkpoint of ours: it holds no mapping")
-        return state
+            cause, problem = error, first_line(error)
+        raise CheckpointError(f"{where} is no checkpoint of ours: {problem}") from cause
 
     def _named(self, which: str) -> str:
         step = which.removeprefix("step-")

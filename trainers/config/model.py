@@ -6,7 +6,6 @@ No torch and no Ray here: a mistake in a file is said before either is imported.
 from __future__ import annotations
 
 import copy
-import difflib
 import types
 from operator import attrgetter
 from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from trainers.config.yaml import dump_inline
-from trainers.errors import MISSING, ConfigError, ConfigErrors
+from trainers.errors import MISSING, ConfigError, ConfigErrors, did_you_mean
 
 Tree = dict[str, Any]
 
@@ -124,8 +123,8 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     leaf = path.rsplit(".", 1)[-1]
     if kind == "extra_forbidden":
         known = list(keys_of(owner))
-        near = difflib.get_close_matches(leaf, known, n=1, cutoff=0.6)
-        fix = f"did you mean `{path.removesuffix(leaf)}{near[0]}`?" if near else f"the keys here are {', '.join(known)}"
+        otherwise = f"the keys here are {', '.join(known)}"
+        fix = did_you_mean(leaf, known, otherwise, lambda near: path.removesuffix(leaf) + near)
         return ConfigError(path, problem["input"], "there is no such key", fix, source)
     if kind == "missing":
         what = f" ({field.description.rstrip('.')})" if field and field.description else ""

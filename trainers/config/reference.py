@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin
-
-from pydantic_core import PydanticUndefined
+from typing import get_args, get_origin
 
 from trainers.config.model import Settings, child_model, keys_of
 from trainers.errors import show
@@ -20,22 +18,12 @@ def entries(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, str,
         if below is not None and get_origin(field.annotation) is not dict:
             yield from entries(below, f"{dotted}.")
             continue
-        if field.default is not PydanticUndefined:
-            default = show(field.default)
-        else:
-            default = "required" if field.is_required() else show(field.get_default(call_default_factory=True))
+        default = "required" if field.is_required() else show(field.get_default(call_default_factory=True))
         description = " ".join((field.description or "").split())  # a table's row is one line
-        choices = _choices(field.annotation)
-        yield dotted, default, description + (f" One of {', '.join(choices)}." if len(choices) > 1 else "")
-
-
-def _choices(annotation: Any) -> list[str]:
-    members = get_args(annotation)
-    return (
-        [show(member).strip('"') for member in members]
-        if members and all(isinstance(member, str) for member in members)
-        else []
-    )
+        choices = get_args(field.annotation)
+        if len(choices) > 1 and all(isinstance(choice, str) for choice in choices):
+            description += f" One of {', '.join(choices)}."
+        yield dotted, default, description
 
 
 def reference(model: type[Settings]) -> str:

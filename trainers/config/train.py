@@ -9,20 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+import trainers.config.sections as sections
 from trainers.config.model import Settings, Tree, plain
-from trainers.config.sections import (
-    AutoOrBool,
-    CheckpointConfig,
-    DataConfig,
-    DdpConfig,
-    EvaluateConfig,
-    FailureConfig,
-    OptimizerConfig,
-    Positive,
-    ScalingConfig,
-    ScalingRule,
-    ScheduleConfig,
-)
+from trainers.config.sections import AutoOrBool, Positive
 from trainers.errors import MISSING, ConfigError
 
 _SMALLEST_HALF = 2.0**-24
@@ -70,7 +59,7 @@ class TrainConfig(Settings):
     """Optimizer steps, in place of epochs."""
     max_time_s: float | None = Field(default=None, gt=0, examples=[3600])
     """Seconds until the run writes a checkpoint and leaves; the same command goes on."""
-    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    evaluate: sections.EvaluateConfig = Field(default_factory=sections.EvaluateConfig)
     """Evaluation of the validation split."""
     log_every_steps: Positive = Field(default=50)
     """Steps whose mean loss makes one line of the log."""
@@ -101,25 +90,25 @@ class TrainConfig(Settings):
     strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
     """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp: torch's DataParallel, one process
     on all its GPUs; none: a single worker, no wrapper."""
-    ddp: DdpConfig = Field(default_factory=DdpConfig)
+    ddp: sections.DdpConfig = Field(default_factory=sections.DdpConfig)
     """What only `strategy: ddp` has."""
 
-    optimizer: OptimizerConfig = Field(examples=[{"name": "adamw", "lr": 0.001}])
+    optimizer: sections.OptimizerConfig = Field(examples=[{"name": "adamw", "lr": 0.001}])
     """The optimizer."""
-    lr_schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    lr_schedule: sections.ScheduleConfig = Field(default_factory=sections.ScheduleConfig)
     """The learning rate's course."""
-    lr_scaling: ScalingRule = Field(default_factory=ScalingRule)
+    lr_scaling: sections.ScalingRule = Field(default_factory=sections.ScalingRule)
     """How the learning rate follows the batch size."""
     clip_grad_norm: float | None = Field(default=None, gt=0, examples=[1.0])
     """Largest norm of the gradient; larger ones are scaled down to it."""
 
-    data: DataConfig = Field(default_factory=DataConfig)
+    data: sections.DataConfig = Field(default_factory=sections.DataConfig)
     """How samples reach the device."""
-    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
+    scaling: sections.ScalingConfig = Field(default_factory=sections.ScalingConfig)
     """Workers and what each of them gets."""
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    checkpoint: sections.CheckpointConfig = Field(default_factory=sections.CheckpointConfig)
     """When training state goes to storage."""
-    failure: FailureConfig = Field(default_factory=FailureConfig)
+    failure: sections.FailureConfig = Field(default_factory=sections.FailureConfig)
     """Restarts for each kind of failure (`launcher: ray`)."""
     tensorboard: bool = Field(default=False)
     """Rank 0 writes the metrics as TensorBoard events too, to `tensorboard/` in the run's directory."""
@@ -143,43 +132,31 @@ class TrainConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _strategy_fits(self) -> Self:
-        strategy = self.strategy
-        several = self.scaling.max_workers > 1 and strategy in ("none", "dp")
-        self.refuse_if(several, "strategy", "is for one worker", "set `strategy: ddp`")
-        unused = strategy != "ddp" and self.ddp != DdpConfig()
-        self.refuse_if(unused, "ddp", f"has no effect with strategy {strategy}", "remove it")
-        replicas = strategy == "dp" and self.compile != "off"
-        self.refuse_if(replicas, "compile", "cannot follow the replicas of strategy dp", "set `strategy: ddp`")
-        captured = strategy == "fsdp" and self.compile in ("reduce-overhead", "max-autotune")
-        rule = "captures CUDA graphs, and fsdp moves its tensors"
-        self.refuse_if(captured, "compile", rule, "set `compile: default`")
-        uncompiled = self.fullgraph and self.compile == "off"
-        self.refuse_if(uncompiled, "fullgraph", "needs a compiled model", "set `compile: default`")
-        return self
-
-    @model_validator(mode="after")
-    def _cuda_graphs_fit(self) -> Self:
-        workers = self.scaling.max_workers
-        for condition, rule in (
-            (self.compile in ("reduce-overhead", "max-autotune"), f"is what compile {self.compile} does by itself"),
-            (self.device in ("cpu", "mps"), f"needs CUDA, not device {self.device}"),
-            (workers > 1, f"is for one worker, not for {workers}"),
-            (self.strategy in ("fsdp", "dp"), f"cannot follow strategy {self.strategy}, whose tensors move"),
-        ):
-            self.refuse_if(self.cuda_graphs and condition, "cuda_graphs", rule, "set `cuda_graphs: false`")
-        return self
-
-    @model_validator(mode="after")
-    def _launcher_fits(self) -> Self:
-        key = "scaling.num_workers"
-        several = self.scaling.max_workers > 1 and self.launcher == "local"
-        self.refuse_if(several, key, "must be 1 with `launcher: local`", "set `launcher: spawn` or `launcher: ray`")
-        elastic = isinstance(self.scaling.num_workers, list)
-        self.refuse_if(elastic and self.launcher != "ray", key, "is elastic, which needs Ray", "set `launcher: ray`")
+    def _keys_fit_together(self) -> Self:
+        strategy, compiled, graphs = self.strategy, self.compile, self.cuda_graphs
+        device, launcher = self.device, self.launcher
+        workers, elastic = self.scaling.max_workers, isinstance(self.scaling.num_workers, list)
+        captures, num_workers = compiled in ("reduce-overhead", "max-autotune"), "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
-        rule = "has no fixed meaning with elastic workers"
-        self.refuse_if(by_worker, "batch_size_per_worker", rule, "set `global_batch_size`")
+        unused = strategy != "ddp" and self.ddp != sections.DdpConfig()
+        moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
+        ddp, default, uncaptured = "set `strategy: ddp`", "set `compile: default`", "set `cuda_graphs: false`"
+        spawn, total = "set `launcher: spawn` or `launcher: ray`", "set `global_batch_size`"
+        for condition, key, rule, fix in (
+            (workers > 1 and strategy in ("none", "dp"), "strategy", "is for one worker", ddp),
+            (unused, "ddp", f"has no effect with strategy {strategy}", "remove it"),
+            (strategy == "dp" and compiled != "off", "compile", "cannot follow the replicas of strategy dp", ddp),
+            (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
+            (self.fullgraph and compiled == "off", "fullgraph", "needs a compiled model", default),
+            (graphs and captures, "cuda_graphs", f"is what compile {compiled} does by itself", uncaptured),
+            (graphs and device in ("cpu", "mps"), "cuda_graphs", f"needs CUDA, not device {device}", uncaptured),
+            (graphs and workers > 1, "cuda_graphs", f"is for one worker, not for {workers}", uncaptured),
+            (graphs and moves, "cuda_graphs", f"cannot follow strategy {strategy}, whose tensors move", uncaptured),
+            (workers > 1 and launcher == "local", num_workers, "must be 1 with `launcher: local`", spawn),
+            (elastic and launcher != "ray", num_workers, "is elastic, which needs Ray", "set `launcher: ray`"),
+            (by_worker, "batch_size_per_worker", "has no fixed meaning with elastic workers", total),
+        ):
+            self.refuse_if(condition, key, rule, fix)
         return self
 
     @model_validator(mode="after")

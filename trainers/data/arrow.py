@@ -9,7 +9,6 @@ Nothing in a file is run: no pickle, no pandas metadata.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch.utils.data import Dataset
 
 from trainers.data.arrow_columns import Array, NotMappedError, Numbers, Values, column_of, place
 from trainers.data.arrow_files import Entry, check_columns, column_names, converted, find_files
-from trainers.errors import ConfigError, StorageError
+from trainers.errors import ConfigError, StorageError, did_you_mean
 from trainers.storage import Storage
 
 Decode = Callable[[list[Any]], Any]
@@ -65,8 +64,7 @@ class ArrowDataset(Dataset[Any]):
         for argument, given in (("decode", self._decode), ("shapes", self._shapes)):
             for name in given:
                 if name not in self._names:
-                    near = difflib.get_close_matches(name, self._names, n=1)
-                    fix = f"did you mean `{near[0]}`?" if near else f"they are {', '.join(self._names)}"
+                    fix = did_you_mean(name, self._names, f"they are {', '.join(self._names)}")
                     raise ConfigError(argument, name, "is not among the columns of a batch", fix)
         self._sources, self._cache = sources, Path(cache) if cache is not None else None
         for source in sources:

@@ -8,7 +8,6 @@ loader processes of a node share one copy, in the page cache.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
 import hashlib
 import json
@@ -25,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from trainers.errors import MISSING, ConfigError, StorageError
+from trainers.errors import MISSING, ConfigError, StorageError, did_you_mean
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -108,10 +107,9 @@ def check_columns(file: Storage, wanted: Sequence[str]) -> None:
     names = column_names(file)
     for name in wanted:
         if names.count(name) != 1:
-            near = difflib.get_close_matches(name, names, n=1)
             rule = f"is no column of {file.uri}" if name not in names else f"is more than once in {file.uri}"
-            fix = f"did you mean `{near[0]}`?" if near and near[0] != name else f"it has {', '.join(names[:20])}"
-            raise ConfigError("columns", name, rule, fix)
+            has = f"it has {', '.join(names[:20])}"
+            raise ConfigError("columns", name, rule, has if name in names else did_you_mean(name, names, has))
 
 
 def default_cache() -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from trainers.checkpoint.manifest import Best, Manifest
 from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.errors import CheckpointError, ConfigError
+from trainers.errors import CheckpointError, ConfigError, did_you_mean
 from trainers.launch.spec import read_mapping
 from trainers.storage import Storage, storage_uri
 
@@ -38,8 +37,7 @@ class SavedRun:
         storage = Storage(storage_uri(location))
         if not storage.exists("config.yaml"):
             runs = [name for name in storage.parent.names() if storage.parent.exists(f"{name}/config.yaml")]
-            near = difflib.get_close_matches(storage.name, runs, n=1)
-            fix = f"did you mean `{storage.parent.locate(near[0])}`?" if near else "give the directory of a run"
+            fix = did_you_mean(storage.name, runs, "give the directory of a run", storage.parent.locate)
             raise ConfigError("RUN", location, "is no run: there is no config.yaml in it", fix)
         tree = read_mapping(storage, "config.yaml")
         return SavedRun(storage, build(TrainConfig, tree, storage.locate("config.yaml")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -13,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, did_you_mean
 from trainers.launch.imports import without_collection
 from trainers.storage import inside_ray_job
 
@@ -26,7 +25,7 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
 
     Raises ConfigError when there is neither such a file nor such an installed module.
     """
-    module = task.partition(":")[0]
+    module, _, class_name = task.partition(":")
     starts = [Path(task_dir)] if task_dir else []
     if yaml_dir is not None:
         starts += [yaml_dir, *yaml_dir.parents]
@@ -40,8 +39,8 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
         return [str(yaml_dir)] if yaml_dir is not None else []
     where = f"in {yaml_dir} or a directory above it, " if yaml_dir else ""
     beside = sorted(path.stem for path in yaml_dir.glob("*.py")) if yaml_dir else []
-    near = difflib.get_close_matches(module.rsplit(".", 1)[-1], beside, n=1)
-    fix = f"did you mean `{near[0]}:{task.partition(':')[2]}`?" if near else "check the name, or set `task_dir`"
+    otherwise = "check the name, or set `task_dir`"
+    fix = did_you_mean(module.rsplit(".", 1)[-1], beside, otherwise, lambda near: f"{near}:{class_name}")
     file = module.replace(".", "/") + ".py"
     rule = f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module"
     raise ConfigError("task", task, rule, fix, source)
@@ -105,8 +104,8 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
             raise ConfigError("task", task, rule, "fix that line or install what it needs", source) from error
     cls = getattr(module, class_name, None)
     if cls is None:
-        near = difflib.get_close_matches(class_name, dir(module), n=1)
-        fix = f"did you mean `{module_name}:{near[0]}`?" if near else "name a class that is there"
+        otherwise = "name a class that is there"
+        fix = did_you_mean(class_name, dir(module), otherwise, lambda near: f"{module_name}:{near}")
         raise ConfigError("task", task, f"names no class of {module.__file__}", fix, source)
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise ConfigError("task", task, "is not a trainers.task.Task", "derive the class from Task", source)

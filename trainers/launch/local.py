@@ -111,9 +111,8 @@ def run_spawn(job: Job[R]) -> R:
 def _spawn_group(job: Job[R]) -> R:
     workers = job.config.scaling.max_workers
     with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory:
-        processes = start_processes(
-            _spawned, (job, workers, directory), nprocs=workers, join=False, start_method="spawn"
-        )
+        arguments = (job, workers, directory)
+        processes = start_processes(_spawned, arguments, nprocs=workers, join=False, start_method="spawn")
         assert processes is not None
         # Ctrl-C reaches the workers too (one terminal, one process group): they stop, and this process waits.
         interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -166,9 +165,8 @@ def join_group(backend: str, init_method: str, rank: int, world_size: int, devic
     """Make this process a member of the run's process group; `device_index` is its GPU under nccl."""
     if backend == "nccl":
         torch.cuda.set_device(device_index)
-    dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=_TIMEOUT_S)
-    )
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:

@@ -6,7 +6,6 @@ RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 from abc import ABC, abstractmethod
@@ -19,7 +18,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.yaml import dump_yaml, parse_mapping
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import MISSING, ConfigError, did_you_mean
 from trainers.launch.find_task import add_to_path, load_task, portable, task_path
 from trainers.launch.imports import without_collection
 from trainers.storage import Storage, storage_uri
@@ -129,8 +128,8 @@ def read_file(location: str) -> tuple[str, Path | None]:
         return decode(storage.read(name), location), None
     path = Path(location)
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        fix = f"did you mean `{path.parent / near[0]}`?" if near else "check its name"
+        beside = [file.name for file in path.parent.glob("*.y*ml")]
+        fix = did_you_mean(path.name, beside, "check its name", lambda near: str(path.parent / near))
         raise ConfigError("the file", location, "is not there", fix)
     return decode(path.read_bytes(), location), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
 

@@ -45,7 +45,7 @@ class Monitor:
             logger.info("no peak of %s in %s is known: MFU is left out", device_name(self.device), parts.spec.name)
         self._gpu = GpuReadings(self.device)
         watched = isinstance(called, DistributedDataParallel) and not captured
-        self._backward = BackwardTimer(called, self.device) if watched else None
+        self._backward = BackwardTimer(called if watched else None, self.device)
         self._warm: Totals | None = None
         self._window = self._compared = Totals()
         self._compared_s = 0.0
@@ -63,8 +63,7 @@ class Monitor:
         if self._warm is None and now.steps >= WARMUP_STEPS:
             self._warm = now
         self._gpu.sample()
-        if self._backward is not None:
-            self._backward.collect()
+        self._backward.collect()
         found: dict[str, float] = {}
         if time.monotonic() - self._memory_s >= _MEMORY_EVERY_S:
             self._memory_s = time.monotonic()
@@ -93,29 +92,24 @@ class Monitor:
         self._compared_s = elapsed_s
         now = self.clock.totals()
         spent, self._compared = now - self._compared, now
-        rows = self.group.gather(self._row(spent, self._backward.take() if self._backward is not None else None))
-        self._warn(rows)
-        return rows
+        return self._gather(spent, self._backward.take())
 
     def finish(self) -> list[RankFigures]:
         """Return a row of figures of each rank, over the whole run after warm-up. Every rank must call it."""
         now = self.clock.totals()
         warm = now - self._warm if self._warm is not None and now.steps > self._warm.steps else now
-        rows = self.group.gather(self._row(warm, self._backward.mean() if self._backward is not None else None))
-        self._warn(rows)
-        return rows
+        return self._gather(warm, self._backward.mean())
 
     def close(self) -> None:
         """Release NVML and remove the hooks."""
         self._gpu.close()
-        if self._backward is not None:
-            self._backward.close()
+        self._backward.close()
 
-    def _row(self, spent: Totals, backward_s: float | None) -> RankFigures:
+    def _gather(self, spent: Totals, backward_s: float | None) -> list[RankFigures]:
         memory = memory_figures(self.device)
         self._latest = self._gpu.take() or self._latest
         time_s, steps = max(spent.time_s, 1e-9), max(spent.steps, 1)
-        return {
+        row: RankFigures = {
             "rank": self.group.rank,
             "host": socket.gethostname(),
             "device": str(self.device),
@@ -133,35 +127,36 @@ class Monitor:
             "total_bytes": memory["total_bytes"],
             "gpu": self._latest,
         }
-
-    def _warn(self, rows: list[RankFigures]) -> None:
-        if self.group.rank != 0:
-            return
-        for key, words in findings(rows):
+        rows = self.group.gather(row)
+        for key, words in findings(rows) if self.group.rank == 0 else ():
             if key not in self._said:
                 self._said.add(key)
                 logger.warning("uneven ranks: %s", words)
+        return rows
 
 
 class BackwardTimer:
     """Time from the end of DDP's forward to the rank's last gradient: no collective lies between them.
 
     The last gradient is that of the first parameter, as DDP's own buckets assume. On a GPU both ends are events, of
-    which a fixed number of pairs is recorded between two calls of `collect`.
+    which a fixed number of pairs is recorded between two calls of `collect`. Without a model nothing is timed.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module | None, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._pairs: list[tuple[Any, Any]] = []
-        if self._on_gpu:
-            make: Any = torch.cuda.Event
-            self._pairs = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(_EVENT_PAIRS)]
         self._used = 0
         self._began: float | None = None
         self._sum_s, self._count = 0.0, 0
         self._taken_s, self._taken = 0.0, 0
+        self._hooks: list[Any] = []
+        if model is None:
+            return
+        if self._on_gpu:
+            make: Any = torch.cuda.Event
+            self._pairs = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(_EVENT_PAIRS)]
+        self._hooks.append(model.register_forward_hook(self._forward_ended))
         first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
-        self._hooks = [model.register_forward_hook(self._forward_ended)]
         if first is not None:
             self._hooks.append(first.register_hook(self._backward_ended))
 

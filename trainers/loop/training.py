@@ -15,15 +15,16 @@ import json
 import logging
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
+
+import torch
 
 from trainers.checkpoint.run_state import Keeper
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import device_name, environment, reset_peak_memory
 from trainers.errors import DivergedError, PreemptedError, Status, classify
-from trainers.loop.agreement import Agreement, agree
 from trainers.loop.console import say_evaluation, say_start, say_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.watchdog import Watchdog
@@ -43,6 +44,18 @@ logger = logging.getLogger(__name__)
 
 AGREE_EVERY_STEPS = 10
 """Steps between two agreements of all ranks: the longest that a bad loss or a stop waits."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What one rank wants, or, once agreed, what any of them wants."""
+
+    stop: bool = False
+    diverged: bool = False
+    checkpoint_due: bool = False
+    preempted: bool = False
+    writing: bool = False
+    """Whether a checkpoint is being written in the background."""
 
 
 class Training:
@@ -70,9 +83,7 @@ class Training:
         self.monitor = Monitor(parts, self.clock, config.cuda_graphs)
         stack.callback(self.monitor.close)
         self.checkpoint: str | None = None
-        self.evaluated_step = -1
-        self.logged_step = 0
-        self.elapsed_s = 0.0
+        self.evaluated_step, self.logged_step, self.elapsed_s = -1, 0, 0.0
         storage = context.storage
         self.log = RunLog(storage, config.tensorboard) if storage and context.rank == 0 else None
         self.keeper = Keeper(storage, parts, task, config, self.log, self.kept) if storage else None
@@ -140,8 +151,8 @@ class Training:
         """Do whatever is due after a step; return whether to stop."""
         config, keep = self.config, self.config.checkpoint
         evaluate_now = self.due(config.evaluate.every_steps, config.evaluate.every_epochs)
-        checkpoint_now = self.keeper is not None and keep.every_s is None
-        checkpoint_now = checkpoint_now and self.due(keep.every_steps, keep.every_epochs)
+        by_steps = self.keeper is not None and keep.every_s is None
+        checkpoint_now = by_steps and self.due(keep.every_steps, keep.every_epochs)
         agreed = Agreement()
         if evaluate_now or checkpoint_now or self.step % AGREE_EVERY_STEPS == 0 or self.step == self.end:
             agreed = self.agree()
@@ -176,14 +187,15 @@ class Training:
             preempted=preempted,
             writing=keeper is not None and keeper.checkpoints.busy,
         )
-        agreed, self.elapsed_s = agree(self.parts.group, mine, elapsed_s)
+        flags = torch.tensor([*astuple(mine), elapsed_s], dtype=torch.float64)
+        *flagged, self.elapsed_s = self.parts.group.max(flags).tolist()
+        agreed = Agreement(*(bool(flag) for flag in flagged))
         if agreed.diverged:
             if keeper is not None:
                 keeper.settle()
-            raise DivergedError(
-                f"the loss became NaN or infinite between steps {max(0, self.step - AGREE_EVERY_STEPS)} and "
-                f"{self.step}" + (f"; the last good checkpoint is {self.checkpoint}" if self.checkpoint else "")
-            )
+            good = f"; the last good checkpoint is {self.checkpoint}" if self.checkpoint else ""
+            steps = f"{max(0, self.step - AGREE_EVERY_STEPS)} and {self.step}"
+            raise DivergedError(f"the loss became NaN or infinite between steps {steps}{good}")
         if keeper is not None and not agreed.writing:
             keeper.advance()
         return agreed
@@ -276,9 +288,8 @@ class Training:
         ranks = self.monitor.finish()
         compiled = self.inspection.compiled() if self.inspection is not None else None
         mfu = self.monitor.mfu(speed.samples_per_s) if speed is not None else None
-        throughput, first_step_s, flops_per_sample, mfu, compiled = group.first(
-            (speed, self.clock.first_step_s, self.parts.flops_per_sample, mfu, compiled)
-        )
+        of_rank_0 = group.first((speed, self.clock.first_step_s, self.parts.flops_per_sample, mfu, compiled))
+        throughput, first_step_s, flops_per_sample, mfu, compiled = of_rank_0
         result = RunResult(
             status=status,
             steps=self.step,

@@ -5,12 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from torch._dynamo.utils import (
-    clear_compilation_metrics,
-    counters,
-    get_compilation_metrics,
-    set_compilation_metrics_limit,
-)
+from torch._dynamo import utils
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +21,10 @@ class CompileWatch:
     """
 
     def __init__(self) -> None:
-        set_compilation_metrics_limit(_KEPT)
-        clear_compilation_metrics()
-        self._before = {group: Counter(counters[group]) for group in ("graph_break", "resumes", "stats")}
-        self._graphs = counters["stats"]["unique_graphs"]
+        utils.set_compilation_metrics_limit(_KEPT)
+        utils.clear_compilation_metrics()
+        self._before = {group: Counter(utils.counters[group]) for group in ("graph_break", "resumes", "stats")}
+        self._graphs = utils.counters["stats"]["unique_graphs"]
 
     def figures(self) -> dict[str, int]:
         """`graphs` compiled, places with `graph_breaks`, and `recompiles` (of a graph that its guards refused)."""
@@ -42,7 +37,7 @@ class CompileWatch:
 
     def compiled_since(self) -> bool:
         """Whether a graph was compiled since the last call; costs next to nothing."""
-        before, self._graphs = self._graphs, counters["stats"]["unique_graphs"]
+        before, self._graphs = self._graphs, utils.counters["stats"]["unique_graphs"]
         return self._graphs != before
 
     def warn_of_breaks(self) -> None:
@@ -50,12 +45,9 @@ class CompileWatch:
         reasons = [reason.splitlines() for reason in self._new("graph_break")]
         if reasons:
             shown = "; ".join(lines[0].strip() for lines in reasons[:_SHOWN])
-            logger.warning(
-                "torch.compile broke the graph at %d places: %s (TORCH_LOGS=graph_breaks shows where, "
-                "`fullgraph: true` makes it an error)",
-                self.figures()["graph_breaks"],
-                shown,
-            )
+            advice = "TORCH_LOGS=graph_breaks shows where, `fullgraph: true` makes it an error"
+            places = self.figures()["graph_breaks"]
+            logger.warning("torch.compile broke the graph at %d places: %s (%s)", places, shown, advice)
 
     def say_recompiles(self) -> None:
         """Why graphs were compiled again, the commonest reasons first."""
@@ -64,10 +56,10 @@ class CompileWatch:
             logger.info("torch.compile compiled again (%d x): %s", count, reason)
 
     def _new(self, group: str) -> Counter[str]:
-        return Counter(counters[group]) - self._before[group]
+        return Counter(utils.counters[group]) - self._before[group]
 
     def _recompiles(self) -> list[str]:
-        metrics = get_compilation_metrics()
+        metrics = utils.get_compilation_metrics()
         found = [entry.recompile_reason for entry in metrics if entry.is_forward and entry.recompile_reason]
         # "0/1: tensor 'x' size mismatch ...": which of the earlier graphs refused says nothing to a user.
         return [reason.partition(": ")[2].strip() or reason for reason in found]

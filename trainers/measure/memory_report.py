@@ -67,8 +67,5 @@ def save_memory_report(error: BaseException, device: torch.device, storage: Stor
     except (StorageError, OSError, RuntimeError) as failure:
         logger.warning("no memory report of rank %d: %s", rank, failure)
         return
-    logger.warning(
-        "rank %d ran out of memory; what lay in it: %s, and %s for https://pytorch.org/memory_viz",
-        rank,
-        *(directory.locate(name) for name in names),
-    )
+    words = "rank %d ran out of memory; what lay in it: %s, and %s for https://pytorch.org/memory_viz"
+    logger.warning(words, rank, *map(directory.locate, names))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
@@ -51,8 +51,7 @@ class Inspection:
         if self.profiler is None:
             return
         clock.end_span()
-        self.profiler.step()
-        clock.counting = not self.profiler.active
+        clock.counting = not self.profiler.step()
         if self.profiler.done:
             self.profiler = None
         clock.start_span()
@@ -69,16 +68,14 @@ class Inspection:
         """End what still records."""
         if self.profiler is not None:
             self.profiler.close()
-            self.profiler = None
 
 
 def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
     """The inspection that the configuration asks for; None for none. To be called before the model is built."""
     profiler = compile_watch = None
     if config.profile_steps and context.rank == 0:
-        profiler = StepProfiler(
-            config.profile_steps, context.storage, resolve_device(config.device, context.device_index)
-        )
+        device = resolve_device(config.device, context.device_index)
+        profiler = StepProfiler(config.profile_steps, context.storage, device)
     if config.compile != "off":
         from trainers.measure.compilation import CompileWatch  # imports dynamo, which takes seconds
 
@@ -90,15 +87,12 @@ class StepProfiler:
     """Records `steps` training steps of this rank, after the warm-up that no throughput counts either.
 
     Writes below `profile/` of `storage`: `trace.json.gz` for ui.perfetto.dev or chrome://tracing,
-    `memory_timeline.json` and `memory_timeline.png`. Without storage there is the table in the log only. The profiler
-    slows its steps, so the caller must leave them out of the throughput: those for which `active` is true. Evaluations
+    `memory_timeline.json` and `memory_timeline.png`. Without storage there is the table in the log only. Evaluations
     and checkpoints between the recorded steps are in the trace too.
     """
 
     def __init__(self, steps: int, storage: Storage | None, device: torch.device) -> None:
         self.storage, self.device, self.steps = storage, device, steps
-        self.done = False
-        self._steps_left = WARMUP_STEPS + _SETTLE_STEPS + steps
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -114,32 +108,34 @@ class StepProfiler:
         self._profile.start()
 
     @property
-    def active(self) -> bool:
-        """Whether the next step is slowed by the profiler."""
-        return not self.done and self._steps_left <= _SETTLE_STEPS + self.steps
+    def recorded(self) -> int:
+        """Steps recorded so far; not above zero before the first."""
+        return self._profile.step_num - WARMUP_STEPS - _SETTLE_STEPS
 
-    def step(self) -> None:
-        """A step has ended; the device must have finished it. Once `done`, there is nothing left to call this for."""
-        self._steps_left -= 1
+    @property
+    def done(self) -> bool:
+        """Whether all steps are recorded and written: there is nothing left to call `step` for."""
+        return self.recorded == self.steps
+
+    def step(self) -> bool:
+        """Note that a step has ended, which the device must have finished; return whether the next one is slowed.
+
+        A slowed step must be left out of the throughput.
+        """
         self._profile.step()
-        if self._steps_left == 0:
+        if self.done:
             self._profile.stop()
-            self.done = True
+        return self._profile.current_action != ProfilerAction.NONE
 
     def close(self) -> None:
-        """End the recording early, if it has not ended; what was recorded of it is kept."""
-        if self.done:
-            return
-        self.done = True
-        if self._steps_left >= self.steps:
-            logger.warning(
-                "nothing was profiled: the run ended before step %d, the first after warm-up; train longer",
-                WARMUP_STEPS + _SETTLE_STEPS + 1,
-            )
+        """End the recording early; what was recorded of it is kept."""
+        if self.recorded <= 0:
+            words = "nothing was profiled: the run ended before step %d, the first after warm-up; train longer"
+            logger.warning(words, WARMUP_STEPS + _SETTLE_STEPS + 1)
         self._profile.stop()
 
     def _keep(self, recorded: profile) -> None:
-        steps = self.steps - self._steps_left
+        steps = self.recorded
         if steps == 0:
             return
         on_device = "device" if self.device.type == "cuda" else "cpu"
@@ -161,11 +157,8 @@ class StepProfiler:
             except StorageError as error:  # the training is worth more than its profile
                 logger.warning("the profile is lost: %s", error)
                 return
-        logger.info(
-            "profile written: %s (open it at https://ui.perfetto.dev), %s",
-            storage.locate("trace.json.gz"),
-            storage.locate("memory_timeline.png"),
-        )
+        where = storage.locate("trace.json.gz"), storage.locate("memory_timeline.png")
+        logger.info("profile written: %s (open it at https://ui.perfetto.dev), %s", *where)
 
 
 def memory_points(trace: dict[str, Any], device: torch.device) -> list[tuple[float, int]]:

@@ -85,11 +85,7 @@ def _slower(row: RankFigures, others: list[RankFigures]) -> str | None:
 
 
 def _gpu(name: str, form: str) -> Callable[[RankFigures], str]:
-    return lambda row: _cell((row["gpu"] or {}).get(name), form)
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return lambda row: "-" if (value := (row["gpu"] or {}).get(name)) is None else format(value, form)
 
 
 _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
