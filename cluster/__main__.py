@@ -9,6 +9,7 @@ has one; 2 errors in a file or on the command line, or N workers never fit.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 from pydantic import Field
@@ -36,26 +37,23 @@ def validate(
     from cluster.files.ray_up import load_clusters
     from cluster.rules.ray_up import findings
 
-    num_errors = num_warnings = 0
+    levels = Counter[str]()
     for file in files:
         try:
             clusters = load_clusters(file)
         except ConfigError as error:
             complain(str(error))
-            num_errors += 1
+            levels["error"] += 1
             continue
         for cluster in clusters:
             found = findings(cluster)
             for finding in found:
                 complain(f"{cluster.source}: {finding}", finding.level)
-            num_errors += sum(finding.level == "error" for finding in found)
-            num_warnings += sum(finding.level == "warning" for finding in found)
+            levels.update(finding.level for finding in found)
             if not found:
                 at_most = min(cluster.max_workers, cluster.sum_max_workers)
                 print(f"{cluster.source}: in order ({cluster.provider}, up to {at_most} worker nodes)")
-    if num_errors:
-        return 2
-    return 1 if strict and num_warnings else 0
+    return 2 if levels["error"] else int(strict and levels["warning"] > 0)
 
 
 def plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from trainers.errors import ConfigError
@@ -24,11 +25,5 @@ class Finding:
         return str(ConfigError(self.field, self.value, self.rule, self.fix))
 
 
-def error(field: str, value: Any, rule: str, fix: str) -> Finding:
-    """Remark on something that would not work, or is not safe."""
-    return Finding("error", field, value, rule, fix)
-
-
-def warning(field: str, value: Any, rule: str, fix: str) -> Finding:
-    """Remark on something that may be intended."""
-    return Finding("warning", field, value, rule, fix)
+error = partial(Finding, "error")
+warning = partial(Finding, "warning")

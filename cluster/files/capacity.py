@@ -42,19 +42,10 @@ class Cost:
 def worker_slots(nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, gpus_per_worker: float) -> int:
     """Return how many workers fit side by side, each whole on one node.
 
-    Workers are identical, so filling every node by itself is the best packing there is. A worker that asks
-    for nothing would fit without end; that is refused with ValueError.
+    Workers are identical, so filling every node by itself is the best packing there is, and since a group may span
+    nodes, `// num_workers` is the number of groups. A worker that asks for nothing would fit without end: ValueError.
     """
     return sum(_slots(node, cpus_per_worker, gpus_per_worker) for node in nodes)
-
-
-def worker_groups(
-    nodes: Sequence[Mapping[str, float]], num_workers: int, cpus_per_worker: float, gpus_per_worker: float
-) -> int:
-    """Return how many groups of `num_workers` workers fit side by side; a group may span nodes."""
-    if num_workers < 1:
-        raise ValueError(f"num_workers is {num_workers}, but must be at least 1")
-    return worker_slots(nodes, cpus_per_worker, gpus_per_worker) // num_workers
 
 
 def smallest(node_types: Sequence[NodeType]) -> dict[str, int]:
@@ -121,9 +112,5 @@ def cost(node_types: Sequence[NodeType], counts: Mapping[str, int], prices: Mapp
 def _slots(node: Mapping[str, float], cpus_per_worker: float, gpus_per_worker: float) -> int:
     amounts = {"CPU": cpus_per_worker, "GPU": gpus_per_worker}
     if min(amounts.values()) < 0 or max(amounts.values()) == 0:
-        raise ValueError(
-            f"cpus_per_worker is {cpus_per_worker} and gpus_per_worker is {gpus_per_worker}, "
-            "but both must be at least 0 and one of them above 0"
-        )
-    asked = {resource: amount for resource, amount in amounts.items() if amount > 0}
-    return min(math.floor(node.get(name, 0) / amount + _TOLERANCE) for name, amount in asked.items())
+        raise ValueError(f"cpus_per_worker and gpus_per_worker are {amounts}, but one must be above 0 and none below")
+    return min(math.floor(node.get(name, 0) / asked + _TOLERANCE) for name, asked in amounts.items() if asked)

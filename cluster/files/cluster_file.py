@@ -34,11 +34,6 @@ class ClusterFile:
     """The shell commands by the field they stand in, Ray's defaults where the file has none; KubeRay has none."""
 
     @property
-    def head(self) -> NodeType:
-        """The type of the head node."""
-        return next(node_type for node_type in self.node_types if node_type.is_head)
-
-    @property
     def sum_max_workers(self) -> int:
         """The sum of all types' limits; `max_workers` may be lower or higher."""
         return sum(node_type.max_workers for node_type in self.node_types)

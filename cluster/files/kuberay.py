@@ -5,8 +5,10 @@ Kubernetes drops fields that it does not know without a word, so a misspelt one 
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from cluster.files.capacity import NodeType
@@ -18,25 +20,8 @@ _API = "ray.io/v1"
 _KINDS = ("RayCluster", "RayJob")
 _HOW_TO_WRITE = "cluster/kuberay.yaml is an example"
 # The fields of KubeRay's custom resources (v1, August 2026) at the levels where typing errors would be dropped.
-_CLUSTER_FIELDS = [
-    "authOptions", "autoscalerOptions", "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "headGroupSpec",
-    "headServiceAnnotations", "historyServerOptions", "managedBy", "networkPolicy", "rayVersion", "suspend",
-    "tlsOptions", "upgradeStrategy", "workerGroupSpecs",
-]  # fmt: skip
-_JOB_FIELDS = [
-    "activeDeadlineSeconds", "backoffLimit", "clusterSelector", "deletionStrategy", "entrypoint", "entrypointNumCpus",
-    "entrypointNumGpus", "entrypointResources", "jobId", "managedBy", "metadata", "preRunningDeadlineSeconds",
-    "rayClusterSpec", "runtimeEnvYAML", "shutdownAfterJobFinishes", "submissionMode", "submitterConfig",
-    "submitterPodTemplate", "suspend", "ttlSecondsAfterFinished",
-]  # fmt: skip
-_HEAD_FIELDS = [
-    "enableIngress", "headService", "ingressOptions", "labels", "rayStartParams", "resources", "serviceType",
-    "template",
-]  # fmt: skip
-_GROUP_FIELDS = [
-    "groupName", "idleTimeoutSeconds", "labels", "maxReplicas", "minReplicas", "numOfHosts", "priority",
-    "rayStartParams", "replicas", "resources", "scaleStrategy", "suspend", "template",
-]  # fmt: skip
+with Path(__file__).with_name("kuberay_fields.csv").open(newline="", encoding="utf-8") as _stream:
+    _FIELDS = {row["object"]: row["fields"].split() for row in csv.DictReader(_stream)}
 
 
 def is_kuberay(documents: list[Any]) -> bool:
@@ -83,51 +68,49 @@ def quantity(value: object) -> float:
 
 
 def _cluster_file(document: Mapping[str, Any], source: str) -> ClusterFile:
-    kind = document["kind"]
-    name = (document.get("metadata") or {}).get("name")
-    where = f"{source}, {kind} {name}"
-    if document.get("apiVersion") != _API:
-        raise ConfigError("apiVersion", document.get("apiVersion", MISSING), f"must be {_API}", "correct it", where)
-    if not name:
-        raise ConfigError("metadata.name", MISSING, "is required", "add `name`", f"{source}, {kind}")
-    spec, prefix = _mapping(document, "spec", "", where), "spec"
-    if kind == "RayJob":
-        _known(spec, _JOB_FIELDS, prefix, where)
-        if "entrypoint" not in spec:
-            raise ConfigError("spec.entrypoint", MISSING, "is required", "add the command of the job", where)
-        spec, prefix = _mapping(spec, "rayClusterSpec", prefix, where), "spec.rayClusterSpec"
-    _known(spec, _CLUSTER_FIELDS, prefix, where)
-    _mapping(spec, "headGroupSpec", prefix, where)
-    types = [_node_type(path, group, join(prefix, path), where) for path, group in groups_of(spec).items()]
-    return ClusterFile(
-        source=where,
-        name=name,
-        provider="kuberay",
-        max_workers=sum(node_type.max_workers for node_type in types),
-        node_types=tuple(types),
-        written=document,
-        config=spec,
-    )
+    kind, name = document["kind"], (document.get("metadata") or {}).get("name")
+    where = f"{source}, {kind} {name}" if name else f"{source}, {kind}"
+    try:
+        if document.get("apiVersion") != _API:
+            raise ConfigError("apiVersion", document.get("apiVersion", MISSING), f"must be {_API}", "correct it")
+        if not name:
+            raise ConfigError("metadata.name", MISSING, "is required", "add `name`")
+        spec, prefix = _mapping(document, "spec", ""), "spec"
+        if kind == "RayJob":
+            _known(spec, kind, prefix)
+            if "entrypoint" not in spec:
+                raise ConfigError("spec.entrypoint", MISSING, "is required", "add the command of the job")
+            spec, prefix = _mapping(spec, "rayClusterSpec", prefix), "spec.rayClusterSpec"
+        _known(spec, "RayCluster", prefix)
+        _mapping(spec, "headGroupSpec", prefix)
+        types = tuple(_node_type(path, group, join(prefix, path)) for path, group in groups_of(spec).items())
+    except ConfigError as error:
+        raise error.at(where) from error
+    max_workers = sum(node_type.max_workers for node_type in types)
+    return ClusterFile(where, name, "kuberay", max_workers, types, written=document, config=spec)
 
 
-def _node_type(path: str, group: Any, field: str, source: str) -> NodeType:
-    is_head = path == "headGroupSpec"
+def _node_type(path: str, group: Any, field: str) -> NodeType:
+    kind = path.partition(".")[0]
+    is_head = kind == "headGroupSpec"
     if not isinstance(group, dict):
-        raise ConfigError(field, group, "must be a mapping", _HOW_TO_WRITE, source)
-    _known(group, _HEAD_FIELDS if is_head else _GROUP_FIELDS, field, source)
+        raise ConfigError(field, group, "must be a mapping", _HOW_TO_WRITE)
+    _known(group, kind, field)
     for key in ("template",) if is_head else ("groupName", "minReplicas", "maxReplicas", "template"):
         if key not in group:
-            raise ConfigError(join(field, key), MISSING, "is required", f"add `{key}`", source)
+            raise ConfigError(join(field, key), MISSING, "is required", f"add `{key}`")
     if not pod_of(group).get("containers"):
-        raise ConfigError(f"{field}.template.spec.containers", MISSING, "is required", _HOW_TO_WRITE, source)
-    resources = _resources(group, field, source)
+        raise ConfigError(f"{field}.template.spec.containers", MISSING, "is required", _HOW_TO_WRITE)
+    resources = _resources(group, field)
     if is_head:
         return NodeType("head", resources, is_head=True)
-    low, high = _count(group, "minReplicas", field, source), _count(group, "maxReplicas", field, source)
+    for key in ("minReplicas", "maxReplicas"):
+        if not isinstance(group[key], int) or isinstance(group[key], bool) or group[key] < 0:
+            raise ConfigError(join(field, key), group[key], "must be a whole number of at least 0", "correct it")
+    low, high, hosts = group["minReplicas"], group["maxReplicas"], group.get("numOfHosts", 1)
     if low > high:
         rule = f"must be at most maxReplicas, {high}"
-        raise ConfigError(f"{field}.minReplicas", low, rule, f"write {high} or less, or raise maxReplicas", source)
-    hosts = group.get("numOfHosts", 1)
+        raise ConfigError(f"{field}.minReplicas", low, rule, f"write {high} or less, or raise maxReplicas")
     return NodeType(
         name=group["groupName"],
         resources=resources,
@@ -138,7 +121,7 @@ def _node_type(path: str, group: Any, field: str, source: str) -> NodeType:
     )
 
 
-def _resources(group: Mapping[str, Any], field: str, source: str) -> dict[str, float]:
+def _resources(group: Mapping[str, Any], field: str) -> dict[str, float]:
     """What a pod gives to Ray: rayStartParams say it, else the limits of its container."""
     limits, start = limits_of(group), group.get("rayStartParams") or {}
     found: dict[str, float] = {}
@@ -147,28 +130,22 @@ def _resources(group: Mapping[str, Any], field: str, source: str) -> dict[str, f
         try:
             found |= {} if value is None else {name: quantity(value)}
         except ValueError as error:
-            raise ConfigError(join(field, flag), value, "must be a number", "correct it", source) from error
+            raise ConfigError(join(field, flag), value, "must be a number", "correct it") from error
     return found
 
 
-def _count(group: Mapping[str, Any], key: str, field: str, source: str) -> int:
-    value = group[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(join(field, key), value, "must be a whole number of at least 0", "correct it", source)
-    return value
-
-
-def _mapping(parent: Mapping[str, Any], key: str, field: str, source: str) -> Mapping[str, Any]:
+def _mapping(parent: Mapping[str, Any], key: str, field: str) -> Mapping[str, Any]:
     value = parent.get(key)
     if not isinstance(value, dict):
         rule = "is required" if value is None else "must be a mapping"
-        raise ConfigError(join(field, key), MISSING if value is None else value, rule, _HOW_TO_WRITE, source)
+        raise ConfigError(join(field, key), MISSING if value is None else value, rule, _HOW_TO_WRITE)
     return value
 
 
-def _known(mapping: Mapping[str, Any], known: list[str], field: str, source: str) -> None:
+def _known(mapping: Mapping[str, Any], kind: str, field: str) -> None:
+    known = _FIELDS[kind]
     for key in mapping:
         if key not in known:
             fix = did_you_mean(key, known, f"the fields here are {', '.join(known)}")
             rule = "is no such field, and Kubernetes would drop it"
-            raise ConfigError(join(field, re.sub(r"\s", "", str(key))), mapping[key], rule, fix, source)
+            raise ConfigError(join(field, re.sub(r"\s", "", str(key))), mapping[key], rule, fix)

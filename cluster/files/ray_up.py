@@ -40,7 +40,7 @@ def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
 
 
 def _ray_up(documents: list[Any], source: str) -> ClusterFile:
-    from ray.autoscaler._private.util import validate_config
+    from ray.autoscaler._private.util import prepare_config, validate_config
 
     written = documents[0] if documents else None
     if len(documents) > 1:
@@ -48,13 +48,13 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
     if not isinstance(written, dict):
         raise ConfigError("the file", written, "must be a mapping of fields to values", _HOW_TO_WRITE, source)
     _check_shape(written, source)
-    _check_local(written, source)
-    config = _prepare(written, source)
+    _check_provider(written, source)
+    with _asking_ray(written, source):
+        config = prepare_config(copy.deepcopy(written))
     _check_counts(written, config, source)
-    with _asking_ray(source):
+    with _asking_ray(written, source):
         validate_config(config)
-    provider = config["provider"]
-    commands = _commands(written, config)
+    provider, commands = config["provider"], _commands(written, config)
     return ClusterFile(
         source=source,
         name=config["cluster_name"],
@@ -104,35 +104,22 @@ def _schema_error(error: Any, source: str) -> ConfigError:
     return ConfigError(field or "the file", error.instance, rule, _HOW_TO_WRITE, source)
 
 
-def _check_local(written: Mapping[str, Any], source: str) -> None:
-    """What Ray would print and exit for, with provider `local`."""
+def _check_provider(written: Mapping[str, Any], source: str) -> None:
+    """What is for kubectl, and what Ray would print and exit for with provider `local`."""
     provider = written["provider"]
+    if provider["type"] == "kuberay":
+        fix = "write a RayCluster, as in cluster/kuberay.yaml, for kubectl"
+        raise ConfigError("provider.type", "kuberay", "is not for `ray up`", fix, source)
     if provider["type"] != "local":
         return
     if "available_node_types" in written:
         rule = "has no effect with provider local"
         raise ConfigError("available_node_types", MISSING, rule, "remove it; Ray asks the hosts", source)
-    coordinated = "coordinator_address" in provider
-    for field in ("max_workers",) if coordinated else ("provider.head_ip", "provider.worker_ips"):
+    needed = ("max_workers",) if "coordinator_address" in provider else ("provider.head_ip", "provider.worker_ips")
+    for field in needed:
         key = field.rsplit(".", 1)[-1]
         if key not in provider and key not in written:
             raise ConfigError(field, MISSING, "is required by provider local", f"add `{key}`", source)
-
-
-def _prepare(written: dict[str, Any], source: str) -> dict[str, Any]:
-    from ray.autoscaler._private.util import prepare_config
-
-    kind = written["provider"]["type"]
-    if kind == "kuberay":
-        fix = "write a RayCluster, as in cluster/kuberay.yaml, for kubectl"
-        raise ConfigError("provider.type", kind, "is not for `ray up`", fix, source)
-    try:
-        with _asking_ray(source):
-            return prepare_config(copy.deepcopy(written))  # type: ignore[no-any-return,unused-ignore]
-    except NotImplementedError as error:
-        raise ConfigError(
-            "provider.type", kind, f"must be one of {', '.join(_PROVIDERS)}", "correct it", source
-        ) from error
 
 
 def _check_counts(written: Mapping[str, Any], config: Mapping[str, Any], source: str) -> None:
@@ -179,7 +166,7 @@ def _commands(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str
 
 
 @contextlib.contextmanager
-def _asking_ray(source: str) -> Iterator[None]:
+def _asking_ray(written: Mapping[str, Any], source: str) -> Iterator[None]:
     """Make a ConfigError of what Ray refuses, and keep its remarks off the terminal: what matters is a finding."""
     logger = logging.getLogger("ray.autoscaler")
     level = logger.level
@@ -187,8 +174,9 @@ def _asking_ray(source: str) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
-    except NotImplementedError:  # a provider that Ray does not know
-        raise
+    except NotImplementedError as error:  # a provider that Ray does not know
+        rule = f"must be one of {', '.join(_PROVIDERS)}"
+        raise ConfigError("provider.type", written["provider"]["type"], rule, "correct it", source) from error
     except Exception as error:
         rule = f"is refused by Ray ({first_line(error)})"
         raise ConfigError("the file", MISSING, rule, _HOW_TO_WRITE, source) from error

@@ -108,11 +108,8 @@ class Nodes:
                 self.note(node_id, silent_in=f"{part} ({type(error).__name__})")
         return results
 
-    def ask_all(self, part: str, timeout_s: float, function: Any, *args: Any, training: bool = False) -> dict[str, Any]:
-        """Ask the same of all that answer."""
-        return self.ask(part, timeout_s, dict.fromkeys(self.answering(training), (function, *args)))
-
     def learn(self, fact: str, part: str, timeout_s: float, function: Any, *args: Any, training: bool = False) -> None:
-        """Note the answers of all that answer as a field of their facts."""
-        for node_id, answer in self.ask_all(part, timeout_s, function, *args, training=training).items():
+        """Ask the same of all that answer, and note each answer as a field of the node's facts."""
+        calls = dict.fromkeys(self.answering(training), (function, *args))
+        for node_id, answer in self.ask(part, timeout_s, calls).items():
             self.note(node_id, **{fact: answer})

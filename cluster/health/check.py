@@ -144,8 +144,9 @@ class Checkup:
         return best
 
     def _all_reduce(self) -> None:
-        within = self.nodes.ask_all("all-reduce", _COLLECTIVE_S, links.all_reduce_within, training=True)
-        for node_id, answer in within.items():
+        calls: dict[str, tuple[Any, ...]]
+        calls = dict.fromkeys(self.nodes.answering(training=True), (links.all_reduce_within,))
+        for node_id, answer in self.nodes.ask("all-reduce", _COLLECTIVE_S, calls).items():
             if answer is not None:
                 num_gpus, correct, mb_per_s = answer
                 between = f"within {self.nodes.facts[node_id].host}"

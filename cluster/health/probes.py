@@ -9,18 +9,15 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.health.facts import GpuHealth, Kind, Rate
 from trainers.devices.peers import code_digest
 from trainers.errors import StorageError, first_line
 from trainers.storage import Storage
 from trainers.versions import package_versions
-
-if TYPE_CHECKING:
-    import torch
 
 _POWER_CAP = 0x4  # one of NVML's reasons for lower clocks, which may be intended
 _SAMPLE_S = 0.15  # long against a scheduler's time slice, so that one sample is no lucky moment
@@ -96,60 +93,52 @@ def _health(nvml: Any, index: int) -> GpuHealth:
     """One GPU; what its driver does not support counts as healthy."""
     from trainers.devices.nvml import SLOWED
 
-    name, errors, failed, slowed, others = f"GPU {index}", 0, False, 0, 0
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         name = str(nvml.nvmlDeviceGetName(handle))
     except nvml.NVMLError as error:
-        return GpuHealth(index, name, failure=str(error))
-    with contextlib.suppress(nvml.NVMLError):
-        kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        errors = int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since))
-    with contextlib.suppress(nvml.NVMLError):
-        _, _, pending, failure = nvml.nvmlDeviceGetRemappedRows(handle)
-        failed = bool(pending or failure)
-    with contextlib.suppress(nvml.NVMLError):
-        slowed = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) & ~_POWER_CAP
-    with contextlib.suppress(nvml.NVMLError):
-        others = len(nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+        return GpuHealth(index, f"GPU {index}", failure=str(error))
+
+    def ask(question: str, *of: int, otherwise: Any) -> Any:
+        with contextlib.suppress(nvml.NVMLError):
+            return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *of)
+        return otherwise
+
+    errors = ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC, otherwise=0)
+    _, _, pending, failure = ask("RemappedRows", otherwise=(0, 0, 0, 0))
+    slowed = ask("CurrentClocksThrottleReasons", otherwise=0) & ~_POWER_CAP
     reasons = tuple(words for bit, words in SLOWED.items() if slowed & bit)
-    return GpuHealth(index, name, errors, failed, reasons, others)
+    others = len(ask("ComputeRunningProcesses", otherwise=()))
+    return GpuHealth(index, name, int(errors), bool(pending or failure), reasons, others)
 
 
 def matmul_rates() -> list[Rate]:
     """Measure every GPU that torch sees here, or one core where there is none. Takes a second or two for each."""
     import torch
 
-    if not torch.cuda.is_available():
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)  # the other cores may be at work
-        try:
-            return [_matmul(torch.device("cpu"), "fp32", 768, "one core")]
-        finally:
-            torch.set_num_threads(before)
-    rates = []
-    for index in range(torch.cuda.device_count()):
-        precision = "bf16" if torch.cuda.get_device_capability(index) >= (8, 0) else "fp16"
-        rates.append(_matmul(torch.device("cuda", index), precision, 8192, f"cuda:{index}"))
-        torch.cuda.empty_cache()
-    return rates
-
-
-def _matmul(device: torch.device, precision: str, n: int, what: str) -> Rate:
-    """By the median sample: what disturbs the device for a moment changes it as little as a lucky moment does."""
     from cluster.health.matmul import matmul_times
 
-    median_s = statistics.median(matmul_times(precision, device, n, _SAMPLE_S))
-    return Rate("matmul", f"matmul of {what}", 2 * n**3 / median_s / 1e9, "GFLOP/s")
+    threads, rates = torch.get_num_threads(), []
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    torch.set_num_threads(1)  # the other cores may be at work
+    try:
+        for device in [torch.device("cuda", index) for index in range(num_gpus)] or [torch.device("cpu")]:
+            n, precision = (8192, "fp16") if num_gpus else (768, "fp32")
+            if num_gpus and torch.cuda.get_device_capability(device) >= (8, 0):
+                precision = "bf16"
+            # The median: what disturbs the device for a moment changes it as little as a lucky moment does.
+            median_s = statistics.median(matmul_times(precision, device, n, _SAMPLE_S))
+            what = f"matmul of {device if num_gpus else 'one core'}"
+            rates.append(Rate("matmul", what, 2 * n**3 / median_s / 1e9, "GFLOP/s"))
+            torch.cuda.empty_cache()  # nothing without a GPU
+    finally:
+        torch.set_num_threads(threads)
+    return rates
 
 
 def write_marker(uri: str, name: str) -> str | None:
     """Write a file that says who wrote it; return what went wrong, or None."""
-    try:
-        Storage(uri).write(name, name.encode())
-    except (StorageError, OSError) as error:
-        return f"{uri}: cannot be written ({first_line(error)})"
-    return None
+    return _wrong(f"{uri}: cannot be written", lambda: Storage(uri).write(name, name.encode()))
 
 
 def seen_markers(uri: str, names: list[str]) -> list[str]:
@@ -167,10 +156,14 @@ def seen_markers(uri: str, names: list[str]) -> list[str]:
 
 def delete_marker(uri: str, name: str) -> str | None:
     """Delete another node's marker; return what went wrong, or None."""
+    return _wrong(f"{uri}: a file of another node cannot be deleted", lambda: Storage(uri).delete(name))
+
+
+def _wrong(what: str, act: Callable[[], object]) -> str | None:
     try:
-        Storage(uri).delete(name)
+        act()
     except (StorageError, OSError) as error:
-        return f"{uri}: a file of another node cannot be deleted ({first_line(error)})"
+        return f"{what} ({first_line(error)})"
     return None
 
 

@@ -22,7 +22,6 @@ from cluster.rules.versions import version_findings
 from trainers.errors import MISSING
 
 _HEAD, _WORKER = "head_start_ray_commands", "worker_start_ray_commands"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
@@ -127,7 +126,7 @@ def _keys(cluster: ClusterFile) -> Iterator[Finding]:
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
     text = "\n".join(cluster.commands[_HEAD])
     for host in re.findall(r"--dashboard-host[=\s]+(\S+)", text):
-        if host.strip("'\"") not in _LOOPBACK:
+        if not _is_loopback(host.strip("'\"")):
             rule = "must be the head's loopback: the dashboard runs the code of whoever may use it"
             fix = "write --dashboard-host=127.0.0.1 and use `ray dashboard FILE`"
             yield warning(_HEAD, f"--dashboard-host={host}", rule, fix)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster.__main__ import main
-from cluster.files.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_groups, worker_slots
+from cluster.files.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_slots
 from cluster.files.prices import STALE_AFTER_DAYS, load_prices
 
 AWS = Path(__file__).parents[2] / "cluster" / "aws.yaml"
@@ -45,20 +45,10 @@ def test_worker_slots(nodes: list[Mapping[str, float]], cpus: float, gpus: float
     assert worker_slots(nodes, cpus, gpus) == slots
 
 
-@pytest.mark.parametrize(("num_workers", "groups"), [(1, 5), (2, 2), (3, 1), (5, 1), (6, 0)])
-def test_worker_groups_may_span_nodes(num_workers: int, groups: int) -> None:
-    assert worker_groups([FOUR_GPUS, GPU_NODE], num_workers, 8, 1) == groups
-
-
 @pytest.mark.parametrize(("cpus", "gpus"), [(0, 0), (-1, 0), (1, -1)])
 def test_a_worker_that_asks_for_nothing_is_refused(cpus: float, gpus: float) -> None:
     with pytest.raises(ValueError, match="cpus_per_worker"):
         worker_slots([GPU_NODE], cpus, gpus)
-
-
-def test_a_group_without_workers_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_workers is 0"):
-        worker_groups([GPU_NODE], 0, 1, 0)
 
 
 HEAD = NodeType("head", {"CPU": 0, "GPU": 0}, is_head=True, instance_type="m5.2xlarge")

@@ -56,8 +56,8 @@ def test_aws_yaml_is_read() -> None:
     cluster = load_cluster(AWS)
     assert (cluster.name, cluster.provider, cluster.region) == ("paceline", "aws", "us-east-1")
     assert (cluster.max_workers, cluster.sum_max_workers) == (8, 12)
-    assert cluster.head.name == "head"
-    assert cluster.head.resources == {"CPU": 0, "GPU": 0}
+    head = cluster.node_types[0]
+    assert (head.name, head.is_head, head.resources) == ("head", True, {"CPU": 0, "GPU": 0})
     types = {node_type.name: node_type for node_type in cluster.node_types}
     assert (types["gpu_spot"].spot, types["gpu_on_demand"].spot, types["head"].spot) == (True, False, False)
     assert types["gpu_spot"].priority > types["gpu_on_demand"].priority

@@ -128,7 +128,8 @@ def test_the_image_installs_what_the_nodes_do() -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_the_head_trains_nothing_and_workers_come_from_zero(name: str) -> None:
     for cluster in load_clusters(path_of(name)):
-        assert cluster.head.resources == {"CPU": 0, "GPU": 0}
+        [head] = [node_type for node_type in cluster.node_types if node_type.is_head]
+        assert head.resources == {"CPU": 0, "GPU": 0}
         workers = [node_type for node_type in cluster.node_types if not node_type.is_head]
         if name == "onprem":
             assert [worker.min_workers for worker in workers] == [2]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cluster.files.capacity import total, worker_groups
+from cluster.files.capacity import total, worker_slots
 from cluster.files.cluster_file import ClusterFile
 from cluster.plan import ClusterPlan, Size, has_gpus, with_resources
 from trainers.config import TrainConfig
@@ -62,9 +62,9 @@ class SweepPlan:
         """
         config, train = spec.config, build(TrainConfig, spec.train, spec.source)
         scaling = train.scaling
-        shape = (scaling.min_workers, scaling.cpus_per_worker, scaling.gpus_per_worker if use_gpu else 0.0)
-        fits = worker_groups(up, *shape)
-        max_lanes = max(fits, worker_groups(at_most, *shape))
+        shape = (scaling.cpus_per_worker, scaling.gpus_per_worker if use_gpu else 0.0)
+        fits = worker_slots(up, *shape) // scaling.min_workers
+        max_lanes = max(fits, worker_slots(at_most, *shape) // scaling.min_workers)
         num_lanes = lanes_for(config.lanes, max_lanes, spec.num_trials, spec.source)
         precision = config.space.get("precision", [train.precision])
         cpus = [node.get("CPU", 0.0) for node in up]
