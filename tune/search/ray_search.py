@@ -28,7 +28,7 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
     if config.search == "frontier":
         return {}
     if config.search == "grid":
-        trials = in_probing_order(grid(config)[: planned_trials(config)])
+        trials = in_probing_order(grid(config)[: config.budget.trials])
         return _one_of([wrap(Suggestion(trial)) for trial in trials])
     return {key: _domain(values) for key, values in config.space.items()}
 
@@ -88,7 +88,7 @@ def searcher(
         search = _optuna(config, before)
     else:
         # A population is trained side by side, a stage of each in turn on the lanes.
-        at_a_time = max(lanes, planned_trials(config) or 1) if config.scheduler == "pbt" else lanes
+        at_a_time = max(lanes, planned_trials(config)) if config.scheduler == "pbt" else lanes
         return BasicVariantGenerator(max_concurrent=at_a_time, random_state=config.seed)
     return ConcurrencyLimiter(search, max_concurrent=lanes)
 

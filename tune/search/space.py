@@ -77,18 +77,15 @@ def trial_config(train: dict[str, Any], trial: dict[str, Any]) -> TrainConfig:
     return build(TrainConfig, override(TrainConfig, train, trial), "space")
 
 
-def planned_trials(config: SweepConfig) -> int | None:
-    """Return how many trials there will be, where that is known."""
+def planned_trials(config: SweepConfig) -> int:
+    """Return how many trials the search makes; of frontier an estimate."""
     budget = config.budget.trials
     if config.search == "frontier":  # about: trials worth a third of the grid, and three probes of each setting
         whole = math.prod(len(grid_values(values)) for values in config.space.values())
         settings = whole // max(len(grid_values(config.space[key])) for key in BATCH_KEYS if key in config.space)
         likely = max(3, math.ceil(whole / 2)) + 3 * settings
         return min(budget or likely, likely)
-    if config.search != "grid":
-        return budget
-    combinations = len(grid(config))
-    return min(combinations, budget or combinations)
+    return len(grid(config)[:budget]) if config.search == "grid" else budget or 0
 
 
 def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:

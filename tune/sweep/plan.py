@@ -8,18 +8,20 @@ those that the sweep's directory holds already; without either it is said to be 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from cluster.files.capacity import total, worker_groups
 from cluster.files.cluster_file import ClusterFile
 from cluster.plan import ClusterPlan, Size, has_gpus, with_resources
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.errors import MISSING, ConfigError, StorageError, first_line
+from trainers.errors import ConfigError, StorageError, first_line
 from tune.report.words import duration
 from tune.sweep.spec import SweepSpec
+from tune.trials.interval import dollars
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
@@ -90,13 +92,8 @@ def lanes_for(wanted: int | Literal["auto"], groups: int, trials: int | None, so
     if wanted == "auto":
         return max(1, min(groups, trials or groups))
     if wanted > max(groups, 1):
-        raise ConfigError(
-            "lanes",
-            wanted,
-            f"must be at most the {groups} worker groups that fit on the cluster",
-            "lower it, or set `lanes: auto`",
-            source,
-        )
+        rule = f"must be at most the {groups} worker groups that fit on the cluster"
+        raise ConfigError("lanes", wanted, rule, "lower it, or set `lanes: auto`", source)
     return wanted
 
 
@@ -160,7 +157,7 @@ class Forecast:
         """Dollars of `time_s`."""
         if self.time_s is None or self.usd_per_hour is None:
             return None
-        return self.time_s / 3600 * self.usd_per_hour
+        return dollars(self.time_s, self.usd_per_hour)
 
     def lines(self) -> Iterator[str]:
         """As the terminal shows it."""
@@ -170,12 +167,11 @@ class Forecast:
         of = f" of at most {most}" if most > lanes else ""
         rounds = math.ceil(self.trials / lanes)
         lane = f"{size} worker{'s' * (size > 1)} of {self.on.worker}"
+        source = "on-demand list prices"
         if config.usd_per_hour is not None:
             source = "given: usd_per_hour"
         elif held.cost.missing:
             source = f"no price of {', '.join(held.cost.missing)}: give --usd_per_hour X for all nodes together"
-        else:
-            source = "on-demand list prices"
         time = "unknown" if time_s is None else f"{duration(time_s)} once the nodes are up"
         if time_s is None and config.time_budget_s is not None:
             time += f", at most {duration(config.time_budget_s)} by the budget"
@@ -210,53 +206,27 @@ def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | 
     on = ClusterPlan(cluster, float(scaling.cpus_per_worker), scaling.gpus_per_worker if use_gpu else 0.0)
     on.require(scaling.min_workers, "train.scaling.num_workers", scaling.num_workers, spec.source)
     plan = SweepPlan.make(spec, on.grown().nodes, (), use_gpu)
-    records, journal_note = _records(spec)
-    trial_s, trial_source = _trial_s(records, minutes_per_trial, journal_note)
+    try:
+        records, note = Journal(spec.storage).records(), ""
+    except StorageError as error:
+        records, note = [], f"; {spec.uri} cannot be read: {first_line(error)}"
+    trial_s, trial_source = _trial_s(records, minutes_per_trial, note)
     forecast = Forecast(spec, plan, on, len(records), trial_s, trial_source)
     if trial_s is not None and forecast.trials and forecast.within == 0:
         key = "time_s" if spec.config.time_budget_s == budget.time_s else "usd"
-        raise ConfigError(
-            f"budget.{key}",
-            getattr(budget, key),
-            f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
-            + (f" at {forecast.usd_per_hour:.2f} USD an hour" if key == "usd" else ""),
-            "raise it, or lower `lanes` or the length of a trial",
-            spec.source,
-        )
+        rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
+        rule += f" at {forecast.usd_per_hour:.2f} USD an hour" if key == "usd" else ""
+        fix = "raise it, or lower `lanes` or the length of a trial"
+        raise ConfigError(f"budget.{key}", getattr(budget, key), rule, fix, spec.source)
     return forecast
-
-
-def _records(spec: SweepSpec) -> tuple[list[TrialRecord], str]:
-    """The trials of the sweep's directory, and why none could be read."""
-    try:
-        return Journal(spec.storage).records(), ""
-    except StorageError as error:
-        return [], f"; {spec.uri} cannot be read: {first_line(error)}"
 
 
 def _trial_s(records: Sequence[TrialRecord], minutes: float | None, note: str) -> tuple[float | None, str]:
     """Duration of a trial, and where that is from."""
     if minutes is not None:
         return minutes * 60, "given"
-    times = [record.end_time - record.start_time for record in records if record.status in ("done", "stopped")]
+    times = [record.end_time - record.start_time for record in records if record.finished]
     if not times:
         return None, f"give --minutes_per_trial M: no trial of this sweep has ended yet{note}"
     spread = f", {duration(min(times))} to {duration(max(times))}" if len(times) > 1 else ""
-    return math.fsum(times) / len(times), f"mean of {len(times)} that ended{spread}"
-
-
-def parse_options(overrides: dict[str, Any]) -> tuple[str, float | None, dict[str, Any]]:
-    """The cluster file, the minutes of a trial, and what is left for the sweep, from `--key value` options.
-
-    Raises ConfigError for a missing or impossible one.
-    """
-    rest = dict(overrides)
-    file, minutes = rest.pop("cluster", None), rest.pop("minutes_per_trial", None)
-    if not isinstance(file, str):
-        raise ConfigError(
-            "--cluster", MISSING, "is required: what is it to run on?", "add `--cluster cluster/aws.yaml`"
-        )
-    usable = isinstance(minutes, int | float) and not isinstance(minutes, bool) and 0 < minutes < math.inf
-    if minutes is not None and not usable:
-        raise ConfigError("--minutes_per_trial", minutes, "must be a number above 0", "write `--minutes_per_trial 12`")
-    return file, None if minutes is None else float(minutes), rest
+    return statistics.fmean(times), f"mean of {len(times)} that ended{spread}"

@@ -47,7 +47,7 @@ class SweepSpec:
     @property
     def num_trials(self) -> int:
         """Trials that the search makes; of `search: frontier` an estimate."""
-        return planned_trials(self.config) or 0
+        return planned_trials(self.config)
 
     def saved(self) -> dict[str, Any]:
         """What the sweep's directory keeps for `resume`."""
@@ -128,7 +128,7 @@ def is_complete(spec: SweepSpec) -> bool:
         if config.scheduler == "pbt":
             names = [name for name, _ in population(config)]
         else:
-            names = [trial_id(trial) for trial in grid(config)[: spec.num_trials]]
+            names = [trial_id(trial) for trial in grid(config)[: config.budget.trials]]
         has_ended = bool(names) and {record.id for record in records}.issuperset(names)
     return has_ended and not repeats_to_run(config, spec.train, records)
 
