@@ -10,7 +10,6 @@ from typing import Any
 
 from trainers.errors import POLICIES
 from tune.config import SCORES, Objective, SweepConfig
-from tune.report.finals import Final, crowding, finals, pressure
 from tune.report.words import (
     amount,
     duration,
@@ -23,6 +22,7 @@ from tune.report.words import (
     printable,
     target,
 )
+from tune.search.finalists import Final, crowding, finals, pressure
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
 from tune.trials.interval import EQUAL

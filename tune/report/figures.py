@@ -10,8 +10,8 @@ from typing import Any
 from tune.config import SweepConfig, may_change
 from tune.report.canvas import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
 from tune.report.figure_data import SIZE_KEYS, FigureData, cut
-from tune.report.finals import finals
 from tune.report.words import is_number, memory_unit, printable, shown, time_unit
+from tune.search.finalists import finals
 from tune.search.frontier_grid import Frontier
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
