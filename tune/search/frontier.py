@@ -17,7 +17,7 @@ import numpy as np
 
 from tune.search.time_model import Draws, Needed, Place, log_samples, log_speeds
 from tune.trials.interval import EQUAL, Interval
-from tune.trials.stop_rule import PROBE_STEPS, Purpose
+from tune.trials.record import PROBE_STEPS, Purpose
 
 _DEAREST_PROBE = 0.15  # of a whole trial: no batch size is probed whose fewest steps cost more
 _PROBES = 3

@@ -20,7 +20,7 @@ from ray.util.metrics import Gauge
 
 from trainers.errors import STATUSES
 from tune.report.answer import objective_value
-from tune.search.tune_config import unwrap
+from tune.search.space import unwrap
 from tune.sweep.plan import SweepPlan
 from tune.sweep.spec import SweepSpec
 from tune.sweep.terminal import Terminal, View, shown_config
