@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -136,8 +136,6 @@ class Budget(Settings):
 
 class SweepConfig(Settings):
     """One sweep."""
-
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     name: str = Field(
         default="sweep",

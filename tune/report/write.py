@@ -54,7 +54,10 @@ def write_report(
         sweep.delete("best.yaml")
     summary = _summary(config, records, environment, found)
     sweep.write("summary.json", (json.dumps(_strict(summary), indent=2, allow_nan=False) + "\n").encode())
-    page = _page(
+    text = resources.files("tune.report").joinpath("report.html").read_text(encoding="utf-8")
+    # Everything in the page but the figures' markup is escaped.
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    html = page.from_string(text).render(
         best=found.best,
         columns=columns(config, records),
         command=_command(sweep),
@@ -66,7 +69,7 @@ def write_report(
         train=dump_yaml(resolved),
         verdict=found.verdict,
     )
-    sweep.write("report.html", page.encode(errors="backslashreplace"))
+    sweep.write("report.html", html.encode(errors="backslashreplace"))
     return found
 
 
@@ -129,13 +132,6 @@ def _summary(
         "trial_time_s": round(sum(record.end_time - record.start_time for record in records), 3),
         "environment": environment,
     }
-
-
-def _page(**values: Any) -> str:
-    """Return the page; everything in it but the figures' markup is escaped."""
-    text = resources.files("tune.report").joinpath("report.html").read_text(encoding="utf-8")
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return page.from_string(text).render(values)
 
 
 def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:

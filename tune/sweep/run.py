@@ -69,9 +69,9 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None)
     progress.seen.update({record.id: record.config for record in before})
     try:
-        with progress.interrupts, progress.terminal:
+        with progress.heeding_signals(), progress.terminal:
             lanes.grow(plan.num_lanes)
-            lanes.await_first(lambda: progress.interrupts.signal_name is not None)
+            lanes.await_first(lambda: progress.signal_name is not None)
             began = time.monotonic()
             _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
