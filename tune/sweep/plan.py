@@ -117,47 +117,21 @@ class Forecast:
     """The cluster, and workers of the sweep's shape."""
     ended: int
     """Trials that the sweep's directory holds already."""
+    trials: int
+    """Trials that are still to run."""
+    within: int
+    """Those of them that end within the budget."""
+    held: Size
+    """The nodes that the lanes need."""
+    usd_per_hour: float | None
+    """Price of those nodes, as given or by the price list; None where that of a node is not known."""
     trial_s: float | None
     """Duration of a trial; None when nothing is known of it."""
     trial_source: str
-
-    @property
-    def trials(self) -> int:
-        """Trials that are still to run."""
-        return max(0, self.plan.num_trials - self.ended)
-
-    @property
-    def held(self) -> Size:
-        """The nodes that the lanes need."""
-        return self.on.grown(self.plan.num_lanes * self.plan.train.scaling.min_workers)
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        """Price of those nodes, as given or by the price list; None where that of a node is not known."""
-        cost = self.held.cost
-        return self.spec.config.usd_per_hour or (None if cost.missing else cost.usd_per_hour)
-
-    @property
-    def within(self) -> int:
-        """Trials that end within the budget."""
-        budget_s = self.spec.config.time_budget_s
-        if self.trial_s is None or budget_s is None:
-            return self.trials
-        return min(self.trials, math.floor(budget_s / self.trial_s + 1e-9) * self.plan.num_lanes)
-
-    @property
-    def time_s(self) -> float | None:
-        """Wall time until the fullest lane has run its trials one after the other, or the budget is used up."""
-        rounds = math.ceil(self.trials / self.plan.num_lanes)
-        budget_s = self.spec.config.time_budget_s or math.inf
-        return None if self.trial_s is None else min(rounds * self.trial_s, budget_s)
-
-    @property
-    def usd(self) -> float | None:
-        """Dollars of `time_s`."""
-        if self.time_s is None or self.usd_per_hour is None:
-            return None
-        return dollars(self.time_s, self.usd_per_hour)
+    time_s: float | None
+    """Wall time until the fullest lane has run its trials one after the other, or the budget is used up."""
+    usd: float | None
+    """Dollars of `time_s`."""
 
     def lines(self) -> Iterator[str]:
         """As the terminal shows it."""
@@ -211,14 +185,24 @@ def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | 
     except StorageError as error:
         records, note = [], f"; {spec.uri} cannot be read: {first_line(error)}"
     trial_s, trial_source = _trial_s(records, minutes_per_trial, note)
-    forecast = Forecast(spec, plan, on, len(records), trial_s, trial_source)
-    if trial_s is not None and forecast.trials and forecast.within == 0:
-        key = "time_s" if spec.config.time_budget_s == budget.time_s else "usd"
+    trials = within = max(0, plan.num_trials - len(records))
+    held = on.grown(plan.num_lanes * scaling.min_workers)
+    usd_per_hour = spec.config.usd_per_hour or (None if held.cost.missing else held.cost.usd_per_hour)
+    budget_s, time_s = spec.config.time_budget_s, None
+    if trial_s is not None:
+        time_s = min(math.ceil(trials / plan.num_lanes) * trial_s, budget_s or math.inf)
+        if budget_s is not None:
+            within = min(trials, math.floor(budget_s / trial_s + 1e-9) * plan.num_lanes)
+    if trial_s is not None and trials and within == 0:
+        key = "time_s" if budget_s == budget.time_s else "usd"
         rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
-        rule += f" at {forecast.usd_per_hour:.2f} USD an hour" if key == "usd" else ""
+        rule += f" at {usd_per_hour:.2f} USD an hour" if key == "usd" else ""
         fix = "raise it, or lower `lanes` or the length of a trial"
         raise ConfigError(f"budget.{key}", getattr(budget, key), rule, fix, spec.source)
-    return forecast
+    usd = None if time_s is None or usd_per_hour is None else dollars(time_s, usd_per_hour)
+    return Forecast(
+        spec, plan, on, len(records), trials, within, held, usd_per_hour, trial_s, trial_source, time_s, usd
+    )
 
 
 def _trial_s(records: Sequence[TrialRecord], minutes: float | None, note: str) -> tuple[float | None, str]:

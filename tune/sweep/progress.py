@@ -135,10 +135,9 @@ class Progress(tune.Callback):
         if self.signal_name is not None:
             raise Interrupted(self.signal_name)
         now = time.monotonic()
-        if now - self._grew >= GROW_EVERY_S:
+        if self._grow is not None and now - self._grew >= GROW_EVERY_S:
             self._grew = now
-            if self._grow is not None:
-                self._grow()
+            self._grow()
         if now - self._looked >= LOOK_EVERY_S:
             self._looked = now
             self._look()
@@ -204,8 +203,7 @@ class Progress(tune.Callback):
         objective, price = self._config.objective, self._plan.lane_usd_per_hour
         outcome = {"status": "stopped", "message": "stopped by the search"}
         record = make_record(name, config, objective, started, reports, outcome, price, self._purposes[name])
-        if stage is not None:
-            record = replace(record, schedule=stage.schedule)
+        record = record if stage is None else replace(record, schedule=stage.schedule)
         self._journal.append(record)
         return record
 

@@ -17,16 +17,7 @@ from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.search.space import unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import Purpose, TrialRecord, Until, make_record, time_to_target
-
-
-def watched(tree: dict[str, Any], objective: Objective, purpose: Purpose) -> tuple[dict[str, Any], Until]:
-    """The TrainConfig of a trial from which the search learns as it runs, and when it ends."""
-    extra: dict[str, Any] = {"noise_scale": True}
-    if purpose == "probe":
-        extra["log_every_steps"] = min(10, tree.get("log_every_steps", 10))
-    (target,) = (objective.target or {}).items()
-    return override(TrainConfig, tree, extra), Until(target, purpose == "probe")
+from tune.trials.record import TrialRecord, Until, make_record, time_to_target
 
 
 class LaneTrial(Trainable):
@@ -69,8 +60,11 @@ class LaneTrial(Trainable):
         self._record = self._journal.find(self._trial)
         if self._record is None:
             tree, until = override(TrainConfig, self._train, self._space_config), Until()
-            if suggestion.purpose is not None:
-                tree, until = watched(tree, self._objective, self._purpose)
+            if suggestion.purpose is not None:  # search frontier, which learns from a trial as it runs
+                is_probe, every = suggestion.purpose == "probe", tree.get("log_every_steps", 10)
+                watched = {"noise_scale": True, **({"log_every_steps": min(10, every)} if is_probe else {})}
+                (target,) = (self._objective.target or {}).items()
+                tree, until = override(TrainConfig, tree, watched), Until(target, is_probe)
             ray.get(self._mailbox.submit.remote(Assignment(self._ticket, self._trial, tree, until=until)))
 
     def step(self) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def make_record(
     """
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
+    speeds: dict[str, Any] = {name: speed.get(name) for name in ("samples_per_s", "step_time_s", "step_time_ci95_s")}
     status: Status = outcome["status"] if outcome["status"] in STATUSES else "error"
     message = outcome.get("message", "")
     metrics = {**(curve[-1] if curve else {}), **result.get("metrics", {})}
@@ -141,7 +142,7 @@ def make_record(
         status=status,
         start_time=started,
         end_time=time.time(),
-        **{name: speed.get(name) for name in ("samples_per_s", "step_time_s", "step_time_ci95_s")},
+        **speeds,
         peak_memory_bytes=result.get("peak_memory_bytes"),
         metrics=metrics,
         curve=curve,
