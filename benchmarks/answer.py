@@ -25,7 +25,7 @@ from benchmarks.measure import KEPT, save
 from tune.search.frontier import Belief, Choice, Ended, Seen, decide
 from tune.search.time_model import Place
 from tune.trials.interval import Interval
-from tune.trials.stop_rule import PROBE_SHARE, PROBE_STEPS
+from tune.trials.record import PROBE_SHARE, PROBE_STEPS
 
 REPLAYS = 200
 _RIGHT = 1.10

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from trainers.config.model import Settings
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import ConfigError
 
 BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
 TO_TARGET = ("time_to_target", "usd_to_target")
@@ -21,11 +20,6 @@ def may_change(key: str) -> bool:
     model, nor the data's order, nor the optimizer's state depends on it.
     """
     return key == "clip_grad_norm" or (key.startswith("optimizer.") and key != "optimizer.name")
-
-
-def _require(holds: bool, field: str, value: Any, rule: str, fix: str) -> None:
-    if not holds:
-        raise ConfigError(field, value, rule, fix)
 
 
 class Range(Settings):
@@ -45,15 +39,15 @@ class Range(Settings):
     @model_validator(mode="after")
     def _one(self) -> Self:
         given = self.model_dump(exclude_none=True)
-        rule = "must be exactly one of uniform, loguniform, choice, or min with max"
-        one = set(given) in ({"uniform"}, {"loguniform"}, {"choice"}, {"min", "max"})
-        _require(one, "", given, rule, "write for example {loguniform: [1e-4, 1e-2]}")
-        for name, above in (("uniform", -math.inf), ("loguniform", 0.0)):
-            low, high = given.get(name, (1.0, 2.0))
-            rule = "must rise" + (" from above 0" if name == "loguniform" else "")
-            _require(above < low < high, name, given.get(name), rule, "write the smaller number first")
-        low, high = given.get("min", 1), given.get("max", 2)
-        _require(low < high, "max", high, f"must be greater than min ({low})", "raise it")
+        if set(given) not in ({"uniform"}, {"loguniform"}, {"choice"}, {"min", "max"}):
+            rule = "must be exactly one of uniform, loguniform, choice, or min with max"
+            raise ConfigError("", given, rule, "write for example {loguniform: [1e-4, 1e-2]}")
+        fix = "write the smaller number first"
+        low, high = self.uniform or (1.0, 2.0)
+        self.refuse_if(low >= high, "uniform", "must rise", fix)
+        low, high = self.loguniform or (1.0, 2.0)
+        self.refuse_if(not 0 < low < high, "loguniform", "must rise from above 0", fix)
+        self.refuse_if((self.min or 1) >= (self.max or 2), "max", f"must be greater than min ({self.min})", "raise it")
         return self
 
 
@@ -77,14 +71,13 @@ class Objective(Settings):
     @model_validator(mode="after")
     def _known(self) -> Self:
         needed = self.metric in TO_TARGET and self.target is None
-        rule = f"is what {self.metric} counts to"
-        _require(not needed, "target", MISSING, rule, "add `target: {val_accuracy: 0.97}`")
-        known = self.mode is not None or _mode_of(self.metric) is not None
-        rule = f"is needed for the metric {self.metric}"
-        _require(known, "mode", MISSING, rule, "add `mode: min` or `mode: max`")
+        fix = "add `target: {val_accuracy: 0.97}`"
+        self.refuse_if(needed, "target", f"is what {self.metric} counts to", fix)
+        unknown = self.mode is None and _mode_of(self.metric) is None
+        self.refuse_if(unknown, "mode", f"is needed for the metric {self.metric}", "add `mode: min` or `mode: max`")
         rule = "must name a metric that ends in loss, error or accuracy"
-        known = all(map(_mode_of, self.target or {}))
-        _require(known, "target", self.target, rule, "rename the metric, so that its direction is known")
+        fix = "rename the metric, so that its direction is known"
+        self.refuse_if(not all(map(_mode_of, self.target or {})), "target", rule, fix)
         return self
 
     @property
@@ -96,12 +89,10 @@ class Objective(Settings):
 
     def reached(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation's metrics meet the target."""
-        if not self.target:
-            return False
-        ((name, value),) = self.target.items()
-        if name not in metrics:
-            return False
-        return metrics[name] <= value if _mode_of(name) == "min" else metrics[name] >= value
+        for name, value in (self.target or {}).items():
+            if name in metrics:
+                return metrics[name] <= value if _mode_of(name) == "min" else metrics[name] >= value
+        return False
 
 
 def _mode_of(metric: str) -> Literal["min", "max"] | None:
@@ -145,8 +136,6 @@ class Budget(Settings):
 
 class SweepConfig(Settings):
     """One sweep."""
-
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     name: str = Field(
         default="sweep",
@@ -194,50 +183,44 @@ class SweepConfig(Settings):
 
     @model_validator(mode="after")
     def _search_fits_space(self) -> Self:
-        for key, values in self.space.items():
-            _require(values != [], f"space.{key}", values, "has no values", "list at least one")
-            listed = self.search != "grid" or isinstance(values, list)
-            _require(listed, "search", "grid", f"needs a list of values for space.{key}", "set `search: random`")
-        if self.search == "frontier":
-            self._frontier_fits()
+        is_frontier, batch_key = self.search == "frontier", next((key for key in BATCH_KEYS if key in self.space), None)
+        if is_frontier:
+            rule, fix = f"looks for {' or '.join(TO_TARGET)}", "set `objective.metric: time_to_target`"
+            self.refuse_if(self.objective.metric not in TO_TARGET, "search", rule, fix)
+            rule = f"needs one of {' and '.join(BATCH_KEYS)} in the space"
+            fix = "add for example `global_batch_size: {min: 16, max: 1024}`"
+            self.refuse_if(sum(key in self.space for key in BATCH_KEYS) != 1, "search", rule, fix)
+            self.refuse_if(self.scheduler != "none", "scheduler", "has no effect with search frontier", "remove it")
         elif self.search != "grid":
             rule = f"says how many trials search {self.search} makes"
-            _require(self.budget.trials is not None, "budget.trials", MISSING, rule, "add `trials: 20`")
-        return self
-
-    def _frontier_fits(self) -> None:
-        rule = f"looks for {' or '.join(TO_TARGET)}"
-        known = self.objective.metric in TO_TARGET
-        _require(known, "search", "frontier", rule, "set `objective.metric: time_to_target`")
-        keys = [key for key in BATCH_KEYS if key in self.space]
-        rule, fix = f"needs one of {' and '.join(BATCH_KEYS)} in the space", "`global_batch_size: {min: 16, max: 1024}`"
-        _require(len(keys) == 1, "search", "frontier", rule, f"add for example {fix}")
+            self.refuse_if(self.budget.trials is None, "budget.trials", rule, "add `trials: 20`")
         for key, values in self.space.items():
-            listed = isinstance(values, list) or (key == keys[0] and values.min is not None)
-            _require(listed, "search", "frontier", f"needs a list of values for space.{key}", "list them")
-        rule = "has no effect with search frontier"
-        _require(self.scheduler == "none", "scheduler", self.scheduler, rule, "remove it")
+            if values == []:
+                raise ConfigError(f"space.{key}", values, "has no values", "list at least one")
+            may_draw = is_frontier and key == batch_key and isinstance(values, Range) and values.min is not None
+            needs_list = (is_frontier or self.search == "grid") and not isinstance(values, list) and not may_draw
+            fix = "list them" if is_frontier else "set `search: random`"
+            self.refuse_if(needs_list, "search", f"needs a list of values for space.{key}", fix)
+        return self
 
     @model_validator(mode="after")
     def _population_fits(self) -> Self:
         if self.scheduler != "pbt":
-            default, rule = self.pbt == Population(), "has no effect without PBT"
-            _require(default, "pbt", self.pbt.model_dump(), rule, "set `scheduler: pbt`")
+            self.refuse_if(self.pbt != Population(), "pbt", "has no effect without PBT", "set `scheduler: pbt`")
             return self
-        drawn = self.search in ("grid", "random")
-        _require(drawn, "search", self.search, "cannot draw a population", "set `search: random`")
-        metric = self.objective.metric
-        reported = metric not in (*TO_TARGET, "samples_per_s", "step_time_s")
+        rule, fix = "cannot draw a population", "set `search: random`"
+        self.refuse_if(self.search not in ("grid", "random"), "search", rule, fix)
+        is_computed = self.objective.metric in (*TO_TARGET, "samples_per_s", "step_time_s")
         rule = "is not known at every evaluation, which PBT needs"
-        _require(reported, "objective.metric", metric, rule, "name a metric that the task reports, as `val_loss`")
-        count, rule = self.finalists.count, "has no effect with scheduler pbt, whose best is a course of values"
-        _require(count in ("auto", 0), "finalists.count", count, rule, "remove it")
+        self.refuse_if(is_computed, "objective.metric", rule, "name a metric that the task reports, as `val_loss`")
+        rule = "has no effect with scheduler pbt, whose best is a course of values"
+        self.refuse_if(self.finalists.count not in ("auto", 0), "finalists.count", rule, "remove it")
         rule = (
             "needs a key in the space that may change in mid-run: one of the optimizer's, or clip_grad_norm (any "
             "other key is part of what a checkpoint was trained with)"
         )
         fix = "add for example `optimizer.lr: {loguniform: [1e-4, 1e-1]}`"
-        _require(any(map(may_change, self.space)), "scheduler", "pbt", rule, fix)
+        self.refuse_if(not any(map(may_change, self.space)), "scheduler", rule, fix)
         return self
 
     @model_validator(mode="after")
@@ -245,7 +228,7 @@ class SweepConfig(Settings):
         needs = "budget.usd" if self.budget.usd is not None else "objective.metric usd_to_target"
         needed = self.budget.usd is not None or self.objective.metric == "usd_to_target"
         fix = "add for example `usd_per_hour: 9.69`; `python -m cluster plan` says what a cluster costs"
-        _require(not needed or self.usd_per_hour is not None, "usd_per_hour", MISSING, f"is needed for {needs}", fix)
+        self.refuse_if(needed and self.usd_per_hour is None, "usd_per_hour", f"is needed for {needs}", fix)
         return self
 
     @property

@@ -13,11 +13,9 @@ from tests.unit import report_records
 from tests.unit.report_records import TRAIN, done
 from tune.config import Objective, SweepConfig
 from tune.report.answer import answer
-from tune.report.finals import crowding, finals, pressure
-from tune.search.finalists import contenders, repeats_to_run
+from tune.search.finalists import contenders, crowding, finals, pressure, repeats_to_run
 from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
-from tune.trials.stop_rule import PROBE_STEPS, Until
+from tune.trials.record import PROBE_STEPS, TrialRecord, Until
 
 
 def config(metric: str = "time_to_target", **changes: Any) -> SweepConfig:

@@ -14,7 +14,7 @@ from tune.search.frontier import Belief, Choice, Ended, Seen, decide
 from tune.search.space import grid_sizes
 from tune.search.time_model import Place
 from tune.trials.interval import Interval
-from tune.trials.stop_rule import PROBE_SHARE, PROBE_STEPS
+from tune.trials.record import PROBE_SHARE, PROBE_STEPS
 
 SIZES = [16, 24, 48, 80, 128, 200, 320, 512]
 WHOLE = 60_000.0

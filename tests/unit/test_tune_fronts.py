@@ -13,7 +13,7 @@ from tests.unit.report_records import config, curve, done, failed, trial
 from tune.config import SweepConfig
 from tune.report.answer import answer
 from tune.report.canvas import Figure
-from tune.report.write import figures
+from tune.report.figures import figures
 from tune.search.finalists import contenders
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord

@@ -14,8 +14,7 @@ from tests.unit.report_records import config, done, failed, trial
 from tune.config import SweepConfig
 from tune.report.answer import answer
 from tune.report.canvas import Figure
-from tune.report.trial_figures import _closer
-from tune.report.write import figures
+from tune.report.figures import _closer, figures
 from tune.trials.record import TrialRecord
 
 FRONT = "Time to target against memory"

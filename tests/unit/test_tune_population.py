@@ -17,7 +17,7 @@ from tune.lanes.mailbox import Mailbox
 from tune.lanes.messages import Assignment
 from tune.search.population import population, within
 from tune.search.ray_search import member_name, population_scheduler, population_space
-from tune.search.tune_config import Suggestion, unwrap, wrap
+from tune.search.space import Suggestion, unwrap, wrap
 from tune.trials.journal import Journal, Stage
 from tune.trials.record import TrialRecord
 

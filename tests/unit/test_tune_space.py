@@ -12,8 +12,7 @@ from trainers.config.model import build
 from trainers.errors import ConfigError
 from tune.config import SweepConfig
 from tune.search.ray_search import searcher, tune_space
-from tune.search.space import check_space, grid, planned_trials, trial_config
-from tune.search.tune_config import Suggestion, unwrap, wrap
+from tune.search.space import Suggestion, check_space, grid, planned_trials, trial_config, unwrap, wrap
 
 TRAIN: dict[str, Any] = {
     "task": "t:T",

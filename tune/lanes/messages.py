@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tune.trials.microbatch_bounds import fixed_size, key_of
-from tune.trials.stop_rule import Until
+from tune.trials.record import Until
 
 
 @dataclass(frozen=True)

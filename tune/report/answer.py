@@ -10,7 +10,6 @@ from typing import Any
 
 from trainers.errors import POLICIES
 from tune.config import SCORES, Objective, SweepConfig
-from tune.report.finals import Final, crowding, finals, pressure
 from tune.report.words import (
     amount,
     duration,
@@ -23,6 +22,7 @@ from tune.report.words import (
     printable,
     target,
 )
+from tune.search.finalists import Final, crowding, finals, pressure
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
 from tune.trials.interval import EQUAL
@@ -189,12 +189,11 @@ def _margin(metric: str, value: float, other: float) -> str | None:
 def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
     """Return why no trial has a value of the objective."""
     finished = [record for record in records if record.finished]
+    if not records:
+        return "There is no best trial: none has run."
     if not finished:
-        if not records:
-            return "There is no best trial: none has run."
         counts = Counter(record.status for record in records).most_common()
-        ended = ", ".join(f"{count} {status}" for status, count in counts)
-        status, _ = counts[0]
+        ended, status = ", ".join(f"{count} {status}" for status, count in counts), counts[0][0]
         return f"There is no best trial: none finished ({ended}). For {status}: {POLICIES[status].advice}."
     metric = config.objective.metric
     if metric in metric_names(finished):
@@ -226,16 +225,14 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
     if of_best is not None and _margin("samples_per_s", rate, of_best) is None:
         return ""
     value = objective_value(objective, fastest)
-    if objective.metric == "time_to_target":
-        if fastest.purpose == "probe" and value is None:
-            rest = "was only measured shortly: it could not be the first"
-        elif value is None:
-            rest = f"does not reach {target(objective)}"
-        else:
-            repeated = next((final.time_s.value for final in found if final.record.id == fastest.id), value)
-            rest = f"needs {duration(repeated)}{price(fastest, repeated)}"
-    else:
+    if objective.metric != "time_to_target":
         rest = f"has no {objective.metric}" if value is None else f"has {objective.metric} {number(value, 4)}"
+    elif value is not None:
+        repeated = next((final.time_s.value for final in found if final.record.id == fastest.id), value)
+        rest = f"needs {duration(repeated)}{price(fastest, repeated)}"
+    else:
+        not_reached = f"does not reach {target(objective)}"
+        rest = "was only measured shortly: it could not be the first" if fastest.purpose == "probe" else not_reached
     who = in_full(labels(config, records), fastest)
     width = (fastest.step_time_ci95_s or 0.0) / fastest.step_time_s if fastest.step_time_s else 0.0
     spread = f" (+-{width:.1%})" if width else ""

@@ -21,32 +21,21 @@ _VARIABLES = {FG: "--fg", MUTED: "--muted", BAD: "--bad", _GRID: "--grid", _CARD
 _SIZE_IN = (4.2, 2.7)
 _LEGEND_CHARS = 52  # as many as there is room for in one row
 _STYLE = {
-    "axes.edgecolor": _GRID,
-    "axes.facecolor": "none",
+    **dict.fromkeys(["axes.facecolor", "figure.facecolor", "savefig.facecolor", "svg.fonttype"], "none"),
+    **dict.fromkeys(["axes.edgecolor", "grid.color", "xtick.color", "ytick.color"], _GRID),
+    **dict.fromkeys(["axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"], MUTED),
+    **dict.fromkeys(["axes.spines.left", "axes.spines.right", "axes.spines.top", "legend.frameon"], False),
     "axes.formatter.useoffset": False,
     "axes.grid": True,
-    "axes.labelcolor": MUTED,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "figure.facecolor": "none",
     "font.size": 9,
-    "grid.color": _GRID,
     "grid.linewidth": 0.6,
-    "legend.frameon": False,
     "legend.handletextpad": 0.4,
     "lines.markeredgecolor": _CARD,
     "lines.markeredgewidth": 0.8,
     "lines.markersize": 5.5,
-    "savefig.facecolor": "none",
-    "svg.fonttype": "none",
     "svg.hashsalt": "paceline",
     "text.color": FG,
     "text.parse_math": False,  # names come from the user's configuration: a `$` is a dollar
-    "xtick.color": _GRID,
-    "xtick.labelcolor": MUTED,
-    "ytick.color": _GRID,
-    "ytick.labelcolor": MUTED,
     "ytick.major.size": 0,
 }
 

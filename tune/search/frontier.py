@@ -10,14 +10,14 @@ draws, or when a third of the samples of the whole grid is spent; the reason say
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tune.search.time_model import Draws, Needed, Place, log_samples, log_speeds
 from tune.trials.interval import EQUAL, Interval
-from tune.trials.stop_rule import PROBE_STEPS, Purpose
+from tune.trials.record import PROBE_STEPS, Purpose
 
 _DEAREST_PROBE = 0.15  # of a whole trial: no batch size is probed whose fewest steps cost more
 _PROBES = 3
@@ -68,7 +68,7 @@ def decide(places: Sequence[Place], seen: Sequence[Seen], running: Sequence[Choi
     if any(one.purpose == "probe" for one in running):
         return None
     belief = Belief(places, seen, [one.place for one in running])
-    untried = [index for index, place in enumerate(places) if belief.may_run(place)]
+    untried = [index for index, place in enumerate(places) if place not in belief.closed]
     spent = sum(one.samples for one in seen) + len(running) * (whole or 0.0) / 2
     is_spent = whole is not None and spent >= max(3.0, _SHARE * len(places)) * whole
     if belief.best is None:
@@ -134,16 +134,13 @@ class Belief:
         self.log_times = self.draws.mean(axis=1) if needed else mean - means
         """Expected logarithm of the time to target, a place each; where it may never be reached, that weighs most."""
         done = {one.place for one in seen if one.purpose == "trial"}
-        self._closed = done | set(running) | _too_large(places, seen)
+        self.closed = done | set(running) | _failing(places, seen)
+        """Places where a whole trial is not possible, or was made."""
         reached = {one.place for one in seen if one.samples_to_target is not None}
         finished = [index for index, place in enumerate(self.places) if place in reached or place in running]
         medians = np.median(self.draws, axis=1)
         self.best = min(finished, key=lambda index: float(medians[index]), default=None)
         """Index of the likely fastest place of those that reached the target; None: none has."""
-
-    def may_run(self, place: Place) -> bool:
-        """Whether a whole trial there is possible and was not made."""
-        return place not in self._closed
 
     def may_win(self, index: int) -> bool:
         """Whether a place could still beat the best by more than what repeats differ by."""
@@ -174,11 +171,8 @@ def _needed(one: Seen) -> Needed | None:
     return None
 
 
-def _too_large(places: Sequence[Place], seen: Sequence[Seen]) -> set[Place]:
+def _failing(places: Sequence[Place], seen: Sequence[Seen]) -> set[Place]:
     """Return the places that are known to run out of memory, and those that failed in any other way."""
-    least: Mapping[str, int] = {
-        setting: min(one.place.size for one in seen if one.place.setting == setting and one.status == "out_of_memory")
-        for setting in {one.place.setting for one in seen if one.status == "out_of_memory"}
-    }
     failed = {one.place for one in seen if one.status not in ("done", "stopped")}
-    return failed | {place for place in places if place.size >= least.get(place.setting, math.inf)}
+    misfits = [one.place for one in seen if one.status == "out_of_memory"]
+    return failed | {p for p in places if any(p.setting == one.setting and p.size >= one.size for one in misfits)}

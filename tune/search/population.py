@@ -12,14 +12,14 @@ import random
 from typing import Any
 
 from tune.config import Range, SweepConfig, may_change, sample_values
-from tune.search.space import grid, planned_trials
+from tune.search.space import grid
 from tune.trials.journal import trial_id
 
 
 def population(config: SweepConfig) -> list[tuple[str, dict[str, Any]]]:
     """Return each trial's id and first configuration: the grid, or drawn with the sweep's seed."""
     if config.search == "grid":
-        trials = grid(config)[: planned_trials(config)]
+        trials = grid(config)[: config.budget.trials]
     else:
         draws = random.Random(config.seed)
         members = range(config.budget.trials or 1)

@@ -13,12 +13,11 @@ from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
-from tune.config import Range, SweepConfig, may_change
+from tune.config import Range, SweepConfig, may_change, sample_values
 from tune.search.frontier import Choice, Ended
 from tune.search.frontier_grid import Frontier
 from tune.search.population import population, within
-from tune.search.space import grid, in_probing_order, planned_trials
-from tune.search.tune_config import Suggestion, unwrap, wrap
+from tune.search.space import Suggestion, grid, in_probing_order, planned_trials, unwrap, wrap
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
@@ -28,7 +27,7 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
     if config.search == "frontier":
         return {}
     if config.search == "grid":
-        trials = in_probing_order(grid(config)[: planned_trials(config)])
+        trials = in_probing_order(grid(config)[: config.budget.trials])
         return _one_of([wrap(Suggestion(trial)) for trial in trials])
     return {key: _domain(values) for key, values in config.space.items()}
 
@@ -48,17 +47,14 @@ def _one_of(configs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _domain(values: list[Any] | Range) -> Any:
-    if isinstance(values, list):
-        return tune.choice(values)
+    if isinstance(values, list) or values.choice:
+        return tune.choice(sample_values(values))
     if values.uniform:
         return tune.uniform(*values.uniform)
     if values.loguniform:
         return tune.loguniform(*values.loguniform)
-    if values.choice:
-        return tune.choice(values.choice)
-    assert values.min is not None
-    assert values.max is not None
-    return tune.lograndint(values.min, values.max + 1)
+    low, high = sample_values(values)
+    return tune.lograndint(low, high + 1)
 
 
 def num_samples(config: SweepConfig, before: int) -> int:
@@ -88,7 +84,7 @@ def searcher(
         search = _optuna(config, before)
     else:
         # A population is trained side by side, a stage of each in turn on the lanes.
-        at_a_time = max(lanes, planned_trials(config) or 1) if config.scheduler == "pbt" else lanes
+        at_a_time = max(lanes, planned_trials(config)) if config.scheduler == "pbt" else lanes
         return BasicVariantGenerator(max_concurrent=at_a_time, random_state=config.seed)
     return ConcurrencyLimiter(search, max_concurrent=lanes)
 
@@ -155,6 +151,13 @@ def member_name(trial: Any) -> str:
 def population_scheduler(config: SweepConfig) -> Any:
     """Return Tune's PopulationBasedTraining (Jaderberg et al. 2017): each of its iterations is a stage."""
 
+    # Ray draws new values from these, or changes them by a factor; of a list it takes the neighbour.
+    mutations = {
+        key: values if isinstance(values, list) else values.choice or _domain(values)
+        for key, values in config.space.items()
+        if may_change(key)
+    }
+
     def explored(tune_config: dict[str, Any]) -> dict[str, Any]:
         member = unwrap(tune_config)
         return wrap(replace(member, trial=within(config, member.trial)))
@@ -164,18 +167,9 @@ def population_scheduler(config: SweepConfig) -> Any:
         metric="objective",
         mode=config.objective.direction,
         perturbation_interval=1,
-        hyperparam_mutations=wrap(Suggestion(_mutations(config))),
+        hyperparam_mutations=wrap(Suggestion(mutations)),
         quantile_fraction=config.pbt.quantile_fraction,
         resample_probability=config.pbt.resample_probability,
         custom_explore_fn=explored,
         log_config=False,  # the journal does
     )
-
-
-def _mutations(config: SweepConfig) -> dict[str, Any]:
-    """Return what Ray draws new values from, or changes by a factor; of a list it takes the neighbour."""
-    return {
-        key: values if isinstance(values, list) else values.choice or _domain(values)
-        for key, values in config.space.items()
-        if may_change(key)
-    }

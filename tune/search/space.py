@@ -1,10 +1,15 @@
-"""The search space: dotted TrainConfig keys and their values, checked one by one, and the grid of them. Pure."""
+"""The search space: dotted TrainConfig keys and their values, their grid, and trials as Ray Tune holds them. Pure.
+
+Tune's configurations are wrapped and unwrapped here and nowhere else.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from trainers.config import TrainConfig
@@ -13,6 +18,9 @@ from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
 from tune.config import BATCH_KEYS, Range, SweepConfig, sample_values
 from tune.trials.microbatch_bounds import bisection_order
+from tune.trials.record import Purpose
+
+_SUGGESTION = "suggestion"
 
 
 def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None:
@@ -21,9 +29,8 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
     Raises ConfigError for one that does not, and where the search is not installed.
     """
     if config.search == "optuna" and importlib.util.find_spec("optuna") is None:
-        raise ConfigError(
-            "search", "optuna", "the package optuna is not installed", "run `pip install 'paceline[optuna]'`", source
-        )
+        fix = "run `pip install 'paceline[optuna]'`"
+        raise ConfigError("search", "optuna", "the package optuna is not installed", fix, source)
     for key, values in config.space.items():
         if key.split(".")[0] in ("scaling", "launcher", "name", "storage_path", "task_dir"):
             rule = "cannot vary inside a sweep: lanes are set up once"
@@ -47,11 +54,7 @@ def _check(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
 
 def grid_values(values: list[Any] | Range) -> list[Any]:
     """Return a list's values, or the batch sizes of a range that search frontier may try."""
-    if isinstance(values, list):
-        return values
-    assert values.min is not None
-    assert values.max is not None
-    return grid_sizes(values.min, values.max)
+    return values if isinstance(values, list) else grid_sizes(*sample_values(values))
 
 
 def grid_sizes(low: int, high: int) -> list[int]:
@@ -77,18 +80,15 @@ def trial_config(train: dict[str, Any], trial: dict[str, Any]) -> TrainConfig:
     return build(TrainConfig, override(TrainConfig, train, trial), "space")
 
 
-def planned_trials(config: SweepConfig) -> int | None:
-    """Return how many trials there will be, where that is known."""
+def planned_trials(config: SweepConfig) -> int:
+    """Return how many trials the search makes; of frontier an estimate."""
     budget = config.budget.trials
     if config.search == "frontier":  # about: trials worth a third of the grid, and three probes of each setting
         whole = math.prod(len(grid_values(values)) for values in config.space.values())
         settings = whole // max(len(grid_values(config.space[key])) for key in BATCH_KEYS if key in config.space)
         likely = max(3, math.ceil(whole / 2)) + 3 * settings
         return min(budget or likely, likely)
-    if config.search != "grid":
-        return budget
-    combinations = len(grid(config))
-    return min(combinations, budget or combinations)
+    return len(grid(config)[:budget]) if config.search == "grid" else budget or 0
 
 
 def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -96,3 +96,25 @@ def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
     order = bisection_order(size for trial in trials if type(size := trial.get("microbatch_size")) is int)
     place = {size: index for index, size in enumerate(order)}
     return sorted(trials, key=lambda trial: place.get(trial.get("microbatch_size", "auto"), -1))
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A trial that a search asks for."""
+
+    trial: dict[str, Any]
+    """Dotted TrainConfig keys and their values."""
+    purpose: Purpose | None = None
+    """Set by search frontier, whose trials end when they have shown enough."""
+    member: str | None = None
+    """The trial's id, in a population, where the values change."""
+
+
+def wrap(suggestion: Suggestion) -> dict[str, Any]:
+    """Return Tune's configuration of a suggestion: all of it under one key."""
+    return {_SUGGESTION: {name: value for name, value in vars(suggestion).items() if value is not None}}
+
+
+def unwrap(config: Mapping[str, Any]) -> Suggestion:
+    """Return the suggestion that a configuration holds; without the key it is a trial that Tune drew key by key."""
+    return Suggestion(**config[_SUGGESTION]) if _SUGGESTION in config else Suggestion(dict(config))

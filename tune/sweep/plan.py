@@ -8,18 +8,20 @@ those that the sweep's directory holds already; without either it is said to be 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from cluster.files.capacity import total, worker_slots
 from cluster.files.cluster_file import ClusterFile
 from cluster.plan import ClusterPlan, Size, has_gpus, with_resources
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.errors import MISSING, ConfigError, StorageError, first_line
+from trainers.errors import ConfigError, StorageError, first_line
 from tune.report.words import duration
 from tune.sweep.spec import SweepSpec
+from tune.trials.interval import dollars
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
@@ -90,13 +92,8 @@ def lanes_for(wanted: int | Literal["auto"], groups: int, trials: int | None, so
     if wanted == "auto":
         return max(1, min(groups, trials or groups))
     if wanted > max(groups, 1):
-        raise ConfigError(
-            "lanes",
-            wanted,
-            f"must be at most the {groups} worker groups that fit on the cluster",
-            "lower it, or set `lanes: auto`",
-            source,
-        )
+        rule = f"must be at most the {groups} worker groups that fit on the cluster"
+        raise ConfigError("lanes", wanted, rule, "lower it, or set `lanes: auto`", source)
     return wanted
 
 
@@ -120,47 +117,21 @@ class Forecast:
     """The cluster, and workers of the sweep's shape."""
     ended: int
     """Trials that the sweep's directory holds already."""
+    trials: int
+    """Trials that are still to run."""
+    within: int
+    """Those of them that end within the budget."""
+    held: Size
+    """The nodes that the lanes need."""
+    usd_per_hour: float | None
+    """Price of those nodes, as given or by the price list; None where that of a node is not known."""
     trial_s: float | None
     """Duration of a trial; None when nothing is known of it."""
     trial_source: str
-
-    @property
-    def trials(self) -> int:
-        """Trials that are still to run."""
-        return max(0, self.plan.num_trials - self.ended)
-
-    @property
-    def held(self) -> Size:
-        """The nodes that the lanes need."""
-        return self.on.grown(self.plan.num_lanes * self.plan.train.scaling.min_workers)
-
-    @property
-    def usd_per_hour(self) -> float | None:
-        """Price of those nodes, as given or by the price list; None where that of a node is not known."""
-        cost = self.held.cost
-        return self.spec.config.usd_per_hour or (None if cost.missing else cost.usd_per_hour)
-
-    @property
-    def within(self) -> int:
-        """Trials that end within the budget."""
-        budget_s = self.spec.config.time_budget_s
-        if self.trial_s is None or budget_s is None:
-            return self.trials
-        return min(self.trials, math.floor(budget_s / self.trial_s + 1e-9) * self.plan.num_lanes)
-
-    @property
-    def time_s(self) -> float | None:
-        """Wall time until the fullest lane has run its trials one after the other, or the budget is used up."""
-        rounds = math.ceil(self.trials / self.plan.num_lanes)
-        budget_s = self.spec.config.time_budget_s or math.inf
-        return None if self.trial_s is None else min(rounds * self.trial_s, budget_s)
-
-    @property
-    def usd(self) -> float | None:
-        """Dollars of `time_s`."""
-        if self.time_s is None or self.usd_per_hour is None:
-            return None
-        return self.time_s / 3600 * self.usd_per_hour
+    time_s: float | None
+    """Wall time until the fullest lane has run its trials one after the other, or the budget is used up."""
+    usd: float | None
+    """Dollars of `time_s`."""
 
     def lines(self) -> Iterator[str]:
         """As the terminal shows it."""
@@ -170,12 +141,11 @@ class Forecast:
         of = f" of at most {most}" if most > lanes else ""
         rounds = math.ceil(self.trials / lanes)
         lane = f"{size} worker{'s' * (size > 1)} of {self.on.worker}"
+        source = "on-demand list prices"
         if config.usd_per_hour is not None:
             source = "given: usd_per_hour"
         elif held.cost.missing:
             source = f"no price of {', '.join(held.cost.missing)}: give --usd_per_hour X for all nodes together"
-        else:
-            source = "on-demand list prices"
         time = "unknown" if time_s is None else f"{duration(time_s)} once the nodes are up"
         if time_s is None and config.time_budget_s is not None:
             time += f", at most {duration(config.time_budget_s)} by the budget"
@@ -210,53 +180,37 @@ def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | 
     on = ClusterPlan(cluster, float(scaling.cpus_per_worker), scaling.gpus_per_worker if use_gpu else 0.0)
     on.require(scaling.min_workers, "train.scaling.num_workers", scaling.num_workers, spec.source)
     plan = SweepPlan.make(spec, on.grown().nodes, (), use_gpu)
-    records, journal_note = _records(spec)
-    trial_s, trial_source = _trial_s(records, minutes_per_trial, journal_note)
-    forecast = Forecast(spec, plan, on, len(records), trial_s, trial_source)
-    if trial_s is not None and forecast.trials and forecast.within == 0:
-        key = "time_s" if spec.config.time_budget_s == budget.time_s else "usd"
-        raise ConfigError(
-            f"budget.{key}",
-            getattr(budget, key),
-            f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
-            + (f" at {forecast.usd_per_hour:.2f} USD an hour" if key == "usd" else ""),
-            "raise it, or lower `lanes` or the length of a trial",
-            spec.source,
-        )
-    return forecast
-
-
-def _records(spec: SweepSpec) -> tuple[list[TrialRecord], str]:
-    """The trials of the sweep's directory, and why none could be read."""
     try:
-        return Journal(spec.storage).records(), ""
+        records, note = Journal(spec.storage).records(), ""
     except StorageError as error:
-        return [], f"; {spec.uri} cannot be read: {first_line(error)}"
+        records, note = [], f"; {spec.uri} cannot be read: {first_line(error)}"
+    trial_s, trial_source = _trial_s(records, minutes_per_trial, note)
+    trials = within = max(0, plan.num_trials - len(records))
+    held = on.grown(plan.num_lanes * scaling.min_workers)
+    usd_per_hour = spec.config.usd_per_hour or (None if held.cost.missing else held.cost.usd_per_hour)
+    budget_s, time_s = spec.config.time_budget_s, None
+    if trial_s is not None:
+        time_s = min(math.ceil(trials / plan.num_lanes) * trial_s, budget_s or math.inf)
+        if budget_s is not None:
+            within = min(trials, math.floor(budget_s / trial_s + 1e-9) * plan.num_lanes)
+    if trial_s is not None and trials and within == 0:
+        key = "time_s" if budget_s == budget.time_s else "usd"
+        rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
+        rule += f" at {usd_per_hour:.2f} USD an hour" if key == "usd" else ""
+        fix = "raise it, or lower `lanes` or the length of a trial"
+        raise ConfigError(f"budget.{key}", getattr(budget, key), rule, fix, spec.source)
+    usd = None if time_s is None or usd_per_hour is None else dollars(time_s, usd_per_hour)
+    return Forecast(
+        spec, plan, on, len(records), trials, within, held, usd_per_hour, trial_s, trial_source, time_s, usd
+    )
 
 
 def _trial_s(records: Sequence[TrialRecord], minutes: float | None, note: str) -> tuple[float | None, str]:
     """Duration of a trial, and where that is from."""
     if minutes is not None:
         return minutes * 60, "given"
-    times = [record.end_time - record.start_time for record in records if record.status in ("done", "stopped")]
+    times = [record.end_time - record.start_time for record in records if record.finished]
     if not times:
         return None, f"give --minutes_per_trial M: no trial of this sweep has ended yet{note}"
     spread = f", {duration(min(times))} to {duration(max(times))}" if len(times) > 1 else ""
-    return math.fsum(times) / len(times), f"mean of {len(times)} that ended{spread}"
-
-
-def parse_options(overrides: dict[str, Any]) -> tuple[str, float | None, dict[str, Any]]:
-    """The cluster file, the minutes of a trial, and what is left for the sweep, from `--key value` options.
-
-    Raises ConfigError for a missing or impossible one.
-    """
-    rest = dict(overrides)
-    file, minutes = rest.pop("cluster", None), rest.pop("minutes_per_trial", None)
-    if not isinstance(file, str):
-        raise ConfigError(
-            "--cluster", MISSING, "is required: what is it to run on?", "add `--cluster cluster/aws.yaml`"
-        )
-    usable = isinstance(minutes, int | float) and not isinstance(minutes, bool) and 0 < minutes < math.inf
-    if minutes is not None and not usable:
-        raise ConfigError("--minutes_per_trial", minutes, "must be a number above 0", "write `--minutes_per_trial 12`")
-    return file, None if minutes is None else float(minutes), rest
+    return statistics.fmean(times), f"mean of {len(times)} that ended{spread}"

@@ -18,8 +18,9 @@ import ray
 
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
-from tune.lanes.messages import Assignment, Event, new_ticket
-from tune.search.tune_config import unwrap
+from tune.lanes.messages import Assignment, new_ticket
+from tune.report.words import shown
+from tune.search.space import unwrap
 from tune.sweep.trial import LaneTrial
 from tune.trials.journal import Stage
 
@@ -47,8 +48,10 @@ class PopulationTrial(LaneTrial):
         if self._record is None and name and name.split("/")[0] != self._trial:
             source = self._journal.stage(name)
             self._submit(self._open(source))
-            epoch, changed = source.curve[-1]["epoch"], _changes(source.config, self._space_config)
-            words = f"trial {self._trial} goes on from {source.trial} at epoch {epoch:g}{changed}"
+            words = f"trial {self._trial} goes on from {source.trial} at epoch {source.curve[-1]['epoch']:g}"
+            changed = {key: value for key, value in self._space_config.items() if value != source.config.get(key)}
+            if changed:
+                words += f" with {', '.join(f'{key} {shown(value)}' for key, value in changed.items())}"
             ray.get(self._mailbox.say.remote(words))
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
@@ -64,7 +67,8 @@ class PopulationTrial(LaneTrial):
             self._submit(self._stage if self._stage is not None and again else self._open(self._stage))
         stage = self._stage
         assert stage is not None
-        outcome = self._follow()
+        while (outcome := self._await_event()) is None:
+            pass
         self._mailbox.forget.remote(self._ticket)
         self._ticket = ""
         result = outcome.get("result") or {}
@@ -74,8 +78,7 @@ class PopulationTrial(LaneTrial):
             self._journal.write_stage(stage)
         if at_end:
             self._prune(stage)
-            row = self._curve[-1]
-            return {**row, "objective": self._value(row), "trial": self._trial}
+            return self._latest()
         self._started = stage.started
         self._record = replace(self._make_record(outcome), schedule=stage.schedule)
         self._journal.append(self._record)
@@ -105,9 +108,8 @@ class PopulationTrial(LaneTrial):
         """Queue a stage for the lanes."""
         directory = self._journal.stage_directory(stage.name)
         directory.delete("")  # a killed driver may have left a part of it, whose rows are not in the curve
-        self._curve = list(stage.curve)
-        begin = self._curve[-1]["epoch"] if self._curve else 0.0
-        self._until_epoch = begin + self._interval
+        self._curve, self._events = list(stage.curve), 0
+        self._until_epoch = (self._curve[-1]["epoch"] if self._curve else 0.0) + self._interval
         self._ticket = new_ticket(stage.name)
         assignment = Assignment(
             self._ticket,
@@ -118,16 +120,6 @@ class PopulationTrial(LaneTrial):
             until_epoch=self._until_epoch,
         )
         ray.get(self._mailbox.submit.remote(assignment))
-
-    def _follow(self) -> dict[str, Any]:
-        """Add the evaluations of the stage to the curve as they come; returns its outcome."""
-        number = 0
-        while True:
-            event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, number))
-            if event.outcome is not None:
-                return event.outcome
-            self._curve.append(event.row)
-            number += 1
 
     def _prune(self, stage: Stage) -> None:
         """Delete the checkpoints of older stages, except those with which another trial begins."""
@@ -141,10 +133,3 @@ class PopulationTrial(LaneTrial):
         """Cancel the stage that Tune has cut off; the driver records the trial."""
         if self._ticket:
             ray.get(self._mailbox.cancel.remote(self._ticket))
-
-
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The values that differ, in words."""
-    changed = {key: value for key, value in after.items() if value != before.get(key)}
-    words = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in changed.items()]
-    return f" with {', '.join(words)}" if words else ""

@@ -9,7 +9,8 @@ import logging
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -20,7 +21,7 @@ from ray.util.metrics import Gauge
 
 from trainers.errors import STATUSES
 from tune.report.answer import objective_value
-from tune.search.tune_config import unwrap
+from tune.search.space import unwrap
 from tune.sweep.plan import SweepPlan
 from tune.sweep.spec import SweepSpec
 from tune.sweep.terminal import Terminal, View, shown_config
@@ -35,29 +36,6 @@ GROW_EVERY_S = 10.0
 
 class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
     """Ctrl-C, or SIGTERM from `ray job stop`."""
-
-
-class Interrupts:
-    """SIGINT and SIGTERM while the sweep runs: noted here, acted on between two of Tune's steps.
-
-    Raising from the handler itself would be lost in whatever `except` happens to be running.
-    """
-
-    def __init__(self) -> None:
-        self.signal_name: str | None = None
-
-    def __enter__(self) -> Interrupts:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal_name is not None:
-            raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
-
-    def __exit__(self, *exc: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
 
 
 class Pace:
@@ -111,7 +89,8 @@ class Progress(tune.Callback):
         """`grow` is called every ten seconds."""
         self._config, self._plan, self._mailbox, self._pace, self._grow = spec.config, plan, mailbox, pace, grow
         self._journal = Journal(spec.storage)
-        self.interrupts = Interrupts()
+        self.signal_name: str | None = None
+        """SIGINT or SIGTERM, once it has come."""
         self.terminal = Terminal()
         self.seen: dict[str, dict[str, Any]] = {}
         self._started: dict[str, float] = {}
@@ -128,19 +107,37 @@ class Progress(tune.Callback):
     def __reduce__(self) -> tuple[Any, ...]:
         return (tune.Callback, ())  # Tune pickles its callbacks for a restore that the journal replaces
 
+    @contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """Note SIGINT and SIGTERM, to act on them between two of Tune's steps; a second one raises at once.
+
+        Raising from the handler itself would be lost in whatever `except` happens to be running.
+        """
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self.signal_name is not None:
+                raise KeyboardInterrupt
+            self.signal_name = signal.Signals(number).name
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Called by Tune in its loop, several times a second."""
         self.tick()
 
     def tick(self) -> None:
         """Do what is due: raise Interrupted after Ctrl-C, let the lanes grow, show how things are."""
-        if self.interrupts.signal_name is not None:
-            raise Interrupted(self.interrupts.signal_name)
+        if self.signal_name is not None:
+            raise Interrupted(self.signal_name)
         now = time.monotonic()
-        if now - self._grew >= GROW_EVERY_S:
+        if self._grow is not None and now - self._grew >= GROW_EVERY_S:
             self._grew = now
-            if self._grow is not None:
-                self._grow()
+            self._grow()
         if now - self._looked >= LOOK_EVERY_S:
             self._looked = now
             self._look()
@@ -206,8 +203,7 @@ class Progress(tune.Callback):
         objective, price = self._config.objective, self._plan.lane_usd_per_hour
         outcome = {"status": "stopped", "message": "stopped by the search"}
         record = make_record(name, config, objective, started, reports, outcome, price, self._purposes[name])
-        if stage is not None:
-            record = replace(record, schedule=stage.schedule)
+        record = record if stage is None else replace(record, schedule=stage.schedule)
         self._journal.append(record)
         return record
 

@@ -16,8 +16,7 @@ from tune.search.finalists import repeats_to_run
 from tune.sweep.plan import SweepPlan
 from tune.sweep.spec import SweepSpec
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, make_record
-from tune.trials.stop_rule import Until
+from tune.trials.record import TrialRecord, Until, make_record
 
 _QUIET_S = 60.0  # that a trial which the search has stopped may take to notice
 _LOOK_S = 0.5

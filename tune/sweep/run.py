@@ -29,7 +29,7 @@ from tune.search.ray_search import (
 )
 from tune.sweep.plan import SweepPlan
 from tune.sweep.population_trial import PopulationTrial
-from tune.sweep.progress import Interrupted, Pace, Progress
+from tune.sweep.progress import Pace, Progress
 from tune.sweep.repeats import run_repeats
 from tune.sweep.spec import SweepSpec
 from tune.sweep.trial import LaneTrial
@@ -37,8 +37,6 @@ from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["Interrupted", "disconnect", "environment", "run_sweep"]
 
 
 def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
@@ -71,9 +69,9 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None)
     progress.seen.update({record.id: record.config for record in before})
     try:
-        with progress.interrupts, progress.terminal:
+        with progress.heeding_signals(), progress.terminal:
             lanes.grow(plan.num_lanes)
-            lanes.await_first(lambda: progress.interrupts.signal_name is not None)
+            lanes.await_first(lambda: progress.signal_name is not None)
             began = time.monotonic()
             _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
@@ -101,15 +99,8 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
     for precision in plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
     lanes, workers = plan.num_lanes, plan.train.scaling.max_workers
-    logger.info(
-        "%s: %s trials in %d lane%s of %d worker%s; the lanes are starting",
-        spec.config.name,
-        plan.total or "?",
-        lanes,
-        "s" if lanes > 1 else "",
-        workers,
-        "s" if workers > 1 else "",
-    )
+    groups = f"{lanes} lane{'s' * (lanes > 1)} of {workers} worker{'s' * (workers > 1)}"
+    logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.total or "?", groups)
     return plan
 
 
@@ -121,8 +112,8 @@ def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[d
     """The configurations of ended trials and their objectives, the worst for those that have none."""
     objective = spec.config.objective
     worst = math.inf if objective.direction == "min" else -math.inf
-    values = [objective_value(objective, record) for record in records]
-    return [(record.config, worst if value is None else value) for record, value in zip(records, values, strict=True)]
+    pairs = [(record.config, objective_value(objective, record)) for record in records]
+    return [(trial, worst if value is None else value) for trial, value in pairs]
 
 
 def _tuner(

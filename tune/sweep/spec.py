@@ -47,7 +47,7 @@ class SweepSpec:
     @property
     def num_trials(self) -> int:
         """Trials that the search makes; of `search: frontier` an estimate."""
-        return planned_trials(self.config) or 0
+        return planned_trials(self.config)
 
     def saved(self) -> dict[str, Any]:
         """What the sweep's directory keeps for `resume`."""
@@ -109,12 +109,10 @@ def read_saved(location: str) -> SweepSpec:
         raise ConfigError("the directory", location, "holds no sweep", f"name the directory with the {_SAVED}")
     source = storage.locate(_SAVED)
     tree = read_mapping(storage, _SAVED)
-    config = build(SweepConfig, tree, source)
-    train = config.train
-    assert isinstance(train, dict)
-    task_dir = train.get("task_dir")
-    config = config.model_copy(update={"storage_path": storage.parent.uri})
-    return _spec(config, train, source, source, Path(task_dir) if task_dir else None)
+    config = build(SweepConfig, tree | {"storage_path": storage.parent.uri}, source)
+    assert isinstance(config.train, dict)
+    task_dir = config.train.get("task_dir")
+    return _spec(config, config.train, source, source, Path(task_dir) if task_dir else None)
 
 
 def is_complete(spec: SweepSpec) -> bool:
@@ -125,10 +123,9 @@ def is_complete(spec: SweepSpec) -> bool:
     if config.search == "frontier":
         has_ended = bool(records) and isinstance(Frontier(config, spec.train).next(records), Ended)
     else:
+        names = [trial_id(trial) for trial in grid(config)[: config.budget.trials]]
         if config.scheduler == "pbt":
             names = [name for name, _ in population(config)]
-        else:
-            names = [trial_id(trial) for trial in grid(config)[: spec.num_trials]]
         has_ended = bool(names) and {record.id for record in records}.issuperset(names)
     return has_ended and not repeats_to_run(config, spec.train, records)
 
@@ -153,13 +150,8 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
                 pairs[f"train.{key}"] = (before["train"].get(key), now["train"].get(key))
         for key, (was, value) in pairs.items():
             if was != value:
-                raise ConfigError(
-                    key,
-                    value,
-                    f"differs from {was} in {storage.uri}",
-                    "sweep under another `--name`, or start anew with --fresh",
-                    spec.source,
-                )
+                fix = "sweep under another `--name`, or start anew with --fresh"
+                raise ConfigError(key, value, f"differs from {was} in {storage.uri}", fix, spec.source)
     else:
         storage.write(_SAVED, dump_yaml(spec.saved()).encode())
     return sum(name.endswith(".json") for name in storage.names("trials"))

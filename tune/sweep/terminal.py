@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,27 +81,21 @@ class Terminal:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._live: Live | None = None
-        self._streams: list[tuple[logging.StreamHandler[Any], Any]] = []
+        self._undo = ExitStack()
 
     def __enter__(self) -> Terminal:
         if self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
+            self._live = self._undo.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
             # Log lines go above the table, although the handlers were bound to the stream before it.
             handlers = {id(one): one for name in ("tune", "trainers") for one in logging.getLogger(name).handlers}
             for handler in handlers.values():
-                if isinstance(handler, logging.StreamHandler):
-                    self._streams.append((handler, handler.setStream(sys.stdout)))
+                if isinstance(handler, logging.StreamHandler) and (stream := handler.setStream(sys.stdout)) is not None:
+                    self._undo.callback(handler.setStream, stream)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        for handler, stream in self._streams:
-            if stream is not None:
-                handler.setStream(stream)
-        self._streams.clear()
+        self._undo.close()
+        self._live = None
 
     def update(self, view: View) -> None:
         """Redraw the live table, where there is one."""

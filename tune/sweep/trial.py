@@ -12,22 +12,12 @@ from ray.tune import Trainable
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.storage import Storage
-from tune.config import Objective
+from tune.config import TO_TARGET, Objective
 from tune.lanes.messages import Assignment, Event, new_ticket
-from tune.search.tune_config import unwrap
+from tune.search.space import unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, make_record, time_to_target
-from tune.trials.stop_rule import Purpose, Until
-
-
-def watched(tree: dict[str, Any], objective: Objective, purpose: Purpose) -> tuple[dict[str, Any], Until]:
-    """The TrainConfig of a trial from which the search learns as it runs, and when it ends."""
-    extra: dict[str, Any] = {"noise_scale": True}
-    if purpose == "probe":
-        extra["log_every_steps"] = min(10, tree.get("log_every_steps", 10))
-    (target,) = (objective.target or {}).items()
-    return override(TrainConfig, tree, extra), Until(target, purpose == "probe")
+from tune.trials.record import TrialRecord, Until, make_record, time_to_target
 
 
 class LaneTrial(Trainable):
@@ -70,41 +60,46 @@ class LaneTrial(Trainable):
         self._record = self._journal.find(self._trial)
         if self._record is None:
             tree, until = override(TrainConfig, self._train, self._space_config), Until()
-            if suggestion.purpose is not None:
-                tree, until = watched(tree, self._objective, self._purpose)
+            if suggestion.purpose is not None:  # search frontier, which learns from a trial as it runs
+                is_probe, every = suggestion.purpose == "probe", tree.get("log_every_steps", 10)
+                watched = {"noise_scale": True, **({"log_every_steps": min(10, every)} if is_probe else {})}
+                (target,) = (self._objective.target or {}).items()
+                tree, until = override(TrainConfig, tree, watched), Until(target, is_probe)
             ray.get(self._mailbox.submit.remote(Assignment(self._ticket, self._trial, tree, until=until)))
 
     def step(self) -> dict[str, Any]:
         """Wait for the next evaluation, or the end."""
         if self._record is not None:
             return self._final(self._record)
+        outcome = self._await_event()
+        if outcome is None:
+            return self._latest()
+        self._record = self._make_record(outcome)
+        self._journal.append(self._record)
+        self._mailbox.forget.remote(self._ticket)
+        return self._final(self._record)
+
+    def _await_event(self) -> dict[str, Any] | None:
+        """Wait for the lane's next event: its outcome, or None for an evaluation, which is added to the curve."""
         event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, self._events))
         self._events += 1
-        if event.outcome is not None:
-            self._record = self._make_record(event.outcome)
-            self._journal.append(self._record)
-            self._mailbox.forget.remote(self._ticket)
-            return self._final(self._record)
-        row = event.row
-        self._curve.append(row)
+        if event.outcome is None:
+            self._curve.append(event.row)
+        return event.outcome
+
+    def _latest(self) -> dict[str, Any]:
+        """Return the last evaluation, as Tune gets it."""
+        row = self._curve[-1]
         return {**row, "objective": self._value(row), "trial": self._trial}
 
     def _make_record(self, outcome: dict[str, Any]) -> TrialRecord:
-        return make_record(
-            self._trial,
-            self._space_config,
-            self._objective,
-            self._started,
-            self._curve,
-            outcome,
-            self._usd_per_hour,
-            self._purpose,
-        )
+        trial, config, price, purpose = self._trial, self._space_config, self._usd_per_hour, self._purpose
+        return make_record(trial, config, self._objective, self._started, self._curve, outcome, price, purpose)
 
     def _value(self, row: dict[str, float]) -> float:
         """The objective so far, for a scheduler; the worst value where it is not defined yet."""
         worst = math.inf if self._objective.direction == "min" else -math.inf
-        if self._objective.metric in ("time_to_target", "usd_to_target"):
+        if self._objective.metric in TO_TARGET:
             reached_s = time_to_target(self._objective, self._curve)
             if reached_s is not None and self._objective.metric == "usd_to_target":
                 return dollars(reached_s, self._usd_per_hour or 0.0)

@@ -18,8 +18,7 @@ from typing import Any
 from trainers.errors import STATUSES, CheckpointError, StorageError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
-from tune.trials.record import TrialRecord
-from tune.trials.stop_rule import Purpose
+from tune.trials.record import Purpose, TrialRecord
 
 logger = logging.getLogger(__name__)
 

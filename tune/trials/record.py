@@ -1,15 +1,46 @@
-"""TrialRecord: how one trial ended, and how it is made from what a lane reports."""
+"""TrialRecord: how one trial ended, made from what a lane reports; and what ends a trial before its last step."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trainers.errors import STATUSES, Status
 from tune.config import Objective
 from tune.trials.interval import dollars
-from tune.trials.stop_rule import Purpose
+
+Purpose = Literal["trial", "probe", "repeat"]
+"""trial: a whole one; probe: a short one that only measures; repeat: a finalist again, alone, with another seed."""
+
+PROBE_SHARE = 0.08
+"""Longest probe, as a share of a whole trial: one whose throughput does not settle before."""
+PROBE_STEPS = 10
+"""The fewest steps of a probe."""
+
+
+@dataclass(frozen=True)
+class Until:
+    """What ends a trial besides its last step."""
+
+    target: tuple[str, float] | None = None
+    """A metric and the value to reach."""
+    probe: bool = False
+    """It measures throughput only: a small share of the run, or less once it is settled."""
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluation ends it."""
+        if self.target is None:
+            return False
+        return Objective(target=dict([self.target])).reached(dict(metrics))
+
+    def measured(self, figures: Mapping[str, float]) -> bool:
+        """Whether a measurement ends it: `steps` after warm-up, `settled`, and `progress` as a share of the run."""
+        if not self.probe:
+            return False
+        long = figures["progress"] >= PROBE_SHARE and figures["steps"] >= PROBE_STEPS
+        return bool(figures["settled"]) or long
 
 
 @dataclass(frozen=True)
@@ -93,6 +124,7 @@ def make_record(
     """
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
+    speeds: dict[str, Any] = {name: speed.get(name) for name in ("samples_per_s", "step_time_s", "step_time_ci95_s")}
     status: Status = outcome["status"] if outcome["status"] in STATUSES else "error"
     message = outcome.get("message", "")
     metrics = {**(curve[-1] if curve else {}), **result.get("metrics", {})}
@@ -110,8 +142,7 @@ def make_record(
         status=status,
         start_time=started,
         end_time=time.time(),
-        samples_per_s=speed.get("samples_per_s"),
-        step_time_s=speed.get("step_time_s"),
+        **speeds,
         peak_memory_bytes=result.get("peak_memory_bytes"),
         metrics=metrics,
         curve=curve,
@@ -121,7 +152,6 @@ def make_record(
         seed=seed,
         samples=result["steps"] * result["global_batch_size"] if result else None,
         epochs=result.get("epochs"),
-        step_time_ci95_s=speed.get("step_time_ci95_s"),
         noise_scale=result.get("noise_scale"),
         cpu_pressure=outcome.get("cpu_pressure"),
         message=message,

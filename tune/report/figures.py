@@ -1,24 +1,43 @@
-"""Figures of the trials: throughput and memory against the batch size, learning curves, time to the target."""
+"""The report's figures: of trials (throughput, memory, curves, time to target), and of the search that made them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from statistics import median
 from typing import Any
 
-from tune.report.canvas import BAD, FG, MUTED, SERIES, Canvas, Figure
+from tune.config import SweepConfig, may_change
+from tune.report.canvas import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
 from tune.report.figure_data import SIZE_KEYS, FigureData, cut
 from tune.report.words import is_number, memory_unit, printable, shown, time_unit
+from tune.search.finalists import finals
+from tune.search.frontier_grid import Frontier
+from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
 
 _MARKERS = "os^Dv*"
 _MAX_BARS = 24
 _TICK_CHARS = 56  # as many as fit side by side below the axes
+_LEAST = 3  # fewer trials are no front
 _ROW = 0.09  # of the height of the axes: one row of trials that ran out of memory
 
 Points = list[tuple[float, float]]
 """A trial's evaluations: training time, s, and a metric."""
+
+
+def figures(
+    config: SweepConfig,
+    records: list[TrialRecord],
+    best: TrialRecord | None,
+    train: Mapping[str, Any] | None = None,
+) -> list[Figure]:
+    """Draw the figures that the records have data for; search frontier needs `train`, the TrainConfig mapping."""
+    data = FigureData(config, records, best)
+    with styled():
+        believed = beliefs(data, train) if config.search == "frontier" and train is not None else None
+        drawn = [throughput(data), memory(data), curves(data), targets(data), believed, pareto(data), course(data)]
+    return [figure for figure in drawn if figure]
 
 
 def throughput(data: FigureData) -> Figure | None:
@@ -68,15 +87,28 @@ def curves(data: FigureData) -> Figure | None:
     """Draw the evaluated metric against training time, a line a trial."""
     objective = data.config.objective
     seen = list(dict.fromkeys(name for record in data.records for row in record.curve for name in row))
-    validated = [name for name in seen if name.startswith("val_")]
-    metric = next((n for n in [*(objective.target or {}), objective.metric, *validated] if n in seen), "")
+    wanted = [*(objective.target or {}), objective.metric, *(name for name in seen if name.startswith("val_"))]
+    metric = next((name for name in wanted if name in seen), "")
     lines = [(record, points) for record in data.records if (points := _points(record, metric))]
     if not lines:
         return None
     canvas = Canvas("curves")
     size, unit = time_unit(max(x for _, points in lines for x, _ in points))
     for record, points in sorted(lines, key=lambda line: data.is_best(line[0])):
-        _curve(data, canvas, record, [(x / size, y) for x, y in points])
+        best, (end_x, end_y) = data.is_best(record), points[-1]
+        canvas.axes.plot(
+            [x / size for x, _ in points],
+            [y for _, y in points],
+            color=data.color(record),
+            linewidth=2.8 if best else 1.1,
+            alpha=1 if best else 0.75,
+            marker="." if len(points) == 1 else None,
+            zorder=3 if best else 2,
+            gid=canvas.tip(data.tip(record, f"ends at {end_y:.4g}")),
+        )
+        if not record.finished:
+            text = data.tip(record, record.status)
+            canvas.mark(end_x / size, end_y, text, BAD, marker="X", markersize=7, zorder=4)
     goal = (objective.target or {}).get(metric)
     goal = goal if is_number(goal) else None
     low, high = _closer([points for _, points in lines], goal)
@@ -94,21 +126,6 @@ def curves(data: FigureData) -> Figure | None:
         "A cross is where a trial failed." if not all(record.finished for record, _ in lines) else "",
     ]
     return canvas.figure("Learning curves", " ".join(note for note in notes if note))
-
-
-def _curve(data: FigureData, canvas: Canvas, record: TrialRecord, points: Points) -> None:
-    best, (end_x, end_y) = data.is_best(record), points[-1]
-    canvas.axes.plot(
-        *zip(*points, strict=True),
-        color=data.color(record),
-        linewidth=2.8 if best else 1.1,
-        alpha=1 if best else 0.75,
-        marker="." if len(points) == 1 else None,
-        zorder=3 if best else 2,
-        gid=canvas.tip(data.tip(record, f"ends at {end_y:.4g}")),
-    )
-    if not record.finished:
-        canvas.mark(end_x, end_y, data.tip(record, record.status), BAD, marker="X", markersize=7, zorder=4)
 
 
 def targets(data: FigureData) -> Figure | None:
@@ -141,12 +158,138 @@ def targets(data: FigureData) -> Figure | None:
     return canvas.figure("Time to target", f"Training time until {printable(metric)} first reached {value:g}.{of_all}")
 
 
+def pareto(data: FigureData) -> Figure | None:
+    """Draw time to target against peak memory: of a trial on the line, none is better at both."""
+    repeated = {final.record.id: final.time_s for final in finals(data.config, data.records)}
+    rows: list[tuple[float, float, TrialRecord]] = []
+    for record in data.finished:
+        time_s = repeated[record.id].value if record.id in repeated else record.time_to_target_s
+        if record.purpose != "repeat" and is_number(time_s) and time_s and record.peak_memory_bytes:
+            rows.append((float(record.peak_memory_bytes), time_s, record))
+    if len(rows) < _LEAST or not data.config.objective.target:
+        return None
+    canvas = Canvas("pareto")
+    unit_bytes, memory = memory_unit(max(peak for peak, _, _ in rows))
+    unit_s, seconds = time_unit(max(time_s for _, time_s, _ in rows))
+    front: list[tuple[float, float]] = []
+    for peak, time_s, _ in sorted(rows, key=lambda row: row[:2]):
+        if not front or time_s < front[-1][1]:
+            front.append((peak, time_s))
+    steps = [(peak / unit_bytes, time_s / unit_s) for peak, time_s in front]
+    canvas.axes.step(*zip(*steps, strict=True), where="post", color=MUTED, linewidth=1.2, zorder=1)
+    for peak, time_s, record in rows:
+        x, y = peak / unit_bytes, time_s / unit_s
+        if record.id in repeated:
+            span = [repeated[record.id].low / unit_s, repeated[record.id].high / unit_s]
+            canvas.axes.plot([x, x], span, color=data.color(record), linewidth=1.4, zorder=2)
+        size = 8.5 if data.is_best(record) else 5.5
+        text = data.tip(record, f"{y:.3g} {seconds}, {x:.3g} {memory}")
+        canvas.mark(x, y, text, data.color(record), marker="o", markersize=size, zorder=3, linestyle="none")
+    canvas.axes.set_ylim(bottom=0)
+    canvas.axes.margins(x=0.08)
+    canvas.axes.set(xlabel=f"peak memory, {memory}", ylabel=f"time to target, {seconds}")
+    times = [(one.metrics.get("usd_to_target"), one.time_to_target_s) for one in data.records]
+    rates = [usd / time_s for usd, time_s in times if usd is not None and is_number(time_s) and time_s > 0]
+    if rates:
+        usd = rates[0] * unit_s
+        functions: Any = (lambda y: y * usd, lambda y: y / usd)
+        right = canvas.axes.secondary_yaxis("right", functions=functions)
+        right.set_ylabel("USD to target", color=MUTED)
+    canvas.legend(data.legend(record for _, _, record in rows))
+    lines = " Vertical lines are 95 % intervals of the finalists' repeats." if repeated else ""
+    caption = f"A trial on the stepped line is beaten by no other at both time and memory.{lines}"
+    return canvas.figure("Time to target against memory", caption)
+
+
+def beliefs(data: FigureData, train: Mapping[str, Any]) -> Figure | None:
+    """Draw what search frontier expects of every batch size, with its interval; what was observed as marks."""
+    reached = [(one, time_s) for one in data.finished if is_number(time_s := one.time_to_target_s)]
+    if not reached:
+        return None
+    frontier = Frontier(data.config, train)
+    expected = frontier.predictions(data.records)
+    canvas = Canvas("beliefs")
+    longest_s = max(time_s for _, time_s in reached)
+    unit_s, seconds = time_unit(longest_s)
+    for at, name in enumerate(data.names):
+        rows = []
+        for place, trial in frontier.trials.items():
+            if data.series(trial) == at:
+                interval = expected[trial_id(trial)]
+                heights = (min(y, 10 * longest_s) / unit_s for y in (interval.low, interval.value, interval.high))
+                rows.append((place.size, *heights))
+        if rows:
+            sizes, low, middle, high = zip(*sorted(rows), strict=True)
+            canvas.axes.fill_between(sizes, low, high, color=SERIES[at], alpha=0.15, linewidth=0)
+            canvas.axes.plot(sizes, middle, color=SERIES[at], linewidth=1.6, label=name)
+    size_of = {trial_id(trial): place.size for place, trial in frontier.trials.items()}
+    for record, reached_s in reached:
+        size = size_of.get(trial_id(record.config))
+        if size is not None:
+            look: dict[str, Any] = {"marker": "o" if record.purpose != "repeat" else "D", "linestyle": "none"}
+            look["markersize"] = 7.5 if data.is_best(record) else 4.5
+            text = data.tip(record, f"{reached_s / unit_s:.3g} {seconds}")
+            canvas.mark(size, reached_s / unit_s, text, data.color(record), zorder=3, **look)
+    canvas.axes.set_ylim(0, 1.6 * longest_s / unit_s)
+    canvas.axes.set_xscale("log", base=2)
+    all_sizes = sorted({place.size for place in frontier.places})
+    ticks = all_sizes[:: math.ceil(len(all_sizes) / 8)]
+    canvas.axes.set_xticks(ticks, [str(size) for size in ticks])
+    canvas.axes.minorticks_off()
+    canvas.axes.axhline(0, color=FG, linewidth=0)
+    canvas.axes.set(xlabel="global batch size", ylabel=f"time to target, {seconds}")
+    canvas.legend()
+    caption = (
+        "Lines and bands are what the search expects of every batch size, and its 95 % interval; circles are trials, "
+        "diamonds repeats. Where a band leaves the axis the target may never be reached."
+    )
+    return canvas.figure("Expected time to target", caption)
+
+
+def course(data: FigureData) -> Figure | None:
+    """Draw the value that the weights of each of a population's trials were trained with, against the epoch."""
+    tried = {
+        key: [part["config"].get(key) for record in data.records for part in record.schedule]
+        for key in data.config.space
+        if may_change(key)
+    }
+    key = next((key for key, values in tried.items() if all(map(is_number, values)) and len(set(values)) > 1), None)
+    if key is None:
+        return None
+    canvas = Canvas("course")
+    for record in sorted(data.records, key=data.is_best):
+        if not record.schedule or not record.curve:
+            continue
+        ends = [*(part["epoch"] for part in record.schedule[1:]), record.curve[-1]["epoch"]]
+        values = [part["config"][key] for part in record.schedule]
+        best = data.is_best(record)
+        canvas.axes.step(
+            [record.schedule[0]["epoch"], *ends],
+            [*values, values[-1]],
+            where="post",
+            color=SERIES[0] if best else MUTED,
+            linewidth=2.8 if best else 1.1,
+            alpha=1 if best else 0.6,
+            gid=canvas.tip(data.tip(record, f"{record.status}, from trial {record.exploited_from or 'none'}")),
+        )
+    if min(tried[key]) > 0 and max(tried[key]) > 8 * min(tried[key]):
+        canvas.axes.set_yscale("log")
+    canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    canvas.axes.minorticks_off()
+    canvas.axes.set_xlim(left=0)
+    canvas.axes.set(xlabel="epoch", ylabel=data.labels[key])
+    thick = " The thick line is the best." if data.best else ""
+    caption = f"What the weights of each trial were trained with; where lines part, one went on from another.{thick}"
+    return canvas.figure(f"Course of {data.labels[key]}", caption)
+
+
 def _against_x(
     data: FigureData, canvas: Canvas, marks: list[tuple[TrialRecord, float, str]], also: Collection[int] = ()
 ) -> None:
     """Draw a mark a trial, and on a grid a line a series through the median of the trials at one x.
 
-    The legend has the series with marks and those in `also`.
+    The legend has the series with marks and those in `also`. A dotted line for each series lies between the largest
+    value that fitted and the smallest that ran out of memory.
     """
     line = "-" if data.config.search == "grid" else "none"
     canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
@@ -165,14 +308,7 @@ def _against_x(
             look = {"marker": _MARKERS[at], "markersize": size, "clip_on": False, "zorder": 3}
             canvas.mark(data.position(record), y, data.tip(record, text), SERIES[at], **look)
     _x_axis(data, canvas)
-    _boundary(data, canvas)
-
-
-def _boundary(data: FigureData, canvas: Canvas) -> None:
-    """Draw a line for each series between the largest value that fitted and the smallest that ran out of memory."""
-    if not data.is_numeric:
-        return
-    for at in range(len(data.names)):
+    for at in range(len(data.names) if data.is_numeric else 0):
         failed = [data.position(record) for record in data.out_of_memory if data.series(record.config) == at]
         fitted = [data.position(record) for record in data.finished if data.series(record.config) == at]
         below = [x for x in fitted if failed and x < min(failed)]
