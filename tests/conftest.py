@@ -38,6 +38,7 @@ tempfile.tempdir = None
 multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ignore[attr-defined]
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With `--dist loadgroup`, tests on Ray's session cluster run one after another, and others a file at a time."""
     if not config.pluginmanager.hasplugin("xdist"):
