@@ -130,7 +130,7 @@ def environment(device: torch.device) -> dict[str, str]:
     report["device"] = str(device)
     if device.type == "cuda":
         report |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda or "none"}
-    command = ["git", "rev-parse", "HEAD"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here, or no repository
-        report["git_commit"] = subprocess.check_output(command, text=True, timeout=5, stderr=subprocess.DEVNULL).strip()
+        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], timeout=5, stderr=subprocess.DEVNULL)  # noqa: S607
+        report["git_commit"] = commit.decode().strip()
     return report

@@ -34,20 +34,29 @@ def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: 
     Looks at the batch, at the model's parameters and buffers, and at tensors that modules or the task hold as plain
     attributes, which `model.to(device)` does not move.
     """
-    if any(words in str(error) for words in _MISMATCH):
-        bare = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
-        found = {
-            "batch": named_tensors(batch, "batch"),
-            "state": _registered(bare),
-            "attribute": _attributes(bare),
-            "task": _held(task, type(task).__name__),
-        }
-        elsewhere = {
-            place: [f"{name} on {tensor.device}" for name, tensor in tensors if _is_elsewhere(tensor, device)]
-            for place, tensors in found.items()
-        }
-        if any(elsewhere.values()) or "device" in str(error):
-            raise DeviceMismatchError(_sentence(error, elsewhere, device)) from error
+    if not any(words in str(error) for words in _MISMATCH):
+        return
+    bare = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+    found = {
+        "batch": named_tensors(batch, "batch"),
+        "state": _registered(bare),
+        "attribute": _attributes(bare),
+        "task": _held(task, type(task).__name__),
+    }
+    names, fixes = [], []
+    for place, tensors in found.items():
+        elsewhere = [f"{name} on {tensor.device}" for name, tensor in tensors if _is_elsewhere(tensor, device)]
+        names += elsewhere
+        fixes += [_FIXES[place]] if elsewhere else []
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        said = f"{', '.join(names[:_NAMED])}{more} cannot meet the rest on {device}"
+    elif "device" in str(error):
+        said = f"forward() or loss() makes a tensor that is not on {device}, where batch and model are"
+        fixes = ["give it the `device=` of one of its inputs"]
+    else:
+        return
+    raise DeviceMismatchError(f"{said}; {'; '.join(fixes)} (torch: {str(error).splitlines()[0]})") from error
 
 
 _FIXES = {
@@ -57,18 +66,6 @@ _FIXES = {
     "attribute": "keep a module's tensors with `register_buffer()`, which moves them with the model",
     "task": "move a task's tensors to the batch's device where they are used",
 }
-
-
-def _sentence(error: RuntimeError, elsewhere: dict[str, list[str]], device: torch.device) -> str:
-    names = [name for found in elsewhere.values() for name in found]
-    if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        said = f"{', '.join(names[:_NAMED])}{more} cannot meet the rest on {device}"
-        fix = "; ".join(_FIXES[place] for place, found in elsewhere.items() if found)
-    else:
-        said = f"forward() or loss() makes a tensor that is not on {device}, where batch and model are"
-        fix = "give it the `device=` of one of its inputs"
-    return f"{said}; {fix} (torch: {str(error).splitlines()[0]})"
 
 
 def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
