@@ -107,17 +107,14 @@ class Feed:
 
     def _loaded_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
         if self._loader is None:
-            host = self._fetched_here(microbatches)
+            host: Iterator[Batch] = (fetch(self.dataset, at.numpy(), self._collate) for at in microbatches)
+            if self._pins:
+                host = (Pinnable(batch).pin_memory().batch for batch in host)
         else:
             self._rows[:] = [indices.numpy() for indices in microbatches]
             loaded = iter(self._loader)
             host = (carried.batch for carried in loaded) if self._pins else loaded
         yield from to_device(host, self.device, ahead=self._loader is not None)
-
-    def _fetched_here(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
-        for indices in microbatches:
-            batch = fetch(self.dataset, indices.numpy(), self._collate)
-            yield Pinnable(batch).pin_memory().batch if self._pins else batch
 
     def close(self) -> None:
         """End the loader's processes."""

@@ -55,8 +55,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
     flops_per_sample = None
     if group.rank == 0 or is_sharded(model):  # every rank where its forward is a collective
-        microbatch = sampler.permutation()[:microbatch_size]
-        flops_per_sample = count_flops(model, task, train, microbatch, spec, device)
+        flops_per_sample = count_flops(probe.forward, train, sampler.permutation()[:microbatch_size])
 
     step = _make_step(probe, config, accumulation)
     sharers = context.local_world_size if device.type == "cpu" else 1
@@ -158,7 +157,7 @@ def _settle_buckets(replica: Replica) -> None:
     gradients in the order in which the unbroken one does.
     """
     forward = replica.step.forward
-    with throwaway(replica.model, forward.task, replica.device):
+    with throwaway(forward):
         # As large as training's own: what fits is known, and another size would be compiled for nothing.
         rows = [replica.sampler.anchor(0).repeat(replica.microbatch_size)] * 2
         for batch in replica.train_feed.batches(rows, training=True):

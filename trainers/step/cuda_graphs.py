@@ -132,10 +132,12 @@ class GraphedStep(TrainStep):
         inputs = [map_tensors(torch.clone, batch) for batch in held]
         for parameter in self._parameters:
             parameter.grad = None  # the graph makes its own
-        groups = [param_group for param_group in self.optimizer.param_groups if "capturable" in param_group]
-        flags = [param_group["capturable"] for param_group in groups]
+        flags = [(group, group["capturable"]) for group in self.optimizer.param_groups if "capturable" in group]
         try:
-            for param_group in groups:  # only while captured: it would be kept in checkpoints, and warned of in others
+            for (
+                param_group,
+                _,
+            ) in flags:  # only while captured: it would be kept in checkpoints, and warned of in others
                 param_group["capturable"] = True
             replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
         except RuntimeError as error:
@@ -148,7 +150,7 @@ class GraphedStep(TrainStep):
             )
             raise _impossible(rule, fix) from error
         finally:
-            for param_group, flag in zip(groups, flags, strict=True):
+            for param_group, flag in flags:
                 param_group["capturable"] = flag
         logger.info("captured the step of %d samples as a CUDA graph", step_samples)
         return _Graph(shape, tensors_of(inputs), replay)

@@ -51,7 +51,7 @@ class Probe:
 
     def _error(self, size: int, passes: int) -> BaseException | None:
         forward, optimizer, batch = self.forward, self.optimizer, None
-        with throwaway(forward.model, forward.task, forward.device, optimizer):
+        with throwaway(forward, optimizer):
             try:
                 for _ in range(2):  # the second with the optimizer's state in memory, as every step but the first
                     optimizer.zero_grad(set_to_none=True)

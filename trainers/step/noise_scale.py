@@ -9,12 +9,11 @@ measured, P = sum |w g|^2, W = sum w and Q = sum w^2:
     E[W S - P]       = (W - Q) |G|^2
     E[B (P - Q S)]   = (W - Q) tr(Sigma)
 
-Any pieces do, of any weights: all that is asked is that they were not picked by their gradient. One piece that is the
-whole batch has W = Q = 1 and says nothing, by itself: without two workers or microbatches there is no noise scale.
+Any pieces do that were not picked by their gradient, except the whole batch as one: W = Q = 1 says nothing.
 
-Both left sides are linear in what one rank has measured, so each rank adds up its own on its device, and one sum over
-ranks a window is the only collective, and the only wait. The noise scale tr(Sigma) / |G|^2 is the ratio of the two
-sums: an average of single steps' ratios would be biased, their denominators being often near zero and even negative.
+Both left sides are linear in what one rank has measured: each rank adds up its own, and one sum over ranks a window is
+the only collective and the only wait. The noise scale tr(Sigma) / |G|^2 is the ratio of the two sums: an average of
+single steps' ratios would be biased, their denominators being often near zero and even negative.
 """
 
 from __future__ import annotations
@@ -70,12 +69,9 @@ class NoiseScale:
 
     With microbatches, the piece is each rank's first: its gradient stands in `.grad` before the second is added, so
     a measurement costs one norm and no memory. With one microbatch on each of several DDP ranks, the pieces are the
-    ranks' own gradients, which only a communication hook sees: register `hook()`. FSDP averages before any hook runs:
-    it has no estimate. Steps that are captured as CUDA graphs need `every_steps` 1: a replay repeats the
-    measurement that was captured, and a step captured without one never makes any.
-
-    With one microbatch of one worker there are no pieces: every `halves_every_steps`-th step may be taken as two
-    halves, which is the same step but for rounding.
+    ranks' own gradients, which only a communication hook sees: register `hook()`. With one microbatch of one worker
+    every `halves_every_steps`-th step may be taken as two halves, which is the same step but for rounding. Steps that
+    are captured as CUDA graphs need `every_steps` 1: a replay repeats the measurement that was captured, or none.
     """
 
     def __init__(self, group: Group, every_steps: int = 10, halves_every_steps: int = 0) -> None:
