@@ -60,7 +60,7 @@ class ArrowDataset(Dataset[Any]):
         self._keys = tuple(columns) if isinstance(columns, Mapping) else None
         chosen = list(columns.values()) if isinstance(columns, Mapping) else list(columns)
         self._entries: list[Entry] = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in chosen]
-        self._names = list(self._keys or [entry if isinstance(entry, str) else "+".join(entry) for entry in chosen])
+        self._names = list(self._keys or ["+".join(entry) for entry in self._entries])
         self._decode, self._shapes = dict(decode or {}), {k: tuple(v) for k, v in (shapes or {}).items()}
         for argument, given in (("decode", self._decode), ("shapes", self._shapes)):
             for name in given:

@@ -134,10 +134,8 @@ class GraphedStep(TrainStep):
             parameter.grad = None  # the graph makes its own
         flags = [(group, group["capturable"]) for group in self.optimizer.param_groups if "capturable" in group]
         try:
-            for (
-                param_group,
-                _,
-            ) in flags:  # only while captured: it would be kept in checkpoints, and warned of in others
+            # While captured only: it would be kept in checkpoints, and warned of in other steps.
+            for param_group, _ in flags:
                 param_group["capturable"] = True
             replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
         except RuntimeError as error:

@@ -39,7 +39,10 @@ def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: 
     bare = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
     found = {
         "batch": named_tensors(batch, "batch"),
-        "state": _registered(bare),
+        "state": (
+            *((f"parameter `{name}`", tensor) for name, tensor in bare.named_parameters()),
+            *((f"buffer `{name}`", tensor) for name, tensor in bare.named_buffers()),
+        ),
         "attribute": _attributes(bare),
         "task": _held(task, type(task).__name__),
     }
@@ -71,11 +74,6 @@ _FIXES = {
 def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
     is_number = tensor.device.type == "cpu" and tensor.ndim == 0  # torch takes these as plain numbers
     return tensor.device != device and not is_number
-
-
-def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((f"parameter `{name}`", tensor) for name, tensor in model.named_parameters())
-    yield from ((f"buffer `{name}`", tensor) for name, tensor in model.named_buffers())
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -110,6 +110,4 @@ def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
     stacked = torch.stack(states)
     if reduction is None:
         return stacked
-    if stacked.is_floating_point():
-        return reduction(stacked.double()).to(stacked.dtype)
-    return reduction(stacked)
+    return reduction(stacked.double()).to(stacked.dtype) if stacked.is_floating_point() else reduction(stacked)
