@@ -17,6 +17,7 @@ from trainers.devices.group import Group
 from trainers.model.precision import TABLE
 from trainers.model.strategy import wrap_model
 from trainers.step.evaluation import evaluate
+from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
 from trainers.task import task_feed
 
@@ -46,7 +47,7 @@ def gradient(task: Blobs, rank: int, world_size: int, split: tuple[int, int, int
     data = task.dataset("train")
     sampler = StepSampler(data, global_batch_size=size, num_replicas=world_size, rank=rank, seed=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-    train = TrainStep(wrap_model(model, group), task, optimizer, TABLE["fp32"], group)
+    train = TrainStep(ForwardPass(wrap_model(model, group), task, TABLE["fp32"], CPU), optimizer, group)
     share = sampler.share(step)
     plan = split_share(share if len(share) else sampler.anchor(step), microbatch)
     feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)

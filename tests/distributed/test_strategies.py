@@ -30,6 +30,7 @@ from trainers.model.precision import TABLE
 from trainers.model.sharding import is_sharded, local, whole
 from trainers.model.strategy import compile_model, place_model, share_buffers, wrap_model
 from trainers.step.evaluation import evaluate
+from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
 from trainers.task import task_feed
 
@@ -147,7 +148,7 @@ def gradient(task: Blobs, rank: int, world_size: int, split: tuple[int, int, int
     data = task.dataset("train")
     sampler = StepSampler(data, global_batch_size=size, num_replicas=world_size, rank=rank, seed=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    train = TrainStep(wrap_model(model, group, "fsdp"), task, optimizer, TABLE["fp32"], group)
+    train = TrainStep(ForwardPass(wrap_model(model, group, "fsdp"), task, TABLE["fp32"], CPU), optimizer, group)
     microbatches, sizes = sampler.plan(step, microbatch, even=is_sharded(model))
     feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
     train(feed.batches(microbatches, training=True), sizes, sampler.step_size(step), idle=not any(sizes))
@@ -177,7 +178,7 @@ def steps_taken(rank: int, world_size: int) -> list[tuple[bool, bool]]:
     for fused, task in itertools.product((True, False), (Blobs(), Poisoned())):
         model = place_model(task.model(), group, "fsdp")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-        train = TrainStep(model, task, optimizer, TABLE["fp32"], group)
+        train = TrainStep(ForwardPass(model, task, TABLE["fp32"], CPU), optimizer, group)
         before = [local(parameter).clone() for parameter in model.parameters()]
         feed = task_feed(task.dataset("train"), task, DataConfig(), CPU, sharers=1, seed=0)
         train(feed.batches([torch.arange(8)], training=True), [8], 8 * world_size, idle=False)

@@ -15,6 +15,7 @@ from trainers.devices.device import synchronize
 from trainers.devices.group import Group
 from trainers.errors import DivergedError
 from trainers.model.precision import resolve_precision
+from trainers.step.forward import ForwardPass
 from trainers.step.replica import Replica
 from trainers.step.train_step import TrainStep
 
@@ -124,7 +125,8 @@ def optimizers(parameters: Any) -> dict[str, Optimizer]:
 def test_a_step_that_is_not_finite_changes_nothing(kind: str, precision: str, device: torch.device) -> None:
     task, spec = Blobs(), resolve_precision(precision, device)
     model = spec.convert_model(task.model().to(device))
-    step = TrainStep(model, task, optimizers(list(model.parameters()))[kind], spec, Group(0, 1, device))
+    optimizer = optimizers(list(model.parameters()))[kind]
+    step = TrainStep(ForwardPass(model, task, spec, device), optimizer, Group(0, 1, device))
     inputs, labels = (tensor[:24].to(device) for tensor in task.dataset("train").tensors)
     for _ in range(3):
         step(iter([(inputs, labels)]), [24], 24, idle=False)

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.unit.test_loop import curve, train
 from trainers.model.precision import resolve_precision
 from trainers.step.flops import PEAKS, count_flops, device_peak, gpu_peak, utilisation
+from trainers.step.forward import ForwardPass
 from trainers.task import Task
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ class Rows(Task):
 
 def count(task: Task, model: nn.Module, size: int = 6, precision: str = "fp32") -> float | None:
     spec = resolve_precision(precision, CPU)
-    return count_flops(model, task, task.dataset("train"), torch.arange(size), spec, CPU)
+    return count_flops(ForwardPass(model, task, spec, CPU), task.dataset("train"), torch.arange(size))
 
 
 def test_a_linear_layer_by_hand() -> None:
@@ -125,7 +126,7 @@ def test_a_count_leaves_no_trace(passes: int, caplog: pytest.LogCaptureFixture) 
     data = task.dataset("train")
     torch.set_rng_state(drawn[0])
     with caplog.at_level(logging.WARNING):
-        found = count_flops(model, task, data, torch.arange(6), FP32, CPU)
+        found = count_flops(ForwardPass(model, task, FP32, CPU), data, torch.arange(6))
     assert (found is None) == (passes == 9)
     assert ("ValueError: no more" in caplog.text) == (passes == 9)
     assert task.passes == passes

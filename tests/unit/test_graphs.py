@@ -21,6 +21,7 @@ from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.precision import resolve_precision
 from trainers.step.cuda_graphs import CAPTURE_AFTER_STEPS, GraphedStep, layout
+from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
 
@@ -97,10 +98,10 @@ def make(
     precision: str = "fp32",
 ) -> TrainStep:
     net = model()
-    spec, group = resolve_precision(precision, CPU), Group(0, 1, CPU)
+    forward, group = ForwardPass(net, task or Regression(), resolve_precision(precision, CPU), CPU), Group(0, 1, CPU)
     if capture is None:
-        return TrainStep(net, task or Regression(), optimizer(net.parameters()), spec, group, 1.0)
-    return GraphedStep(net, task or Regression(), optimizer(net.parameters()), spec, group, 1.0, capture)
+        return TrainStep(forward, optimizer(net.parameters()), group, 1.0)
+    return GraphedStep(forward, optimizer(net.parameters()), group, 1.0, capture)
 
 
 def data(sizes: list[int], generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
@@ -129,7 +130,7 @@ def test_captured_training_is_training(optimizer: Callable[[Any], Optimizer], ta
     captured, plain = make(capture, optimizer, task, precision), make(None, optimizer, task, precision)
     assert train(captured, EPOCH * 3) == train(plain, EPOCH * 3)
     assert capture.events.count("replay") == 6
-    for ours, theirs in zip(captured.model.parameters(), plain.model.parameters(), strict=True):
+    for ours, theirs in zip(captured.forward.model.parameters(), plain.forward.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -228,7 +229,7 @@ def test_what_a_graph_writes_is_what_others_read() -> None:
         scaler = [step.scaler._scale, step.scaler._growth_tracker]
         own = [value for value in vars(step).values() if isinstance(value, Tensor)]
         rates = [group["lr"] for group in step.optimizer.param_groups]
-        tensors = [*step.model.parameters(), *state, *scaler, *own, *rates]
+        tensors = [*step.forward.model.parameters(), *state, *scaler, *own, *rates]
         assert all(isinstance(tensor, Tensor) for tensor in tensors)
         return [tensor.data_ptr() for tensor in tensors]
 
@@ -300,16 +301,9 @@ def test_what_cannot_be_captured_is_refused_at_the_start(
     optimizer: Callable[[Any], Optimizer], ranks: int, capture: Fake | None, words: str
 ) -> None:
     net = model()
+    forward = ForwardPass(net, Task(), resolve_precision("fp32", CPU), CPU)
     with pytest.raises(ConfigError) as raised:
-        GraphedStep(
-            net,
-            Task(),
-            optimizer(net.parameters()),
-            resolve_precision("fp32", CPU),
-            Group(0, ranks, CPU),
-            None,
-            capture,
-        )
+        GraphedStep(forward, optimizer(net.parameters()), Group(0, ranks, CPU), None, capture)
     assert str(raised.value).startswith("`cuda_graphs` is true, but ")
     assert words in str(raised.value)
     assert str(raised.value).endswith("or set `cuda_graphs: false`.")

@@ -28,7 +28,6 @@ from trainers.step.device_mismatch import named_tensors, raise_if_mismatch
 from trainers.step.evaluation import evaluate
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
-from trainers.step.train_step import TrainStep
 from trainers.task import Task, task_feed
 
 torch.set_num_threads(1)
@@ -237,9 +236,9 @@ FIXES = {
 @pytest.mark.parametrize("case", list(cases()))
 def test_a_tensor_on_another_device_is_named_with_both_devices(case: str) -> None:
     task, model, batch, words = cases()[case]
-    step = TrainStep(model, task, SGD(model.parameters(), lr=0.1), TABLE["fp32"], Group(0, 1, CPU))
+    forward = ForwardPass(model, task, TABLE["fp32"], CPU)
     with pytest.raises(DeviceMismatchError) as raised:
-        step.loss(batch)
+        forward.loss(batch)
     text = str(raised.value)
     assert words in text
     assert "cpu" in text
@@ -253,7 +252,7 @@ def test_a_tensor_on_another_device_is_named_with_both_devices(case: str) -> Non
 def test_nothing_that_is_where_it_belongs_is_named() -> None:
     task, model, batch, _ = cases()["attribute"]
     with pytest.raises(DeviceMismatchError) as raised:
-        TrainStep(model, task, SGD(model.parameters(), lr=0.1), TABLE["fp32"], Group(0, 1, CPU)).loss(batch)
+        ForwardPass(model, task, TABLE["fp32"], CPU).loss(batch)
     assert "batch" not in str(raised.value).split("(torch:")[0]
     assert "layer.weight" not in str(raised.value)
 

@@ -62,7 +62,7 @@ def train_step(
     for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
         with model.no_sync() if isinstance(model, DistributedDataParallel) and index < last else torch.enable_grad():
             (loss_of(model, part) * (share * noise.group.world_size * scale)).backward()
-        if index == 0 and noise.wants_first:
+        if index == 0:
             noise.first(gradients(model))
     with torch.no_grad():
         for gradient in gradients(model):

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from trainers.data.batch import tensors_of
 from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
+from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
 
@@ -65,7 +66,8 @@ def small_model(dtype: torch.dtype = torch.float64) -> nn.Module:
 def make_step(
     model: nn.Module, task: Task, optimizer: Optimizer, precision: str = "fp32", clip: float | None = None
 ) -> TrainStep:
-    return TrainStep(model, task, optimizer, resolve_precision(precision, CPU), Group(0, 1, CPU), clip)
+    forward = ForwardPass(model, task, resolve_precision(precision, CPU), CPU)
+    return TrainStep(forward, optimizer, Group(0, 1, CPU), clip)
 
 
 def run_step(step: TrainStep, data: Batch, sizes: list[int], idle: bool = False) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainers.data.arrow_columns import Array, NotMappedError, Numbers, Values, column_of, place
-from trainers.data.arrow_files import Entry, check_columns, column_names, converted, find_files
+from trainers.data.arrow_files import Entry, check_columns, column_names, converted, find_files, mapped_batches
 from trainers.errors import ConfigError, StorageError, did_you_mean
 from trainers.storage import Storage
 
@@ -59,7 +59,7 @@ class ArrowDataset(Dataset[Any]):
         self._keys = tuple(columns) if isinstance(columns, Mapping) else None
         chosen = list(columns.values()) if isinstance(columns, Mapping) else list(columns)
         self._entries: list[Entry] = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in chosen]
-        self._names = list(self._keys or [entry if isinstance(entry, str) else "+".join(entry) for entry in chosen])
+        self._names = list(self._keys or ["+".join(entry) for entry in self._entries])
         self._decode, self._shapes = dict(decode or {}), {k: tuple(v) for k, v in (shapes or {}).items()}
         for argument, given in (("decode", self._decode), ("shapes", self._shapes)):
             for name in given:
@@ -69,9 +69,9 @@ class ArrowDataset(Dataset[Any]):
         self._sources, self._cache = sources, Path(cache) if cache is not None else None
         for source in sources:
             check_columns(source, [name for entry in self._entries for name in entry])
-        found = [(source, file) for source, file in zip(sources, self._open(), strict=True) if file.rows]
-        self._sources = [source for source, _ in found]  # without a writer's empty parts
-        opened = [file for _, file in found]
+        found = self._open()
+        opened = [file for file in found if file.rows]  # without a writer's empty parts
+        self._sources = [source for source, file in zip(sources, found, strict=True) if file.rows]
         self._files: list[_MappedFile] | None = opened
         self._starts = np.cumsum([0, *(file.rows for file in opened)])
         self._length = int(self._starts[-1])
@@ -138,9 +138,8 @@ class ArrowDataset(Dataset[Any]):
                 shape = self._shapes[name]
                 size = math.prod(column.shape) if isinstance(column, Numbers) else -1
                 if math.prod(shape) != size:
-                    raise ConfigError(
-                        f"shapes.{name}", list(shape), f"does not fit {column.kind}", "give the sample's shape"
-                    )
+                    rule = f"does not fit {column.kind}"
+                    raise ConfigError(f"shapes.{name}", list(shape), rule, "give the sample's shape")
 
 
 def _mapped(source: Storage, entries: Sequence[Entry], cache: Path | None) -> _MappedFile:
@@ -165,7 +164,7 @@ class _MappedFile:
         self.name = name
         try:
             whole = pa.memory_map(str(path)).read_buffer()
-            batches = _read_batches(whole)
+            batches = mapped_batches(whole, columns)
         except (pa.ArrowInvalid, OSError) as error:
             raise NotMappedError from error
         self.rows = sum(batch.num_rows for batch in batches)
@@ -173,8 +172,8 @@ class _MappedFile:
         self._several = len(batches) > 1
         sizes = {batch.num_rows for batch in batches[:-1]}
         self._even = max(sizes) if len(sizes) == 1 and batches[-1].num_rows <= max(sizes) else 0
-        arrays = [[batch.column(column) for batch in batches] for column in columns] if batches else []
-        self.columns = [column_of(parts, whole, shown, name) for parts, shown in zip(arrays, names, strict=False)]
+        arrays = zip(*(batch.columns for batch in batches), strict=True)
+        self.columns = [column_of(list(parts), whole, shown, name) for parts, shown in zip(arrays, names, strict=False)]
 
     def take(self, rows: Array) -> list[Tensor | list[Any]]:
         """Return the values of some rows, a column each."""
@@ -184,15 +183,3 @@ class _MappedFile:
             pieces = rows // self._even if self._even else np.searchsorted(self._starts, rows, "right") - 1
             rows = rows - self._starts[pieces]
         return [column.take(pieces, rows) for column in self.columns]
-
-
-def _read_batches(whole: pa.Buffer) -> list[pa.RecordBatch]:
-    head = whole.slice(0, min(6, whole.size)).to_pybytes()
-    if head.startswith(b"PAR1"):
-        raise NotMappedError
-    if head == b"ARROW1":
-        reader = pa.ipc.open_file(whole)
-        batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
-    else:
-        batches = list(pa.ipc.open_stream(whole))
-    return [batch for batch in batches if batch.num_rows]

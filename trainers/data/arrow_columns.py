@@ -44,14 +44,12 @@ def column_of(parts: list[pa.Array], whole: pa.Buffer, column: str, file: str) -
             if buffer is not None and buffer.size and not 0 <= buffer.address - whole.address < whole.size:
                 raise NotMappedError  # compressed, or of another byte order
     if pa.types.is_boolean(parts[0].type):
-        for part in parts:
-            check_nulls(part, column, file)
+        check_nulls(parts, column, file)
         return Bits(parts, whole)
     flat = parts
     shape: tuple[int, ...] = ()
     while isinstance(flat[0].type, (pa.FixedSizeListType, pa.BaseExtensionType)):
-        for part in flat:
-            check_nulls(part, column, file)
+        check_nulls(flat, column, file)
         if isinstance(flat[0].type, pa.FixedSizeListType):
             shape = (*shape, flat[0].type.list_size)
             flat = [part.values.slice(part.offset * shape[-1], len(part) * shape[-1]) for part in flat]
@@ -70,11 +68,9 @@ def column_of(parts: list[pa.Array], whole: pa.Buffer, column: str, file: str) -
         _refuse(parts[0].type, column, file)
     else:
         return Values(parts, column, file)
-    for part in flat:
-        check_nulls(part, column, file)
-    tensor_type = parts[0].type
-    if isinstance(tensor_type, pa.FixedShapeTensorType):
-        shape = tuple(tensor_type.shape)
+    check_nulls(flat, column, file)
+    if isinstance(parts[0].type, pa.FixedShapeTensorType):
+        shape = tuple(parts[0].type.shape)
     return Numbers(flat, whole, dtype, shape)
 
 
@@ -171,9 +167,7 @@ class Values:
             self.kind = f"list of {item}"
             if not (pa.types.is_integer(item) or pa.types.is_floating(item)):
                 _refuse(kind, column, file)
-            for part in parts:
-                check_nulls(part, column, file)
-                check_nulls(part.flatten(), column, file)
+            check_nulls((array for part in parts for array in (part, part.flatten())), column, file)
         else:
             plain = kind.value_type if pa.types.is_dictionary(kind) else kind
             text = pa.types.is_string(plain) or pa.types.is_large_string(plain)

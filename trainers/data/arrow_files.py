@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -90,10 +90,21 @@ def _opened(file: Storage) -> Iterator[Any]:
     with file.parent.reader(file.name) as stream, _explained(file.uri):
         head = stream.read(6)
         stream.seek(0)
-        if head[:4] == b"PAR1":
-            yield pq.ParquetFile(stream)
-        else:
-            yield (pa.ipc.open_file if head == b"ARROW1" else pa.ipc.open_stream)(stream)
+        yield _reader(stream, head)
+
+
+def _reader(source: Any, head: bytes) -> Any:
+    if head[:4] == b"PAR1":
+        return pq.ParquetFile(source)
+    return (pa.ipc.open_file if head == b"ARROW1" else pa.ipc.open_stream)(source)
+
+
+def mapped_batches(whole: pa.Buffer, names: Sequence[str]) -> list[pa.RecordBatch]:
+    """Return the columns `names` of an Arrow IPC file's record batches, in place; raise ArrowInvalid for another."""
+    head = whole.slice(0, min(6, whole.size)).to_pybytes()
+    if head[:4] == b"PAR1":
+        raise pa.ArrowInvalid("Parquet cannot be mapped")
+    return list(_batches(_reader(whole, head), names))
 
 
 def column_names(file: Storage) -> list[str]:
@@ -112,7 +123,7 @@ def check_columns(file: Storage, wanted: Sequence[str]) -> None:
             raise ConfigError("columns", name, rule, has if name in names else did_you_mean(name, names, has))
 
 
-def default_cache() -> Path:
+def _default_cache() -> Path:
     """Make a directory of this user's own below the system's temporary one: on the node, and not kept for ever."""
     directory = Path(tempfile.gettempdir(), f"paceline-arrow-{os.getuid()}")
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -131,7 +142,7 @@ def converted(file: Storage, entries: Sequence[Entry], cache: Path | None) -> Pa
         info = file.filesystem.get_file_info(file.path)
     key = json.dumps([_FORMAT, file.uri, info.size, info.mtime_ns, entries])
     name = f"{PurePosixPath(file.name).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.arrow"
-    directory = cache or default_cache()
+    directory = cache or _default_cache()
     target = directory / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -162,7 +173,7 @@ def _convert(file: Storage, entries: Sequence[Entry], target: Path) -> None:
     logger.info("%s is kept as %s (%.0f MB)", file.uri, target, target.stat().st_size / 1e6)
 
 
-def _batches(reader: Any, names: list[str]) -> Iterator[pa.RecordBatch]:
+def _batches(reader: Any, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     if isinstance(reader, pq.ParquetFile):
         batches = reader.iter_batches(batch_size=_ROWS, columns=names)
     elif isinstance(reader, pa.ipc.RecordBatchFileReader):
@@ -178,7 +189,7 @@ def _column(batch: pa.RecordBatch, entry: Entry, file: Storage) -> pa.Array:
         array = arrays[0]
         return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     for name, array in zip(entry, arrays, strict=True):
-        check_nulls(array, name, file.uri)
+        check_nulls([array], name, file.uri)
         if array.type != arrays[0].type or not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
             rule = f"cannot be stacked with column {entry[0]}, which is {arrays[0].type}, in {file.uri}"
             raise ConfigError(f"column {name}", str(array.type), rule, "stack number columns of one type")
@@ -186,7 +197,7 @@ def _column(batch: pa.RecordBatch, entry: Entry, file: Storage) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(stacked.reshape(-1)), len(arrays))
 
 
-def check_nulls(array: pa.Array, column: str, file: str) -> None:
+def check_nulls(arrays: Iterable[pa.Array], column: str, file: str) -> None:
     """Raise ConfigError when a value is missing: no tensor can hold that."""
-    if array.null_count:
+    if any(array.null_count for array in arrays):
         raise ConfigError(f"column {column}", MISSING, f"of {file} has nulls", "fill or drop those rows")

@@ -75,17 +75,14 @@ class Feed:
         length = len(self.dataset)  # type: ignore[arg-type]
         if config.resident is False or length == 0 or (config.resident == "auto" and config.num_workers > 0):
             return None
-        data: Batch = None
-        if is_tensor_dataset(self.dataset):
-            data = tuple(self.dataset.tensors)  # type: ignore[attr-defined]
+        data: Batch = tuple(self.dataset.tensors) if is_tensor_dataset(self.dataset) else None  # type: ignore[attr-defined]
         if config.resident == "auto":
             wanted = sharers * sum(tensor.numel() * tensor.element_size() for tensor in data or ())
             if data is None or wanted > _RESIDENT_SHARE * total_memory_bytes(self.device):
                 return None
         if data is None:
-            starts = range(0, length, _FETCH)
-            rows = (range(start, min(start + _FETCH, length)) for start in starts)
-            data = concatenate([fetch(self.dataset, some, self._collate) for some in rows])
+            rows = torch.arange(length).split(_FETCH)
+            data = concatenate([fetch(self.dataset, some.numpy(), self._collate) for some in rows])
         if not all(isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == length for leaf in leaves_of(data)):
             rule = f"needs data that is nothing but tensors of {length} samples each"
             raise ConfigError("data.resident", config.resident, rule, "set `data.resident: false`")
@@ -110,17 +107,14 @@ class Feed:
 
     def _loaded_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
         if self._loader is None:
-            host = self._fetched_here(microbatches)
+            host: Iterator[Batch] = (fetch(self.dataset, at.numpy(), self._collate) for at in microbatches)
+            if self._pins:
+                host = (Pinnable(batch).pin_memory().batch for batch in host)
         else:
             self._rows[:] = [indices.numpy() for indices in microbatches]
             loaded = iter(self._loader)
             host = (carried.batch for carried in loaded) if self._pins else loaded
         yield from to_device(host, self.device, ahead=self._loader is not None)
-
-    def _fetched_here(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
-        for indices in microbatches:
-            batch = fetch(self.dataset, indices.numpy(), self._collate)
-            yield Pinnable(batch).pin_memory().batch if self._pins else batch
 
     def close(self) -> None:
         """End the loader's processes."""

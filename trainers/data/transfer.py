@@ -79,16 +79,12 @@ def to_device(batches: Iterator[Batch], device: torch.device, ahead: bool) -> It
 
 def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Batch]:
     """Yield the batches through `copies`."""
-
-    def begin() -> Batch:
-        batch = next(batches, _END)
-        return _END if batch is _END else copies.begin(batch)
-
-    coming = begin()
+    begun = map(copies.begin, batches)
+    if not ahead:
+        yield from map(copies.hand_over, begun)
+        return
+    coming = next(begun, _END)
     while coming is not _END:
         ready = copies.hand_over(coming)  # waits for this batch's copy alone: the next one's is not in the stream yet
-        if ahead:
-            coming = begin()
+        coming = next(begun, _END)
         yield ready
-        if not ahead:
-            coming = begin()

@@ -5,9 +5,11 @@ Reads /proc/self/status and resets the peak through /proc/self/clear_refs (Linux
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -90,11 +92,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
     status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = re.search(r"^VmHWM:\s+(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
+    return 1024 * (int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
@@ -131,13 +130,7 @@ def environment(device: torch.device) -> dict[str, str]:
     report["device"] = str(device)
     if device.type == "cuda":
         report |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda or "none"}
-    commit = _git_commit()
-    return report | ({"git_commit": commit} if commit else {})
-
-
-def _git_commit() -> str | None:
-    try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False)  # noqa: S607
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git here, or no repository
+        commit = subprocess.check_output(["git", "rev-parse", "HEAD"], timeout=5, stderr=subprocess.DEVNULL)  # noqa: S607
+        report["git_commit"] = commit.decode().strip()
+    return report

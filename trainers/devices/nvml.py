@@ -31,10 +31,8 @@ class GpuReadings:
         self._samples: list[dict[str, float]] = []
         self._slowed: set[str] = set()
         self._last_s = float("-inf")
-        if device.type == "cuda":
-            self._open(device)
-
-    def _open(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            return
         try:
             import pynvml
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
     flops_per_sample = None
     if group.rank == 0 or is_sharded(model):  # every rank where its forward is a collective
-        microbatch = sampler.permutation()[:microbatch_size]
-        flops_per_sample = count_flops(model, task, train, microbatch, spec, device)
+        flops_per_sample = count_flops(probe.forward, train, sampler.permutation()[:microbatch_size])
 
     step = _make_step(probe, config, accumulation)
     sharers = context.local_world_size if device.type == "cpu" else 1
@@ -78,7 +78,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         accumulation=accumulation,
         flops_per_sample=flops_per_sample,
     )
-    if isinstance(step.model, DistributedDataParallel):
+    if isinstance(step.forward.model, DistributedDataParallel):
         _settle_buckets(replica)
     return replica
 
@@ -147,7 +147,7 @@ def _make_step(probed: Probe, config: TrainConfig, accumulation: int) -> TrainSt
     watch = noise.hook if noise is not None and accumulation == 1 else None
     wrapped = wrap_model(model, group, config.strategy, config.ddp, watch)
     kind = GraphedStep if config.cuda_graphs else TrainStep
-    step = kind(wrapped, probed.forward.task, probed.optimizer, probed.forward.spec, group, config.clip_grad_norm)
+    step = kind(replace(probed.forward, model=wrapped), probed.optimizer, group, config.clip_grad_norm)
     step.noise = noise
     return step
 
@@ -156,12 +156,12 @@ def _settle_buckets(replica: Replica) -> None:
     """Run two throw-away passes: DDP rebuilds its buckets after the first backward, and a resumed run must sum
     gradients in the order in which the unbroken one does.
     """
-    step = replica.step
-    with throwaway(replica.model, step.task, replica.device):
+    forward = replica.step.forward
+    with throwaway(forward):
         # As large as training's own: what fits is known, and another size would be compiled for nothing.
         rows = [replica.sampler.anchor(0).repeat(replica.microbatch_size)] * 2
         for batch in replica.train_feed.batches(rows, training=True):
-            (step.loss(batch) * 0.0).backward()
+            (forward.loss(batch) * 0.0).backward()
 
 
 def _check_state(task: Task, group: Group) -> None:

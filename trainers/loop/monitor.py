@@ -37,7 +37,7 @@ class Monitor:
         """`captured`: steps are CUDA graphs, in which no hook runs."""
         self.device, self.group, self.clock = parts.device, parts.group, clock
         self.flops_per_sample = parts.flops_per_sample
-        called = parts.step.model
+        called = parts.step.forward.model
         self.peak = device_peak(self.device, parts.spec.name)
         if isinstance(called, DataParallel) and self.peak is not None:
             self.peak *= len(called.device_ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,10 +36,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """
     chosen = config.optimizer
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options: dict[str, Any] = {"lr": scaled_lr(config), "weight_decay": chosen.weight_decay}
-    for name in ("momentum", "nesterov", "eps"):
-        if (value := getattr(chosen, name)) is not None:
-            options[name] = value
+    options = chosen.model_dump(exclude={"name"}, exclude_none=True) | {"lr": scaled_lr(config)}
     if chosen.betas is not None:
         options["betas"] = tuple(chosen.betas)
     fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)

@@ -1,14 +1,4 @@
-"""What each precision name means for autocast, scaler, parameters and matmul, and which devices can do it.
-
-| name      | autocast | loss scaler | parameters | fp32 matmul | cpu | cuda           | mps |
-|-----------|----------|-------------|------------|-------------|-----|----------------|-----|
-| fp32      | -        | -           | as built   | ieee        | yes | yes            | yes |
-| tf32      | -        | -           | as built   | tf32        | no  | capability 8.0 | no  |
-| bf16      | bfloat16 | -           | as built   | ieee        | yes | capability 8.0 | yes |
-| fp16      | float16  | yes         | as built   | ieee        | yes | yes            | yes |
-| bf16-pure | -        | -           | bfloat16   | ieee        | yes | capability 8.0 | yes |
-| fp16-pure | -        | -           | float16    | ieee        | yes | yes            | yes |
-"""
+"""What each precision name means for autocast, scaler, parameters and matmul, and which devices can do it: `TABLE`."""
 
 from __future__ import annotations
 
@@ -30,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrecisionSpec:
-    """One row of the table."""
+    """One row of the table. Without `autocast` operations keep their inputs' format; without `parameters` the model
+    stays as it was built; `matmul` is what fp32 products compute in; `min_capability` is CUDA's."""
 
     name: Precision
     autocast: torch.dtype | None = None
@@ -82,17 +73,15 @@ class PrecisionSpec:
 
 
 _AMPERE = (8, 0)
-TABLE: dict[str, PrecisionSpec] = {
-    spec.name: spec
-    for spec in (
-        PrecisionSpec("fp32"),
-        PrecisionSpec("tf32", matmul="tf32", devices=("cuda",), min_capability=_AMPERE),
-        PrecisionSpec("bf16", autocast=torch.bfloat16, min_capability=_AMPERE),
-        PrecisionSpec("fp16", autocast=torch.float16, scaler=True),
-        PrecisionSpec("bf16-pure", parameters=torch.bfloat16, min_capability=_AMPERE),
-        PrecisionSpec("fp16-pure", parameters=torch.float16),
-    )
-}
+_ROWS = (
+    PrecisionSpec("fp32"),
+    PrecisionSpec("tf32", matmul="tf32", devices=("cuda",), min_capability=_AMPERE),
+    PrecisionSpec("bf16", autocast=torch.bfloat16, min_capability=_AMPERE),
+    PrecisionSpec("fp16", autocast=torch.float16, scaler=True),
+    PrecisionSpec("bf16-pure", parameters=torch.bfloat16, min_capability=_AMPERE),
+    PrecisionSpec("fp16-pure", parameters=torch.float16),
+)
+TABLE: dict[str, PrecisionSpec] = {spec.name: spec for spec in _ROWS}
 
 
 def resolve_precision(name: str, device: torch.device) -> PrecisionSpec:

@@ -72,9 +72,8 @@ def shard_like(tree: Any, like: Any) -> Any:
     if is_shard(like):
         from torch.distributed.tensor import distribute_tensor
 
-        return distribute_tensor(
-            tree.to(like.device, like.dtype), like.device_mesh, like.placements, src_data_rank=None
-        )
+        tensor = tree.to(like.device, like.dtype)
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
     if isinstance(tree, dict) and isinstance(like, dict):
         return {key: shard_like(value, like.get(key)) for key, value in tree.items()}
     if isinstance(tree, (tuple, list)) and isinstance(like, (tuple, list)) and len(tree) == len(like):

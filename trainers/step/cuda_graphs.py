@@ -21,16 +21,15 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainers.data.batch import Batch, map_tensors, parts_of, tensors_of
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, classify, first_line
-from trainers.model.precision import PrecisionSpec
 from trainers.step.ceiling import OUT_OF_MEMORY
+from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
-from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -84,21 +83,16 @@ class GraphedStep(TrainStep):
 
     def __init__(
         self,
-        model: nn.Module,
-        task: Task,
+        forward: ForwardPass,
         optimizer: Optimizer,
-        spec: PrecisionSpec,
         group: Group,
         clip_grad_norm: float | None = None,
         capture: CudaCapture | None = None,
     ) -> None:
-        super().__init__(model, task, optimizer, spec, group, clip_grad_norm)
+        super().__init__(forward, optimizer, group, clip_grad_norm)
         if not self._fused:
-            raise _impossible(
-                "needs an optimizer whose step never waits for the device, and a group of this "
-                f"{type(optimizer).__name__} is not fused",
-                "build it with `fused=True`",
-            )
+            rule = "needs an optimizer whose step never waits for the device, and a group of this"
+            raise _impossible(f"{rule} {type(optimizer).__name__} is not fused", "build it with `fused=True`")
         if group.world_size > 1:
             raise _impossible(f"is for one worker, and this run has {group.world_size}", "set `scaling.num_workers: 1`")
         if capture is None and group.device.type != "cuda":
@@ -109,8 +103,7 @@ class GraphedStep(TrainStep):
         self._lrs = [torch.full((), base, dtype=torch.float32, device=group.device) for base in self._base_lrs]
         self._graph: _Graph | None = None
         self._seen: Counter[Hashable] = Counter()
-        self._last_sizes: list[int] = []
-        self._last_shape: Hashable = None
+        self._last: tuple[list[int], Hashable] = ([], None)  # sizes and shape of the last step that ran as it is
         self._warned = False
 
     def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
@@ -139,32 +132,33 @@ class GraphedStep(TrainStep):
         inputs = [map_tensors(torch.clone, batch) for batch in held]
         for parameter in self._parameters:
             parameter.grad = None  # the graph makes its own
-        groups = [param_group for param_group in self.optimizer.param_groups if "capturable" in param_group]
-        flags = [param_group["capturable"] for param_group in groups]
+        flags = [(group, group["capturable"]) for group in self.optimizer.param_groups if "capturable" in group]
         try:
-            for param_group in groups:  # only while captured: it would be kept in checkpoints, and warned of in others
+            # While captured only: it would be kept in checkpoints, and warned of in other steps.
+            for param_group, _ in flags:
                 param_group["capturable"] = True
             replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
         except RuntimeError as error:
             if classify(error) in OUT_OF_MEMORY:
                 raise
             cause = error.__context__ or error  # ending a capture that failed raises once more
-            raise _impossible(
-                f"needs a step that the host never waits in, and this one cannot be captured ({first_line(cause)})",
-                "keep forward() and loss() free of `.item()`, of copies to the CPU and of shapes that depend on values",
-            ) from error
+            rule = f"needs a step that the host never waits in, and this one cannot be captured ({first_line(cause)})"
+            fix = (
+                "keep forward() and loss() free of `.item()`, of copies to the CPU and of shapes that depend on values"
+            )
+            raise _impossible(rule, fix) from error
         finally:
-            for param_group, flag in zip(groups, flags, strict=True):
+            for param_group, flag in flags:
                 param_group["capturable"] = flag
         logger.info("captured the step of %d samples as a CUDA graph", step_samples)
         return _Graph(shape, tensors_of(inputs), replay)
 
     def _count(self, shape: Hashable, sizes: list[int]) -> None:
         """Remember a step that runs as it is; say so once where not its size but its shape is the reason."""
-        if sizes == self._last_sizes and shape != self._last_shape and not self._warned:
+        if sizes == self._last[0] and shape != self._last[1] and not self._warned:
             self._warned = True
             logger.warning("`cuda_graphs` replays equal steps only, and here shapes change: the others run as they are")
-        self._last_sizes, self._last_shape = sizes, shape
+        self._last = (sizes, shape)
         if len(self._seen) >= _MOST_SHAPES:
             self._seen.clear()
         self._seen[shape] += 1

@@ -34,20 +34,32 @@ def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: 
     Looks at the batch, at the model's parameters and buffers, and at tensors that modules or the task hold as plain
     attributes, which `model.to(device)` does not move.
     """
-    if any(words in str(error) for words in _MISMATCH):
-        bare = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
-        found = {
-            "batch": named_tensors(batch, "batch"),
-            "state": _registered(bare),
-            "attribute": _attributes(bare),
-            "task": _held(task, type(task).__name__),
-        }
-        elsewhere = {
-            place: [f"{name} on {tensor.device}" for name, tensor in tensors if _is_elsewhere(tensor, device)]
-            for place, tensors in found.items()
-        }
-        if any(elsewhere.values()) or "device" in str(error):
-            raise DeviceMismatchError(_sentence(error, elsewhere, device)) from error
+    if not any(words in str(error) for words in _MISMATCH):
+        return
+    bare = model.module if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+    found = {
+        "batch": named_tensors(batch, "batch"),
+        "state": (
+            *((f"parameter `{name}`", tensor) for name, tensor in bare.named_parameters()),
+            *((f"buffer `{name}`", tensor) for name, tensor in bare.named_buffers()),
+        ),
+        "attribute": _attributes(bare),
+        "task": _held(task, type(task).__name__),
+    }
+    names, fixes = [], []
+    for place, tensors in found.items():
+        elsewhere = [f"{name} on {tensor.device}" for name, tensor in tensors if _is_elsewhere(tensor, device)]
+        names += elsewhere
+        fixes += [_FIXES[place]] if elsewhere else []
+    if names:
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        said = f"{', '.join(names[:_NAMED])}{more} cannot meet the rest on {device}"
+    elif "device" in str(error):
+        said = f"forward() or loss() makes a tensor that is not on {device}, where batch and model are"
+        fixes = ["give it the `device=` of one of its inputs"]
+    else:
+        return
+    raise DeviceMismatchError(f"{said}; {'; '.join(fixes)} (torch: {str(error).splitlines()[0]})") from error
 
 
 _FIXES = {
@@ -59,26 +71,9 @@ _FIXES = {
 }
 
 
-def _sentence(error: RuntimeError, elsewhere: dict[str, list[str]], device: torch.device) -> str:
-    names = [name for found in elsewhere.values() for name in found]
-    if names:
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        said = f"{', '.join(names[:_NAMED])}{more} cannot meet the rest on {device}"
-        fix = "; ".join(_FIXES[place] for place, found in elsewhere.items() if found)
-    else:
-        said = f"forward() or loss() makes a tensor that is not on {device}, where batch and model are"
-        fix = "give it the `device=` of one of its inputs"
-    return f"{said}; {fix} (torch: {str(error).splitlines()[0]})"
-
-
 def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
     is_number = tensor.device.type == "cpu" and tensor.ndim == 0  # torch takes these as plain numbers
     return tensor.device != device and not is_number
-
-
-def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((f"parameter `{name}`", tensor) for name, tensor in model.named_parameters())
-    yield from ((f"buffer `{name}`", tensor) for name, tensor in model.named_buffers())
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -59,7 +59,7 @@ def evaluate(
         raise
     finally:
         model.train(was_training)
-    names = next((known for known in group.gather(names) if known), names)
+    names = next(filter(None, group.gather(names)), names)
     table = torch.zeros(len(batches), 2 + len(names), dtype=torch.float64)
     if rows:
         table[list(mine)] = torch.stack(rows).cpu().double()

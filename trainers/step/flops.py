@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainers.data.batch import fetch, map_tensors
-from trainers.model.precision import PrecisionSpec
 from trainers.step.forward import ForwardPass
 from trainers.step.throwaway import throwaway
 from trainers.task import Task
@@ -31,23 +30,22 @@ PEAKS = Path(__file__).with_name("peaks.csv")
 _LIKE_SAMPLES = 8  # of samples that are all of one shape, a few are enough; two or more, for BatchNorm
 
 
-def count_flops(
-    model: nn.Module, task: Task, dataset: Dataset[Any], microbatch: Tensor, spec: PrecisionSpec, device: torch.device
-) -> float | None:
+def count_flops(forward: ForwardPass, dataset: Dataset[Any], microbatch: Tensor) -> float | None:
     """Count the FLOPs of the forward and backward pass for one sample: matrix products, convolutions and attention, an
     addition and a multiplication each counted. None when they cannot be counted.
 
     A throw-away pass over the samples `microbatch` (int64 [n]) of the training split, real ones because padding costs
-    too: not the memory probe's worst case. `model` is the bare module, neither compiled nor wrapped, so one rank may
-    count alone. A recomputed activation counts again.
+    too: not the memory probe's worst case. `forward` is that of the bare module, neither compiled nor wrapped, so one
+    rank may count alone. A recomputed activation counts again.
     """
-    if device.type == "cuda" and any(isinstance(module, nn.RNNBase) for module in model.modules()):
+    task, device = forward.task, forward.device
+    if device.type == "cuda" and any(isinstance(module, nn.RNNBase) for module in forward.model.modules()):
         return None  # torch's counter does not know cuDNN's recurrent layers
     if type(task).worst_case_batch is Task.worst_case_batch:
         microbatch = microbatch[:_LIKE_SAMPLES]
-    forward, counter = ForwardPass(model, task, spec, device), FlopCounterMode(display=False)
+    counter = FlopCounterMode(display=False)
     autotune, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not for a shape met once
-    with throwaway(model, task, device):
+    with throwaway(forward):
         try:
             with torch.no_grad():
                 batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))

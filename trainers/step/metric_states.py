@@ -36,17 +36,13 @@ class MetricStates:
             if isinstance(value, Tensor):
                 if value.shape[:1] != (samples,) or value.numel() != samples:
                     rule = f"must be one value a sample, a tensor of shape [{samples}]"
-                    raise ConfigError(
-                        f"metric {name}", list(value.shape), rule, f"return them unreduced from {task}.metrics()"
-                    )
+                    fix = f"return them unreduced from {task}.metrics()"
+                    raise ConfigError(f"metric {name}", list(value.shape), rule, fix)
                 continue
             if not getattr(value, "_reductions", None):
-                raise ConfigError(
-                    f"metric {name}",
-                    type(value).__name__,
-                    "must be a tensor of one value a sample, or a torchmetrics.Metric with states of its own",
-                    "return the metrics of a collection or a wrapper one by one, each under its name",
-                )
+                rule = "must be a tensor of one value a sample, or a torchmetrics.Metric with states of its own"
+                fix = "return the metrics of a collection or a wrapper one by one, each under its name"
+                raise ConfigError(f"metric {name}", type(value).__name__, rule, fix)
             self._metrics[name] = value
             states = self._states.setdefault(name, {attribute: {} for attribute in value._reductions})
             for attribute, state in value.metric_state.items():
@@ -114,6 +110,4 @@ def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:
     stacked = torch.stack(states)
     if reduction is None:
         return stacked
-    if stacked.is_floating_point():
-        return reduction(stacked.double()).to(stacked.dtype)
-    return reduction(stacked)
+    return reduction(stacked.double()).to(stacked.dtype) if stacked.is_floating_point() else reduction(stacked)

@@ -51,7 +51,7 @@ class Probe:
 
     def _error(self, size: int, passes: int) -> BaseException | None:
         forward, optimizer, batch = self.forward, self.optimizer, None
-        with throwaway(forward.model, forward.task, forward.device, optimizer):
+        with throwaway(forward, optimizer):
             try:
                 for _ in range(2):  # the second with the optimizer's state in memory, as every step but the first
                     optimizer.zero_grad(set_to_none=True)
@@ -111,13 +111,14 @@ def choose_microbatch(
             tell(size, False)
             raise error
         met = probe.group.gather(None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
-        reason = next((reason for reason in met if reason is not None), None)
+        reason = next(filter(None, met), None)
         tell(size, reason is None)
-        if reason is not None and last:
+        if reason is None:
+            return True
+        if last:
             raise error or torch.OutOfMemoryError(f"a microbatch of {size} did not fit on another rank: {reason}")
-        if reason is not None:
-            logger.info("a microbatch of %d does not fit (%s)", size, reason)
-        return reason is None
+        logger.info("a microbatch of %d does not fit (%s)", size, reason)
+        return False
 
     if wanted != "auto":
         size = min(int(wanted), share)

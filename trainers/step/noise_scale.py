@@ -9,12 +9,11 @@ measured, P = sum |w g|^2, W = sum w and Q = sum w^2:
     E[W S - P]       = (W - Q) |G|^2
     E[B (P - Q S)]   = (W - Q) tr(Sigma)
 
-Any pieces do, of any weights: all that is asked is that they were not picked by their gradient. One piece that is the
-whole batch has W = Q = 1 and says nothing, by itself: without two workers or microbatches there is no noise scale.
+Any pieces do that were not picked by their gradient, except the whole batch as one: W = Q = 1 says nothing.
 
-Both left sides are linear in what one rank has measured, so each rank adds up its own on its device, and one sum over
-ranks a window is the only collective, and the only wait. The noise scale tr(Sigma) / |G|^2 is the ratio of the two
-sums: an average of single steps' ratios would be biased, their denominators being often near zero and even negative.
+Both left sides are linear in what one rank has measured: each rank adds up its own, and one sum over ranks a window is
+the only collective and the only wait. The noise scale tr(Sigma) / |G|^2 is the ratio of the two sums: an average of
+single steps' ratios would be biased, their denominators being often near zero and even negative.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import covariance, fmean
 from typing import Any
 
 import torch
@@ -69,12 +69,9 @@ class NoiseScale:
 
     With microbatches, the piece is each rank's first: its gradient stands in `.grad` before the second is added, so
     a measurement costs one norm and no memory. With one microbatch on each of several DDP ranks, the pieces are the
-    ranks' own gradients, which only a communication hook sees: register `hook()`. FSDP averages before any hook runs:
-    it has no estimate. Steps that are captured as CUDA graphs need `every_steps` 1: a replay repeats the
-    measurement that was captured, and a step captured without one never makes any.
-
-    With one microbatch of one worker there are no pieces: every `halves_every_steps`-th step may be taken as two
-    halves, which is the same step but for rounding.
+    ranks' own gradients, which only a communication hook sees: register `hook()`. With one microbatch of one worker
+    every `halves_every_steps`-th step may be taken as two halves, which is the same step but for rounding. Steps that
+    are captured as CUDA graphs need `every_steps` 1: a replay repeats the measurement that was captured, or none.
     """
 
     def __init__(self, group: Group, every_steps: int = 10, halves_every_steps: int = 0) -> None:
@@ -85,17 +82,17 @@ class NoiseScale:
         self._square = torch.zeros((), dtype=self._exact, device=group.device)
         self._share: float | Tensor = 0.0
         self._scale: Tensor | None = None
-        self._hooked = False
+        self._hooked = self._on = self._first = False
         self._steps = 0
-        self._on = self._split = False
 
     def begin(self, shares: Sequence[float | Tensor], scale: Tensor | None = None) -> None:
         """Begin a step, in which this rank's microbatches have these shares of the global weight.
 
         `scale` is the loss scale of this step, on the device: what `GradScaler.scale(ones)` gives.
         """
-        self._split = len(shares) > 1
-        self._on = (self._split or self._hooked) and self._steps % self.every_steps == 0
+        split = len(shares) > 1
+        self._on = (split or self._hooked) and self._steps % self.every_steps == 0
+        self._first = self._on and split and not self._hooked
         self._steps += 1
         if self._on:
             self._square.zero_()
@@ -107,14 +104,9 @@ class NoiseScale:
         halved = self.halves_every_steps and step % self.halves_every_steps == 0
         return -(-size // 2) if halved else size
 
-    @property
-    def wants_first(self) -> bool:
-        """Whether `first` is to be called in this step."""
-        return self._on and self._split and not self._hooked
-
     def first(self, gradients: Sequence[Tensor]) -> None:
-        """Measure the first microbatch's gradients, before anything is added to them."""
-        if self.wants_first and gradients:
+        """Measure the first microbatch's gradients, where they are the piece, before anything is added to them."""
+        if self._first and gradients:
             self._square += self._squared(gradients)
 
     def end(self, gradients: Sequence[Tensor], step_samples: int) -> None:
@@ -182,20 +174,18 @@ def noise_scale(config: TrainConfig, group: Group, model: nn.Module, accumulatio
     """Return what `noise_scale: true` asks for; None, with a warning, where there is nothing to measure."""
     if not config.noise_scale:
         return None
-    reason = ""
     if is_sharded(model):
         reason = "strategy fsdp averages gradients before a hook can read them"
-    elif group.world_size == 1 and accumulation == 1:
-        if config.compile != "off" or config.cuda_graphs:
-            reason = "one microbatch of one worker has no pieces, and halves would be compiled or captured anew"
-        elif any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            reason = "one microbatch of one worker has no pieces, and halves would change BatchNorm's statistics"
-        else:
-            return NoiseScale(group, 1, _HALVES_EVERY_STEPS)
-    if reason:
-        logger.warning("no gradient noise scale: %s", reason)
-        return None
-    return NoiseScale(group, 1 if config.cuda_graphs else 10)
+    elif group.world_size > 1 or accumulation > 1:
+        return NoiseScale(group, 1 if config.cuda_graphs else 10)
+    elif config.compile != "off" or config.cuda_graphs:
+        reason = "one microbatch of one worker has no pieces, and halves would be compiled or captured anew"
+    elif any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        reason = "one microbatch of one worker has no pieces, and halves would change BatchNorm's statistics"
+    else:
+        return NoiseScale(group, 1, _HALVES_EVERY_STEPS)
+    logger.warning("no gradient noise scale: %s", reason)
+    return None
 
 
 def estimate(windows: Sequence[Window]) -> NoiseEstimate | None:
@@ -205,23 +195,17 @@ def estimate(windows: Sequence[Window]) -> NoiseEstimate | None:
     """
     if not windows:
         return None
-    signal = math.fsum(window.signal for window in windows) / len(windows)
-    noise = math.fsum(window.noise for window in windows) / len(windows)
-    low, high = _interval(windows, signal, noise)
-    return NoiseEstimate(noise / signal if signal > 0 else math.inf, low, high)
+    signals, noises = [window.signal for window in windows], [window.noise for window in windows]
+    signal, noise = fmean(signals), fmean(noises)
+    return NoiseEstimate(noise / signal if signal > 0 else math.inf, *_interval(signals, noises))
 
 
-def _interval(windows: Sequence[Window], signal: float, noise: float) -> tuple[float, float]:
+def _interval(signals: list[float], noises: list[float]) -> tuple[float, float]:
     """Fieller's interval of noise / signal: the inverse of that of signal / noise, whose denominator is far from 0."""
-    n = len(windows)
+    n, signal, noise = len(signals), fmean(signals), fmean(noises)
     if n <= 2:
         return 0.0, math.inf
-    signals, noises = [window.signal - signal for window in windows], [window.noise - noise for window in windows]
-
-    def covariance(one: list[float], other: list[float]) -> float:
-        return math.fsum(a * b for a, b in zip(one, other, strict=True)) / (n * (n - 1))
-
-    t2 = student_t95(n - 1) ** 2
+    t2 = student_t95(n - 1) ** 2 / n
     a = noise * noise - t2 * covariance(noises, noises)
     b = signal * noise - t2 * covariance(signals, noises)
     c = signal * signal - t2 * covariance(signals, signals)

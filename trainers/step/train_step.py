@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, Optimizer
 
 from trainers.data.batch import Batch
 from trainers.devices.group import Group
-from trainers.model.precision import PrecisionSpec
 from trainers.model.strategy import no_sync
 from trainers.step.forward import ForwardPass
 from trainers.step.noise_scale import NoiseScale
@@ -31,21 +30,13 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        task: Task,
-        optimizer: Optimizer,
-        spec: PrecisionSpec,
-        group: Group,
-        clip_grad_norm: float | None = None,
+        self, forward: ForwardPass, optimizer: Optimizer, group: Group, clip_grad_norm: float | None = None
     ) -> None:
-        self.model, self.task, self.optimizer, self.spec, self.group = model, task, optimizer, spec, group
-        self.clip_grad_norm = clip_grad_norm
-        self._forward = ForwardPass(model, task, spec, group.device)
+        self.forward, self.optimizer, self.group, self.clip_grad_norm = forward, optimizer, group, clip_grad_norm
         self.noise: NoiseScale | None = None
         """Measures the gradient noise scale, where that is asked for."""
         device = group.device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=spec.scaler)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=forward.spec.scaler)
         # MPS has no float64.
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), dtype=exact, device=device)
@@ -53,14 +44,14 @@ class TrainStep:
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
-        self._weighs_samples = type(task).weight is Task.weight
+        self._weighs_samples = type(forward.task).weight is Task.weight
         self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
         self._base_lrs = [float(param_group["lr"]) for param_group in optimizer.param_groups]
         self._fused = all(param_group.get("fused") for param_group in optimizer.param_groups)
         # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it in some versions only.
         narrow = any(parameter.dtype is torch.bfloat16 for parameter in self._parameters)
         self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
-        if spec.scaler and self._fused and isinstance(optimizer, SGD):
+        if forward.spec.scaler and self._fused and isinstance(optimizer, SGD):
             _start_momentum(optimizer)
 
     @property
@@ -83,20 +74,16 @@ class TrainStep:
             noise.begin(shares, self.scaler.scale(self._one) if self.scaler.is_enabled() else None)
         for index, share in enumerate(shares):
             batch = next(batches)
-            with contextlib.nullcontext() if index == last else no_sync(self.model):
-                loss = self.loss(batch)
+            with contextlib.nullcontext() if index == last else no_sync(self.forward.model):
+                loss = self.forward.loss(batch)
                 self._backward(loss, share)
-            if index == 0 and noise is not None and noise.wants_first:
+            if index == 0 and noise is not None:
                 noise.first(self._gradients())
             if isinstance(share, Tensor):
                 self.loss_sum += loss.detach() * share
             else:
                 self.loss_sum.add_(loss.detach(), alpha=share)
         self._update(step_samples)
-
-    def loss(self, batch: Batch) -> Tensor:
-        """Forward and loss of one batch, in this precision."""
-        return self._forward.loss(batch)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
         """Gradients of `loss * share * world size`, which enters as the seed of the backward pass where it can."""
@@ -122,7 +109,7 @@ class TrainStep:
         if self._weighs_samples:
             return [0.0 if idle else size / step_samples for size in sizes], batches
         held = [next(batches) for _ in sizes]
-        weights = torch.stack([self.task.weight(batch).to(self.loss_sum) for batch in held])
+        weights = torch.stack([self.forward.task.weight(batch).to(self.loss_sum) for batch in held])
         for index, size in enumerate(sizes):
             if idle or size == 0:
                 weights[index] = 0
