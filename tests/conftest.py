@@ -38,16 +38,16 @@ tempfile.tempdir = None
 multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ignore[attr-defined]
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, tests on Ray's session cluster run one after another, and others a file at a time."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        on_ray = item.path.parent.name == "on_ray" or "cluster" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.nodeid.partition("::")[0]))
-    # The longest group first: the other process takes what is left.
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("ray",))  # type: ignore[union-attr]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, the files on Ray's cluster are one: it is started once, and has a process for itself."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "on_ray" if nodeid.startswith("tests/on_ray/") else str(super()._split_scope(nodeid))
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_unconfigure() -> None:
@@ -60,10 +60,9 @@ def nothing_left_behind() -> Iterator[None]:
     """Every process that the suite started is gone at its end."""
     import psutil
 
-    from tests.distributed.processes import end_server
-
     yield
-    end_server()
+    if (processes := sys.modules.get("tests.distributed.processes")) is not None:
+        processes.end_server()
     deadline = time.monotonic() + 20
     while (left := [p for p in psutil.Process().children(recursive=True) if _alive(p)]) and time.monotonic() < deadline:
         time.sleep(0.2)

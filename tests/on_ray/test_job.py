@@ -1,0 +1,38 @@
+"""A sweep as a Ray job, which brings its code along."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Cluster, Done
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.mark.full
+def test_as_a_ray_job(cluster: Cluster, tmp_path: Path, command: Callable[..., Done]) -> None:
+    # fmt: off
+    done = command(
+        "job", "submit", "--address", cluster.dashboard, "--working-dir", ".", "--",
+        "python", "-m", "tune", "examples/digits/sweep.yaml", "--storage_path", str(tmp_path),
+        "--space.global_batch_size", "[64, 128]", "--train.epochs", "4", "--objective.target", "{val_accuracy: 0.9}",
+        program=(str(Path(sys.executable).parent / "ray"),),
+    )
+    # fmt: on
+    assert done.code == 0, done.out + done.err
+    assert "digits-sweep: 4 trials" in done.out
+    assert "trial 4/4" in done.out
+    assert json.loads((tmp_path / "digits-sweep/summary.json").read_text())["best"]["id"]
+
+    packages = list(cluster.directory.glob("session_*/runtime_resources/working_dir_files/_ray_pkg_*"))
+    directories = [path for path in packages if path.is_dir()]
+    assert directories
+    sizes = [sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in directories]
+    assert max(sizes) < 5 * 2**20
+    # best.yaml of a job names its task's directory relative to the job's package, so that the next job finds it.
+    assert "task_dir: ." in (tmp_path / "digits-sweep/best.yaml").read_text()
