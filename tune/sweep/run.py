@@ -108,6 +108,13 @@ def _nodes_up() -> list[dict[str, float]]:
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
+def _driver_node() -> str:
+    """The resource of the driver's own node: a trial's actor there does not go with a node that comes and goes."""
+    [own] = [node for node in ray.nodes() if node["NodeID"] == ray.get_runtime_context().get_node_id()]
+    names = ("node:__internal_head__", f"node:{own['NodeManagerAddress']}")
+    return next(name for name in names if name in own["Resources"])
+
+
 def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[dict[str, Any], float]]:
     """The configurations of ended trials and their objectives, the worst for those that have none."""
     objective = spec.config.objective
@@ -131,7 +138,7 @@ def _tuner(
             usd_per_hour=plan.lane_usd_per_hour,
             **({"interval": config.pbt.perturbation_interval} if population else {}),
         ),
-        {"memory": 1},  # Tune refuses a trial without resources; a byte takes nothing from the lanes
+        {_driver_node(): 1e-4},  # Tune refuses a trial without resources; this one takes nothing from the lanes
     )
     scheduler = None
     if config.scheduler == "asha":
