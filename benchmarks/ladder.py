@@ -16,7 +16,7 @@ rungs before it changed:
 
 A rung that fails or does not fit is a row that says so. Figures: samples/s after warm-up with the 95 % interval of the
 step time over n steps; peak of allocated memory (data included, at most 0.5 GB); TFLOP/s of the model by torch's own
-counter; MFU against the data sheet (trainers/step/peaks.csv) and against a product of two 8192 x 8192 matrices in the same
+counter; MFU against the data sheet (peaks.csv) and against a product of two 8192 x 8192 matrices in the same
 run, both in the rung's precision. Rungs run in order of importance, and `--minutes` drops the last of them.
 `--small` (the default without CUDA) are miniatures, which show that the script works and nothing of speed.
 """
