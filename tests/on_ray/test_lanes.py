@@ -123,6 +123,7 @@ def test_two_lanes_of_two_workers_do_not_fit_on_two_cpus(tmp_path: Path, driver:
         run(sweep(tmp_path, {"precision": ["fp32"]}, train, lanes=2))
 
 
+@pytest.mark.full
 def test_one_rank_out_of_memory_leaves_no_rank_waiting(tmp_path: Path, driver: Any) -> None:
     """Not in the probe, which all ranks agree on, but later: the other rank waits in all-reduce by then."""
     space = {"task_args": [{"fail_at": 12, "failure": "oom on rank 1"}, {}]}
