@@ -93,7 +93,7 @@ def test_the_models_flops_are_those_of_a_hand_count() -> None:
 
 
 def test_a_product_is_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.runs.measure", lambda run, wait: [0.5, 0.25, 0.25])
+    monkeypatch.setattr("cluster.health.matmul.measure", lambda run, wait, sample_s: [0.5, 0.25, 0.25])
     assert matmul_flops("fp32", CPU, 100) == 2 * 100**3 / 0.25
 
 
