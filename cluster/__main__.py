@@ -7,8 +7,6 @@ Exit codes: 0 in order; 1 warnings, with --strict, a node that is not in order, 
 has one; 2 errors in a file or on the command line, or N workers never fit.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Annotated
 

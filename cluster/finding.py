@@ -1,7 +1,5 @@
 """One remark on a cluster file or a node, in the form of Paceline's errors: field, value, rule and fix."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal

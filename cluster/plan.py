@@ -1,7 +1,5 @@
 """What fits on the nodes of a cluster file, now and when it has grown, and what they cost an hour; starts nothing."""
 
-from __future__ import annotations
-
 import datetime as dt
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

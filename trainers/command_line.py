@@ -4,8 +4,6 @@ A command is a function: its docstring says what it does, and its parameters are
 torch and Ray are imported: one sentence on standard error, and exit code 2.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import os

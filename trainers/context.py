@@ -1,7 +1,5 @@
 """RunContext: all that the loop knows of its launcher. Launchers override what they have to say or want to hear."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trainers.storage import Storage

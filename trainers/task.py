@@ -1,7 +1,5 @@
 """Task: what a user writes. A model, its data and its loss; everything else has a default."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

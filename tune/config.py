@@ -1,7 +1,5 @@
 """SweepConfig: everything that `sweep.yaml` may say, strict, without torch and Ray."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator

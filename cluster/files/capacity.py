@@ -1,7 +1,5 @@
 """Pure arithmetic: nodes and their resources -> how many worker groups fit, for how many dollars an hour."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

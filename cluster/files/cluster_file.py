@@ -1,7 +1,5 @@
 """What Paceline knows of a cluster file of any kind, and the reading of its YAML; needs no Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

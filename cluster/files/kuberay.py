@@ -3,8 +3,6 @@
 Kubernetes drops fields that it does not know without a word, so a misspelt one is refused here.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Pure: the node types of a prepared `ray up` configuration: machine, resources, spot or not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

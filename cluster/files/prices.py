@@ -1,7 +1,5 @@
 """The price list `prices.csv`: what instance types cost and hold, and how old each figure is."""
 
-from __future__ import annotations
-
 import csv
 import datetime as dt
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """(Ray) Read a `ray up` YAML through Ray's own schema and defaults, offline; every refusal is one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Actors that run probes, one on every node, and who of them has stopped answering (Ray)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

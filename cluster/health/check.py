@@ -3,8 +3,6 @@
 Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage that is proved.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import statistics

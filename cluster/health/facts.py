@@ -1,7 +1,5 @@
 """What a check knows of a cluster and its nodes, as plain data; `check --json` prints it as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """What nodes measure together: the link from one to the next, and all-reduce between and within nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

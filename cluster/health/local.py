@@ -3,8 +3,6 @@
 Environment read: CUDA_VISIBLE_DEVICES, which hides GPUs from torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

@@ -1,7 +1,5 @@
 """How fast a device multiplies matrices."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What one node measures of itself; every function runs on that node."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

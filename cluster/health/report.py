@@ -1,7 +1,5 @@
 """Pure: what a check has found, as a table, as JSON, or as the label selector that leaves bad nodes out."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

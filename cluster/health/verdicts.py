@@ -1,7 +1,5 @@
 """Pure: from what the nodes of a cluster measured, the verdict on each of them."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What Kubernetes and KubeRay accept in a RayCluster or RayJob, and what would be unsafe, contradictory or lost."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What the machines of a `ray up` file have and may do, against what the file says of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

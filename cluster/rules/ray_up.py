@@ -3,8 +3,6 @@
 Environment read: RAY_UP_enable_autoscaler_v2, which `ray up` reads too (provider local only).
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -1,7 +1,5 @@
 """How fast a cluster reacts: until a dead node is noticed, and what a job may still do when it is stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from cluster.finding import Finding, warning

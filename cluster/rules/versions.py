@@ -1,7 +1,5 @@
 """Which versions a cluster installs, against those that Paceline is tested with."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping

@@ -18,8 +18,6 @@ Threads never call a collective: on the process group of DDP's own it would mix 
 steps anyway, so nothing polls storage, and an error is met by all ranks in the same step.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

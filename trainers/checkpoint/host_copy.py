@@ -1,7 +1,5 @@
 """A copy of the training state in host memory, for a checkpoint that is written while training goes on."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

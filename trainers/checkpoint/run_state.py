@@ -3,8 +3,6 @@
 It is the same under every strategy and for any number of workers: whole tensors, under the bare module's names.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Nothing here unpickles code, and nothing is a collective: trainers/checkpoint/checkpoints.py makes the ranks agree.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

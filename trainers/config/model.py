@@ -3,8 +3,6 @@
 No torch and no Ray here: a mistake in a file is said before either is imported.
 """
 
-from __future__ import annotations
-
 import copy
 import types
 from operator import attrgetter

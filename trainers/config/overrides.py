@@ -1,7 +1,5 @@
 """`--dotted.key value` overrides of a configuration file."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

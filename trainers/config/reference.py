@@ -1,7 +1,5 @@
 """The configuration reference: every key with its type, default and meaning, from the models themselves."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterator
 from typing import get_args, get_origin

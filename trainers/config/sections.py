@@ -3,8 +3,6 @@
 The descriptions below the fields are also the text of `--help` and of docs/config.md.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

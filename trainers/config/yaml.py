@@ -1,7 +1,5 @@
 """YAML 1.2 documents of plain data; PyYAML by itself knows 1.1, where `off` is false and `1e-3` a word."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

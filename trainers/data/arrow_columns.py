@@ -1,7 +1,5 @@
 """The columns of memory-mapped Arrow record batches: some rows of them as one tensor or one list."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any, NoReturn, Union

@@ -5,8 +5,6 @@ store, columns to be stacked) is converted once into a cache directory and mappe
 loader processes of a node share one copy, in the page cache.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -4,8 +4,6 @@ A dataset gives a whole batch at once by `gather(rows)` (an int64 array to a bat
 it), by torch's `__getitems__(indices)`, or by being a TensorDataset; any other is asked for a sample at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

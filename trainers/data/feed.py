@@ -1,7 +1,5 @@
 """Batches on the device: resident tensors that are indexed there, or whole batches fetched here or by a DataLoader."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Epoch e is one seeded permutation; step t takes the next `global_batch_size` sam
 only split that set. So a run goes on mid-epoch on another number of workers and still uses each sample once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sized
 
 import torch

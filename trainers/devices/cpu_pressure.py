@@ -1,7 +1,5 @@
 """How long work of this machine has waited for a processor, from Linux's pressure stall information (PSI)."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

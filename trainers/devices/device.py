@@ -3,8 +3,6 @@
 Reads /proc/self/status and resets the peak through /proc/self/clear_refs (Linux, proc(5)).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

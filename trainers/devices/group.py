@@ -1,7 +1,5 @@
 """The ranks of one run, and the few collectives that the loop needs."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import torch

@@ -4,8 +4,6 @@ Without a GPU, without NVML, or where a figure is not supported (a MIG slice has
 an error. A reading takes the driver about a millisecond and does not wait for the GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import statistics

@@ -1,7 +1,5 @@
 """Random state of a worker as tensors and plain data, which `torch.load(weights_only=True)` reads back."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Export of a trained model: its weights as one safetensors file, which needs nothing of ours to be read."""
 
-from __future__ import annotations
-
 import json
 
 import safetensors

@@ -4,8 +4,6 @@ One worker in this process, or `--scaling.num_workers N` of them. Everything els
 figures of its own evaluation come out again to the last bit on the same hardware.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time

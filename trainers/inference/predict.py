@@ -1,7 +1,5 @@
 """Write a model's prediction for every sample as one Parquet file, in the order of the data."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Importing torch makes a million objects that all stay, and Python's collector lo
 way: a third of the time that the import takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

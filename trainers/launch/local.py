@@ -3,8 +3,6 @@
 Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

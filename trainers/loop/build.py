@@ -1,7 +1,5 @@
 """Builds a worker's replica, in the order that memory and seeds need."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The lines that rank 0 logs while a run goes on."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ resume the newest complete checkpoint, and train (trainers/loop/training.py)
 where training runs out of memory: do both again with a smaller microbatch
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

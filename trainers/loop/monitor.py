@@ -4,8 +4,6 @@ Only two hooks under DDP run within a step: they read a clock (on a GPU: record 
 at the end of a log window, when the device has been waited for anyway.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

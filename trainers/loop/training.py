@@ -8,8 +8,6 @@ until the last step (of this launcher's part of the run), or until asked to stop
 evaluate and checkpoint the end; write `result.json`
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

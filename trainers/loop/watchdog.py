@@ -4,8 +4,6 @@ A thread of each worker watches the loop's heartbeat. Where a call holds the int
 can run, the C-level timer of `faulthandler` writes the stacks and ends the process instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging

@@ -1,7 +1,5 @@
 """What torch.compile did in a run: graphs, graph breaks, recompilations and why."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What lay in a GPU's memory when a run ran out of it."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import tempfile

@@ -4,8 +4,6 @@ Under DDP every rank's step takes equally long, because the fast ones wait in th
 what each does before it waits for anybody: the time until its batches are there, and the time of its own backward pass.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from typing import Any, TypedDict

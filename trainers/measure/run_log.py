@@ -1,7 +1,5 @@
 """The log that is kept with a run: JSON lines, and TensorBoard events where they are asked for."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time

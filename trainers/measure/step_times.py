@@ -1,7 +1,5 @@
 """Step times as running sums: the mean, its confidence interval and the spread, at the same cost after any step."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -5,8 +5,6 @@ a few hundred kilobytes that waiting is the larger part of a step. There every r
 once and adds up what comes in the order of ranks: one turn, and the same bits on every rank (with two those of gloo).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

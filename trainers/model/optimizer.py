@@ -1,7 +1,5 @@
 """Optimizer, learning-rate schedule and batch-size rules from configuration."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Sharded models and tensors (FSDP2, DTensor): what is sharded, what a rank has of it, and the whole of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

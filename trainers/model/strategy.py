@@ -10,8 +10,6 @@
 With one rank (ddp, fsdp) or one GPU (dp) the model stays bare. The bare module keeps its parameters' names always.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

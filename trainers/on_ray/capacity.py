@@ -7,8 +7,6 @@ Environment read: RAY_ADDRESS, without which a cluster is embedded and never gro
 KUBERNETES_SERVICE_HOST, which KubeRay and Kubernetes set.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

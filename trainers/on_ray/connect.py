@@ -3,8 +3,6 @@
 Environment read: RAY_ADDRESS names the cluster; without it an embedded one starts on this machine.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

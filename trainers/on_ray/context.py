@@ -1,7 +1,5 @@
 """The loop's context inside a worker of a Ray TorchTrainer, and the run's figures as Ray metrics (Ray)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

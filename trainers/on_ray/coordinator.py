@@ -4,8 +4,6 @@ It counts nodes every 20 s, and keeps what a run has reserved for 180 s: it lear
 run whose driver was killed. Source: default_autoscaling_coordinator.py of ray.data (Ray 2.60).
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether a failed worker group starts again: decided in Ray's controller, by the kind of failure."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in 
 of the runs, too), and leaves the choice of a backend to the controller's node, which may be a head without a GPU.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Train one run as a Ray TorchTrainer around the loop."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import threading

@@ -4,8 +4,6 @@ The probe tries the worst case that the task names, so a step may still need mor
 on the device, fragmentation. The next start takes half of what failed. Does not import torch: a sweep's actor reads it.
 """
 
-from __future__ import annotations
-
 import json
 
 from trainers.config import TrainConfig

@@ -12,8 +12,6 @@ Random numbers go on from where the generator is, in a replay too. The task's Py
 captured or run as they are.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections import Counter

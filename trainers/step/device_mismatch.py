@@ -1,7 +1,5 @@
 """Explains torch's complaint about tensors on different devices by naming those that are elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Fixed batches are dealt whole to ranks; each batch's float64 sums fill its own r
 ranks (to zeros, so exactly) and then summed without rounding. For torchmetrics see trainers/step/metric_states.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the 
 row has no utilisation: nothing is guessed.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The forward pass: a task's outputs and loss of a batch, in the run's precision."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ A metric's states are taken after every batch and reduced once, at the end, as t
 every batch had been a rank. The order is that of the batches, so the figure is the same for any number of workers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from operator import itemgetter, methodcaller
 from typing import Any

@@ -4,8 +4,6 @@ Under DDP a rank that runs out of memory leaves the others waiting in all-reduce
 module first: worst-case batch, forward, backward and optimizer step, everything put back after.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -16,8 +16,6 @@ the only collective and the only wait. The noise scale tr(Sigma) / |G|^2 is the 
 single steps' ratios would be biased, their denominators being often near zero and even negative.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Replica: what one worker trains with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Throw-away passes: whatever they change is put back, so that training begins as if there had been none."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

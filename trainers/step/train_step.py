@@ -1,7 +1,5 @@
 """One optimizer step: forward and backward of each microbatch, exact global mean, clip, guarded update."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

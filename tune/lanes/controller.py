@@ -3,8 +3,6 @@
 Ray imports this file in the controller, so it must not import torch: two seconds of processor time at every start.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import ray

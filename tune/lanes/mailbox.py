@@ -4,8 +4,6 @@ It owns what the sweep knows of which microbatches fit: running trials tell it, 
 that is known not to fit never starts. The driver learns from it how far the start of each lane is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

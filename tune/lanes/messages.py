@@ -1,7 +1,5 @@
 """A trial on its way from its Tune actor to a lane, and what comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import uuid

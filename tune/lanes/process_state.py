@@ -6,8 +6,6 @@ the task are forgotten, so that each trial imports them anew. What a run sets it
 restored as well, since a task's module and its constructor run before that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import logging

@@ -4,8 +4,6 @@ Each is a Python process of its own that imports Ray (2.5 s of processor time on
 controller waits for most of them. Source: DataParallelTrainer.fit of ray.train.v2 (Ray 2.60).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import ray

@@ -1,7 +1,5 @@
 """A worker of a lane: trial after trial from the mailbox, in one process (Ray)."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a sweep says: its trials ranked by the objective, and the outcome in plain sentences."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Charts as inline SVG: matplotlib's style, and colours that are CSS variables, so that they follow light and dark."""
 
-from __future__ import annotations
-
 import html
 import io
 import re

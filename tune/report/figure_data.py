@@ -1,7 +1,5 @@
 """What the figures share, gathered from the records: the key of the x axis, the key of the colour, their values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The report's figures: of trials (throughput, memory, curves, time to target), and of the search that made them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from statistics import median

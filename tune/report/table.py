@@ -1,7 +1,5 @@
 """The table of a sweep's trials: its columns for terminal and page, and as rich draws it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Trials, values and figures in words: for sentences, tables and axes. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard

@@ -1,7 +1,5 @@
 """What a sweep leaves: results.parquet, best.yaml, summary.json and report.html."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

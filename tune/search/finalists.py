@@ -4,8 +4,6 @@ A repeat runs alone, with another seed, in turn with the other finalists': its t
 nor to the luck for which the first run was chosen, so only repeats count.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

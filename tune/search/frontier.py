@@ -7,8 +7,6 @@ trained. It ends when no batch size that was not trained could be faster than th
 draws, or when a third of the samples of the whole grid is spent; the reason says which.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The grid that search frontier covers: its places from a sweep's space, and what the records say of them. Pure."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ PopulationBasedTraining decides; it is told of a trial after each stage (sweep/p
 which a run may go on from its checkpoint change: the others a trial takes over with the weights.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Searches and the population as Ray Tune takes them: spaces, searchers, a scheduler. The only file here with Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

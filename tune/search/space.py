@@ -3,8 +3,6 @@
 Tune's configurations are wrapped and unwrapped here and nowhere else.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import math

@@ -11,8 +11,6 @@ is observed counts more. Settings that differ only in how fast the same training
 to need about as many samples; any others may need anything. Throughput is interpolated between measured batch sizes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ same to a lane, a population larger than the number of lanes takes turns, and no
 before its lane does, and its end before Tune does.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Any

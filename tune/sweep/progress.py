@@ -3,8 +3,6 @@
 Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
 """
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

@@ -1,7 +1,5 @@
 """Repeats of the finalists: one at a time, in turn, while no other lane works (Ray)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

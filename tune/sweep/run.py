@@ -1,7 +1,5 @@
 """The sweep as it runs: lanes, Ray Tune's Tuner over them, and the journal (Ray)."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

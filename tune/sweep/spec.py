@@ -1,7 +1,5 @@
 """A sweep as plain data: read from a file, checked before Ray is imported, kept with the sweep for its resume."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A trial as Ray Tune sees it: a trainable without a model, which waits for the reports of its lane (Ray)."""
 
-from __future__ import annotations
-
 import math
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Figures with a confidence interval: what a trial needed to the target, in samples and in dollars. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

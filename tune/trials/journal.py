@@ -6,8 +6,6 @@ trial of a population (`scheduler: pbt`) also has `<sweep>/population/<id>/<numb
 written when it begins and again when it has ended.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

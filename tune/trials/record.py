@@ -1,7 +1,5 @@
 """TrialRecord: how one trial ended, made from what a lane reports; and what ends a trial before its last step."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
