@@ -7,12 +7,11 @@ command line or in the configuration cannot be used, or the sweep never fits the
 resume is said.
 """
 
-from __future__ import annotations
-
+import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -20,10 +19,8 @@ from trainers.command_line import run
 from trainers.launch.imports import without_collection
 from tune.config import SweepConfig
 from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
-
-if TYPE_CHECKING:
-    from tune.trials.record import TrialRecord
-
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
 
 _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
@@ -49,10 +46,6 @@ def resume(directory: _Directory, *, no_check: _NoCheck = False) -> int:
 
 def report(directory: _Directory) -> int:
     """Write the report again from the journal."""
-    import json
-
-    from tune.trials.journal import Journal
-
     spec = read_saved(directory)
     summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
     return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
@@ -76,9 +69,8 @@ def plan(
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return run(
-        "python -m tune", __doc__, {"": sweep, "resume": resume, "report": report, "plan": plan}, argv, SweepConfig
-    )
+    commands = {"": sweep, "resume": resume, "report": report, "plan": plan}
+    return run("python -m tune", __doc__, commands, argv, SweepConfig)
 
 
 def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
@@ -100,9 +92,8 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
         versions = environment()
     except (Interrupted, KeyboardInterrupt):
         disconnect()
-        print(
-            f"interrupted: {prepare(spec, False)} trials are kept; go on with\n    {_resume_command(spec)}", flush=True
-        )
+        kept = prepare(spec, False)
+        print(f"interrupted: {kept} trials are kept; go on with\n    {_resume_command(spec)}", flush=True)
         return 130
     disconnect()
     return _answer(spec, records, versions)
@@ -123,9 +114,8 @@ def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, 
     from tune.report.table import table
     from tune.report.write import write_report
 
-    answer = write_report(
-        spec.storage, spec.config, spec.train, records, environment, task_dir=spec.path[0] if spec.path else None
-    )
+    task_dir = spec.path[0] if spec.path else None
+    answer = write_report(spec.storage, spec.config, spec.train, records, environment, task_dir=task_dir)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(table(spec.config, records, answer))
     print(answer.sentence)

@@ -15,7 +15,7 @@ from cluster.health.check import require_sound
 from trainers.launch.spec import RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.connect import check_cluster, connect
-from tune.lanes.lanes import Lanes, LaneSetup, start_mailbox
+from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
 from tune.search.ray_search import (
     member_name,
@@ -52,8 +52,8 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     search = searcher(spec.config, at_a_time, _objectives(spec, before), spec.train, journal.records)
     mailbox = start_mailbox(spec.storage)
     is_fresh, is_auto = spec.config.isolation == "fresh", spec.config.lanes == "auto"
-    setup = LaneSetup(plan.train.scaling, plan.use_gpu, spec.path, is_fresh, spec.storage)
-    lanes = Lanes(mailbox, setup, plan.num_at_once, is_patient=is_auto)
+    scaling, at_once = plan.train.scaling, plan.num_at_once
+    lanes = Lanes(mailbox, scaling, plan.use_gpu, spec.path, is_fresh, spec.storage, at_once, is_patient=is_auto)
     pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
 
     def grow() -> None:
@@ -117,8 +117,8 @@ def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[d
     """The configurations of ended trials and their objectives, the worst for those that have none."""
     objective = spec.config.objective
     worst = math.inf if objective.direction == "min" else -math.inf
-    pairs = [(record.config, objective_value(objective, record)) for record in records]
-    return [(trial, worst if value is None else value) for trial, value in pairs]
+    values = [objective_value(objective, one) for one in records]
+    return [(one.config, worst if value is None else value) for one, value in zip(records, values, strict=True)]
 
 
 def _tuner(

@@ -79,7 +79,7 @@ def _spec(
     train_source: str,
     source: str,
     directory: Path | None,
-    own_workers: bool = True,
+    own_workers: bool,
 ) -> SweepSpec:
     # A trial's own name and storage have no effect: it keeps nothing, the journal does.
     given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
@@ -110,7 +110,7 @@ def read_saved(location: str) -> SweepSpec:
     config = build(SweepConfig, tree | {"storage_path": storage.parent.uri}, source)
     assert isinstance(config.train, dict)
     task_dir = config.train.get("task_dir")
-    return _spec(config, config.train, source, source, Path(task_dir) if task_dir else None)
+    return _spec(config, config.train, source, source, Path(task_dir) if task_dir else None, own_workers=True)
 
 
 def is_complete(spec: SweepSpec) -> bool:
