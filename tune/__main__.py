@@ -93,18 +93,14 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
     except (Interrupted, KeyboardInterrupt):
         disconnect()
         kept = prepare(spec, False)
-        print(f"interrupted: {kept} trials are kept; go on with\n    {_resume_command(spec)}", flush=True)
+        python = Path(sys.executable)
+        if python.is_relative_to(Path.cwd()):
+            python = python.relative_to(Path.cwd())
+        command = f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
+        print(f"interrupted: {kept} trials are kept; go on with\n    {command}", flush=True)
         return 130
     disconnect()
     return _answer(spec, records, versions)
-
-
-def _resume_command(spec: SweepSpec) -> str:
-    """As the user would type it."""
-    python = Path(sys.executable)
-    if python.is_relative_to(Path.cwd()):
-        python = python.relative_to(Path.cwd())
-    return f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
 
 
 def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> int:

@@ -216,9 +216,8 @@ class Mailbox:
 
     async def cancel(self, ticket: str) -> None:
         """Stop a submission at its next report, or before its start."""
-        state = self._trials.get(ticket)
-        if state is not None:
-            state.cancelled = True
+        if ticket in self._trials:
+            self._trials[ticket].cancelled = True
 
     async def forget(self, ticket: str) -> None:
         """Drop a submission whose end is in the journal."""

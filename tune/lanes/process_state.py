@@ -217,8 +217,8 @@ class Baseline:
         """Threads of a trial that do not end within moments."""
         deadline = time.monotonic() + _THREAD_GRACE_S
         while True:
+            new = set(threading.enumerate()) - self._threads
             # Threads that Python did not start (autograd's, once they ran a hook) show up as dummies.
-            new = [thread for thread in threading.enumerate() if thread not in self._threads]
             leaked = [thread for thread in new if not isinstance(thread, threading._DummyThread)]
             if not leaked or time.monotonic() > deadline:
                 return leaked

@@ -133,12 +133,9 @@ class Progress(tune.Callback):
         if self._grow is not None and now - self._grew >= GROW_EVERY_S:
             self._grew = now
             self._grow()
-        if now - self._looked >= LOOK_EVERY_S:
-            self._looked = now
-            self._look()
-
-    def _look(self) -> None:
-        """Ask the mailbox how things are; show it."""
+        if now - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = now
         state = ray.get(self._mailbox.watch.remote(self._notes))
         self._pace.lanes_up(len(state["lanes"]))
         self._notes += len(state["notes"])

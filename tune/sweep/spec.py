@@ -74,12 +74,7 @@ def read_sweep(location: str, overrides: Mapping[str, Any], own_workers: bool = 
 
 
 def _spec(
-    config: SweepConfig,
-    train: dict[str, Any],
-    train_source: str,
-    source: str,
-    directory: Path | None,
-    own_workers: bool,
+    config: SweepConfig, train: dict[str, Any], train_file: str, source: str, directory: Path | None, own_workers: bool
 ) -> SweepSpec:
     # A trial's own name and storage have no effect: it keeps nothing, the journal does.
     given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
@@ -90,7 +85,7 @@ def _spec(
     except ConfigError as error:
         raise error.at(source) from error
     try:
-        run = make_spec({**base, "storage_path": uri}, train_source, directory, own_workers)
+        run = make_spec({**base, "storage_path": uri}, train_file, directory, own_workers)
     except ConfigError as error:
         if error.field in config.space:
             raise ConfigError(f"space.{error.field}", error.value, error.rule, error.fix, source) from error
