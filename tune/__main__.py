@@ -69,8 +69,9 @@ def plan(
 
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    commands = {"": sweep, "resume": resume, "report": report, "plan": plan}
-    return run("python -m tune", __doc__, commands, argv, SweepConfig)
+    return run(
+        "python -m tune", __doc__, {"": sweep, "resume": resume, "report": report, "plan": plan}, argv, SweepConfig
+    )
 
 
 def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
