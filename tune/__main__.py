@@ -7,12 +7,11 @@ command line or in the configuration cannot be used, or the sweep never fits the
 resume is said.
 """
 
-from __future__ import annotations
-
+import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -20,10 +19,8 @@ from trainers.command_line import run
 from trainers.launch.imports import without_collection
 from tune.config import SweepConfig
 from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
-
-if TYPE_CHECKING:
-    from tune.trials.record import TrialRecord
-
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
 
 _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
@@ -49,10 +46,6 @@ def resume(directory: _Directory, *, no_check: _NoCheck = False) -> int:
 
 def report(directory: _Directory) -> int:
     """Write the report again from the journal."""
-    import json
-
-    from tune.trials.journal import Journal
-
     spec = read_saved(directory)
     summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
     return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
@@ -100,20 +93,15 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
         versions = environment()
     except (Interrupted, KeyboardInterrupt):
         disconnect()
-        print(
-            f"interrupted: {prepare(spec, False)} trials are kept; go on with\n    {_resume_command(spec)}", flush=True
-        )
+        kept = prepare(spec, False)
+        python = Path(sys.executable)
+        if python.is_relative_to(Path.cwd()):
+            python = python.relative_to(Path.cwd())
+        command = f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
+        print(f"interrupted: {kept} trials are kept; go on with\n    {command}", flush=True)
         return 130
     disconnect()
     return _answer(spec, records, versions)
-
-
-def _resume_command(spec: SweepSpec) -> str:
-    """As the user would type it."""
-    python = Path(sys.executable)
-    if python.is_relative_to(Path.cwd()):
-        python = python.relative_to(Path.cwd())
-    return f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
 
 
 def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> int:
@@ -123,9 +111,8 @@ def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, 
     from tune.report.table import table
     from tune.report.write import write_report
 
-    answer = write_report(
-        spec.storage, spec.config, spec.train, records, environment, task_dir=spec.path[0] if spec.path else None
-    )
+    task_dir = spec.path[0] if spec.path else None
+    answer = write_report(spec.storage, spec.config, spec.train, records, environment, task_dir=task_dir)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(table(spec.config, records, answer))
     print(answer.sentence)

@@ -32,7 +32,7 @@ def sweep(tmp_path: Path, space: dict[str, Any], train: dict[str, Any] | None = 
     }
     config = build(SweepConfig, tree, "test")
     assert isinstance(config.train, dict)
-    return _spec(config, config.train, "test", "test", REPOSITORY)
+    return _spec(config, config.train, "test", "test", REPOSITORY, own_workers=True)
 
 
 def run(spec: SweepSpec) -> list[TrialRecord]:

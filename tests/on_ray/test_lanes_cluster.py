@@ -15,7 +15,7 @@ from tests.on_ray.test_lanes import rows, run, sweep
 from tests.waits import when
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from tune.lanes.lanes import Lanes, LaneSetup, start_mailbox
+from tune.lanes.lanes import Lanes, start_mailbox
 
 pytestmark = pytest.mark.ray
 
@@ -55,8 +55,7 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     mailbox = start_mailbox(spec.storage)
     at_once = 2
     config = build(TrainConfig, spec.train, "test")
-    setup = LaneSetup(config.scaling, False, spec.path, False, spec.storage)
-    lanes = Lanes(mailbox, setup, at_once, is_patient=False)
+    lanes = Lanes(mailbox, config.scaling, False, spec.path, False, spec.storage, at_once, is_patient=False)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("lane-")}
     lanes.grow(3)
     deadline = time.monotonic() + 30

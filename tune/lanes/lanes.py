@@ -8,14 +8,12 @@ Ray imports this file in the controller of each lane, which does not need torch:
 processor time at every start. So torch, and whatever imports it, is imported in the functions that run elsewhere.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import ray.train
@@ -32,9 +30,6 @@ from trainers.storage import Storage
 from tune.lanes.controller import LaneCallback
 from tune.lanes.mailbox import Mailbox
 
-if TYPE_CHECKING:
-    from tune.lanes.trainer import LaneTrainer
-
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 3
@@ -46,28 +41,26 @@ def start_mailbox(sweep: Storage) -> Any:
     return ray.remote(Mailbox).options(num_cpus=0, max_concurrency=10_000).remote(sweep)
 
 
-@dataclass(frozen=True)
-class LaneSetup:
-    """What all lanes of a sweep have in common."""
+@dataclass
+class Lanes:
+    """The lanes of a sweep."""
 
+    mailbox: Any
     scaling: ScalingConfig
     """The shape of the worker group."""
     use_gpu: bool
-    path: Sequence[str]
+    path: tuple[str, ...]
     """Directories of the task's module."""
     is_fresh: bool
     """Whether each trial has a worker group of its own."""
     sweep: Storage
     """The sweep's directory; Ray keeps its own records of the lanes below it."""
+    num_at_once: int
+    """Lanes that may start at the same time."""
+    is_patient: bool
+    """Whether the others start only where the sweep is likely to last."""
 
-
-class Lanes:
-    """The lanes of a sweep."""
-
-    def __init__(self, mailbox: Any, setup: LaneSetup, num_at_once: int, is_patient: bool) -> None:
-        """At most `num_at_once` lanes start at the same time; patient ones only where the sweep is likely to last."""
-        self._mailbox, self._setup = mailbox, setup
-        self._num_at_once, self._is_patient = num_at_once, is_patient
+    def __post_init__(self) -> None:
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -88,7 +81,7 @@ class Lanes:
         `timeout_s`, since they may wait for a node.
         """
         deadline = time.monotonic() + timeout_s
-        while not (cancelled() or ray.get(self._mailbox.starts.remote("workers"))) and time.monotonic() < deadline:
+        while not (cancelled() or ray.get(self.mailbox.starts.remote("workers"))) and time.monotonic() < deadline:
             self._closing.wait(_LOOK_S)
 
     def close(self, timeout_s: float = 45.0) -> None:
@@ -96,7 +89,7 @@ class Lanes:
         leave its reservation with Ray; one that is not up after `timeout_s` is killed.
         """
         self._closing.set()
-        ray.get(self._mailbox.close.remote())
+        ray.get(self.mailbox.close.remote())
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -109,12 +102,12 @@ class Lanes:
         """
         self._closing.set()
         deadline, ended = time.monotonic() + timeout_s, False
-        while (alive := [thread.is_alive() for thread in self._threads]) and any(alive):
+        while any(alive := [thread.is_alive() for thread in self._threads]):
             if time.monotonic() > deadline:
                 logger.warning("lanes %s do not end", [lane for lane, is_alive in enumerate(alive) if is_alive])
                 break
             try:
-                controllers = ray.get(self._mailbox.starts.remote("controller"), timeout=timeout_s)
+                controllers = ray.get(self.mailbox.starts.remote("controller"), timeout=timeout_s)
             except ray.exceptions.RayError:  # the cluster is gone, and the controllers with it
                 controllers = {}
             for lane, controller in controllers.items():
@@ -127,7 +120,7 @@ class Lanes:
     def _free(self) -> None:
         """Free what killed controllers had reserved: Ray does so when the job ends, and this one may go on."""
         here = ray.get_runtime_context()
-        own = {"CPU": float(self._setup.scaling.cpus_per_worker)}
+        own = {"CPU": float(self.scaling.cpus_per_worker)}
         try:
             filters: Any = [("creator_job_id", "=", here.get_job_id())]
             for group in list_placement_groups(here.gcs_address, filters, detail=True, timeout=_STATE_S):
@@ -144,20 +137,20 @@ class Lanes:
         self._wait_for_turn(lane)
         while not self._closing.is_set():
             try:
-                self._trainer(lane).fit()
+                self._fit(lane)
                 failed = 0
             except Exception as error:
                 if self._closing.is_set():
                     return
                 failed += 1
                 logger.warning("lane %d ended: %s", lane, last_line(error))
-                ray.get(self._mailbox.lost.remote(lane))
-                reservations = ray.get(self._mailbox.starts.remote("reservation"))
+                ray.get(self.mailbox.lost.remote(lane))
+                reservations = ray.get(self.mailbox.starts.remote("reservation"))
                 if lane in reservations:  # of a controller that died; any other has given it back
                     remove_placement_group(reservations[lane])
                 if failed == _MAX_FAILED_STARTS:
-                    if not ray.get(self._mailbox.watch.remote())["lanes"]:
-                        ray.get(self._mailbox.close.remote(f"lane {lane} failed {failed} times: {error}"))
+                    if not ray.get(self.mailbox.watch.remote())["lanes"]:
+                        ray.get(self.mailbox.close.remote(f"lane {lane} failed {failed} times: {error}"))
                     return
 
     def _wait_for_turn(self, lane: int) -> None:
@@ -167,36 +160,31 @@ class Lanes:
         the time, and costs nothing where the sweep is over by then. No lane waits forever for those before it.
         """
         began = time.monotonic()
-        deadline = began + _START_S * (lane // self._num_at_once)
-        while lane >= self._num_at_once and time.monotonic() < deadline and not self._closing.wait(_LOOK_S):
-            up = ray.get(self._mailbox.watch.remote())["lanes"]
-            if lane < self._num_at_once + sum(one < lane for one in up):
-                if self._is_patient:
+        deadline = began + _START_S * (lane // self.num_at_once)
+        while lane >= self.num_at_once and time.monotonic() < deadline and not self._closing.wait(_LOOK_S):
+            up = ray.get(self.mailbox.watch.remote())["lanes"]
+            if lane < self.num_at_once + sum(one < lane for one in up):
+                if self.is_patient:
                     self._closing.wait(min(time.monotonic() - began, deadline - time.monotonic()))
                 return
 
-    def _trainer(self, lane: int) -> LaneTrainer:
+    def _fit(self, lane: int) -> None:
+        """Run a worker group of a lane to its end."""
         from tune.lanes.trainer import LaneTrainer
 
-        setup = self._setup
-        return LaneTrainer(
+        of_sweep = {"path": self.path, "fresh": self.is_fresh, "name": self.sweep.name}
+        LaneTrainer(
             serve,
-            train_loop_config={
-                "lane": lane,
-                "mailbox": self._mailbox,
-                "path": list(setup.path),
-                "fresh": setup.is_fresh,
-                "name": setup.sweep.name,
-            },
-            torch_config=GroupConfig("nccl" if setup.use_gpu else "gloo"),  # type: ignore[arg-type]
-            scaling_config=ray_scaling(setup.scaling, setup.use_gpu),
+            train_loop_config={"lane": lane, "mailbox": self.mailbox, **of_sweep},
+            torch_config=GroupConfig("nccl" if self.use_gpu else "gloo"),  # type: ignore[arg-type]
+            scaling_config=ray_scaling(self.scaling, self.use_gpu),
             run_config=ray.train.RunConfig(
                 name=f"lane-{lane}",
-                storage_path=setup.sweep.child("lanes").uri,
+                storage_path=self.sweep.child("lanes").uri,
                 failure_config=ray.train.FailureConfig(max_failures=-1),
-                callbacks=[LaneCallback(self._mailbox, lane)],  # type: ignore[list-item]
+                callbacks=[LaneCallback(self.mailbox, lane)],  # type: ignore[list-item]
             ),
-        )
+        ).fit()
 
 
 def serve(loop_config: Mapping[str, Any]) -> None:

@@ -65,10 +65,7 @@ class Mailbox:
 
     async def _enqueue(self, ticket: str, first: bool = False) -> None:
         async with self._arrived:
-            if first:
-                self._queue.appendleft(ticket)
-            else:
-                self._queue.append(ticket)
+            self._queue.insert(0 if first else len(self._queue), ticket)
             self._arrived.notify_all()
 
     async def hello(self, lane: int, device: str = "") -> None:
@@ -81,21 +78,18 @@ class Mailbox:
     async def lost(self, lane: int) -> None:
         """Note that a lane's worker group is gone, and queue its trial again, before the others."""
         self._devices.pop(lane, None)
-        lost = self._running.pop(lane, None)
-        if lost is None or lost not in self._trials or self._trials[lost].ended:
+        trial = self._trials.get(self._running.pop(lane, ""))
+        if trial is None or trial.ended:
             return
-        trial = self._trials[lost]
-        if trial.restarting:
-            trial.restarting = False
-            await self._enqueue(lost, first=True)
-            return
-        trial.losses += 1
-        if trial.losses >= MAX_LOSSES:
-            message = f"its worker group died {trial.losses} times under it"
-            trial.tell(Event(outcome={"status": "node_lost", "message": message, "lane": lane}))
-        else:
+        if not trial.restarting:
+            trial.losses += 1
+            if trial.losses >= MAX_LOSSES:
+                message = f"its worker group died {trial.losses} times under it"
+                trial.tell(Event(outcome={"status": "node_lost", "message": message, "lane": lane}))
+                return
             self.say(f"lane {lane} died under trial {trial.assignment.trial}: the trial starts again")
-            await self._enqueue(lost, first=True)
+        trial.restarting = False
+        await self._enqueue(trial.assignment.ticket, first=True)
 
     async def take(self, lane: int, wait_s: float) -> Assignment | str | None:
         """The next trial for a lane; "close" when there will be none; None when `wait_s` passed without one."""
@@ -222,9 +216,8 @@ class Mailbox:
 
     async def cancel(self, ticket: str) -> None:
         """Stop a submission at its next report, or before its start."""
-        state = self._trials.get(ticket)
-        if state is not None:
-            state.cancelled = True
+        if ticket in self._trials:
+            self._trials[ticket].cancelled = True
 
     async def forget(self, ticket: str) -> None:
         """Drop a submission whose end is in the journal."""
@@ -257,10 +250,6 @@ class Mailbox:
         logger.warning("%s", words)
         self._notes.append(words)
 
-    async def state(self) -> dict[str, Any]:
-        """The tickets of queued trials, and of running ones by lane."""
-        return {"queued": list(self._queue), "running": dict(self._running)}
-
     async def watch(self, notes: int = 0) -> dict[str, Any]:
         """For the terminal and the metrics: lanes that are up, their trials with their newest reports, what is known
         of microbatches, and the notes from number `notes` on.
@@ -274,12 +263,7 @@ class Mailbox:
             label: (self._boundary.largest_fit(key), self._boundary.smallest_misfit(key))
             for key, label in sorted(self._labels.items(), key=lambda item: item[1])
         }
-        return {
-            "lanes": sorted(self._devices),
-            "running": running,
-            "boundary": boundary,
-            "notes": self._notes[notes:],
-        }
+        return {"lanes": sorted(self._devices), "running": running, "boundary": boundary, "notes": self._notes[notes:]}
 
 
 def _label(trial: Submission, device: str) -> str:

@@ -17,7 +17,6 @@ class Assignment:
     ticket: str
     """Names this submission: Tune may start two actors for one trial, and drop one of them."""
     trial: str
-    """The trial's id."""
     tree: dict[str, Any]
     """Its whole TrainConfig."""
     microbatch_ceiling: int | None = None

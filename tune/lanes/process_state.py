@@ -114,12 +114,9 @@ def _torch_settings() -> Iterator[Setting]:
     )
     for kind in ("cpu", "cuda"):
         enabled = (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
+        dtype = (partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind))
         yield f"autocast enabled ({kind})", *enabled
-        yield (
-            f"autocast dtype ({kind})",
-            partial(torch.get_autocast_dtype, kind),
-            partial(torch.set_autocast_dtype, kind),
-        )
+        yield f"autocast dtype ({kind})", *dtype
     yield "autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     yield "fp32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     yield "TF32 in cuDNN", core._get_cudnn_allow_tf32, core._set_cudnn_allow_tf32
@@ -220,8 +217,8 @@ class Baseline:
         """Threads of a trial that do not end within moments."""
         deadline = time.monotonic() + _THREAD_GRACE_S
         while True:
+            new = set(threading.enumerate()) - self._threads
             # Threads that Python did not start (autograd's, once they ran a hook) show up as dummies.
-            new = [thread for thread in threading.enumerate() if thread not in self._threads]
             leaked = [thread for thread in new if not isinstance(thread, threading._DummyThread)]
             if not leaked or time.monotonic() > deadline:
                 return leaked

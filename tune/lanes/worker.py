@@ -78,7 +78,7 @@ def serve_trials(loop_config: Mapping[str, Any]) -> None:
     gauges = Gauges(f"{loop_config['name']}/lane-{lane}", context.get_world_rank())
     device = torch.device("cuda", own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
     group = Group(context.get_world_rank(), context.get_world_size(), device)
-    path = tuple(loop_config["path"])
+    path = loop_config["path"]
     baseline = Baseline(group.device, path)
     # What decides how much fits: the GPU's model and memory.
     label = f"{device_name(group.device)}, {total_memory_bytes(group.device) / 2**30:.1f} GiB"

@@ -1,17 +1,14 @@
 """The plan of a sweep: how many trials on how many lanes, computed once from its file and from what the cluster has.
 
 `python -m tune SWEEP.yaml` makes it from the live cluster; `python -m tune plan` from a cluster file, and says what the
-sweep would hold and cost before a cent is spent. The duration of a trial is given by the user, or it is the mean of
-those that the sweep's directory holds already; without either it is said to be unknown, not guessed.
+sweep would hold and cost before a cent is spent.
 """
-
-from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from cluster.files.capacity import total, worker_slots
 from cluster.files.cluster_file import ClusterFile
@@ -57,7 +54,7 @@ class SweepPlan:
     """Price of one lane, where the sweep's file gives the price of all."""
 
     @classmethod
-    def make(cls, spec: SweepSpec, up: Nodes, at_most: Nodes, use_gpu: bool) -> SweepPlan:
+    def make(cls, spec: SweepSpec, up: Nodes, at_most: Nodes, use_gpu: bool) -> Self:
         """Plan a sweep on the nodes that are `up`, and those `at_most` that the cluster may grow to (none: unknown).
 
         Raises ConfigError where more lanes are asked for than fit.
@@ -206,7 +203,7 @@ def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | 
 
 
 def _trial_s(records: Sequence[TrialRecord], minutes: float | None, note: str) -> tuple[float | None, str]:
-    """Duration of a trial, and where that is from."""
+    """Duration of a trial, and where that is from: given, or the mean of those that ended; else it is unknown."""
     if minutes is not None:
         return minutes * 60, "given"
     times = [record.end_time - record.start_time for record in records if record.finished]

@@ -60,11 +60,11 @@ class PopulationTrial(LaneTrial):
         """Run one stage; returns its last evaluation, or the trial's end."""
         if self._record is not None:
             return self._final(self._record)
-        if not self._ticket:
-            again = self._stage is not None and not self._stage.ended  # a killed driver's
-            self._submit(self._stage if self._stage is not None and again else self._open(self._stage))
         stage = self._stage
-        assert stage is not None
+        if stage is None or stage.ended:  # one that has not ended is a killed driver's, or an exploit's
+            stage = self._open(stage)
+        if not self._ticket:
+            self._submit(stage)
         while (outcome := self._await_event()) is None:
             pass
         self._mailbox.forget.remote(self._ticket)
@@ -127,7 +127,7 @@ class PopulationTrial(LaneTrial):
             if name.isdecimal() and int(name) <= stage.number - KEPT_STAGES and directory.uri not in used:
                 directory.delete("")
 
-    def _leave(self) -> None:
+    def cleanup(self) -> None:
         """Cancel the stage that Tune has cut off; the driver records the trial."""
         if self._ticket:
             ray.get(self._mailbox.cancel.remote(self._ticket))

@@ -58,24 +58,21 @@ class Pace:
         """Called with the number of lanes that take trials: an actor sooner than that would only slow their start."""
         if self._total is not None:
             self._allow(count)
-            self._expect(self._search.max_concurrent if len(self._started) < self._total else 0)
+            self._mailbox.expect.remote(self._search.max_concurrent if len(self._started) < self._total else 0)
 
     def trial_started(self, name: str) -> None:
         """Called when Tune has given an actor to one of its trials."""
         self._started.add(name)
         if len(self._started) == self._total:
-            self._expect(0)
+            self._mailbox.expect.remote(0)
 
     def over(self) -> None:
         """Called when Tune starts no further trial."""
         self._total = None
-        self._expect(0)
+        self._mailbox.expect.remote(0)
 
     def _allow(self, count: int) -> None:
         self._search.max_concurrent = max(self._search.max_concurrent, count)
-
-    def _expect(self, count: int) -> None:
-        self._mailbox.expect.remote(count)
 
 
 class Progress(tune.Callback):
@@ -136,12 +133,9 @@ class Progress(tune.Callback):
         if self._grow is not None and now - self._grew >= GROW_EVERY_S:
             self._grew = now
             self._grow()
-        if now - self._looked >= LOOK_EVERY_S:
-            self._looked = now
-            self._look()
-
-    def _look(self) -> None:
-        """Ask the mailbox how things are; show it."""
+        if now - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = now
         state = ray.get(self._mailbox.watch.remote(self._notes))
         self._pace.lanes_up(len(state["lanes"]))
         self._notes += len(state["notes"])

@@ -36,7 +36,7 @@ def run_repeats(
     names = labels(spec.config, records)
     say(f"{len(wanted)} repeats of the finalists, alone and in turn")
     deadline = time.monotonic() + _QUIET_S
-    while ray.get(mailbox.state.remote())["running"] and time.monotonic() < deadline:
+    while ray.get(mailbox.watch.remote())["running"] and time.monotonic() < deadline:
         check()
         time.sleep(_LOOK_S)
     for number, (finalist, seed) in enumerate(wanted, 1):

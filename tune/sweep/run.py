@@ -15,16 +15,9 @@ from cluster.health.check import require_sound
 from trainers.launch.spec import RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.connect import check_cluster, connect
-from tune.lanes.lanes import Lanes, LaneSetup, start_mailbox
+from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
-from tune.search.ray_search import (
-    member_name,
-    num_samples,
-    population_scheduler,
-    population_space,
-    searcher,
-    tune_space,
-)
+from tune.search import ray_search
 from tune.sweep.plan import SweepPlan
 from tune.sweep.population_trial import PopulationTrial
 from tune.sweep.progress import Pace, Progress
@@ -49,11 +42,11 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
     # A grid and a random search come to their old trials again; optuna and frontier go on from them.
     before = journal.records() if spec.config.search in ("optuna", "frontier") else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
-    search = searcher(spec.config, at_a_time, _objectives(spec, before), spec.train, journal.records)
+    search = ray_search.searcher(spec.config, at_a_time, _objectives(spec, before), spec.train, journal.records)
     mailbox = start_mailbox(spec.storage)
     is_fresh, is_auto = spec.config.isolation == "fresh", spec.config.lanes == "auto"
-    setup = LaneSetup(plan.train.scaling, plan.use_gpu, spec.path, is_fresh, spec.storage)
-    lanes = Lanes(mailbox, setup, plan.num_at_once, is_patient=is_auto)
+    scaling, at_once = plan.train.scaling, plan.num_at_once
+    lanes = Lanes(mailbox, scaling, plan.use_gpu, spec.path, is_fresh, spec.storage, at_once, is_patient=is_auto)
     pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
 
     def grow() -> None:
@@ -117,8 +110,8 @@ def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[d
     """The configurations of ended trials and their objectives, the worst for those that have none."""
     objective = spec.config.objective
     worst = math.inf if objective.direction == "min" else -math.inf
-    pairs = [(record.config, objective_value(objective, record)) for record in records]
-    return [(trial, worst if value is None else value) for trial, value in pairs]
+    values = [objective_value(objective, one) for one in records]
+    return [(one.config, worst if value is None else value) for one, value in zip(records, values, strict=True)]
 
 
 def _tuner(
@@ -138,21 +131,21 @@ def _tuner(
         ),
         {_driver_node(): 1e-4},  # Tune refuses a trial without resources; this one takes nothing from the lanes
     )
-    scheduler = None
+    scheduler = ray_search.population_scheduler(config) if population else None
     if config.scheduler == "asha":
         scheduler = AsyncHyperBandScheduler(metric="objective", mode=objective.direction, max_t=10_000)
-    elif population:
-        scheduler = population_scheduler(config)
+    journal = Journal(spec.storage)
+    space = ray_search.population_space(config, journal) if population else ray_search.tune_space(config)
     return tune.Tuner(
         trainable,
-        param_space=population_space(config, Journal(spec.storage)) if population else tune_space(config),
+        param_space=space,
         tune_config=tune.TuneConfig(
-            num_samples=num_samples(config, num_before),
+            num_samples=ray_search.num_samples(config, num_before),
             search_alg=search,
             scheduler=scheduler,
             reuse_actors=True,
             time_budget_s=config.time_budget_s,
-            trial_name_creator=member_name if population else None,
+            trial_name_creator=ray_search.member_name if population else None,
         ),
         run_config=tune.RunConfig(name="tune", storage_path=spec.uri, verbose=0, callbacks=[progress]),
     )

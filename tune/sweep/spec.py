@@ -74,12 +74,7 @@ def read_sweep(location: str, overrides: Mapping[str, Any], own_workers: bool = 
 
 
 def _spec(
-    config: SweepConfig,
-    train: dict[str, Any],
-    train_source: str,
-    source: str,
-    directory: Path | None,
-    own_workers: bool = True,
+    config: SweepConfig, train: dict[str, Any], train_file: str, source: str, directory: Path | None, own_workers: bool
 ) -> SweepSpec:
     # A trial's own name and storage have no effect: it keeps nothing, the journal does.
     given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
@@ -90,7 +85,7 @@ def _spec(
     except ConfigError as error:
         raise error.at(source) from error
     try:
-        run = make_spec({**base, "storage_path": uri}, train_source, directory, own_workers)
+        run = make_spec({**base, "storage_path": uri}, train_file, directory, own_workers)
     except ConfigError as error:
         if error.field in config.space:
             raise ConfigError(f"space.{error.field}", error.value, error.rule, error.fix, source) from error
@@ -110,7 +105,7 @@ def read_saved(location: str) -> SweepSpec:
     config = build(SweepConfig, tree | {"storage_path": storage.parent.uri}, source)
     assert isinstance(config.train, dict)
     task_dir = config.train.get("task_dir")
-    return _spec(config, config.train, source, source, Path(task_dir) if task_dir else None)
+    return _spec(config, config.train, source, source, Path(task_dir) if task_dir else None, own_workers=True)
 
 
 def is_complete(spec: SweepSpec) -> bool:

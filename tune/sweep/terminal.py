@@ -1,14 +1,12 @@
 """The sweep on the terminal while it runs: a live table where there is one, plain lines in a log."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -56,8 +54,7 @@ def render(view: View) -> RenderableType:
         table.add_column(column, justify="right" if column in ("lane", "step", "for") else "left")
     for lane, trial in sorted(running.items()):
         metrics = trial["metrics"]
-        shown = {key: value for key, value in metrics.items() if key.startswith(("val_", "train_l"))}
-        newest = "  ".join(f"{key} {value:.4g}" for key, value in shown.items())
+        newest = "  ".join(f"{key} {metrics[key]:.4g}" for key in metrics if key.startswith(("val_", "train_l")))
         words, age_s = shown_config(view.configs.get(trial["trial"], {})), time.time() - trial["started"]
         table.add_row(str(lane), words, str(metrics.get("step", "")), newest, duration(age_s))
     lines = []
@@ -83,7 +80,7 @@ class Terminal:
         self._live: Live | None = None
         self._undo = ExitStack()
 
-    def __enter__(self) -> Terminal:
+    def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live = self._undo.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
             # Log lines go above the table, although the handlers were bound to the stream before it.

@@ -43,7 +43,7 @@ class LaneTrial(Trainable):
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Called by Tune with the next trial of the same actor."""
-        self._leave()
+        self.cleanup()
         self._begin(new_config)
         return True
 
@@ -98,26 +98,22 @@ class LaneTrial(Trainable):
         """The objective so far, for a scheduler; the worst value where it is not defined yet."""
         worst = math.inf if self._objective.direction == "min" else -math.inf
         if self._objective.metric in TO_TARGET:
-            reached_s = time_to_target(self._objective, self._curve)
-            if reached_s is not None and self._objective.metric == "usd_to_target":
-                return dollars(reached_s, self._usd_per_hour or 0.0)
-            return worst if reached_s is None else reached_s
-        value = row.get(self._objective.metric, worst)
-        return worst if math.isnan(value) else value
+            value = time_to_target(self._objective, self._curve)
+            if value is not None and self._objective.metric == "usd_to_target":
+                value = dollars(value, self._usd_per_hour or 0.0)
+        else:
+            value = row.get(self._objective.metric)
+        return worst if value is None or math.isnan(value) else value
 
     def _final(self, record: TrialRecord) -> dict[str, Any]:
         self._curve = record.curve
         row = {**record.metrics, "samples_per_s": record.samples_per_s or 0.0, "step_time_s": record.step_time_s or 0.0}
         return {**row, "objective": self._value(row), "trial": record.id, "status": record.status, "done": True}
 
-    def _leave(self) -> None:
+    def cleanup(self) -> None:
         """Cancel a trial that the search has stopped before its end; the driver records it."""
         if self._record is None:
             ray.get(self._mailbox.cancel.remote(self._ticket))
-
-    def cleanup(self) -> None:
-        """Called by Tune at the end of the actor."""
-        self._leave()
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:
         """Save nothing; without this method Tune would not reuse the actor."""
