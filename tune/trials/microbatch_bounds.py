@@ -20,16 +20,8 @@ from typing import Any
 from trainers.config import TrainConfig
 from trainers.config.model import build, plain
 
-_MEMORY_KEYS = (
-    "task",
-    "task_args",  # all of them: which shape the model or its input, only the task knows
-    "precision",
-    "compile",
-    "cuda_graphs",
-    "channels_last",
-    "deterministic",  # other algorithms, with other workspaces
-    "strategy",
-)
+# All of task_args, since only the task knows which shape the model; deterministic algorithms have other workspaces.
+_MEMORY_KEYS = ("task", "task_args", "precision", "compile", "cuda_graphs", "channels_last", "deterministic")
 
 
 def key_of(tree: Mapping[str, Any], device_name: str) -> str:
@@ -42,6 +34,7 @@ def key_of(tree: Mapping[str, Any], device_name: str) -> str:
     optimizer = config.optimizer
     settings = {key: getattr(config, key) for key in _MEMORY_KEYS} | {
         "device": device_name,
+        "strategy": config.strategy,
         "ddp": plain(config.ddp),
         "workers": [config.scaling.min_workers, config.scaling.max_workers],
         "gpus_per_worker": config.scaling.gpus_per_worker,  # below 1, workers share a GPU's memory
