@@ -125,8 +125,7 @@ def judge_gpus(driver: Driver | None, num_seen: int, built_for: str | None, visi
     """
     if driver is None or not driver.num_gpus:
         if num_seen:  # another vendor's, or a container without NVML
-            text = f"torch sees {_gpus(num_seen)}; NVML, which would know the driver, does not answer"
-            return Remark("note", text)
+            return Remark("note", f"torch sees {_gpus(num_seen)}; NVML, which would know the driver, does not answer")
         return Remark("note", "there is no NVIDIA GPU here: only what is below was measured")
     num_gpus, newest = driver.num_gpus, driver.cuda[0]
     if num_seen >= num_gpus:

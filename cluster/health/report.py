@@ -17,12 +17,7 @@ _COLUMNS = ("node", "address", "device", "clock", "matmul", "network", "disk", "
 
 
 def print_report(
-    cluster: ClusterFacts,
-    found: Sequence[NodeFinding],
-    uri: str | None,
-    seconds: float,
-    as_json: bool,
-    exclude_bad: bool,
+    cluster: ClusterFacts, found: list[NodeFinding], uri: str | None, seconds: float, as_json: bool, exclude_bad: bool
 ) -> int:
     """Print what was found, and return the exit code.
 
