@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 _START_S, _PART_S, _MEASURE_S, _COLLECTIVE_S = 60.0, 20.0, 45.0, 40.0
 """How long a node may take to start an actor, to answer, to measure, and to meet the others."""
 _PINGS = 5
-_REPEATS = 3
-"""How often a doubtful rate is measured again."""
+_REPEATS = 3  # how often a doubtful rate is measured again
 _UNEXPECTED = 2  # of Ray's NodeDeathInfo: neither drained nor scaled down
 
 

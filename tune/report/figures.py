@@ -181,7 +181,8 @@ def pareto(data: FigureData) -> Figure | None:
     rates = [usd / time_s for usd, time_s in times if usd is not None and is_number(time_s) and time_s > 0]
     if rates:
         usd = rates[0] * unit_s
-        right = canvas.axes.secondary_yaxis("right", functions=(lambda y: y * usd, lambda y: y / usd))
+        functions: Any = (lambda y: y * usd, lambda y: y / usd)
+        right = canvas.axes.secondary_yaxis("right", functions=functions)
         right.set_ylabel("USD to target", color=MUTED)
     canvas.legend(data.legend(record for _, _, record in rows))
     lines = " Vertical lines are 95 % intervals of the finalists' repeats." if repeated else ""

@@ -6,11 +6,10 @@ trial of a population (`scheduler: pbt`) also has `<sweep>/population/<id>/<numb
 written when it begins and again when it has ended.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainers.errors import STATUSES, CheckpointError, StorageError
@@ -64,7 +63,7 @@ class Journal:
 
     def append(self, record: TrialRecord) -> None:
         """Write a record; return when it is durable."""
-        self._storage.write(f"{record.id}.json", json.dumps(dataclasses.asdict(record)).encode())
+        self._storage.write(f"{record.id}.json", json.dumps(asdict(record)).encode())
 
     def find(self, trial: str) -> TrialRecord | None:
         """Return the record of a trial that has ended, else None."""
@@ -77,7 +76,7 @@ class Journal:
 
     def write_stage(self, stage: Stage) -> None:
         """Write a stage, anew when it has ended; return when it is durable."""
-        self.population.write(f"{stage.name}.json", json.dumps(dataclasses.asdict(stage)).encode())
+        self.population.write(f"{stage.name}.json", json.dumps(asdict(stage)).encode())
 
     def stage(self, name: str) -> Stage:
         """Return the stage of a name; raise CheckpointError when it is not there or damaged."""

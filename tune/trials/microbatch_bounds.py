@@ -9,13 +9,11 @@ and what was thought to fit from there on is forgotten. So the order of observat
 each contradiction as a sentence.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from trainers.config import TrainConfig
 from trainers.config.model import build, plain
@@ -119,10 +117,10 @@ class Boundary:
             key: {"fits": sorted(fits), "misfit": self._misfit.get(key)} for key, fits in sorted(self._fits.items())
         }
 
-    @staticmethod
-    def from_plain(tree: Mapping[str, Any]) -> Boundary:
+    @classmethod
+    def from_plain(cls, tree: Mapping[str, Any]) -> Self:
         """Read `to_plain` back; ValueError, TypeError or KeyError when it is something else."""
-        boundary = Boundary()
+        boundary = cls()
         for key, known in tree.items():
             for size in known["fits"]:
                 boundary.observe(key, size, True)

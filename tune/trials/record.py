@@ -61,9 +61,7 @@ class TrialRecord:
     time_to_target_s: float | None = None
     """Training time until the objective's target was first reached; None when it was not."""
     lane: int | None = None
-    """The lane that ran it."""
     purpose: Purpose = "trial"
-    """What it was run for."""
     seed: int | None = None
     """Seed of a repeat, in place of the configuration's own."""
     samples: float | None = None
