@@ -77,7 +77,7 @@ class ClusterPlan:
         return Size(counts, nodes, num_workers, cost(types, counts, usd_per_hour))
 
     def require(self, num_workers: int, field: str, value: object, source: str) -> None:
-        """Raise ConfigError, of a `field` and its value in `source`, when so many workers never fit."""
+        """Raise ConfigError, of a `field` and its value in `source`, when `num_workers` workers never fit."""
         most = self.grown().num_workers
         if most < num_workers:
             file = "the file" if source == self.cluster.source else self.cluster.source
@@ -87,8 +87,7 @@ class ClusterPlan:
 
     def remarks(self, size: Size | None = None) -> Iterator[str]:
         """Where each price is from, how old it is, and whether spot nodes cost less; of `size`: of its nodes only."""
-        counts = None if size is None else size.counts
-        types = [t for t in self.cluster.node_types if counts is None or t.is_head or counts.get(t.name)]
+        types = [t for t in self.cluster.node_types if size is None or t.is_head or size.counts.get(t.name)]
         today = dt.datetime.now(dt.UTC).date()
         for name in dict.fromkeys(node_type.instance_type for node_type in types):
             if name is None:
@@ -120,8 +119,7 @@ class ClusterPlan:
             table.add_row(label, *(f"{figure:g}" for figure in (*figures, groups)), size.usd_per_hour)
         Console(highlight=False).print(table)
         print(f"Nodes count the head. Fully grown: {sizes['fully grown'].words}.")
-        for remark in self.remarks():
-            print(remark)
+        print(*self.remarks(), sep="\n")
 
 
 def with_resources(cluster: ClusterFile, per_node: Mapping[str, float] | None = None) -> ClusterFile:

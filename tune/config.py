@@ -9,8 +9,7 @@ from trainers.errors import ConfigError
 
 BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
 TO_TARGET = ("time_to_target", "usd_to_target")
-SCORES = ("accuracy", "f1", "auc")
-"""Ends of the names of metrics of which more is better."""
+SCORES = ("accuracy", "f1", "auc")  # ends of the names of metrics of which more is better
 
 
 def may_change(key: str) -> bool:

@@ -12,6 +12,8 @@ from cluster.health.facts import NodeFacts
 from cluster.health.links import Link
 from trainers.errors import last_line
 
+Call = tuple[Any, ...]  # a function, or the name of a method of Probe, and its arguments
+
 
 class Probe:
     """Runs probes on its node."""
@@ -77,8 +79,8 @@ class Nodes:
         """Change what is known of a node."""
         self.facts[node_id] = replace(self.facts[node_id], **facts)
 
-    def ask(self, part: str, timeout_s: float, calls: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """Return results by node id: of (function, arguments...) at all of `calls` at once, a method of Probe by name.
+    def ask(self, part: str, timeout_s: float, calls: Mapping[str, Call]) -> dict[str, Any]:
+        """Return results by node id, of all `calls` at once.
 
         Notes which node gave none in time, or failed.
         """

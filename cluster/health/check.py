@@ -10,14 +10,14 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
 from cluster.health import links, probes
-from cluster.health.actors import Nodes
+from cluster.health.actors import Call, Nodes
 from cluster.health.facts import ClusterFacts, Collective, Kind, LostNode, NodeFinding, Rate
 from cluster.health.report import print_report
 from cluster.health.verdicts import better, doubtful, judge, unshared
@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 _START_S, _PART_S, _MEASURE_S, _COLLECTIVE_S = 60.0, 20.0, 45.0, 40.0
 """How long a node may take to start an actor, to answer, to measure, and to meet the others."""
 _PINGS = 5
-_REPEATS = 3
-"""How often a doubtful rate is measured again."""
+_REPEATS = 3  # how often a doubtful rate is measured again
 _UNEXPECTED = 2  # of Ray's NodeDeathInfo: neither drained nor scaled down
 
 
@@ -80,13 +79,11 @@ class Checkup:
     def _storage(self, uri: str) -> None:
         """Every node writes a marker, reads those of all, and deletes another's; the first sees that they are gone."""
         place = Storage(uri).child(f".check-{uuid.uuid4().hex[:8]}").uri
-        calls: dict[str, tuple[Any, ...]]
-        calls = {node_id: (probes.write_marker, place, node_id) for node_id in self.nodes.answering()}
+        calls: dict[str, Call] = {node_id: (probes.write_marker, place, node_id) for node_id in self.nodes.answering()}
         wrote = self.nodes.ask("writing to storage", _PART_S, calls)
         writers = sorted(node_id for node_id, wrong in wrote.items() if wrong is None)
-        seen = self.nodes.ask(
-            "reading from storage", _PART_S, dict.fromkeys(writers, (probes.seen_markers, place, writers))
-        )
+        calls = dict.fromkeys(writers, (probes.seen_markers, place, writers))
+        seen = self.nodes.ask("reading from storage", _PART_S, calls)
         apart = unshared({node_id: set(names) for node_id, names in seen.items()})
         together = [node_id for node_id in seen if node_id not in apart]
         others = dict(zip(together, [*together[1:], *together[:1]], strict=True))
@@ -142,8 +139,7 @@ class Checkup:
         return best
 
     def _all_reduce(self) -> None:
-        calls: dict[str, tuple[Any, ...]]
-        calls = dict.fromkeys(self.nodes.answering(training=True), (links.all_reduce_within,))
+        calls: dict[str, Call] = dict.fromkeys(self.nodes.answering(training=True), (links.all_reduce_within,))
         for node_id, answer in self.nodes.ask("all-reduce", _COLLECTIVE_S, calls).items():
             if answer is not None:
                 num_gpus, correct, mb_per_s = answer
@@ -152,9 +148,8 @@ class Checkup:
         training = self.nodes.answering(training=True)
         if len(training) < 2:
             return
-        first, failure = training[0], None
-        address = self.nodes.facts[first].address
-        port = self.nodes.ask("all-reduce", _PART_S, {first: (links.free_port, address)}).get(first)
+        address, failure = self.nodes.facts[training[0]].address, None
+        port = self.nodes.ask("all-reduce", _PART_S, {training[0]: (links.free_port, address)}).get(training[0])
         meeting = (len(training), address, port, _COLLECTIVE_S / 2)
         calls = {node_id: (links.all_reduce, rank, *meeting) for rank, node_id in enumerate(training)}
         answers = self.nodes.ask("all-reduce", _COLLECTIVE_S, calls)
@@ -170,16 +165,14 @@ class Checkup:
 
 def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return a ring of (sender, receiver) in rounds in which every node is in one pair at most."""
-    if len(nodes) < 2:
-        return []
-    if len(nodes) == 2:
-        return [[(nodes[0], nodes[1])]]
+    if len(nodes) <= 2:
+        return [[(nodes[0], nodes[1])]] if len(nodes) == 2 else []
     ring = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
     last = [ring.pop()] if len(nodes) % 2 else []
     return [pairs for pairs in (ring[::2], ring[1::2], last) if pairs]
 
 
-def lost_nodes(nodes: Iterable[Mapping[str, Any]], examined: Iterable[str] = ()) -> tuple[LostNode, ...]:
+def lost_nodes(nodes: Iterable[Mapping[str, Any]], examined: Iterable[str]) -> tuple[LostNode, ...]:
     """Return those of Ray's nodes that died unexpectedly and whose address has no living one.
 
     Not those among `examined`: that they are silent is said already.
@@ -195,7 +188,7 @@ def lost_nodes(nodes: Iterable[Mapping[str, Any]], examined: Iterable[str] = ())
     return tuple(found.values())
 
 
-def wait_for_workers(num_workers: int, timeout_s: float, say: Callable[[str], None]) -> None:
+def wait_for_workers(num_workers: int, timeout_s: float) -> None:
     """Wait until `num_workers` nodes for workers are alive, or the time is up."""
     deadline, told = time.monotonic() + timeout_s, -1
     while True:
@@ -204,7 +197,7 @@ def wait_for_workers(num_workers: int, timeout_s: float, say: Callable[[str], No
         if up >= num_workers or time.monotonic() > deadline:
             return
         if up != told:
-            say(f"waiting for {num_workers} worker nodes, {up} are up")
+            print(f"waiting for {num_workers} worker nodes, {up} are up", file=sys.stderr, flush=True)
             told = up
         time.sleep(1)
 
@@ -259,7 +252,7 @@ def check(
 
     connect(show_workers=False)
     if num_workers is not None:
-        wait_for_workers(num_workers, wait_s, lambda words: print(words, file=sys.stderr, flush=True))
+        wait_for_workers(num_workers, wait_s)
     # A relative default would be another directory on every node.
     uri = storage_path or os.environ.get("PACELINE_STORAGE")
     began = time.monotonic()

@@ -64,8 +64,7 @@ def all_reduce(rank: int, world_size: int, address: str, port: int, timeout_s: f
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
-    backend = "nccl" if gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         pattern = torch.arange(2**26 if gpu else 2**21, device=device, dtype=torch.float32) % 251
         right = pattern * (world_size * (world_size + 1) // 2)

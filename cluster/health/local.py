@@ -22,9 +22,7 @@ from trainers.errors import first_line
 from trainers.model.precision import able_precisions
 
 _SIZES = (512, 1024, 2048, 4096, 8192)
-_CPU_TARGET_S = 0.1
-"""What one product may take on the CPU; a GPU's own rate needs larger matrices than that allows."""
-_GPU_TARGET_S = 0.02
+_CPU_TARGET_S, _GPU_TARGET_S = 0.1, 0.02  # what one product may take: a GPU's own rate needs larger matrices
 _NOISY = 0.2
 
 
@@ -93,10 +91,8 @@ def look() -> LocalReport:
     driver = read_driver()
     num_seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     verdicts = [judge_gpus(driver, num_seen, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"))]
-    devices = [_device(torch.device("cpu"))]
-    devices += [_device(torch.device("cuda", index)) for index in range(num_seen)]
-    if torch.backends.mps.is_available():
-        devices.append(_device(torch.device("mps")))
+    mps = ["mps"] if torch.backends.mps.is_available() else []
+    devices = [_device(torch.device(name)) for name in ("cpu", *(f"cuda:{index}" for index in range(num_seen)), *mps)]
     rates: list[ProductRate] = []
     for device in devices:
         try:
@@ -125,8 +121,7 @@ def judge_gpus(driver: Driver | None, num_seen: int, built_for: str | None, visi
     """
     if driver is None or not driver.num_gpus:
         if num_seen:  # another vendor's, or a container without NVML
-            text = f"torch sees {_gpus(num_seen)}; NVML, which would know the driver, does not answer"
-            return Remark("note", text)
+            return Remark("note", f"torch sees {_gpus(num_seen)}; NVML, which would know the driver, does not answer")
         return Remark("note", "there is no NVIDIA GPU here: only what is below was measured")
     num_gpus, newest = driver.num_gpus, driver.cuda[0]
     if num_seen >= num_gpus:
@@ -165,17 +160,15 @@ def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
         if precision != "fp32":
             gain = f"{precision} multiplies {times:.3g} times as fast as fp32 on {device}"
             verdicts.append(Remark("ok", gain) if times > 1.1 else Remark("note", f"{gain}: no gain in it here"))
-    noisy = [rate for rate in rates if rate.spread > _NOISY]
+    noisy = ", ".join(f"{rate.device} {rate.precision} {rate.spread:.0%}" for rate in rates if rate.spread > _NOISY)
     if noisy:
-        shown = ", ".join(f"{rate.device} {rate.precision} {rate.spread:.0%}" for rate in noisy)
-        verdicts.append(Remark("warning", f"samples differ much ({shown}): something else runs here, measure again"))
+        verdicts.append(Remark("warning", f"samples differ much ({noisy}): something else runs here, measure again"))
     return verdicts
 
 
 def size_for(target_s: float, probe_n: int, probe_s: float) -> int:
     """Return the largest size whose product takes at most `target_s`, by the time of one; work grows as n cubed."""
-    fitting = [n for n in _SIZES if probe_s * (n / probe_n) ** 3 <= target_s]
-    return max(fitting, default=_SIZES[0])
+    return max((n for n in _SIZES if probe_s * (n / probe_n) ** 3 <= target_s), default=_SIZES[0])
 
 
 def _rates(shown: Device, before: Sequence[ProductRate]) -> list[ProductRate]:

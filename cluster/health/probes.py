@@ -21,8 +21,7 @@ _POWER_CAP = 0x4  # one of NVML's reasons for lower clocks, which may be intende
 _SAMPLE_S = 0.15  # long against a scheduler's time slice, so that one sample is no lucky moment
 _FILE_BYTES, _FILES = 32 * 2**20, 3
 _BLOCK_BYTES = 2**20
-_SEEN_WITHIN_S = 5.0
-"""How late a file of another node may appear: NFS caches a directory for a few seconds."""
+_SEEN_WITHIN_S = 5.0  # how late a file of another node may appear: NFS caches a directory for a few seconds
 
 
 def versions(with_nccl: bool) -> dict[str, str | None]:

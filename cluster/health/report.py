@@ -17,12 +17,7 @@ _COLUMNS = ("node", "address", "device", "clock", "matmul", "network", "disk", "
 
 
 def print_report(
-    cluster: ClusterFacts,
-    found: Sequence[NodeFinding],
-    uri: str | None,
-    seconds: float,
-    as_json: bool,
-    exclude_bad: bool,
+    cluster: ClusterFacts, found: list[NodeFinding], uri: str | None, seconds: float, as_json: bool, exclude_bad: bool
 ) -> int:
     """Print what was found, and return the exit code.
 
@@ -88,19 +83,15 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], num_left:
 
 def _row(node: NodeFacts, verdict: Verdict, uri: str | None) -> tuple[str, ...]:
     clock = f"{node.clock_offset_s * 1e3:+.0f} ms" if node.clock_offset_s is not None else "-"
-    shared = _rate(node, "storage", "shared")
-    if uri is None or node.silent_in:
-        shared = "-"
-    elif node.storage:
-        shared = "not shared"
+    storage = "not shared" if node.storage else _rate(node, "storage", "shared")
+    shared = "-" if uri is None or node.silent_in else storage
     device = f"{node.num_gpus} x {node.device}" if node.num_gpus and node.device else node.device
-    figures = [_rate(node, "matmul", "-"), _rate(node, "network", "-"), _rate(node, "local disk", "-")]
+    figures = [_rate(node, "matmul"), _rate(node, "network"), _rate(node, "local disk")]
     words = "bad: silent" if node.silent_in is not None else verdict
     return (node.host, node.address, device[:32] or "-", clock, *figures, shared, words)
 
 
-def _rate(node: NodeFacts, kind: Kind, otherwise: str) -> str:
+def _rate(node: NodeFacts, kind: Kind, otherwise: str = "-") -> str:
     """The lowest figure of a kind: with several GPUs the one that the others wait for."""
-    rates = [rate for rate in node.rates if rate.kind == kind]
-    worst = min(rates, key=lambda rate: rate.value, default=None)
+    worst = min((rate for rate in node.rates if rate.kind == kind), key=lambda rate: rate.value, default=None)
     return f"{worst.value:,.0f} {worst.unit}" if worst else otherwise

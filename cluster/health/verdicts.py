@@ -10,8 +10,7 @@ from cluster.health.facts import ClusterFacts, Kind, NodeFacts, NodeFinding, Rat
 
 Verdict = Literal["ok", "doubtful", "bad"]
 
-CLOCK_S = 1.0
-"""NTP keeps a few milliseconds; certificates, tokens and object stores begin to refuse at minutes."""
+CLOCK_S = 1.0  # NTP keeps a few milliseconds; certificates, tokens and object stores begin to refuse at minutes
 _MADS = 6.0
 _TO_SIGMA = 1.4826  # of a normal distribution's MAD
 # How far below its peers a node may be before anything is said: products repeat well, shared links and disks do not.

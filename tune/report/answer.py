@@ -8,18 +8,7 @@ from typing import Any
 
 from trainers.errors import POLICIES
 from tune.config import SCORES, Objective, SweepConfig
-from tune.report.words import (
-    amount,
-    duration,
-    in_full,
-    in_short,
-    labels,
-    metric_names,
-    number,
-    price,
-    printable,
-    target,
-)
+from tune.report.words import amount, duration, in_full, in_short, labels, metric_names, number, printable, target
 from tune.search.finalists import Final, crowding, finals, pressure
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
@@ -112,8 +101,7 @@ def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple
         return f"{head}; {only}."
     second, runner_up = ranked[1]
     following = f"the next ({in_short(names, runner_up)})"
-    margin = _margin(objective.metric, value, second)
-    if margin:
+    if margin := _margin(objective.metric, value, second):
         return f"{head}, {margin} {following}."
     equal = sum(_margin(objective.metric, value, other) is None for other, _ in ranked)
     group = "two" if equal == 2 else f"first {equal}"
@@ -130,7 +118,7 @@ def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[
     head = (
         f"{in_full(names, first.record)} reaches {target(config.objective)} in {duration(time_s.value)} of training "
         f"(95 % interval {duration(time_s.low)} to {duration(time_s.high)}, {first.repeats} repeats alone"
-        f"{price(first.record, time_s.value)})"
+        f"{_price(first.record, time_s.value)})"
     )
     equal = [f"{in_short(names, final.record)}: {duration(final.time_s.value)}" for final in found[1:] if final.equal]
     if equal:
@@ -165,6 +153,14 @@ def _ended(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, 
     step = frontier.next(records)
     reason = step.reason if isinstance(step, Ended) else "its budget was used up before it was sure"
     return f"Of {len(frontier.places)} configurations {whole} were trained to the target; {reason}."
+
+
+def _price(record: TrialRecord, time_s: float) -> str:
+    """Return ", 0.58 USD": what a time on the trial's lane costs; empty without a price."""
+    usd = record.metrics.get("usd_to_target")
+    if usd is None or not record.time_to_target_s:
+        return ""
+    return f", {number(usd / record.time_to_target_s * time_s, 2)} USD"
 
 
 def _margin(metric: str, value: float, other: float) -> str | None:
@@ -227,10 +223,10 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
         rest = f"has no {objective.metric}" if value is None else f"has {objective.metric} {number(value, 4)}"
     elif value is not None:
         repeated = next((final.time_s.value for final in found if final.record.id == fastest.id), value)
-        rest = f"needs {duration(repeated)}{price(fastest, repeated)}"
+        rest = f"needs {duration(repeated)}{_price(fastest, repeated)}"
     else:
-        not_reached = f"does not reach {target(objective)}"
-        rest = "was only measured shortly: it could not be the first" if fastest.purpose == "probe" else not_reached
+        short = "was only measured shortly: it could not be the first"
+        rest = short if fastest.purpose == "probe" else f"does not reach {target(objective)}"
     who = in_full(labels(config, records), fastest)
     width = (fastest.step_time_ci95_s or 0.0) / fastest.step_time_s if fastest.step_time_s else 0.0
     spread = f" (+-{width:.1%})" if width else ""

@@ -20,15 +20,11 @@ _TICK_CHARS = 56  # as many as fit side by side below the axes
 _LEAST = 3  # fewer trials are no front
 _ROW = 0.09  # of the height of the axes: one row of trials that ran out of memory
 
-Points = list[tuple[float, float]]
-"""A trial's evaluations: training time, s, and a metric."""
+Points = list[tuple[float, float]]  # a trial's evaluations: training time, s, and a metric
 
 
 def figures(
-    config: SweepConfig,
-    records: list[TrialRecord],
-    best: TrialRecord | None,
-    train: Mapping[str, Any] | None = None,
+    config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, train: Mapping[str, Any] | None = None
 ) -> list[Figure]:
     """Draw the figures that the records have data for; search frontier needs `train`, the TrainConfig mapping."""
     data = FigureData(config, records, best)
@@ -46,8 +42,7 @@ def throughput(data: FigureData) -> Figure | None:
         return None
     canvas = Canvas("throughput")
     _against_x(data, canvas, marks)
-    canvas.axes.set_ylim(bottom=0)
-    canvas.axes.set_ylabel("samples/s")
+    canvas.axes.set(ylim=(0, None), ylabel="samples/s")
     canvas.legend()
     best = " The largest mark is the best trial." if data.best else ""
     boundary = " Beyond a dotted line memory runs out." if data.out_of_memory else ""
@@ -73,9 +68,8 @@ def memory(data: FigureData) -> Figure | None:
         canvas.mark(data.position(record), height, text, data.color(record), transform=top, **cross)
     if failed:
         canvas.axes.plot([], [], FG, linestyle="none", label="out of memory", **cross)
-    canvas.axes.set_ylim(0, most / size * 1.08 / (0.96 - _ROW * len(rows)) or 1)
+    canvas.axes.set(ylim=(0, most / size * 1.08 / (0.96 - _ROW * len(rows)) or 1), ylabel=f"peak memory, {unit}")
     canvas.axes.yaxis.set_visible(bool(peaks))
-    canvas.axes.set_ylabel(f"peak memory, {unit}")
     canvas.legend()
     crosses = " Trials that ran out of memory are on top, beyond the dotted line of their colour." if failed else ""
     return canvas.figure("Peak memory", f"Largest over the workers{data.each()}.{crosses}")
@@ -111,10 +105,9 @@ def curves(data: FigureData) -> Figure | None:
     goal = goal if is_number(goal) else None
     low, high = _closer([points for _, points in lines], goal)
     is_cut = any(not low <= y <= high for _, points in lines for _, y in points)
-    canvas.axes.set(ylim=(low, high), xlabel=f"training time, {unit}", ylabel=printable(metric))
+    canvas.axes.set(xlim=(0, None), ylim=(low, high), xlabel=f"training time, {unit}", ylabel=printable(metric))
     if goal is not None:
         canvas.axes.axhline(goal, color=FG, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-    canvas.axes.set_xlim(left=0)
     canvas.legend(data.legend(record for record, _ in lines))
     notes = [
         f"{printable(metric)} at each evaluation, a line a trial.",
@@ -146,8 +139,7 @@ def targets(data: FigureData) -> Figure | None:
         look: dict[str, Any] = {"va": "center", "color": color, "fontsize": 8, "fontweight": weight}
         canvas.axes.annotate(text, (length, row), (4, 0), textcoords="offset points", **look)
     canvas.axes.set_yticks(range(len(rows)), [cut(data.words[record.id]) for record in rows])
-    canvas.axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=f"training time, {unit}", axisbelow=True)
-    canvas.axes.margins(x=0.16)
+    canvas.axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=f"training time, {unit}", axisbelow=True, xmargin=0.16)
     canvas.axes.grid(visible=False, axis="y")
     canvas.axes.grid(visible=True, axis="x")
     canvas.legend(data.legend(record for record in rows if record.id in times))
@@ -183,9 +175,8 @@ def pareto(data: FigureData) -> Figure | None:
         size = 8.5 if data.is_best(record) else 5.5
         text = data.tip(record, f"{y:.3g} {seconds}, {x:.3g} {memory}")
         canvas.mark(x, y, text, data.color(record), marker="o", markersize=size, zorder=3, linestyle="none")
-    canvas.axes.set_ylim(bottom=0)
-    canvas.axes.margins(x=0.08)
-    canvas.axes.set(xlabel=f"peak memory, {memory}", ylabel=f"time to target, {seconds}")
+    labels = {"xlabel": f"peak memory, {memory}", "ylabel": f"time to target, {seconds}"}
+    canvas.axes.set(ylim=(0, None), xmargin=0.08, **labels)
     times = [(one.metrics.get("usd_to_target"), one.time_to_target_s) for one in data.records]
     rates = [usd / time_s for usd, time_s in times if usd is not None and is_number(time_s) and time_s > 0]
     if rates:
@@ -228,14 +219,14 @@ def beliefs(data: FigureData, train: Mapping[str, Any]) -> Figure | None:
             look["markersize"] = 7.5 if data.is_best(record) else 4.5
             text = data.tip(record, f"{reached_s / unit_s:.3g} {seconds}")
             canvas.mark(size, reached_s / unit_s, text, data.color(record), zorder=3, **look)
-    canvas.axes.set_ylim(0, 1.6 * longest_s / unit_s)
     canvas.axes.set_xscale("log", base=2)
     all_sizes = sorted({place.size for place in frontier.places})
     ticks = all_sizes[:: math.ceil(len(all_sizes) / 8)]
     canvas.axes.set_xticks(ticks, [str(size) for size in ticks])
     canvas.axes.minorticks_off()
     canvas.axes.axhline(0, color=FG, linewidth=0)
-    canvas.axes.set(xlabel="global batch size", ylabel=f"time to target, {seconds}")
+    limits = (0, 1.6 * longest_s / unit_s)
+    canvas.axes.set(ylim=limits, xlabel="global batch size", ylabel=f"time to target, {seconds}")
     canvas.legend()
     caption = (
         "Lines and bands are what the search expects of every batch size, and its 95 % interval; circles are trials, "
@@ -274,8 +265,7 @@ def course(data: FigureData) -> Figure | None:
         canvas.axes.set_yscale("log")
     canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     canvas.axes.minorticks_off()
-    canvas.axes.set_xlim(left=0)
-    canvas.axes.set(xlabel="epoch", ylabel=data.labels[key])
+    canvas.axes.set(xlim=(0, None), xlabel="epoch", ylabel=data.labels[key])
     thick = " The thick line is the best." if data.best else ""
     caption = f"What the weights of each trial were trained with; where lines part, one went on from another.{thick}"
     return canvas.figure(f"Course of {data.labels[key]}", caption)

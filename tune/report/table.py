@@ -59,28 +59,25 @@ def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
     """Return the table's columns; the objective is one of them."""
     found: list[Column] = []
 
-    def texts(header: str, cells: Iterable[str]) -> None:
-        found.append(Column(header, False, dict(zip([record.id for record in records], cells, strict=True))))
-
-    def figures(header: str, values: Iterable[float | None], form: Callable[[float], str]) -> None:
-        texts(header, ("-" if value is None else form(value) for value in values))
-        found.append(found.pop()._replace(is_figure=True))
+    def add(header: str, values: Iterable[Any], form: Callable[[float], str] | None = None) -> None:
+        cells = (value if form is None else "-" if value is None else form(value) for value in values)
+        found.append(Column(header, form is not None, dict(zip([record.id for record in records], cells, strict=True))))
 
     for key, label in labels(config, records).items():
-        texts(label, (shown(record.config.get(key)) for record in records))
+        add(label, (shown(record.config.get(key)) for record in records))
     if any(record.purpose != "trial" for record in records):
-        texts("run", (r.purpose if r.seed is None else f"{r.purpose}, seed {r.seed}" for r in records))
-    texts("status", (record.status for record in records))
-    figures("samples/s", (record.samples_per_s for record in records), lambda value: number(value, 4))
-    figures("step time, ms", (record.step_time_s for record in records), lambda value: number(value * 1e3, 3))
-    figures("peak memory", (record.peak_memory_bytes for record in records), _memory)
+        add("run", (r.purpose if r.seed is None else f"{r.purpose}, seed {r.seed}" for r in records))
+    add("status", (record.status for record in records))
+    add("samples/s", (record.samples_per_s for record in records), lambda value: number(value, 4))
+    add("step time, ms", (record.step_time_s for record in records), lambda value: number(value * 1e3, 3))
+    add("peak memory", (record.peak_memory_bytes for record in records), _memory)
     taken = {"id", "time to target", *(column.header for column in found)}
     for name in metric_names(records):
         if name.startswith("val_") or name == config.objective.metric:
             header = printable(f"metrics.{name}" if name in taken else name)
-            figures(header, (record.metrics.get(name) for record in records), lambda value: number(value, 4))
+            add(header, (record.metrics.get(name) for record in records), lambda value: number(value, 4))
     if config.objective.target:
-        figures("time to target", (record.time_to_target_s for record in records), duration)
+        add("time to target", (record.time_to_target_s for record in records), duration)
     return found
 
 

@@ -93,11 +93,3 @@ def amount(metric: str, value: float) -> str:
     if metric == "usd_to_target":
         return f"{number(value, 3)} USD"
     return f"{number(value, 3)} samples/s" if metric == "samples_per_s" else number(value, 4)
-
-
-def price(record: TrialRecord, time_s: float) -> str:
-    """Return ", 0.58 USD": what a time on the trial's lane costs; empty without a price."""
-    usd = record.metrics.get("usd_to_target")
-    if usd is None or not record.time_to_target_s:
-        return ""
-    return f", {number(usd / record.time_to_target_s * time_s, 2)} USD"

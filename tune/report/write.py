@@ -39,14 +39,14 @@ def write_report(
     `train` is the sweep's TrainConfig mapping, `environment` the names and versions to show. Without a best
     trial there is no best.yaml: one that an earlier report left is deleted.
     """
-    found = answer(config, records, train)
+    found, command = answer(config, records, train), f"python -m trainers {shlex.quote(sweep.locate('best.yaml'))}"
     sweep.write("results.parquet", to_parquet(config, records))
     if found.best:
         tree = override(TrainConfig, train, found.best.config)
         tree |= {"name": f"{config.name}-best", "storage_path": sweep.parent.uri}
         tree |= {"task_dir": task_dir} if task_dir is not None else {}
         resolved = build(TrainConfig, tree, "best.yaml").tree()
-        sweep.write("best.yaml", (_header(sweep, config, found.best) + dump_yaml(tree)).encode())
+        sweep.write("best.yaml", (_header(command, config, found.best) + dump_yaml(tree)).encode())
     else:
         resolved = train
         sweep.delete("best.yaml")
@@ -58,7 +58,7 @@ def write_report(
     html = page.from_string(text).render(
         best=found.best,
         columns=columns(config, records),
-        command=_command(sweep),
+        command=command,
         figures=figures(config, records, found.best, train),
         reasons=found.reasons,
         records=in_order(config, records),
@@ -71,23 +71,16 @@ def write_report(
     return found
 
 
-def _header(sweep: Storage, config: SweepConfig, best: TrialRecord) -> str:
+def _header(command: str, config: SweepConfig, best: TrialRecord) -> str:
     """Return the comment that best.yaml begins with."""
-    value = objective_value(config.objective, best)
-    lines = [
-        f"The best trial of the sweep {config.name}: {best.id}, {config.objective.metric} {value:.6g}.",
-        f"Run as: {_command(sweep)}",
-    ]
+    figure = f"{config.objective.metric} {objective_value(config.objective, best):.6g}"
+    lines = [f"The best trial of the sweep {config.name}: {best.id}, {figure}.", f"Run as: {command}"]
     if len(best.schedule) > 1:
         lines.append("The values are its last ones. Its weights had the course below, which this run does not have:")
         for part in best.schedule:
             values = ", ".join(f"{key}: {shown(value)}" for key, value in part["config"].items())
             lines.append(f"  from epoch {part['epoch']:g} in trial {part['trial']}: {values}")
     return "".join(f"# {printable(line)}\n" for line in lines)
-
-
-def _command(sweep: Storage) -> str:
-    return f"python -m trainers {shlex.quote(sweep.locate('best.yaml'))}"
 
 
 def _strict(value: Any) -> Any:
@@ -149,8 +142,7 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure")
     for name, figure in (("noise_scale", "value"), ("noise_scale_low", "low"), ("noise_scale_high", "high")):
         columns[name] = pa.array([_noise(record, figure) for record in records], pa.float64())
-    schedules = [json.dumps(record.schedule) if record.schedule else None for record in records]
-    columns["schedule"] = pa.array(schedules, pa.string())
+    columns["schedule"] = pa.array([json.dumps(r.schedule) if r.schedule else None for r in records], pa.string())
     columns["message"] = pa.array([_encodable(record.message) for record in records], pa.string())
     for name in ("start_time", "end_time"):
         times = [round(getattr(record, name) * 1e6) for record in records]

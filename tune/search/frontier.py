@@ -69,22 +69,20 @@ def decide(places: Sequence[Place], seen: Sequence[Seen], running: Sequence[Choi
     untried = [index for index, place in enumerate(places) if place not in belief.closed]
     spent = sum(one.samples for one in seen) + len(running) * (whole or 0.0) / 2
     is_spent = whole is not None and spent >= max(3.0, _SHARE * len(places)) * whole
+    hopeful = untried if belief.best is None else [index for index in untried if belief.may_win(index)]
+    if hopeful and not is_spent:
+        return Choice(places[max(hopeful, key=belief.gain)], "trial")
+    if running:
+        return None
     if belief.best is None:
-        if not untried or is_spent:
-            tried_all = "every batch size was tried" if not untried else "a third of the grid's samples is spent"
-            return None if running else Ended(f"{tried_all}, and none reached the target")
-        return Choice(places[min(untried, key=lambda index: float(belief.log_times[index]))], "trial")
-    hopeful = [index for index in untried if belief.may_win(index)]
+        why = "a third of the grid's samples is spent" if untried else "every batch size was tried"
+        return Ended(f"{why}, and none reached the target")
+    if not untried:
+        return Ended("every batch size that could be tried was")
     if not hopeful:
-        if running:
-            return None
-        if not untried:
-            return Ended("every batch size that could be tried was")
         return Ended(f"no other batch size could be faster than the best by more than {EQUAL:.0%}")
-    if is_spent:
-        names = ", ".join(str(places[index].size) for index in hopeful[:4])
-        return None if running else Ended(f"a third of the grid's samples is spent; {names} might still be faster")
-    return Choice(places[max(hopeful, key=belief.gain)], "trial")
+    names = ", ".join(str(places[index].size) for index in hopeful[:4])
+    return Ended(f"a third of the grid's samples is spent; {names} might still be faster")
 
 
 def _probes(places: Sequence[Place], whole: float | None) -> list[Place]:
@@ -145,7 +143,9 @@ class Belief:
         return float(np.mean(self._gains(index) > -math.log(1 - EQUAL))) > _DOUBT
 
     def gain(self, index: int) -> float:
-        """Return the expected improvement of the logarithm of the best time."""
+        """Return the expected improvement of the logarithm of the best time; before there is one, of any time."""
+        if self.best is None:
+            return -float(self.log_times[index])
         return float(np.mean(np.maximum(0.0, self._gains(index))))
 
     def _gains(self, index: int) -> Draws:

@@ -13,19 +13,8 @@ from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
 
 # What changes how fast the same training runs. Anything else may change what is learned.
-_SPEED = (
-    "precision",
-    "compile",
-    "fullgraph",
-    "cuda_graphs",
-    "channels_last",
-    "deterministic",
-    "strategy",
-    "device",
-    "microbatch_size",
-    "data",
-    "ddp",
-)
+_SPEED = ("precision", "compile", "fullgraph", "cuda_graphs", "channels_last", "deterministic", "strategy",
+          "device", "microbatch_size", "data", "ddp")  # fmt: skip
 
 
 class Frontier:

@@ -25,8 +25,7 @@ def tune_space(config: SweepConfig) -> dict[str, Any]:
     if config.search == "frontier":
         return {}
     if config.search == "grid":
-        trials = in_probing_order(grid(config)[: config.budget.trials])
-        return _one_of([wrap(Suggestion(trial)) for trial in trials])
+        return _one_of([Suggestion(trial) for trial in in_probing_order(grid(config)[: config.budget.trials])])
     return {key: _domain(values) for key, values in config.space.items()}
 
 
@@ -35,12 +34,13 @@ def population_space(config: SweepConfig, journal: Journal) -> dict[str, Any]:
     members = []
     for name, first in population(config):
         stage = journal.newest_stage(name)
-        members.append(wrap(Suggestion(first if stage is None else stage.config, member=name)))
+        members.append(Suggestion(first if stage is None else stage.config, member=name))
     return _one_of(members)
 
 
-def _one_of(configs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a grid of whole configurations, which have the same keys."""
+def _one_of(suggestions: list[Suggestion]) -> dict[str, Any]:
+    """Return a grid of whole configurations, which have the same one key."""
+    configs = list(map(wrap, suggestions))
     return {key: tune.grid_search([config[key] for config in configs]) for key in configs[0]}
 
 
@@ -79,26 +79,22 @@ def searcher(
     if config.search == "frontier":
         search: Searcher = FrontierSearcher(Frontier(config, train or {}), records)
     elif config.search == "optuna":
-        search = _optuna(config, before)
+        import optuna
+        from ray.tune.search.optuna import OptunaSearch
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep has a line of its own for each trial
+        search = OptunaSearch(
+            metric="objective",
+            mode=config.objective.direction,
+            seed=config.seed + len(before),  # else a resumed search would draw its first random trials again
+            points_to_evaluate=[trial for trial, _ in before],
+            evaluated_rewards=[value for _, value in before] or None,
+        )
     else:
         # A population is trained side by side, a stage of each in turn on the lanes.
         at_a_time = max(lanes, planned_trials(config)) if config.scheduler == "pbt" else lanes
         return BasicVariantGenerator(max_concurrent=at_a_time, random_state=config.seed)
     return ConcurrencyLimiter(search, max_concurrent=lanes)
-
-
-def _optuna(config: SweepConfig, before: Sequence[tuple[dict[str, Any], float]]) -> Searcher:
-    import optuna
-    from ray.tune.search.optuna import OptunaSearch
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep has a line of its own for each trial
-    return OptunaSearch(
-        metric="objective",
-        mode=config.objective.direction,
-        seed=config.seed + len(before),  # else a resumed search would draw its first random trials again
-        points_to_evaluate=[trial for trial, _ in before],
-        evaluated_rewards=[value for _, value in before] or None,
-    )
 
 
 class FrontierSearcher(Searcher):
@@ -148,7 +144,6 @@ def member_name(trial: Any) -> str:
 
 def population_scheduler(config: SweepConfig) -> Any:
     """Return Tune's PopulationBasedTraining (Jaderberg et al. 2017): each of its iterations is a stage."""
-
     # Ray draws new values from these, or changes them by a factor; of a list it takes the neighbour.
     mutations = {
         key: values if isinstance(values, list) else values.choice or _domain(values)

@@ -58,12 +58,10 @@ def grid_values(values: list[Any] | Range) -> list[Any]:
 def grid_sizes(low: int, high: int) -> list[int]:
     """Return batch sizes half an octave apart: multiples of 8 from 64 on, of 4 from 16 on, and both ends."""
     count = max(1, round(2 * math.log2(high / low)))
-    sizes = []
-    for index in range(count + 1):
-        size = low * (high / low) ** (index / count)
-        step = 8 if size >= 64 else 4 if size >= 16 else 1
-        sizes.append(min(high, max(low, round(size / step) * step)))
-    return sorted({low, *sizes, high})
+    exact = [low * (high / low) ** (index / count) for index in range(count + 1)]
+    steps = [8 if size >= 64 else 4 if size >= 16 else 1 for size in exact]
+    rounded = (round(size / step) * step for size, step in zip(exact, steps, strict=True))
+    return sorted({low, *(min(high, max(low, size)) for size in rounded), high})
 
 
 def grid(config: SweepConfig) -> list[dict[str, Any]]:

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 REPEATS = 0.05
 """Standard deviation of the logarithm of what repeats of one configuration need, until enough of them tell it."""
-REPEATS_WEIGHT = 4
-"""Degrees of freedom that `REPEATS` counts for."""
-
+REPEATS_WEIGHT = 4  # degrees of freedom that `REPEATS` counts for
 EQUAL = 0.05
 """A smaller relative difference between two configurations is within what repeats of one differ by."""
 

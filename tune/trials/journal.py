@@ -6,11 +6,10 @@ trial of a population (`scheduler: pbt`) also has `<sweep>/population/<id>/<numb
 written when it begins and again when it has ended.
 """
 
-import dataclasses
 import hashlib
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainers.errors import STATUSES, CheckpointError, StorageError
@@ -64,8 +63,7 @@ class Journal:
 
     def append(self, record: TrialRecord) -> None:
         """Write a record; return when it is durable."""
-        text = json.dumps(dataclasses.asdict(record), allow_nan=True)
-        self._storage.write(f"{record.id}.json", text.encode())
+        self._storage.write(f"{record.id}.json", json.dumps(asdict(record)).encode())
 
     def find(self, trial: str) -> TrialRecord | None:
         """Return the record of a trial that has ended, else None."""
@@ -78,8 +76,7 @@ class Journal:
 
     def write_stage(self, stage: Stage) -> None:
         """Write a stage, anew when it has ended; return when it is durable."""
-        text = json.dumps(dataclasses.asdict(stage), allow_nan=True)
-        self.population.write(f"{stage.name}.json", text.encode())
+        self.population.write(f"{stage.name}.json", json.dumps(asdict(stage)).encode())
 
     def stage(self, name: str) -> Stage:
         """Return the stage of a name; raise CheckpointError when it is not there or damaged."""
@@ -109,10 +106,8 @@ class Journal:
 
 def read_boundary(sweep: Storage) -> Boundary:
     """Return what earlier starts of the sweep have learned of microbatches; nothing when that cannot be read."""
-    if not sweep.exists(_BOUNDARY):
-        return Boundary()
     try:
-        return Boundary.from_plain(json.loads(sweep.read(_BOUNDARY)))
+        return Boundary.from_plain(json.loads(sweep.read(_BOUNDARY)) if sweep.exists(_BOUNDARY) else {})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("%s is damaged (%s): which microbatches fit is learned anew", sweep.locate(_BOUNDARY), error)
         return Boundary()

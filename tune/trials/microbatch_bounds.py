@@ -9,27 +9,17 @@ and what was thought to fit from there on is forgotten. So the order of observat
 each contradiction as a sentence.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from trainers.config import TrainConfig
 from trainers.config.model import build, plain
 
-_MEMORY_KEYS = (
-    "task",
-    "task_args",  # all of them: which shape the model or its input, only the task knows
-    "precision",
-    "compile",
-    "cuda_graphs",
-    "channels_last",
-    "deterministic",  # other algorithms, with other workspaces
-    "strategy",
-)
+# All of task_args, since only the task knows which shape the model; deterministic algorithms have other workspaces.
+_MEMORY_KEYS = ("task", "task_args", "precision", "compile", "cuda_graphs", "channels_last", "deterministic")
 
 
 def key_of(tree: Mapping[str, Any], device_name: str) -> str:
@@ -42,6 +32,7 @@ def key_of(tree: Mapping[str, Any], device_name: str) -> str:
     optimizer = config.optimizer
     settings = {key: getattr(config, key) for key in _MEMORY_KEYS} | {
         "device": device_name,
+        "strategy": config.strategy,
         "ddp": plain(config.ddp),
         "workers": [config.scaling.min_workers, config.scaling.max_workers],
         "gpus_per_worker": config.scaling.gpus_per_worker,  # below 1, workers share a GPU's memory
@@ -126,10 +117,10 @@ class Boundary:
             key: {"fits": sorted(fits), "misfit": self._misfit.get(key)} for key, fits in sorted(self._fits.items())
         }
 
-    @staticmethod
-    def from_plain(tree: Mapping[str, Any]) -> Boundary:
+    @classmethod
+    def from_plain(cls, tree: Mapping[str, Any]) -> Self:
         """Read `to_plain` back; ValueError, TypeError or KeyError when it is something else."""
-        boundary = Boundary()
+        boundary = cls()
         for key, known in tree.items():
             for size in known["fits"]:
                 boundary.observe(key, size, True)

@@ -12,10 +12,8 @@ from tune.trials.interval import dollars
 Purpose = Literal["trial", "probe", "repeat"]
 """trial: a whole one; probe: a short one that only measures; repeat: a finalist again, alone, with another seed."""
 
-PROBE_SHARE = 0.08
-"""Longest probe, as a share of a whole trial: one whose throughput does not settle before."""
-PROBE_STEPS = 10
-"""The fewest steps of a probe."""
+PROBE_SHARE = 0.08  # the longest probe, of a whole trial: one whose throughput does not settle before
+PROBE_STEPS = 10  # the fewest of a probe
 
 
 @dataclass(frozen=True)
@@ -29,16 +27,12 @@ class Until:
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation ends it."""
-        if self.target is None:
-            return False
-        return Objective(target=dict([self.target])).reached(dict(metrics))
+        return self.target is not None and Objective(target=dict([self.target])).reached(dict(metrics))
 
     def measured(self, figures: Mapping[str, float]) -> bool:
         """Whether a measurement ends it: `steps` after warm-up, `settled`, and `progress` as a share of the run."""
-        if not self.probe:
-            return False
-        long = figures["progress"] >= PROBE_SHARE and figures["steps"] >= PROBE_STEPS
-        return bool(figures["settled"]) or long
+        is_long = figures["progress"] >= PROBE_SHARE and figures["steps"] >= PROBE_STEPS
+        return self.probe and (is_long or bool(figures["settled"]))
 
 
 @dataclass(frozen=True)
@@ -67,9 +61,7 @@ class TrialRecord:
     time_to_target_s: float | None = None
     """Training time until the objective's target was first reached; None when it was not."""
     lane: int | None = None
-    """The lane that ran it."""
     purpose: Purpose = "trial"
-    """What it was run for."""
     seed: int | None = None
     """Seed of a repeat, in place of the configuration's own."""
     samples: float | None = None
