@@ -23,7 +23,7 @@ class _Hashing(io.RawIOBase):
     """A stream that counts and hashes what passes through it on its way to storage."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._sha256, self.size = stream, hashlib.sha256(), 0
+        self._stream, self.sha256, self.size = stream, hashlib.sha256(), 0
 
     def writable(self) -> bool:
         return True
@@ -31,12 +31,9 @@ class _Hashing(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._stream.write(view)
-        self._sha256.update(view)
+        self.sha256.update(view)
         self.size += len(view)
         return len(view)
-
-    def hexdigest(self) -> str:
-        return self._sha256.hexdigest()
 
 
 class Archive:
@@ -65,7 +62,7 @@ class Archive:
         except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
             cause = _os_error(error) or error
             raise StorageError(f"could not write {self.storage.locate(path)}: {cause}") from cause
-        return FileEntry(hashing.size, hashing.hexdigest())
+        return FileEntry(hashing.size, hashing.sha256.hexdigest())
 
     def seal(self, manifest: Manifest, keep: int) -> None:
         """Write the manifest, which makes the checkpoint whole, then delete those that need not be kept."""
@@ -141,10 +138,9 @@ class Archive:
         for name in names:
             try:
                 self._verify(name)
+                return name
             except (CheckpointError, StorageError) as error:
                 logger.warning("checkpoint %s is left out: %s", self.storage.locate(name), error)
-            else:
-                return name
         return None
 
     def _ranked(self, names: list[str]) -> list[str]:

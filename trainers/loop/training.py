@@ -230,9 +230,8 @@ class Training:
         figures = evaluate(parts.model, self.task, parts.val_feed, size, parts.spec, parts.group)
         self.metrics |= figures
         self.evaluated_step = self.step
-        record = {**self.position(), **figures}
         if self.log is not None:
-            self.log.add(record)
+            self.log.add({**self.position(), **figures})
         if self.context.rank == 0:
             say_evaluation(self.step, figures, time.perf_counter() - began)
         self.context.report({**self.position(), **self.metrics}, None, self.elapsed_s)
