@@ -49,7 +49,7 @@ def monitor(clock: StepClock, group: Any = None, flops: float | None = None) -> 
         device=CPU,
         group=group,
         flops_per_sample=flops,
-        step=types.SimpleNamespace(model=nn.Linear(1, 1)),
+        step=types.SimpleNamespace(forward=types.SimpleNamespace(model=nn.Linear(1, 1))),
         spec=resolve_precision("fp32", CPU),
     )
     return Monitor(parts, clock, captured=False)

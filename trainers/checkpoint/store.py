@@ -94,15 +94,25 @@ class Archive:
 
     def choose(self, which: str) -> str:
         """The checkpoint that a user means by `newest`, `best` or `step-123`; CheckpointError when there is none."""
-        if which not in ("newest", "best"):
-            return self._named(which)
-        if which == "best" and self.best is None:
-            rule = "is the best: its configuration has no `checkpoint.best`; name newest, or a step"
-            raise CheckpointError(f"no checkpoint of {self.storage.parent.uri} {rule}")
-        name = self.newest() if which == "newest" else self.best_name()
-        if name is None:
-            evaluated = " of an evaluated step" if which == "best" else ""
-            raise CheckpointError(f"there is no complete checkpoint{evaluated} in {self.storage.uri}")
+        if which in ("newest", "best"):
+            if which == "best" and self.best is None:
+                rule = "is the best: its configuration has no `checkpoint.best`; name newest, or a step"
+                raise CheckpointError(f"no checkpoint of {self.storage.parent.uri} {rule}")
+            found = self.newest() if which == "newest" else self.best_name()
+            if found is None:
+                evaluated = " of an evaluated step" if which == "best" else ""
+                raise CheckpointError(f"there is no complete checkpoint{evaluated} in {self.storage.uri}")
+            return found
+        step = which.removeprefix("step-")
+        name = folder_name(int(step)) if step.isdecimal() else which
+        names = self.names()
+        if name not in names:
+            there = ", ".join(f"step-{int(other.removeprefix('step-'))}" for other in names) or "none"
+            raise CheckpointError(f"there is no checkpoint {which} in {self.storage.uri}; there is {there}")
+        try:
+            self._verify(name)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {self.storage.locate(name)} cannot be used: {error}") from error
         return name
 
     def read(self, name: str, file: str) -> dict[str, Any]:
@@ -120,19 +130,6 @@ class Archive:
         except (RuntimeError, ValueError, EOFError, KeyError) as error:
             cause, problem = error, first_line(error)
         raise CheckpointError(f"{where} is no checkpoint of ours: {problem}") from cause
-
-    def _named(self, which: str) -> str:
-        step = which.removeprefix("step-")
-        name = folder_name(int(step)) if step.isdecimal() else which
-        names = self.names()
-        if name not in names:
-            there = ", ".join(f"step-{int(other.removeprefix('step-'))}" for other in names) or "none"
-            raise CheckpointError(f"there is no checkpoint {which} in {self.storage.uri}; there is {there}")
-        try:
-            self._verify(name)
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint {self.storage.locate(name)} cannot be used: {error}") from error
-        return name
 
     def _first_whole(self, names: list[str]) -> str | None:
         for name in names:

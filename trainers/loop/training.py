@@ -96,8 +96,7 @@ class Training:
         if self.context.rank == 0:
             say_start(parts, self.config, self.context)
         if self.log is not None and self.context.storage is not None:
-            report = json.dumps(environment(parts.device), indent=2)
-            self.context.storage.write("environment.json", report.encode())
+            self.context.storage.write("environment.json", json.dumps(environment(parts.device), indent=2).encode())
         stopped = False
         while self.step < self.end and not stopped:
             stopped = self.epoch() and self.step < self.end
@@ -117,8 +116,10 @@ class Training:
         number, first = divmod(self.step, sampler.steps_per_epoch)
         sampler.set_epoch(number)
         last = min(sampler.steps_per_epoch, first + self.end - self.step)
-        even = is_sharded(parts.model)
-        plans = [sampler.plan(step, self.microbatch_size(step - first), even) for step in range(first, last)]
+        even, noise, usual = is_sharded(parts.model), parts.step.noise, parts.microbatch_size
+        # The noise scale wants two pieces of what would be one microbatch.
+        wanted = [usual if noise is None else noise.microbatch_size(self.step + n, usual) for n in range(last - first)]
+        plans = [sampler.plan(first + n, size, even) for n, size in enumerate(wanted)]
         flat = [indices for microbatches, _ in plans for indices in microbatches]
         batches = self.clock.timed(parts.train_feed.batches(flat, training=True))
         self.clock.start_span()
@@ -139,11 +140,6 @@ class Training:
             if self.after_step():
                 return True
         return False
-
-    def microbatch_size(self, ahead: int) -> int:
-        """Return that of the step `ahead` steps from now: smaller where the noise scale wants two pieces of it."""
-        noise, size = self.parts.step.noise, self.parts.microbatch_size
-        return size if noise is None else noise.microbatch_size(self.step + ahead, size)
 
     def after_step(self) -> bool:
         """Do whatever is due after a step; return whether to stop."""
@@ -239,8 +235,7 @@ class Training:
 
     def keep(self, at_once: bool) -> None:
         """Write a checkpoint and the log up to it; with `checkpoint.async` and not `at_once` while training goes on."""
-        if self.keeper is None:
-            return
+        assert self.keeper is not None
         position = {
             "step": self.step,
             "global_batch_size": self.config.batch_size,
