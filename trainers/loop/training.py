@@ -23,14 +23,13 @@ from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import device_name, environment, reset_peak_memory
 from trainers.errors import DivergedError, PreemptedError, Status, classify
-from trainers.loop.console import say_evaluation, say_start, say_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.watchdog import Watchdog
 from trainers.measure.clock import StepClock
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog
-from trainers.model.optimizer import lr_factor
+from trainers.model.optimizer import lr_factor, scaled_lr
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import share_buffers
 from trainers.step.ceiling import OUT_OF_MEMORY, refuse_microbatch
@@ -94,7 +93,7 @@ class Training:
         reset_peak_memory(parts.device)
         self.resume()
         if self.context.rank == 0:
-            say_start(parts, self.config, self.context)
+            self.say_start()
         if self.log is not None and self.context.storage is not None:
             self.context.storage.write("environment.json", json.dumps(environment(parts.device), indent=2).encode())
         stopped = False
@@ -108,6 +107,16 @@ class Training:
                 self.keep(at_once=True)
             self.keeper.settle()
         return self.finish("done" if self.step == parts.total_steps else "stopped")
+
+    def say_start(self) -> None:
+        """Log the batch arithmetic, the data and the learning rate."""
+        parts, config, context = self.parts, self.config, self.context
+        workers = f"{context.world_size} worker{'s' if context.world_size > 1 else ''}"
+        sizes = f"microbatch {parts.microbatch_size} x accumulation {parts.accumulation} x {workers}"
+        where = f"{context.launcher}, {parts.device}, {parts.spec.name}"
+        logger.info("global batch %d = %s (%s)", config.batch_size, sizes, where)
+        steps = f"{parts.sampler.steps_per_epoch} steps an epoch, {parts.total_steps} steps in all"
+        logger.info("%d training samples, %s; learning rate %g", parts.sampler.length, steps, scaled_lr(config))
 
     def epoch(self) -> bool:
         """Train the rest of the current epoch; return whether the run was asked to stop in it."""
@@ -215,7 +224,9 @@ class Training:
             self.context.observe(figures | ({"mfu": record["mfu"]} if "mfu" in record else {}))
         if self.log is not None:
             self.log.add(record | ({"ranks": ranks} if ranks else {}))
-            say_window(record, self.parts.total_steps, throughput)
+            done = f"step {self.step}/{self.parts.total_steps}  epoch {record['epoch']:.2f}"
+            speed = f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
+            logger.info("%s  loss %.4f  %s", done, loss, speed)
 
     def evaluate(self) -> bool:
         """Evaluate and report; return whether this is the best so far, by `checkpoint.best`."""
@@ -229,7 +240,8 @@ class Training:
         if self.log is not None:
             self.log.add({**self.position(), **figures})
         if self.context.rank == 0:
-            say_evaluation(self.step, figures, time.perf_counter() - began)
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+            logger.info("evaluated at step %d in %.2f s: %s", self.step, time.perf_counter() - began, shown)
         self.context.report({**self.position(), **self.metrics}, None, self.elapsed_s)
         return self.keeper is not None and self.keeper.checkpoints.improves(figures)
 

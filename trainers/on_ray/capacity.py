@@ -46,9 +46,7 @@ def nodes_at_most() -> list[dict[str, float]]:
     if config is not None and config.node_group_configs:
         return [dict(group.resources) for group in config.node_group_configs for _ in range(max(0, group.max_count))]
     file = _file(ray.get_runtime_context().get_node_id())
-    types = (file.get("available_node_types") or {}).values()
-    # Workers that are allowed and have no size are hosts of one's own.
-    if any(one.get("max_workers") and not _numbers(one.get("resources") or {}) for one in types):
+    if _sizes_unknown(file):
         _wait_for_a_worker()
     return allowed(file, max(_workers_up(), key=_size, default={}))
 
@@ -65,6 +63,12 @@ def _wait_for_a_worker() -> None:
         logger.info("no worker has joined the cluster yet: waiting %d s at most", _JOIN_S)
     while not _workers_up() and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
+
+
+def _sizes_unknown(config: Mapping[str, Any]) -> bool:
+    """Return whether the file allows workers without saying how large they are: hosts of one's own."""
+    types = (config.get("available_node_types") or {}).values()
+    return any(one.get("max_workers") and not _numbers(one.get("resources") or {}) for one in types)
 
 
 def allowed(config: Mapping[str, Any], like: Mapping[str, Any] | None = None) -> list[dict[str, float]]:
