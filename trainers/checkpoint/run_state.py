@@ -142,7 +142,7 @@ class Keeper:
             model_state = shard_like(model_state, parts.model.state_dict())
             task_state = shard_like(task_state, self.task.state_dict())
         now = config.tree()["optimizer"]
-        then = loaded.config.get("optimizer", now)
+        then = loaded.config.get("optimizer") or now
         own = (*_HOW, *(name for name in now if then.get(name) != now[name]))
         try:
             parts.model.load_state_dict(model_state)

@@ -67,8 +67,7 @@ class Archive:
     def seal(self, manifest: Manifest, keep: int) -> None:
         """Write the manifest, which makes the checkpoint whole, then delete those that need not be kept."""
         name = folder_name(manifest.step)
-        missing = [file for file in manifest.files if not self.storage.exists(f"{name}/{file}")]
-        if missing:
+        if missing := [file for file in manifest.files if not self.storage.exists(f"{name}/{file}")]:
             fix = "storage_path must be shared by all nodes"
             raise StorageError(f"{missing[0]} was written by another worker and is not seen by rank 0: {fix}")
         self.storage.write(f"{name}/manifest.json", manifest.to_json())

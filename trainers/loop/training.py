@@ -72,8 +72,7 @@ class Training:
         self.inspection = inspection
         self.step, self.end = 0, parts.total_steps
         if context.until_epoch is not None:
-            steps = round(context.until_epoch * parts.sampler.steps_per_epoch, 6)
-            self.end = min(self.end, math.ceil(steps))
+            self.end = min(self.end, math.ceil(round(context.until_epoch * parts.sampler.steps_per_epoch, 6)))
         self.began = time.monotonic()
         self.metrics: dict[str, float] = {}
         self.clock = StepClock(parts.device)
