@@ -17,8 +17,8 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.launch.local import LocalContext, run_local, run_spawn
 from trainers.loop.fit import fit
-from trainers.loop.training import Training
 from trainers.measure.run_log import read_log
+from trainers.step.noise_scale import NoiseScale
 
 torch.set_num_threads(1)
 LONG: dict[str, Any] = {"max_steps": 300, "log_every_steps": 20, "evaluate__every_steps": 300, "seed": 3}
@@ -33,14 +33,14 @@ class Normed(Blobs):
 
 def test_every_twentieth_step_of_one_worker_is_taken_as_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    known = Training.microbatch_size
+    known = NoiseScale.microbatch_size
 
-    def note(training: Training, ahead: int) -> int:
-        size = known(training, ahead)
+    def note(noise: NoiseScale, step: int, usual: int) -> int:
+        size = known(noise, step, usual)
         asked.append(size)
         return size
 
-    monkeypatch.setattr(Training, "microbatch_size", note)
+    monkeypatch.setattr(NoiseScale, "microbatch_size", note)
     result = run_local(make(tmp_path, max_steps=45, noise_scale=True, global_batch_size=23))
     assert [step for step, size in enumerate(asked) if size != 23] == [0, 20, 40]
     assert {asked[0], asked[20], asked[40]} == {12}

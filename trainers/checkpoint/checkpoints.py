@@ -19,17 +19,19 @@ steps anyway, so nothing polls storage, and an error is met by all ranks in the 
 """
 
 import logging
+import platform
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from trainers.checkpoint.host_copy import HostCopy
-from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, rank_file, versions
+from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, rank_file
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
 from trainers.errors import StorageError
 from trainers.storage import Storage
+from trainers.versions import package_versions
 
 logger = logging.getLogger(__name__)
 _Entries = dict[str, FileEntry]
@@ -47,7 +49,7 @@ class Loaded:
     """The resolved TrainConfig that trained it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Pending:
     step: int
     metrics: Mapping[str, float]
@@ -126,9 +128,8 @@ class Checkpoints:
             self._raise(pending.step, self.group.first(pending.job.result()))
             return self.locate(pending.step)
         files = self._gather(pending.step, *pending.job.result())
-        pending.job = self._thread.submit(self._seal, pending.step, files, pending.metrics)
-        pending.gathered = True
-        self._pending = pending
+        job = self._thread.submit(self._seal, pending.step, files, pending.metrics)
+        self._pending = _Pending(pending.step, pending.metrics, job, gathered=True)
         return None
 
     def finish(self) -> str | None:
@@ -157,7 +158,7 @@ class Checkpoints:
 
         Raises ConfigError when the task does not report that metric.
         """
-        return self.best is not None and self.best.improves(self.best.value(figures), self._best_value)
+        return self.best is not None and self.best.improves(figures, self._best_value)
 
     def load(self) -> Loaded | None:
         """The newest complete checkpoint; None when there is none. `improves` compares with the best from here on."""
@@ -207,7 +208,8 @@ class Checkpoints:
         """Write the manifest, by rank 0; what went wrong."""
         if self.group.rank != 0:
             return None
-        manifest = Manifest(step, self.group.world_size, files, dict(metrics), versions(), self._config)
+        versions = {"python": platform.python_version(), **package_versions("paceline", "torch", "numpy")}
+        manifest = Manifest(step, self.group.world_size, files, dict(metrics), versions, self._config)
         try:
             self.archive.seal(manifest, self.keep)
         except Exception as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,6 @@ from pydantic import TypeAdapter
 
 from trainers.config.sections import CheckpointConfig
 from trainers.errors import CheckpointError, ConfigError
-from trainers.versions import package_versions
 
 FORMAT = 1
 
@@ -73,11 +71,6 @@ def folder_name(step: int) -> str:
     return f"step-{step:012d}"
 
 
-def versions() -> dict[str, str]:
-    """Of all that decides how a checkpoint is read."""
-    return {"python": platform.python_version(), **package_versions("paceline", "torch", "numpy")}
-
-
 @dataclass(frozen=True)
 class Best:
     """Which metric makes a checkpoint the best one, and in which direction."""
@@ -93,18 +86,16 @@ class Best:
         smaller = config.best_mode == "min" if config.best_mode else config.best.endswith(("loss", "error"))
         return Best(config.best, smaller)
 
-    def improves(self, value: float, before: float | None) -> bool:
-        """Whether `value` is strictly better than what was best `before`; NaN never is."""
-        if not math.isfinite(value):
-            return False
-        return before is None or (value < before if self.smaller else value > before)
+    def improves(self, figures: Mapping[str, float], before: float | None) -> bool:
+        """Whether an evaluation is strictly better than the value that was best `before`; NaN never is.
 
-    def value(self, figures: Mapping[str, float]) -> float:
-        """This metric among an evaluation's figures; ConfigError when the task does not report it."""
+        Raises ConfigError when the task does not report this metric.
+        """
         if self.metric not in figures:
             rule, fix = "is no metric of this task's evaluation", f"use one of {', '.join(sorted(figures))}"
             raise ConfigError("checkpoint.best", self.metric, rule, fix)
-        return figures[self.metric]
+        value = figures[self.metric]
+        return math.isfinite(value) and (before is None or (value < before if self.smaller else value > before))
 
     def ranked(self, manifests: Mapping[str, Manifest]) -> list[str]:
         """Names of the checkpoints whose step was evaluated, best first, of equal ones the earliest."""
@@ -119,7 +110,5 @@ def surplus(names: Iterable[str], complete: Iterable[str], newest: str, keep: in
     The last `keep` complete ones stay, and the `best`. What lies after `newest` can only be a damaged part of the run
     that is being done again.
     """
-    stay = {*sorted(name for name in complete if name <= newest)[-keep:], newest}
-    if best is not None:
-        stay.add(best)
+    stay = {*sorted(name for name in complete if name <= newest)[-keep:], newest, best}
     return sorted(set(names) - stay)

@@ -141,7 +141,9 @@ class Keeper:
         if is_sharded(parts.model):
             model_state = shard_like(model_state, parts.model.state_dict())
             task_state = shard_like(task_state, self.task.state_dict())
-        own = (*_HOW, *_changed(config, loaded.config))
+        now = config.tree()["optimizer"]
+        then = loaded.config.get("optimizer") or now
+        own = (*_HOW, *(name for name in now if then.get(name) != now[name]))
         try:
             parts.model.load_state_dict(model_state)
             parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, state["optimizer"], own))
@@ -164,12 +166,6 @@ def match_layout(optimizer: Optimizer) -> None:
             is_tensor = isinstance(value, Tensor) and value.shape == parameter.shape
             if is_tensor and value.stride() != parameter.stride():
                 moments[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-
-
-def _changed(config: TrainConfig, before: dict[str, Any]) -> list[str]:
-    """The optimizer's options that are not those of the checkpoint's configuration."""
-    then, now = before.get("optimizer"), config.tree()["optimizer"]
-    return [] if then is None else [name for name in now if then.get(name) != now[name]]
 
 
 def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any], own: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class _Hashing(io.RawIOBase):
     """A stream that counts and hashes what passes through it on its way to storage."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._sha256, self.size = stream, hashlib.sha256(), 0
+        self._stream, self.sha256, self.size = stream, hashlib.sha256(), 0
 
     def writable(self) -> bool:
         return True
@@ -31,12 +31,9 @@ class _Hashing(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self._stream.write(view)
-        self._sha256.update(view)
+        self.sha256.update(view)
         self.size += len(view)
         return len(view)
-
-    def hexdigest(self) -> str:
-        return self._sha256.hexdigest()
 
 
 class Archive:
@@ -65,13 +62,12 @@ class Archive:
         except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
             cause = _os_error(error) or error
             raise StorageError(f"could not write {self.storage.locate(path)}: {cause}") from cause
-        return FileEntry(hashing.size, hashing.hexdigest())
+        return FileEntry(hashing.size, hashing.sha256.hexdigest())
 
     def seal(self, manifest: Manifest, keep: int) -> None:
         """Write the manifest, which makes the checkpoint whole, then delete those that need not be kept."""
         name = folder_name(manifest.step)
-        missing = [file for file in manifest.files if not self.storage.exists(f"{name}/{file}")]
-        if missing:
+        if missing := [file for file in manifest.files if not self.storage.exists(f"{name}/{file}")]:
             fix = "storage_path must be shared by all nodes"
             raise StorageError(f"{missing[0]} was written by another worker and is not seen by rank 0: {fix}")
         self.storage.write(f"{name}/manifest.json", manifest.to_json())
@@ -97,15 +93,25 @@ class Archive:
 
     def choose(self, which: str) -> str:
         """The checkpoint that a user means by `newest`, `best` or `step-123`; CheckpointError when there is none."""
-        if which not in ("newest", "best"):
-            return self._named(which)
-        if which == "best" and self.best is None:
-            rule = "is the best: its configuration has no `checkpoint.best`; name newest, or a step"
-            raise CheckpointError(f"no checkpoint of {self.storage.parent.uri} {rule}")
-        name = self.newest() if which == "newest" else self.best_name()
-        if name is None:
-            evaluated = " of an evaluated step" if which == "best" else ""
-            raise CheckpointError(f"there is no complete checkpoint{evaluated} in {self.storage.uri}")
+        if which in ("newest", "best"):
+            if which == "best" and self.best is None:
+                rule = "is the best: its configuration has no `checkpoint.best`; name newest, or a step"
+                raise CheckpointError(f"no checkpoint of {self.storage.parent.uri} {rule}")
+            found = self.newest() if which == "newest" else self.best_name()
+            if found is None:
+                evaluated = " of an evaluated step" if which == "best" else ""
+                raise CheckpointError(f"there is no complete checkpoint{evaluated} in {self.storage.uri}")
+            return found
+        step = which.removeprefix("step-")
+        name = folder_name(int(step)) if step.isdecimal() else which
+        names = self.names()
+        if name not in names:
+            there = ", ".join(f"step-{int(other.removeprefix('step-'))}" for other in names) or "none"
+            raise CheckpointError(f"there is no checkpoint {which} in {self.storage.uri}; there is {there}")
+        try:
+            self._verify(name)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {self.storage.locate(name)} cannot be used: {error}") from error
         return name
 
     def read(self, name: str, file: str) -> dict[str, Any]:
@@ -124,27 +130,13 @@ class Archive:
             cause, problem = error, first_line(error)
         raise CheckpointError(f"{where} is no checkpoint of ours: {problem}") from cause
 
-    def _named(self, which: str) -> str:
-        step = which.removeprefix("step-")
-        name = folder_name(int(step)) if step.isdecimal() else which
-        names = self.names()
-        if name not in names:
-            there = ", ".join(f"step-{int(other.removeprefix('step-'))}" for other in names) or "none"
-            raise CheckpointError(f"there is no checkpoint {which} in {self.storage.uri}; there is {there}")
-        try:
-            self._verify(name)
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint {self.storage.locate(name)} cannot be used: {error}") from error
-        return name
-
     def _first_whole(self, names: list[str]) -> str | None:
         for name in names:
             try:
                 self._verify(name)
+                return name
             except (CheckpointError, StorageError) as error:
                 logger.warning("checkpoint %s is left out: %s", self.storage.locate(name), error)
-            else:
-                return name
         return None
 
     def _ranked(self, names: list[str]) -> list[str]:

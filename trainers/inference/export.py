@@ -40,10 +40,8 @@ def export(location: str, out: str, which: str = "newest") -> str:
         raise CheckpointError(f"the model of {checkpoint.name} cannot be written as safetensors: {error}") from error
     target = Storage(storage_uri(out))
     target.parent.write(target.name, data)
-    size = f"{len(weights)} tensors, {len(data) / 2**20:,.1f} MiB"
-    return f"{target.uri}: {size}, of step {manifest.step}" + "".join(
-        f", {name} {value:.4f}" for name, value in sorted(manifest.metrics.items())
-    )
+    figures = "".join(f", {name} {value:.4f}" for name, value in sorted(manifest.metrics.items()))
+    return f"{target.uri}: {len(weights)} tensors, {len(data) / 2**20:,.1f} MiB, of step {manifest.step}{figures}"
 
 
 def _own(name: str, value: object) -> Tensor:

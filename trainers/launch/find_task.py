@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -26,17 +27,15 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
     Raises ConfigError when there is neither such a file nor such an installed module.
     """
     module, _, class_name = task.partition(":")
-    starts = [Path(task_dir)] if task_dir else []
-    if yaml_dir is not None:
-        starts += [yaml_dir, *yaml_dir.parents]
-    starts.append(Path.cwd())
-    for start in starts:
+    own = [yaml_dir] if yaml_dir is not None else []
+    for start in [*([Path(task_dir)] if task_dir else []), *own, *(yaml_dir.parents if yaml_dir else []), Path.cwd()]:
         root = Path(os.path.abspath(start))  # noqa: PTH100 (no symlink is resolved)
-        if _holds(root, module):
-            own = [str(yaml_dir)] if yaml_dir is not None and yaml_dir != root else []
-            return [str(root), *own]
-    if _installed(module):
-        return [str(yaml_dir)] if yaml_dir is not None else []
+        base = root.joinpath(*module.split("."))
+        if base.with_suffix(".py").is_file() or (base / "__init__.py").is_file():
+            return [str(path) for path in dict.fromkeys([root, *own])]
+    with contextlib.suppress(ImportError, ValueError):
+        if importlib.util.find_spec(module) is not None:
+            return [str(path) for path in own]
     where = f"in {yaml_dir} or a directory above it, " if yaml_dir else ""
     beside = sorted(path.stem for path in yaml_dir.glob("*.py")) if yaml_dir else []
     otherwise = "check the name, or set `task_dir`"
@@ -44,18 +43,6 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
     file = module.replace(".", "/") + ".py"
     rule = f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module"
     raise ConfigError("task", task, rule, fix, source)
-
-
-def _holds(root: Path, module: str) -> bool:
-    base = root.joinpath(*module.split("."))
-    return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def portable(paths: list[str]) -> list[str]:

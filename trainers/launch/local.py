@@ -29,7 +29,7 @@ from trainers.loop.watchdog import HUNG_EXIT_CODE
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 1800
+_TIMEOUT = timedelta(seconds=1800)
 
 
 class LocalContext(RunContext):
@@ -163,8 +163,7 @@ def join_group(backend: str, init_method: str, rank: int, world_size: int, devic
     """Make this process a member of the run's process group; `device_index` is its GPU under nccl."""
     if backend == "nccl":
         torch.cuda.set_device(device_index)
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=_TIMEOUT)
 
 
 def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:

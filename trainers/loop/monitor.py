@@ -70,8 +70,7 @@ class Monitor:
             found["samples_per_s"] = spent.samples / spent.time_s
             found["step_time_s"] = spent.time_s / spent.steps
             found["data_wait_share"] = min(1.0, spent.wait_s / spent.time_s)
-            mfu = self.mfu(found["samples_per_s"])
-            if mfu is not None:
+            if (mfu := self.mfu(found["samples_per_s"])) is not None:
                 found["mfu"] = mfu
         return found
 
@@ -153,10 +152,8 @@ class BackwardTimer:
         if self._on_gpu:
             make: Any = torch.cuda.Event
             self._pairs = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(_EVENT_PAIRS)]
-        self._hooks.append(model.register_forward_hook(self._forward_ended))
-        first = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
-        if first is not None:
-            self._hooks.append(first.register_hook(self._backward_ended))
+        first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._hooks += [model.register_forward_hook(self._forward_ended), first.register_hook(self._backward_ended)]
 
     def _forward_ended(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         if not torch.is_grad_enabled() or (self._on_gpu and self._used == _EVENT_PAIRS):

@@ -23,14 +23,13 @@ from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import device_name, environment, reset_peak_memory
 from trainers.errors import DivergedError, PreemptedError, Status, classify
-from trainers.loop.console import say_evaluation, say_start, say_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.watchdog import Watchdog
 from trainers.measure.clock import StepClock
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog
-from trainers.model.optimizer import lr_factor
+from trainers.model.optimizer import lr_factor, scaled_lr
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import share_buffers
 from trainers.step.ceiling import OUT_OF_MEMORY, refuse_microbatch
@@ -73,8 +72,7 @@ class Training:
         self.inspection = inspection
         self.step, self.end = 0, parts.total_steps
         if context.until_epoch is not None:
-            steps = round(context.until_epoch * parts.sampler.steps_per_epoch, 6)
-            self.end = min(self.end, math.ceil(steps))
+            self.end = min(self.end, math.ceil(round(context.until_epoch * parts.sampler.steps_per_epoch, 6)))
         self.began = time.monotonic()
         self.metrics: dict[str, float] = {}
         self.clock = StepClock(parts.device)
@@ -94,10 +92,9 @@ class Training:
         reset_peak_memory(parts.device)
         self.resume()
         if self.context.rank == 0:
-            say_start(parts, self.config, self.context)
+            self.say_start()
         if self.log is not None and self.context.storage is not None:
-            report = json.dumps(environment(parts.device), indent=2)
-            self.context.storage.write("environment.json", report.encode())
+            self.context.storage.write("environment.json", json.dumps(environment(parts.device), indent=2).encode())
         stopped = False
         while self.step < self.end and not stopped:
             stopped = self.epoch() and self.step < self.end
@@ -110,6 +107,16 @@ class Training:
             self.keeper.settle()
         return self.finish("done" if self.step == parts.total_steps else "stopped")
 
+    def say_start(self) -> None:
+        """Log the batch arithmetic, the data and the learning rate."""
+        parts, config, context = self.parts, self.config, self.context
+        workers = f"{context.world_size} worker{'s' if context.world_size > 1 else ''}"
+        sizes = f"microbatch {parts.microbatch_size} x accumulation {parts.accumulation} x {workers}"
+        where = f"{context.launcher}, {parts.device}, {parts.spec.name}"
+        logger.info("global batch %d = %s (%s)", config.batch_size, sizes, where)
+        steps = f"{parts.sampler.steps_per_epoch} steps an epoch, {parts.total_steps} steps in all"
+        logger.info("%d training samples, %s; learning rate %g", parts.sampler.length, steps, scaled_lr(config))
+
     def epoch(self) -> bool:
         """Train the rest of the current epoch; return whether the run was asked to stop in it."""
         parts, sampler = self.parts, self.parts.sampler
@@ -117,8 +124,10 @@ class Training:
         number, first = divmod(self.step, sampler.steps_per_epoch)
         sampler.set_epoch(number)
         last = min(sampler.steps_per_epoch, first + self.end - self.step)
-        even = is_sharded(parts.model)
-        plans = [sampler.plan(step, self.microbatch_size(step - first), even) for step in range(first, last)]
+        even, noise, usual = is_sharded(parts.model), parts.step.noise, parts.microbatch_size
+        # The noise scale wants two pieces of what would be one microbatch.
+        wanted = [usual if noise is None else noise.microbatch_size(self.step + n, usual) for n in range(last - first)]
+        plans = [sampler.plan(first + n, size, even) for n, size in enumerate(wanted)]
         flat = [indices for microbatches, _ in plans for indices in microbatches]
         batches = self.clock.timed(parts.train_feed.batches(flat, training=True))
         self.clock.start_span()
@@ -139,11 +148,6 @@ class Training:
             if self.after_step():
                 return True
         return False
-
-    def microbatch_size(self, ahead: int) -> int:
-        """Return that of the step `ahead` steps from now: smaller where the noise scale wants two pieces of it."""
-        noise, size = self.parts.step.noise, self.parts.microbatch_size
-        return size if noise is None else noise.microbatch_size(self.step + ahead, size)
 
     def after_step(self) -> bool:
         """Do whatever is due after a step; return whether to stop."""
@@ -219,7 +223,9 @@ class Training:
             self.context.observe(figures | ({"mfu": record["mfu"]} if "mfu" in record else {}))
         if self.log is not None:
             self.log.add(record | ({"ranks": ranks} if ranks else {}))
-            say_window(record, self.parts.total_steps, throughput)
+            done = f"step {self.step}/{self.parts.total_steps}  epoch {record['epoch']:.2f}"
+            speed = f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
+            logger.info("%s  loss %.4f  %s", done, loss, speed)
 
     def evaluate(self) -> bool:
         """Evaluate and report; return whether this is the best so far, by `checkpoint.best`."""
@@ -230,18 +236,17 @@ class Training:
         figures = evaluate(parts.model, self.task, parts.val_feed, size, parts.spec, parts.group)
         self.metrics |= figures
         self.evaluated_step = self.step
-        record = {**self.position(), **figures}
         if self.log is not None:
-            self.log.add(record)
+            self.log.add({**self.position(), **figures})
         if self.context.rank == 0:
-            say_evaluation(self.step, figures, time.perf_counter() - began)
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+            logger.info("evaluated at step %d in %.2f s: %s", self.step, time.perf_counter() - began, shown)
         self.context.report({**self.position(), **self.metrics}, None, self.elapsed_s)
         return self.keeper is not None and self.keeper.checkpoints.improves(figures)
 
     def keep(self, at_once: bool) -> None:
         """Write a checkpoint and the log up to it; with `checkpoint.async` and not `at_once` while training goes on."""
-        if self.keeper is None:
-            return
+        assert self.keeper is not None
         position = {
             "step": self.step,
             "global_batch_size": self.config.batch_size,

@@ -35,15 +35,9 @@ class WorkerContext(RunContext):
 
     def __init__(self, storage: Storage | None, launcher: str) -> None:
         worker = ray.train.get_context()
-        super().__init__(
-            storage,
-            launcher,
-            worker.get_world_rank(),
-            worker.get_world_size(),
-            worker.get_local_rank(),
-            worker.get_local_world_size(),
-            own_gpu(),
-        )
+        of_all = worker.get_world_rank(), worker.get_world_size()
+        of_node = worker.get_local_rank(), worker.get_local_world_size()
+        super().__init__(storage, launcher, *of_all, *of_node, own_gpu())
 
 
 class RayContext(WorkerContext):
@@ -83,7 +77,9 @@ class RayContext(WorkerContext):
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether the driver was asked to stop (Ctrl-C, `ray job stop`); rank 0 looks for all."""
-        return self.rank == 0 and self.storage is not None and stop_requested(self.storage)
+        if self.rank != 0 or self.storage is None:
+            return False
+        return bool(internal_kv._internal_kv_exists(_stop_key(self.storage)))
 
     def preempted(self, elapsed_s: float) -> bool:
         """Whether Ray knows that a node of the run will be drained; asked every two seconds, by all ranks."""
@@ -122,11 +118,6 @@ def request_stop(storage: Storage, wanted: bool) -> None:
         internal_kv._internal_kv_put(_stop_key(storage), b"1", overwrite=True)
     else:
         internal_kv._internal_kv_del(_stop_key(storage))
-
-
-def stop_requested(storage: Storage) -> bool:
-    """Return whether the driver of the run in this directory asked its workers to stop."""
-    return bool(internal_kv._internal_kv_exists(_stop_key(storage)))
 
 
 def own_gpu() -> int:

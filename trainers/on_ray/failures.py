@@ -40,9 +40,8 @@ class FailurePolicy(UserCallback):
         if budget != -1 and self._met[cause.status] > budget:
             raise cause
         restart = f"restart {self._met[cause.status]} of {'no limit' if budget == -1 else budget}"
-        logger.warning(
-            "worker group failed as %s (%s); %s from the newest checkpoint", cause.status, cause.message, restart
-        )
+        failed = f"worker group failed as {cause.status} ({cause.message})"
+        logger.warning("%s; %s from the newest checkpoint", failed, restart)
 
 
 def as_failure(rank: int, error: BaseException) -> RunFailedError:
