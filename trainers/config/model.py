@@ -68,8 +68,7 @@ def child_model(model: type[Settings] | None, key: str) -> type[Settings] | None
 
 
 def _model_in(annotation: Any) -> type[Settings] | None:
-    models = (member for member in _members(annotation) if isinstance(member, type) and issubclass(member, Settings))
-    return next(models, None)
+    return next((one for one in _members(annotation) if isinstance(one, type) and issubclass(one, Settings)), None)
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

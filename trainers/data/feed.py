@@ -97,9 +97,8 @@ class Feed:
     def _resident_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
         if not microbatches:
             return
-        sizes = [len(indices) for indices in microbatches]
         rows = torch.cat(list(microbatches)).to(self.device)  # one copy for the whole epoch
-        for indices in rows.split(sizes):
+        for indices in rows.split([len(indices) for indices in microbatches]):
             yield map_tensors(lambda tensor, at=indices: tensor.index_select(0, at), self.resident)  # type: ignore[misc]
 
     def _loaded_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
