@@ -24,10 +24,7 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 
 @dataclass(frozen=True)
 class Policy:
-    """What follows when a run ends in one way.
-
-    `restarts` is the default budget (-1: no limit); `advice` is the fix that the user reads.
-    """
+    """What follows a status: `restarts` is the default budget (-1: no limit), `advice` the fix that the user reads."""
 
     restarts: int
     advice: str
@@ -162,9 +159,7 @@ class RunFailedError(PacelineError):
         return min(smaller or lost or errors, key=lambda error: error.when)
 
     def __str__(self) -> str:
-        if self.config:
-            return self.message
-        return f"the run ended as `{self.status}`: {self.message}"
+        return self.message if self.config else f"the run ended as `{self.status}`: {self.message}"
 
 
 class _Missing(Enum):

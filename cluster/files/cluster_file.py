@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from cluster.files.capacity import NodeType
+from trainers.config.yaml import parse_yaml
 from trainers.errors import MISSING, ConfigError
 
 
@@ -44,14 +45,9 @@ def read_documents(path: Path, source: str) -> list[Any]:
     except (OSError, UnicodeDecodeError) as error:
         rule = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise ConfigError("the file", MISSING, rule, "give the path of a cluster YAML", source) from error
-    try:
-        # YAML 1.1, unlike the rest of Paceline: Ray and Kubernetes read it so.
-        return list(yaml.safe_load_all(text))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
-        rule = f"is not YAML ({getattr(error, 'problem', None) or error})"
-        raise ConfigError(place, MISSING, rule, "fix the syntax there", source) from error
+    # YAML 1.1, unlike the rest of Paceline: Ray and Kubernetes read it so.
+    documents: list[Any] = parse_yaml(text, source, lambda text: list(yaml.safe_load_all(text)))
+    return documents
 
 
 def join(field: str, key: object) -> str:

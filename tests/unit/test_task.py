@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.data.batch import is_tensor_dataset, map_tensors, num_samples, tensors_of
+from trainers.data.batch import fetch, map_tensors, num_samples, tensors_of
 from trainers.task import Task
 
 
@@ -99,7 +99,6 @@ def test_only_a_plain_tensor_dataset_is_indexed_whole() -> None:
         def __getitem__(self, index: int) -> Any:
             return tuple(-tensor[index] for tensor in self.tensors)
 
-    data = TensorDataset(torch.arange(5))
-    assert is_tensor_dataset(data)
-    others: list[Dataset[Any]] = [Augmented(torch.arange(5)), Subset(data, [1])]
-    assert not any(is_tensor_dataset(other) for other in others)
+    (plain,) = fetch(TensorDataset(torch.arange(5)), [1, 2], default_collate)
+    (changed,) = fetch(Augmented(torch.arange(5)), [1, 2], default_collate)
+    assert (plain.tolist(), changed.tolist()) == ([1, 2], [-1, -2])

@@ -68,8 +68,7 @@ def child_model(model: type[Settings] | None, key: str) -> type[Settings] | None
 
 
 def _model_in(annotation: Any) -> type[Settings] | None:
-    models = (member for member in _members(annotation) if isinstance(member, type) and issubclass(member, Settings))
-    return next(models, None)
+    return next((one for one in _members(annotation) if isinstance(one, type) and issubclass(one, Settings)), None)
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -175,16 +174,15 @@ def _locate(
         if isinstance(part, int):
             if parts:
                 parts[-1] += f"[{part}]"
-        elif keyed and field is not None:
-            parts.append(part)
-            keyed = False
-            current = _model_in(_mapping_values(field))
+            continue
+        if keyed and field is not None:
+            current, keyed = _model_in(_mapping_values(field)), False
         elif current is not None and part in keys_of(current):
             owner, field = current, keys_of(current)[part]
-            parts.append(part)
-            current = child_model(owner, part)
-            keyed = _mapping_values(field) is not None
+            current, keyed = child_model(owner, part), _mapping_values(field) is not None
         elif unknown_key and index == len(loc) - 1:
             owner, field = current or owner, None
-            parts.append(part)
+        else:
+            continue
+        parts.append(part)
     return ".".join(parts), owner, field

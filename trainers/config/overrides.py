@@ -13,12 +13,11 @@ def set_key(tree: Tree, dotted: str, value: Any) -> None:
     *path, last = dotted.split(".")
     node = tree
     for part in path:
-        child = node.get(part)
-        if child is None:
-            child = node[part] = {}
-        elif not isinstance(child, dict):
+        if node.get(part) is None:
+            node[part] = {}
+        node = node[part]
+        if not isinstance(node, dict):
             raise ConfigError(dotted, value, f"cannot go below `{part}`, which is not a mapping", f"set `{part}` whole")
-        node = child
     node[last] = value
 
 

@@ -35,7 +35,5 @@ def reference(model: type[Settings]) -> str:
 
 def markdown(title: str, model: type[Settings]) -> str:
     """All keys as a section of docs/config.md."""
-    rows = [
-        f"| `{key}` | {default} | {description} |".replace("[", "\\[") for key, default, description in entries(model)
-    ]
+    rows = (f"| `{key}` | {default} | {text} |".replace("[", "\\[") for key, default, text in entries(model))
     return "\n".join([f"## {title}", "", "| key | default | meaning |", "|---|---|---|", *rows, ""])

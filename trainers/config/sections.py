@@ -1,7 +1,4 @@
-"""The sections of `train.yaml`: each a strict model of its own, without torch.
-
-The descriptions below the fields are also the text of `--help` and of docs/config.md.
-"""
+"""The sections of `train.yaml`: each a strict model of its own, without torch; see train.py on their descriptions."""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -36,8 +33,7 @@ class OptimizerConfig(Settings):
 
     @model_validator(mode="after")
     def _only_what_is_used(self) -> Self:
-        unused = ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov")
-        for name in unused:
+        for name in ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov"):
             given = getattr(self, name) is not None
             self.refuse_if(given, name, f"has no effect with optimizer {self.name}", "remove it")
         self.refuse_if(bool(self.nesterov) and not self.momentum, "nesterov", "needs momentum", "set `momentum: 0.9`")

@@ -176,10 +176,7 @@ class TrainConfig(Settings):
     @property
     def batch_size(self) -> int:
         """Samples of one optimizer step over all workers, whichever key gave it."""
-        if self.global_batch_size is not None:
-            return self.global_batch_size
-        assert self.batch_size_per_worker is not None
-        return self.batch_size_per_worker * self.scaling.max_workers
+        return self.global_batch_size or (self.batch_size_per_worker or 0) * self.scaling.max_workers
 
     def tree(self) -> Tree:
         """Plain data that `TrainConfig` reads back; keys without a value are left out."""

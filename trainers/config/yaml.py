@@ -1,7 +1,7 @@
 """YAML 1.2 documents of plain data; PyYAML by itself knows 1.1, where `off` is false and `1e-3` a word."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import yaml
@@ -54,10 +54,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def parse_yaml(text: str, source: str) -> Any:
-    """Read one YAML 1.2 document of plain data; `ConfigError` names file, line and problem."""
+def _load(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+
+
+def parse_yaml(text: str, source: str, load: Callable[[str], Any] = _load) -> Any:
+    """Read one YAML 1.2 document of plain data, or what `load` reads; `ConfigError` names file, line and problem."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        return load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"

@@ -9,6 +9,7 @@ Nothing in a file is run: no pickle, no pandas metadata.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -145,10 +146,8 @@ class ArrowDataset(Dataset[Any]):
 def _mapped(source: Storage, entries: Sequence[Entry], cache: Path | None) -> _MappedFile:
     names = [entry[0] for entry in entries]
     if source.is_local and all(len(entry) == 1 for entry in entries):
-        try:
+        with contextlib.suppress(NotMappedError):
             return _MappedFile(Path(source.path), names, names, source.uri)
-        except NotMappedError:
-            pass
     path = converted(source, entries, cache)
     names = ["+".join(entry) for entry in entries]
     try:

@@ -136,7 +136,6 @@ class Numbers:
 class Bits:
     """Booleans, eight in a byte."""
 
-    shape: tuple[int, ...] = ()
     kind = "bool[]"
 
     def __init__(self, parts: list[pa.Array], whole: pa.Buffer) -> None:

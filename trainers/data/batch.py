@@ -73,18 +73,13 @@ def concatenate(batches: list[Batch]) -> Batch:
     return map_tensors(lambda _: next(joined), batches[0])
 
 
-def is_tensor_dataset(dataset: Dataset[Any]) -> bool:
-    """Whether the dataset is nothing but tensors, which may be indexed a whole batch at a time."""
-    return type(dataset) is TensorDataset
-
-
 def fetch(dataset: Dataset[Any], indices: Sequence[int] | Rows, collate: Collate) -> Batch:
     """Return one batch of a map-style dataset, a whole batch at a time where the dataset can."""
     rows = np.asarray(indices, dtype=np.int64)
-    if is_tensor_dataset(dataset):
+    if type(dataset) is TensorDataset:  # not a subclass, which may give something else
         chosen = torch.from_numpy(rows)
         # A copy a row: indexing with [] copies number by number, ten times slower.
-        return tuple(tensor.index_select(0, chosen) for tensor in dataset.tensors)  # type: ignore[attr-defined]
+        return tuple(tensor.index_select(0, chosen) for tensor in dataset.tensors)
     if hasattr(dataset, "gather"):
         return dataset.gather(rows)
     numbers: list[int] = rows.tolist()

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainers.config.sections import DataConfig
-from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, is_tensor_dataset, leaves_of, map_tensors
+from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, leaves_of, map_tensors
 from trainers.data.transfer import Pinnable, to_device
 from trainers.devices.device import total_memory_bytes
 from trainers.errors import ConfigError
@@ -19,13 +19,13 @@ _FETCH = 4096  # samples fetched at once while a dataset is made resident
 
 
 class _WholeBatches(Dataset[Any]):
-    """What the DataLoader reads in place of a dataset: an index is an array of rows, an item a batch."""
+    """What the DataLoader reads in place of a dataset: an index is an array of rows, an item a batch to be pinned."""
 
     def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __getitem__(self, rows: Rows) -> Batch:
-        return fetch(self.dataset, rows, self.collate)
+    def __getitem__(self, rows: Rows) -> Pinnable:
+        return Pinnable(fetch(self.dataset, rows, self.collate))
 
 
 class Feed:
@@ -61,7 +61,6 @@ class Feed:
                 _WholeBatches(dataset, collate),
                 batch_size=None,
                 sampler=self._rows,
-                collate_fn=Pinnable if self._pins else _identity,
                 num_workers=config.num_workers,
                 prefetch_factor=config.prefetch_factor,
                 pin_memory=self._pins,
@@ -73,7 +72,7 @@ class Feed:
         length = len(self.dataset)  # type: ignore[arg-type]
         if config.resident is False or length == 0 or (config.resident == "auto" and config.num_workers > 0):
             return None
-        data: Batch = tuple(self.dataset.tensors) if is_tensor_dataset(self.dataset) else None  # type: ignore[attr-defined]
+        data: Batch = self.dataset.tensors if type(self.dataset) is TensorDataset else None
         if config.resident == "auto":
             wanted = sharers * sum(tensor.numel() * tensor.element_size() for tensor in data or ())
             if data is None or wanted > _RESIDENT_SHARE * total_memory_bytes(self.device):
@@ -98,9 +97,8 @@ class Feed:
     def _resident_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
         if not microbatches:
             return
-        sizes = [len(indices) for indices in microbatches]
         rows = torch.cat(list(microbatches)).to(self.device)  # one copy for the whole epoch
-        for indices in rows.split(sizes):
+        for indices in rows.split([len(indices) for indices in microbatches]):
             yield map_tensors(lambda tensor, at=indices: tensor.index_select(0, at), self.resident)  # type: ignore[misc]
 
     def _loaded_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
@@ -110,8 +108,7 @@ class Feed:
                 host = (Pinnable(batch).pin_memory().batch for batch in host)
         else:
             self._rows[:] = [indices.numpy() for indices in microbatches]
-            loaded = iter(self._loader)
-            host = (carried.batch for carried in loaded) if self._pins else loaded
+            host = (loaded.batch for loaded in self._loader)
         yield from to_device(host, self.device, ahead=self._loader is not None)
 
     def close(self) -> None:
@@ -120,7 +117,3 @@ class Feed:
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
         self._loader, self.resident = None, None
-
-
-def _identity(batch: Batch) -> Batch:
-    return batch

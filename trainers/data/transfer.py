@@ -11,6 +11,7 @@ from torch import Tensor
 from trainers.data.batch import Batch, map_tensors
 
 _END = object()
+_copy_stream = functools.cache(torch.cuda.Stream)  # one of a device: torch keeps the memory of every stream apart
 
 
 class Pinnable:
@@ -28,17 +29,12 @@ class Copies:
     """Copies on a CUDA stream of their own. Neither method waits for the device when the memory is page-locked."""
 
     def __init__(self, device: torch.device) -> None:
-        # One for the whole process: torch keeps the memory of every stream apart.
         self._device, self._stream = device, _copy_stream(device)
 
     def begin(self, batch: Batch) -> Batch:
         """Return the batch on the device, before its copy is done."""
-
-        def copy(tensor: Tensor) -> Tensor:
-            return tensor.to(self._device, non_blocking=True) if _strided(tensor) else tensor
-
         with torch.cuda.stream(self._stream):
-            return map_tensors(copy, batch)
+            return map_tensors(lambda t: t.to(self._device, non_blocking=True) if _strided(t) else t, batch)
 
     def hand_over(self, batch: Batch) -> Batch:
         """Return what `begin` gave, from now on safe to use (and to free) in the stream that computes."""
@@ -52,11 +48,6 @@ class Copies:
             return tensor
 
         return map_tensors(settle, batch)
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _strided(tensor: Tensor) -> bool:

@@ -77,10 +77,8 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif device.type == "cpu" and sys.platform == "linux":
-        try:
+        with contextlib.suppress(OSError):  # without CONFIG_PROC_PAGE_MONITOR the peak is the process's whole life
             Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            return  # a kernel without CONFIG_PROC_PAGE_MONITOR: the peak is the process's whole life
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -58,8 +58,13 @@ def check_peers(group: Group, storage: Storage | None) -> None:
 
 def _check_storage(group: Group, storage: Storage, hosts: list[str]) -> None:
     name = group.first(f".shared-{uuid.uuid4().hex[:8]}")
-    wrong = group.first(_write(storage, name) if group.rank == 0 else None)
-    answers = group.gather(wrong or _read(storage, name))
+    wrong = None
+    if group.rank == 0:
+        try:
+            storage.write(name, name.encode())
+        except StorageError as error:
+            wrong = f"cannot be written: {error}"
+    answers = group.gather(group.first(wrong) or _read(storage, name))
     if group.rank == 0:
         with contextlib.suppress(StorageError):  # a hidden file of some bytes is left
             storage.delete(name)
@@ -67,14 +72,6 @@ def _check_storage(group: Group, storage: Storage, hosts: list[str]) -> None:
         if answer is not None:
             fix = "mount the same directory on every node, or use a URI such as s3://bucket/path"
             raise ConfigError("storage_path", storage.uri, f"{answer} (on {host})", fix)
-
-
-def _write(storage: Storage, name: str) -> str | None:
-    try:
-        storage.write(name, name.encode())
-    except StorageError as error:
-        return f"cannot be written: {error}"
-    return None
 
 
 def _read(storage: Storage, name: str) -> str | None:

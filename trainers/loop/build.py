@@ -97,17 +97,13 @@ def _load_data(task: Task, config: TrainConfig, context: RunContext, group: Grou
 
 
 def _make_sampler(train: Dataset[Any], config: TrainConfig, context: RunContext) -> StepSampler:
+    size, drop_last = config.batch_size, config.drop_last
     sampler = StepSampler(
-        train,
-        context.world_size,
-        context.rank,
-        seed=config.seed,
-        drop_last=config.drop_last,
-        global_batch_size=config.batch_size,
+        train, context.world_size, context.rank, seed=config.seed, drop_last=drop_last, global_batch_size=size
     )
     if sampler.steps_per_epoch == 0:
         rule = f"gives no whole step of the {sampler.length} training samples with drop_last"
-        raise ConfigError("global_batch_size", config.batch_size, rule, "lower it, or set `drop_last: false`")
+        raise ConfigError("global_batch_size", size, rule, "lower it, or set `drop_last: false`")
     return sampler
 
 

@@ -129,14 +129,11 @@ class StepClock:
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the time until each of them is there counts as waiting for data."""
-        while True:
-            began = time.perf_counter()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        began = time.perf_counter()
+        for batch in batches:
             self._wait_s += time.perf_counter() - began
             yield batch
+            began = time.perf_counter()
 
     def totals(self) -> Totals:
         """All that was counted until the last `end_span`."""

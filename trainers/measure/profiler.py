@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_STEPS = 1  # with the profiler on and nothing kept: its own start is slow
 _TABLE_ROWS = 15
-_KINETO_SILENT = "99"
 
 
 class Inspection:
@@ -97,7 +96,7 @@ class StepProfiler:
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         elif device.type == "cpu":
-            os.environ.setdefault("KINETO_LOG_LEVEL", _KINETO_SILENT)
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silent
         self._profile = profile(
             activities=activities,
             schedule=schedule(wait=WARMUP_STEPS, warmup=_SETTLE_STEPS, active=steps, repeat=1),

@@ -28,6 +28,8 @@ from trainers.model.gradient_hooks import exchanged
 from trainers.model.sharding import is_sharded, shard_units
 
 logger = logging.getLogger(__name__)
+Watch = Callable[[Any], Any]
+_AS_IS = DdpConfig()
 
 
 def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
@@ -50,21 +52,20 @@ def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
 
 
 def wrap_model(
-    model: nn.Module,
-    group: Group,
-    strategy: str = "ddp",
-    ddp: DdpConfig | None = None,
-    watch: Callable[[Any], Any] | None = None,
+    model: nn.Module, group: Group, strategy: str = "ddp", ddp: DdpConfig = _AS_IS, watch: Watch | None = None
 ) -> nn.Module:
     """Return what training calls in place of the bare module; that module itself where nothing is to be added.
 
     `watch` turns DDP's communication hook (None: its own average) into one that also measures the gradients.
     """
     if strategy == "dp":
-        return _data_parallel(model, group.device)
-    ddp = ddp or DdpConfig()
+        gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
+        if gpus > 1:
+            return _DataParallel(model, device_ids=list(range(gpus)))
+        logger.warning("strategy dp has %d GPU here: the model is trained as with strategy none", gpus)
+        return model
     if strategy != "ddp" or group.world_size == 1:
-        if ddp != DdpConfig():
+        if ddp != _AS_IS:
             logger.warning("`ddp` has no effect: one worker sends no gradients")
         return model
     ids = [group.device.index] if group.device.type == "cuda" else None
@@ -88,14 +89,6 @@ def check_static_graph(ddp: DdpConfig, group: Group, accumulation: int, microbat
     if ddp.static_graph and group.world_size > 1 and accumulation > 1:
         rule = f"cannot accumulate, and microbatches of {microbatch_size} make {accumulation} of a worker's share"
         raise ConfigError("ddp.static_graph", True, rule, "remove it, or set a larger `microbatch_size`")
-
-
-def _data_parallel(model: nn.Module, device: torch.device) -> nn.Module:
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    if gpus < 2:
-        logger.warning("strategy dp has %d GPU here: the model is trained as with strategy none", gpus)
-        return model
-    return _DataParallel(model, device_ids=list(range(gpus)))
 
 
 class _DataParallel(DataParallel[nn.Module]):

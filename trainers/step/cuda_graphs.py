@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 CAPTURE_AFTER_STEPS = 3
 """Steps of a shape before it is captured (torch's own number for models without DDP)."""
 _MOST_SHAPES = 64  # that are counted: more of them never come back
+_capture_stream = functools.cache(torch.cuda.Stream)  # one of a device: cuBLAS keeps a workspace for each that it sees
 
 
 class CudaCapture:
@@ -57,12 +58,6 @@ class CudaCapture:
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
-
-
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the whole process: cuBLAS keeps a workspace for every stream that it has seen."""
-    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)
@@ -141,9 +136,7 @@ class GraphedStep(TrainStep):
                 raise
             cause = error.__context__ or error  # ending a capture that failed raises once more
             rule = f"needs a step that the host never waits in, and this one cannot be captured ({first_line(cause)})"
-            fix = (
-                "keep forward() and loss() free of `.item()`, of copies to the CPU and of shapes that depend on values"
-            )
+            fix = "keep forward() and loss() free of `.item()`, copies to the CPU and shapes that depend on values"
             raise _impossible(rule, fix) from error
         finally:
             for param_group, flag in flags:

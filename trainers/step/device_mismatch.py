@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from trainers.data.batch import Batch
+from trainers.data.batch import Batch, parts_of
 from trainers.errors import DeviceMismatchError
 from trainers.task import Task
 
@@ -41,7 +41,11 @@ def raise_if_mismatch(error: RuntimeError, task: Task, model: nn.Module, batch: 
             *((f"parameter `{name}`", tensor) for name, tensor in bare.named_parameters()),
             *((f"buffer `{name}`", tensor) for name, tensor in bare.named_buffers()),
         ),
-        "attribute": _attributes(bare),
+        "attribute": (
+            (f"attribute {name}", tensor)
+            for path, module in bare.named_modules()
+            for name, tensor in _held(module, path or type(module).__name__)
+        ),
         "task": _held(task, type(task).__name__),
     }
     names, fixes = [], []
@@ -74,12 +78,6 @@ def _is_elsewhere(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device != device and not is_number
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        for name, tensor in _held(module, path or type(module).__name__):
-            yield f"attribute {name}", tensor
-
-
 def _held(owner: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in an object's attributes; what a module has registered is not among them."""
     for key, value in vars(owner).items():
@@ -96,11 +94,8 @@ def named_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[
             yield f"`{name}.{path}`", tensor
     elif depth == 0:  # objects may hold each other
         return
-    elif isinstance(value, dict):
-        for key, item in value.items():
+    elif isinstance(value, (dict, tuple, list)):
+        for key, item in parts_of(value) or ():
             yield from named_tensors(item, f"{name}[{key!r}]", depth - 1)
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from named_tensors(item, f"{name}[{index}]", depth - 1)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         yield from _held(value, name, depth)

@@ -6,7 +6,6 @@ row has no utilisation: nothing is guessed.
 """
 
 import csv
-import functools
 import logging
 import re
 from pathlib import Path
@@ -77,12 +76,7 @@ def gpu_peak(gpu: str, precision: str) -> float | None:
     """Return the same by name, which a row's pattern must match whole: a slice of a GPU (MIG) has no row."""
     if " MIG " in gpu:
         return None
-    row = next((row for row in _rows() if re.fullmatch(row["gpu"], gpu)), {})
+    with PEAKS.open(newline="", encoding="utf-8") as stream:
+        row = next((row for row in csv.DictReader(stream) if re.fullmatch(row["gpu"], gpu)), {})
     peak_tflops = row.get(f"{precision.removesuffix('-pure')}_tflops")
     return float(peak_tflops) * 1e12 if peak_tflops else None
-
-
-@functools.cache
-def _rows() -> list[dict[str, str]]:
-    with PEAKS.open(newline="", encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))

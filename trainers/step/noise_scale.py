@@ -191,24 +191,21 @@ def estimate(windows: Sequence[Window]) -> NoiseEstimate | None:
 
     The interval is Fieller's (1954) for a ratio of means, from the spread of the windows.
     """
-    if not windows:
+    n = len(windows)
+    if n == 0:
         return None
     signals, noises = [window.signal for window in windows], [window.noise for window in windows]
     signal, noise = fmean(signals), fmean(noises)
-    return NoiseEstimate(noise / signal if signal > 0 else math.inf, *_interval(signals, noises))
-
-
-def _interval(signals: list[float], noises: list[float]) -> tuple[float, float]:
-    """Fieller's interval of noise / signal: the inverse of that of signal / noise, whose denominator is far from 0."""
-    n, signal, noise = len(signals), fmean(signals), fmean(noises)
+    value = noise / signal if signal > 0 else math.inf
     if n <= 2:
-        return 0.0, math.inf
+        return NoiseEstimate(value, 0.0, math.inf)
+    # The inverse of the interval of signal / noise, whose denominator is far from 0.
     t2 = student_t95(n - 1) ** 2 / n
     a = noise * noise - t2 * covariance(noises, noises)
+    if a <= 0:
+        return NoiseEstimate(value, 0.0, math.inf)
     b = signal * noise - t2 * covariance(signals, noises)
     c = signal * signal - t2 * covariance(signals, signals)
-    if a <= 0:
-        return 0.0, math.inf
     root = math.sqrt(max(0.0, b * b - a * c))
     least, most = (b - root) / a, (b + root) / a
-    return (1 / most if most > 0 else math.inf), (1 / least if least > 0 else math.inf)
+    return NoiseEstimate(value, 1 / most if most > 0 else math.inf, 1 / least if least > 0 else math.inf)
