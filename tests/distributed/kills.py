@@ -58,7 +58,7 @@ def count_steps() -> None:
     original = TrainStep.__call__
 
     def counted(self: TrainStep, *args: Any, **kwargs: Any) -> None:
-        cast("Recorded", self.task).begin_step()
+        cast("Recorded", self.forward.task).begin_step()
         original(self, *args, **kwargs)
 
     TrainStep.__call__ = counted  # type: ignore[method-assign]
