@@ -99,6 +99,7 @@ def test_a_drained_node_costs_no_step(
 
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")  # off where the cluster is embedded
     monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
+    started = tmp_path / "started"
     spec = make(
         tmp_path,
         name="drained",
@@ -110,7 +111,7 @@ def test_a_drained_node_costs_no_step(
         log_every_steps=100,
         evaluate__every_steps=500,
         checkpoint__every_steps=100_000,
-        task_args={"pause_s": 0.01},
+        task_args={"pause_s": 0.01, "pids": str(started)},
     )
     # fmt: off
     drain = [
@@ -120,11 +121,12 @@ def test_a_drained_node_costs_no_step(
     # fmt: on
 
     def take_away() -> None:
+        time.sleep(2)  # amid the first steps: the log is on storage only when something is kept
         subprocess.run(drain, check=True, capture_output=True)
         time.sleep(8)  # the deadline
         second_node.cut_power()
 
-    when(lambda: any("train_loss" in record for record in read_log(spec.storage)), take_away)
+    when(started.exists, take_away)
     result = run_on_ray(spec)
     assert (result.status, result.world_size) == ("done", 1)
     records = [record["step"] for record in read_log(spec.storage) if "train_loss" in record]
