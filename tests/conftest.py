@@ -142,7 +142,7 @@ def cluster() -> Iterator[Cluster]:
     import psutil
 
     directory = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
-    gcs_port, dashboard_port = _free_port(), _free_port()
+    gcs_port, dashboard_port = free_port(), free_port()
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
@@ -152,7 +152,8 @@ def cluster() -> Iterator[Cluster]:
     head = subprocess.Popen(
         [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={gcs_port}",
          "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
-         f"--temp-dir={directory}", "--disable-usage-stats", "--include-log-monitor=true"],
+         f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={directory}", "--disable-usage-stats",
+         "--include-log-monitor=true"],
         env=environment, stdout=(directory / "head.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
     )
     # fmt: on
@@ -170,7 +171,7 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port above those that Ray gives its workers (10002 to 19999)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

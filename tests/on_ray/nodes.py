@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tests.conftest import Cluster
+from tests.conftest import Cluster, free_port
 
 RAY = str(Path(sys.executable).parent / "ray")
 
@@ -39,7 +39,12 @@ class Node:
 def another_node(cluster: Cluster, driver: Any, cpus: int) -> Iterator[Node]:
     """A node that has joined the cluster; its power is cut at the end."""
     known = _alive(driver)
-    command = [RAY, "start", f"--address={cluster.address}", f"--num-cpus={cpus}", "--block", "--disable-usage-stats"]
+    # fmt: off
+    command = [
+        RAY, "start", f"--address={cluster.address}", f"--num-cpus={cpus}", "--block", "--disable-usage-stats",
+        f"--dashboard-agent-listen-port={free_port()}",
+    ]
+    # fmt: on
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     raylet = subprocess.Popen(command, start_new_session=True, **quiet)
     try:

@@ -131,5 +131,5 @@ def test_a_drained_node_costs_no_step(
     assert (result.status, result.world_size) == ("done", 1)
     records = [record["step"] for record in read_log(spec.storage) if "train_loss" in record]
     assert records == sorted(set(records)), "no step is logged twice"
-    kept = [step for step in records if step % 100]
-    assert len(kept) == 1, "one window was cut short: at the checkpoint that the notice asked for"
+    at_notice, at_end = (int(name.removeprefix("step-")) for name in spec.storage.names("checkpoints"))
+    assert 0 < at_notice < at_end == 1500
