@@ -27,6 +27,7 @@ from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
 from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
+from trainers.redaction import redact
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,15 @@ class LocalContext(RunContext):
             signal.signal(number, handler)
 
 
+class _Redacting(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 def setup_logging(rank: int) -> None:
     """Send our packages' log to standard output: rank 0's progress as it is, other ranks' warnings with their rank."""
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handler.setFormatter(_Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     for name in ("trainers", "cluster", "tune"):
         package = logging.getLogger(name)
         package.handlers[:] = [handler]
@@ -76,7 +82,7 @@ def failing_as_run(rank: int) -> Iterator[None]:
     except PacelineError:
         raise
     except Exception as error:
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr, end="")
         raise RunFailedError.of(error, rank) from error
 
 
