@@ -24,12 +24,17 @@ _MOVING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud
 
 
 def redact(text: str) -> str:
-    """Return `text` without passwords in URIs, values named as secrets, and the secrets of this process's environment;
-    control characters but tab and newline are escaped.
+    """Return `text` without passwords in URIs, values named as secrets, and the secrets of this process's environment,
+    and with its control characters escaped.
     """
     for value in sorted(_environment_secrets(), key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
     text = _NAMED.sub(rf"\1{_HIDDEN}", _USER.sub(rf"\1\2{_HIDDEN}@", text))
+    return escape_controls(text)
+
+
+def escape_controls(text: str) -> str:
+    """Return `text` with all that could move a cursor, or cannot be encoded, as Python would write it in a string."""
     return _MOVING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

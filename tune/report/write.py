@@ -16,7 +16,7 @@ from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.yaml import dump_yaml
 from trainers.errors import STATUSES
-from trainers.redaction import redact
+from trainers.redaction import escape_controls, redact
 from trainers.storage import Storage
 from tune.config import SweepConfig, sample_values
 from tune.report.answer import Answer, answer, objective_value
@@ -68,7 +68,7 @@ def write_report(
         train=redact(dump_yaml(resolved)),
         verdict=found.verdict,
     )
-    sweep.write("report.html", html.encode(errors="backslashreplace"))
+    sweep.write("report.html", escape_controls(html).encode())
     return found
 
 

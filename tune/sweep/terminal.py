@@ -57,8 +57,8 @@ def render(view: View) -> RenderableType:
         metrics = trial["metrics"]
         newest = "  ".join(f"{key} {metrics[key]:.4g}" for key in metrics if key.startswith(("val_", "train_l")))
         words, age_s = shown_config(view.configs.get(trial["trial"], {})), time.time() - trial["started"]
-        cells = str(lane), words, str(metrics.get("step", "")), redact(newest), duration(age_s)
-        table.add_row(*map(Text, cells))
+        cells = str(lane), words, str(metrics.get("step", "")), newest, duration(age_s)
+        table.add_row(*(Text(redact(cell)) for cell in cells))
     lines = []
     if view.best is not None:
         value, record = view.best
