@@ -174,10 +174,10 @@ def keep_on_this_machine() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
 
 
-def join_group(backend: str, place: str | dist.Store, rank: int, world_size: int, device_index: int) -> None:
+def join_group(backend: str, place: Any, rank: int, world_size: int, device_index: int) -> None:
     """Make this process a member of the run's process group; `device_index` is its GPU under nccl.
 
-    `place` is where the ranks meet: a URL, or a store.
+    `place` is where the ranks meet: a URL, or a torch.distributed.Store.
     """
     if backend == "nccl":
         torch.cuda.set_device(device_index)

@@ -78,7 +78,7 @@ def _listen() -> tuple[str, int]:
 def _join(address: str, port: int, backend: str) -> None:
     """On every worker at once."""
     with without_collection(own_process=True):
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
 
         from trainers.launch.local import TIMEOUT, join_group, keep_on_this_machine
         from trainers.on_ray.context import own_gpu
