@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all lint format bench bench-full bench-gpu docs dashboard clean
+.PHONY: install sweep test test-all lint format bench bench-full bench-gpu docs dashboard audit clean
 
 install: .venv/installed
 
@@ -62,6 +62,15 @@ dashboard:
 	  NR - 2, NR - 2, $$1}' cluster/monitoring/metrics.csv)"
 	prometheus --config.file=cluster/monitoring/prometheus.yml --web.listen-address=127.0.0.1:9090 \
 	  --storage.tsdb.path=build/prometheus --log.level=warn
+
+# The packages of constraints.txt against PyPI's list of known weaknesses. It needs that service: without it, or for a
+# package that the service does not know, it fails and says so. No other target runs it.
+audit: build/audit/bin/pip-audit
+	build/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement constraints.txt
+
+build/audit/bin/pip-audit:
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet pip-audit==2.10.0
 
 clean:
 	rm -rf .venv build dist *.egg-info

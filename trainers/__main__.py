@@ -19,6 +19,7 @@ from trainers.command_line import run
 from trainers.config import TrainConfig
 from trainers.launch.imports import without_collection
 from trainers.launch.spec import check_precision, prepare_storage, read_spec, torchrun_world_size
+from trainers.redaction import redact
 from trainers.storage import storage_uri
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def train(
     else:
         result = _launch(spec, launcher, rank)
     if rank == 0:
-        print(summary(result))
+        print(redact(summary(result)))
     return 0
 
 
@@ -111,7 +112,7 @@ def _infer(location: str, overrides: dict[str, Any], split: str, checkpoint: str
     job = Inference(**asdict(spec), split=split, which=checkpoint, out=out)
     result = _launch(job, "torchrun" if torchrun is not None else spec.config.launcher, rank)
     if rank == 0:
-        print(result)
+        print(redact(str(result)))
     return 0
 
 

@@ -9,6 +9,7 @@ import inspect
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -18,6 +19,7 @@ from trainers.config.model import Settings, build, child_model, keys_of
 from trainers.config.reference import reference
 from trainers.config.yaml import parse_yaml
 from trainers.errors import MISSING, POLICIES, ConfigError, ConfigErrors, PacelineError, did_you_mean, show
+from trainers.redaction import redact
 
 _SOURCE = "command line"
 
@@ -136,6 +138,7 @@ def run(
     `doc` is the docstring of the module that `call` starts; its last paragraph says the exit codes. `config` is the
     configuration of commands with `overrides`. `advise`: failures of the one without a name end in a policy's advice.
     """
+    sys.excepthook = lambda *raised: print(redact("".join(traceback.format_exception(*raised))), file=sys.stderr)
     args = list(sys.argv[1:] if argv is None else argv)
     name = args[0] if args and args[0] in functions else ""
     commands = {word: Command(f"{call} {word}".rstrip(), function, config) for word, function in functions.items()}
@@ -162,5 +165,5 @@ def run(
 def complain(sentences: str, level: str = "error") -> None:
     """Print on standard error, a line each; once for all of torchrun's workers."""
     if os.environ.get("RANK", "0") == "0":
-        for line in sentences.splitlines():
+        for line in redact(sentences).splitlines():
             print(f"{level}: {line}", file=sys.stderr)

@@ -16,6 +16,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from trainers.redaction import redact
+
 Status = Literal[
     "done", "stopped", "out_of_memory", "out_of_host_memory", "diverged", "hung", "preempted", "node_lost", "error"
 ]
@@ -49,6 +51,9 @@ class PacelineError(Exception):
     status: Status = "error"
     exit_code = 1
 
+    def __str__(self) -> str:
+        return redact(super().__str__())
+
 
 class ConfigError(PacelineError, ValueError):
     """A value that the user gave cannot be used: names field, value, rule and fix in one sentence.
@@ -66,7 +71,7 @@ class ConfigError(PacelineError, ValueError):
         where = f"{self.source}: " if self.source else ""
         shown = "" if self.value is MISSING else f"is {show(self.value)}, but "
         end = "" if self.fix.endswith("?") else "."
-        return f"{where}`{self.field}` {shown}{self.rule}; {self.fix}{end}"
+        return redact(f"{where}`{self.field}` {shown}{self.rule}; {self.fix}{end}")
 
     def at(self, source: str) -> ConfigError:
         """The same error, said to come from `source`."""
@@ -120,7 +125,7 @@ class TooLargeError(PacelineError):
         self.microbatch_size, self.words = microbatch_size, words
 
     def __str__(self) -> str:
-        return f"a microbatch of {self.microbatch_size} ran out of memory in mid-training ({self.words})"
+        return redact(f"a microbatch of {self.microbatch_size} ran out of memory in mid-training ({self.words})")
 
 
 class RunFailedError(PacelineError):
@@ -132,6 +137,7 @@ class RunFailedError(PacelineError):
     def __init__(
         self, status: Status, message: str, when: float = 0.0, config: bool = False, smaller: bool = False
     ) -> None:
+        message = redact(message)
         super().__init__(status, message, when, config, smaller)
         self.status, self.message, self.when, self.config, self.smaller = status, message, when, config, smaller
         self.exit_code = ConfigError.exit_code if config else PacelineError.exit_code
@@ -174,6 +180,7 @@ def show(value: Any) -> str:
     text = f'"{value}"' if isinstance(value, str) else str(value)
     if isinstance(value, bool) or value is None:
         text = json.dumps(value)
+    text = redact(text[:10_000])
     return text if len(text) <= 160 else text[:157] + "..."
 
 
@@ -185,7 +192,7 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Call
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name where the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return redact((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 # torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).
@@ -211,4 +218,4 @@ def classify(error: BaseException) -> Status:
 
 def last_line(error: BaseException) -> str:
     """Return the last line of an error's message, the cause where it is a traceback; its class's name where empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+    return redact((str(error).strip().splitlines() or [type(error).__name__])[-1].strip())

@@ -1,6 +1,7 @@
 """Storage: a directory of named files on any filesystem that pyarrow.fs knows (local, S3, GCS, ...).
 
 Environment read: PACELINE_STORAGE, where runs are kept when `storage_path` does not say;
+PACELINE_FILE_MODE, who else may read what is written (octal; 600 when it does not say);
 RAY_JOB_CONFIG_JSON_ENV_VAR, which Ray sets inside a job.
 """
 
@@ -11,6 +12,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -20,6 +22,7 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from trainers.errors import ConfigError, StorageError, first_line
+from trainers.redaction import holds_secret
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -55,6 +58,14 @@ def inside_ray_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
+def _file_mode() -> int:
+    text = os.environ.get("PACELINE_FILE_MODE", "600")
+    if not re.fullmatch("0?[67][0-7][0-7]", text):
+        fix = "write 640 for the group of the files, 644 for everybody"
+        raise ConfigError("PACELINE_FILE_MODE", text, "must be the mode of a file in octal, at least 600", fix)
+    return int(text, 8)
+
+
 def retrying(action: Callable[P, T]) -> Callable[P, T]:
     """`action`, tried up to four times, 0.5, 1 and 2 s apart; a full disk or a missing file is final at once."""
 
@@ -78,6 +89,10 @@ class Storage:
     """Files below one directory. Writes are whole or absent: aside and renamed, or one object put."""
 
     def __init__(self, uri: str) -> None:
+        if holds_secret(uri):
+            rule = "must hold no key or password: where files are is printed, and saved with a run"
+            fix = "give it by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...), a profile or a role"
+            raise ConfigError("storage_path", uri, rule, fix)
         # What follows `?` are options of the filesystem (region, endpoint), not part of the path.
         place, mark, options = uri.partition("?") if "://" in uri else (uri, "", "")
         self._place = place.rstrip("/") or "/"
@@ -141,9 +156,12 @@ class Storage:
         aside = f"{target}.{uuid.uuid4().hex[:8]}.tmp" if self.is_local else target
         with _explained(f"write {self.locate(name)}"):
             if self.is_local:
-                Path(target).parent.mkdir(parents=True, exist_ok=True)
+                mode = _file_mode()
+                # Who may read the files may enter the directory.
+                Path(target).parent.mkdir(mode | (mode & 0o444) >> 2, parents=True, exist_ok=True)
                 try:
-                    with Path(aside).open("wb") as stream:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                    with os.fdopen(os.open(aside, flags, mode), "wb") as stream:
                         yield stream
                         stream.flush()
                         os.fsync(stream.fileno())

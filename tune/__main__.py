@@ -17,6 +17,7 @@ from pydantic import Field
 
 from trainers.command_line import run
 from trainers.launch.imports import without_collection
+from trainers.redaction import redact
 from tune.config import SweepConfig
 from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal
@@ -115,7 +116,7 @@ def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, 
     answer = write_report(spec.storage, spec.config, spec.train, records, environment, task_dir=task_dir)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     console.print(table(spec.config, records, answer))
-    print(answer.sentence)
+    print(redact(answer.sentence))
     if answer.best is not None:
         print(f"best.yaml:   {spec.storage.locate('best.yaml')}   (python -m trainers ... trains it)")
     print(f"report.html: {spec.storage.locate('report.html')}")

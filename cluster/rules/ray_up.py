@@ -23,10 +23,10 @@ _HEAD, _WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
-# Keys of AWS, of Google and of anybody; what they match is never shown.
+# Keys of AWS, of Google and of anybody, and passwords in an address; what they match is never shown.
 _KEYS = re.compile(
     r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|PRIVATE KEY-----|\b(?:AWS_SECRET_ACCESS_KEY|AZURE_CLIENT_SECRET)=|"
-    r"\bAccountKey=|aws_secret_access_key"
+    r"\bAccountKey=|aws_secret_access_key|://[^\s/:@'\"]*:[^\s/@'\"]+@"
 )
 _OWN_DISK = re.compile(r"(?:/tmp|/home|/root|~|\$HOME|/var/tmp)(?:/|$)")
 

@@ -5,6 +5,7 @@ Run as: python -m tests.on_ray.embedded DIRECTORY
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.on_ray.test_lanes import run, sweep
 from tests.waits import when
@@ -42,19 +45,36 @@ def kill_controller() -> None:
     os.kill(controller.pid, signal.SIGKILL)
 
 
+def listening() -> dict[str, list[str]]:
+    """The processes of this cluster that accept connections, by the addresses on which they do."""
+    found: dict[str, list[str]] = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            for one in process.net_connections("inet"):
+                if one.status == psutil.CONN_LISTEN:
+                    found.setdefault(one.laddr.ip.removeprefix("::ffff:"), []).append(process.name())
+    return found
+
+
 def main(directory: Path) -> None:
     """The sweep's only lane needs all that there is: it comes back only if what it had reserved is given back."""
     pids = directory / "pids"
     connect(show_workers=False)
     train = {"task_args": {"pids": str(pids), "pause_s": 0.05}, "scaling": {"cpus_per_worker": os.cpu_count()}}
     spec = sweep(directory, {"seed": [1, 2, 3]}, train)
-    thread = when(lambda: pids.exists() and bool(pids.read_text()), kill_controller)
+    ports: dict[str, list[str]] = {}
+
+    def in_mid_trial() -> None:
+        ports.update(listening())
+        kill_controller()
+
+    thread = when(lambda: pids.exists() and bool(pids.read_text()), in_mid_trial)
     records = run(spec)
     thread.join()
     started = Counter(actor.class_name.rpartition(".")[2] for actor in actors())
     disconnect()
     statuses = {record.id: record.status for record in records}
-    print(json.dumps({"statuses": statuses, "workers": pids.read_text().split(), "actors": started}))
+    print(json.dumps({"statuses": statuses, "workers": pids.read_text().split(), "actors": started, "ports": ports}))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ def test_an_embedded_cluster_has_only_what_trains(
         "SynchronizationActor": 2,
         "RayTrainWorker": 2,
     }
+    assert set(found["ports"]) == {"127.0.0.1"}, found["ports"]
+    assert {"raylet", "gcs_server", "ray::DashboardAgent"} <= set(found["ports"]["127.0.0.1"])
 
 
 def test_a_dead_controller_costs_its_trial_s_restart(tmp_path: Path, driver: Any) -> None:

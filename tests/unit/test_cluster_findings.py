@@ -126,6 +126,12 @@ REMARKS: list[tuple[str, Change, str, str]] = [
     ("empty_storage", replace(WORKER, "=s3://MY-BUCKET/paceline", "="), "warning", WORKER),
     ("two_storages", replace(WORKER, "MY-BUCKET", "other"), "error", WORKER),
     (
+        "password_in_an_address",
+        put("rsync_filter", ["https://me:hunter2@pypi.example.org"]),
+        "error",
+        "a cloud key",
+    ),
+    (
         "port_open_to_the_world",
         opened(8265, "0.0.0.0/0"),
         "error",

@@ -93,8 +93,20 @@ def _closed(schema: Any) -> Any:
 
 
 def test_the_job_has_the_clusters_spec() -> None:
-    cluster, job = documents()
+    cluster, job, _ = documents()
     assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+
+
+def test_only_rays_own_pods_reach_what_asks_for_no_token() -> None:
+    *clusters, policy = documents()
+    assert (policy["apiVersion"], policy["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
+    rays = {"matchLabels": {"ray.io/is-ray-node": "yes"}}
+    assert (policy["spec"]["podSelector"], policy["spec"]["policyTypes"]) == (rays, ["Ingress"])
+    within, everybody = policy["spec"]["ingress"]
+    assert within == {"from": [{"podSelector": rays}]}
+    assert everybody == {"ports": [{"protocol": "TCP", "port": 8265}]}, "the port that the token guards"
+    labels = [document["metadata"]["labels"]["paceline"] for document in (*clusters, policy)]
+    assert len(set(labels)) == 3, "each is applied by a label of its own"
 
 
 @pytest.mark.parametrize("name", RAY_UP)

@@ -27,6 +27,12 @@ def test_what_the_readme_names_is_there() -> None:
         assert (REPOSITORY / name).is_dir(), name
 
 
+def test_the_tests_that_show_a_promise_are_there() -> None:
+    named = re.findall(r"`((?:tests|trainers|cluster)/[\w/.]*\w)`", (REPOSITORY / "SECURITY.md").read_text())
+    assert len(named) > 10
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
 def test_the_readmes_figures_are_the_newest_results() -> None:
     newest = max((REPOSITORY / "benchmarks/results").glob("loop-*-cpu.json"))
     text = (REPOSITORY / "README.md").read_text()

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from html.parser import HTMLParser
 from typing import Any
 
 import pandas as pd
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.unit.report_records import ENVIRONMENT, SPACE, TRAIN, config, done, failed, trial
+from tests.unit.report_records import ENVIRONMENT, SPACE, TRAIN, config, curve, done, failed, trial
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.yaml import parse_mapping
@@ -236,6 +237,80 @@ def test_the_page_is_whole_and_asks_the_network_for_nothing(sweep: Storage) -> N
     assert text.count("&lt;script&gt;") >= 3
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</style></title></svg></textarea><img src=x onerror=alert(1)>",
+    "' onmouseover='alert(1)",
+    '" onload="alert(1)" x="',
+    "]]><script>alert(1)</script><![CDATA[",
+    "<!--<script>",
+    "-->{{ 7 * 7 }}{% raw %}",
+    "&lt;script&gt;javascript:alert(1)",
+    "a\0b\x1b]8;;https://x.invalid\x07c\x1b[2J\u202e",
+    "=cmd|' /C calc'!A0",
+]
+
+
+class _Tags(HTMLParser):
+    """All tags of a page, and those of their attributes that could do something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.live: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            points = name.endswith("href") or name in ("src", "action", "formaction", "data", "srcdoc")
+            if name.startswith("on") or (points and not (value or "").startswith(("#", "data:,"))):
+                self.live.append(f"{tag} {name}={value}")
+
+
+@pytest.mark.parametrize("words", HOSTILE)
+def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep: Storage, words: str) -> None:
+    """Names and values of the configuration, metrics, messages, tracebacks, ids, versions: from anybody."""
+    from rich.console import Console
+
+    key = f"task_args.{words}"
+    found = config(words, space={key: [words, "b"], "precision": ["fp32", "bf16"]}, objective={"mode": "max"})
+    course = [{"trial": words, "step": n, "epoch": n / 2, "config": {key: words}} for n in range(2)]
+    harmless = [
+        trial(n, "done", {key: value, "precision": "fp32"}, samples_per_s=9.0 + n, peak_memory_bytes=2**30,
+              metrics={words: 1.0 + n, "val_loss": 1.0}, curve=curve(0.9, 0.1, 5.0, 3))
+        for n, value in enumerate((words, "b"))
+    ]  # fmt: skip
+    hostile = [
+        replace(one, id=words + one.id, message=f"{words}\ud800", traceback=f"\ud800{words}", schedule=course)
+        for one in harmless
+    ]
+    ended = [replace(one, id=one.id + "f", status="error") for one in hostile]
+    train = {**TRAIN, "task_args": {words: words}}
+
+    def tags(records: list[TrialRecord]) -> _Tags:
+        write_report(sweep, found, train, records, {words: f"{words}\ud800"}, task_dir=words)
+        return _Tags(page(sweep))
+
+    write_report(sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None)
+    usual = _Tags(page(sweep))
+    shown = tags([*hostile, *ended])
+    assert shown.live == usual.live == []
+    assert shown.tags <= usual.tags | {"details"}
+    assert "script" not in shown.tags
+    for name in ("report.html", "summary.json", "best.yaml"):
+        assert "\x1b" not in sweep.read(name).decode()
+    assert build(TrainConfig, parse_mapping(sweep.read("best.yaml").decode(), "best.yaml"), "best.yaml")
+    json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
+    rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
+    assert rows.num_rows == 4
+    console = Console(file=io.StringIO(), width=300)
+    console.print(table(found, [*hostile, *ended], answer(found, [*hostile, *ended])))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert not set(text) & {"\0", "\x1b", "\x07", "\u202e", "\ud800"}
 
 
 def test_the_same_records_give_the_same_bytes(sweep: Storage) -> None:

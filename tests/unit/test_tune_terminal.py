@@ -44,6 +44,17 @@ def text(shown: View) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_no_name_is_markup_or_moves_the_cursor() -> None:
+    name = "val_[/red]\x1b[2J"
+    trial = {"trial": "b", "started": time.time(), "metrics": {"step": 1, name: 0.25}}
+    record = TrialRecord("a", {"task_args.[/b]\x1b": "[/red]\x1b[2J"}, "done", 0, 1)
+    state = {"lanes": [0], "running": {0: trial}, "boundary": {"[/i]\x1b[2J": (1, 2)}}
+    shown = text(view(state=state, best=(1.0, record), configs={"b": record.config}))
+    assert "\x1b" not in shown
+    for words in (r"val_[/red]\x1b[2J 0.25", r"[/b]\x1b [/red]\x1b[2J", r"[/i]\x1b[2J: 1 fits"):
+        assert words in shown, shown
+
+
 def test_it_shows_all_that_there_is() -> None:
     shown = text(view())
     for words in (

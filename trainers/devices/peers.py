@@ -70,7 +70,8 @@ def _check_storage(group: Group, storage: Storage, hosts: list[str]) -> None:
             storage.delete(name)
     for host, answer in zip(hosts, answers, strict=True):
         if answer is not None:
-            fix = "mount the same directory on every node, or use a URI such as s3://bucket/path"
+            same = "mount the same directory on every node (for nodes of several users: PACELINE_FILE_MODE=644)"
+            fix = f"{same}, or use a URI such as s3://bucket/path"
             raise ConfigError("storage_path", storage.uri, f"{answer} (on {host})", fix)
 
 

@@ -1,6 +1,7 @@
 """Launchers without Ray: this process, spawned processes of this machine, or torchrun's.
 
 Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID.
+Set, unless it is: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where all ranks are on this machine.
 """
 
 import contextlib
@@ -26,10 +27,12 @@ from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
 from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
+from trainers.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT = timedelta(seconds=1800)
+TIMEOUT = timedelta(seconds=1800)
+"""How long a rank waits for the others, in a collective or for their meeting."""
 
 
 class LocalContext(RunContext):
@@ -55,10 +58,15 @@ class LocalContext(RunContext):
             signal.signal(number, handler)
 
 
+class _Redacting(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 def setup_logging(rank: int) -> None:
     """Send our packages' log to standard output: rank 0's progress as it is, other ranks' warnings with their rank."""
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handler.setFormatter(_Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     for name in ("trainers", "cluster", "tune"):
         package = logging.getLogger(name)
         package.handlers[:] = [handler]
@@ -74,7 +82,7 @@ def failing_as_run(rank: int) -> Iterator[None]:
     except PacelineError:
         raise
     except Exception as error:
-        traceback.print_exc()
+        print(redact(traceback.format_exc()), file=sys.stderr, end="")
         raise RunFailedError.of(error, rank) from error
 
 
@@ -159,17 +167,30 @@ def _failure(directory: Path, error: Exception, exits: dict[int, int | None]) ->
     return first
 
 
-def join_group(backend: str, init_method: str, rank: int, world_size: int, device_index: int) -> None:
-    """Make this process a member of the run's process group; `device_index` is its GPU under nccl."""
+def keep_on_this_machine() -> None:
+    """Let the collectives of a group whose ranks are all here listen on the loopback alone, unless the user chose."""
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
+
+
+def join_group(backend: str, place: Any, rank: int, world_size: int, device_index: int) -> None:
+    """Make this process a member of the run's process group; `device_index` is its GPU under nccl.
+
+    `place` is where the ranks meet: a URL, or a torch.distributed.Store.
+    """
     if backend == "nccl":
         torch.cuda.set_device(device_index)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=_TIMEOUT)
+    met: dict[str, Any] = {"init_method": place} if isinstance(place, str) else {"store": place}
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT, **met)
 
 
 def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
     context.listen()
     use_cuda = job.config.device in ("auto", "cuda") and torch.cuda.is_available()
     device_index = context.local_rank % torch.cuda.device_count() if use_cuda else 0
+    if context.local_world_size == context.world_size:
+        keep_on_this_machine()
     join_group("nccl" if use_cuda else "gloo", init_method, context.rank, context.world_size, device_index)
     try:
         return job.execute(context)

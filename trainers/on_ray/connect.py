@@ -9,6 +9,7 @@ import os
 
 import ray
 import ray.train
+from ray._private import ray_constants
 
 from trainers.config import TrainConfig
 from trainers.config.sections import ScalingConfig
@@ -27,7 +28,14 @@ def connect(show_workers: bool = True) -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
-    context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
+    several_nodes = ray_constants.ENABLE_RAY_CLUSTER
+    if address == "local":
+        # As Ray has it on macOS and Windows: all of its ports, those for metrics too, are on the loopback alone.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = several_nodes
     if url := context.dashboard_url:
         logger.info("dashboard: http://%s (it asks for the token that `ray get-auth-token` prints)", url)
 

@@ -1,21 +1,28 @@
 """The process group of Ray Train's workers, without torch in Ray's controller.
 
 Ray's own TorchConfig does the same, imports torch wherever it is unpickled (in the controller and in Ray's own record
-of the runs, too), and leaves the choice of a backend to the controller's node, which may be a head without a GPU.
+of the runs, too), leaves the choice of a backend to the controller's node, which may be a head without a GPU, and lets
+the store in which the ranks meet listen on every address of rank 0's node.
 """
 
+import logging
 import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.train
-from ray.train._internal.utils import get_address_and_port
+import ray.util
 from ray.train.backend import Backend, BackendConfig
 
 from trainers.launch.imports import without_collection
 
+logger = logging.getLogger(__name__)
+
 _LEAVE_S = 10.0
+# Rank 0's, between `_listen` and `_join`: nobody else can take the port.
+_listening: list[socket.socket] = []
 
 
 @dataclass
@@ -39,9 +46,8 @@ class _GroupBackend(Backend):
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray when all workers are there."""
         assert isinstance(backend_config, GroupConfig)
-        address, port = worker_group.execute_single(0, get_address_and_port)
-        host = f"[{address}]" if ":" in address else address
-        worker_group.execute(_join, f"tcp://{host}:{port}", backend_config.backend)
+        address, port = worker_group.execute_single(0, _listen)
+        worker_group.execute(_join, address, port, backend_config.backend)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Called by Ray before the workers end; some of them may be dead already."""
@@ -49,10 +55,32 @@ class _GroupBackend(Backend):
             ray.wait(worker_group.execute_async(_leave), num_returns=len(worker_group), timeout=_LEAVE_S)
 
 
-def _join(init_method: str, backend: str) -> None:
+def _is_alone() -> bool:
+    """Whether all ranks are on one node."""
+    context = ray.train.get_context()
+    return bool(context.get_local_world_size() == context.get_world_size())
+
+
+def _listen() -> tuple[str, int]:
+    """On rank 0: where the others find the store. It listens on the loopback where all of them are on this node, else
+    on the node's address in the cluster: whoever connects may read and write all of it.
+    """
+    address = "127.0.0.1" if _is_alone() else ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        _listening[:] = [socket.create_server((address, 0), family=family)]
+    except OSError:
+        logger.warning("%s is no address of this machine: the ranks' store listens on all that it has", address)
+        _listening[:] = [socket.create_server(("", 0), family=family)]
+    return address, int(_listening[0].getsockname()[1])
+
+
+def _join(address: str, port: int, backend: str) -> None:
     """On every worker at once."""
     with without_collection(own_process=True):
-        from trainers.launch.local import join_group
+        from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
+
+        from trainers.launch.local import TIMEOUT, join_group, keep_on_this_machine
         from trainers.on_ray.context import own_gpu
 
     context = ray.train.get_context()
@@ -64,7 +92,11 @@ def _join(init_method: str, backend: str) -> None:
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "NODE_RANK": str(context.get_node_rank()),
     }
-    join_group(backend, init_method, rank, world_size, own_gpu())
+    if _is_alone():
+        keep_on_this_machine()
+    server = _listening.pop().detach() if rank == 0 else None
+    store = TCPStore(address, port, world_size, rank == 0, TIMEOUT, master_listen_fd=server)
+    join_group(backend, store, rank, world_size, own_gpu())
 
 
 def _leave() -> None:

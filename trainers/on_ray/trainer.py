@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -24,6 +25,7 @@ from trainers.on_ray.context import RayContext, request_stop
 from trainers.on_ray.coordinator import NodeCount, free_dead_runs
 from trainers.on_ray.failures import FailurePolicy, as_failure
 from trainers.on_ray.process_group import GroupConfig
+from trainers.redaction import redact
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ def _worker(loop_config: dict[str, Any]) -> None:
     except Exception as error:
         failure = RunFailedError.of(error, context.rank)
         if not failure.config:
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), file=sys.stderr, end="")
         raise failure from None
 
 

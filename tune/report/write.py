@@ -16,6 +16,7 @@ from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.yaml import dump_yaml
 from trainers.errors import STATUSES
+from trainers.redaction import escape_controls, redact
 from trainers.storage import Storage
 from tune.config import SweepConfig, sample_values
 from tune.report.answer import Answer, answer, objective_value
@@ -64,10 +65,10 @@ def write_report(
         records=in_order(config, records),
         summary=summary,
         times=[duration(summary["wall_time_s"]), duration(summary["trial_time_s"])],
-        train=dump_yaml(resolved),
+        train=redact(dump_yaml(resolved)),
         verdict=found.verdict,
     )
-    sweep.write("report.html", html.encode(errors="backslashreplace"))
+    sweep.write("report.html", escape_controls(html).encode())
     return found
 
 

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from trainers.redaction import redact
 from tune.config import SweepConfig
 from tune.report.words import duration, shown
 from tune.trials.record import TrialRecord
@@ -56,7 +57,8 @@ def render(view: View) -> RenderableType:
         metrics = trial["metrics"]
         newest = "  ".join(f"{key} {metrics[key]:.4g}" for key in metrics if key.startswith(("val_", "train_l")))
         words, age_s = shown_config(view.configs.get(trial["trial"], {})), time.time() - trial["started"]
-        table.add_row(str(lane), words, str(metrics.get("step", "")), newest, duration(age_s))
+        cells = str(lane), words, str(metrics.get("step", "")), newest, duration(age_s)
+        table.add_row(*(Text(redact(cell)) for cell in cells))
     lines = []
     if view.best is not None:
         value, record = view.best
@@ -69,7 +71,7 @@ def render(view: View) -> RenderableType:
         spent += f", {config.usd_per_hour * view.spent_s / 3600:.2f} USD"
     if config.time_budget_s is not None:
         spent += f"; {duration(max(0.0, config.time_budget_s - view.spent_s))} of the budget left"
-    return Group(Text(head, style="bold"), table, *(Text(line) for line in [*lines, spent]))
+    return Group(Text(head, style="bold"), table, *(Text(redact(line)) for line in [*lines, spent]))
 
 
 class Terminal:

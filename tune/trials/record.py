@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainers.errors import STATUSES, Status
+from trainers.redaction import redact
 from tune.config import Objective
 from tune.trials.interval import dollars
 
@@ -144,6 +145,6 @@ def make_record(
         epochs=result.get("epochs"),
         noise_scale=result.get("noise_scale"),
         cpu_pressure=outcome.get("cpu_pressure"),
-        message=message,
-        traceback=outcome.get("traceback", ""),
+        message=redact(message),
+        traceback=redact(outcome.get("traceback", "")),
     )

@@ -1,0 +1,87 @@
+"""Where the processes of a real group of two listen: on the address that was meant, and on no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import processes
+
+NODE = "127.0.0.2"  # an address that this machine has, and no other part of a group listens on
+
+
+def listening() -> list[str]:
+    """The addresses on which this process accepts connections."""
+    sockets = psutil.Process().net_connections("inet")
+    addresses = {one.laddr.ip.removeprefix("::ffff:") for one in sockets if one.status == psutil.CONN_LISTEN}
+    return sorted(addresses)
+
+
+def _member(rank: int, directory: str, local_world_size: int, node: str) -> None:
+    """One worker as Ray Train has it, but for Ray: its place in the group and its node's address are given."""
+    sys.modules["trainers.on_ray.context"] = SimpleNamespace(own_gpu=lambda: 0)  # type: ignore[assignment]
+    from trainers.on_ray import process_group
+
+    numbers = {"world_rank": rank, "world_size": 2, "local_rank": 0, "local_world_size": local_world_size}
+    context = SimpleNamespace(**{f"get_{name}": lambda n=n: n for name, n in {**numbers, "node_rank": 0}.items()})
+    process_group.ray = SimpleNamespace(  # type: ignore[assignment]
+        train=SimpleNamespace(get_context=lambda: context), util=SimpleNamespace(get_node_ip_address=lambda: node)
+    )
+    place = Path(directory, "place")
+    if rank == 0:
+        place.with_suffix(".new").write_text(json.dumps(process_group._listen()))
+        place.with_suffix(".new").rename(place)
+    while not place.exists():
+        time.sleep(0.01)
+    process_group._join(*json.loads(place.read_text()), "gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    found = {"sum": total.item(), "listening": listening(), "gloo": os.environ.get("GLOO_SOCKET_IFNAME")}
+    Path(directory, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    process_group._leave()
+
+
+def group(directory: Path, local_world_size: int, node: str = NODE) -> list[dict[str, Any]]:
+    """What both members of a group found."""
+    processes._fork(_member, (str(directory), local_world_size, node), nprocs=2)
+    found: list[dict[str, Any]] = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [one["sum"] for one in found] == [2, 2]
+    return found
+
+
+def test_a_group_on_one_node_listens_on_the_loopback(tmp_path: Path) -> None:
+    found = group(tmp_path, local_world_size=2)
+    assert {address for one in found for address in one["listening"]} == {"127.0.0.1"}
+    assert {one["gloo"] for one in found} == {"lo" if sys.platform == "linux" else "lo0"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of Linux")
+def test_the_store_of_a_group_on_two_nodes_listens_on_its_node_s_address(tmp_path: Path) -> None:
+    found = group(tmp_path, local_world_size=1)
+    assert NODE in found[0]["listening"]
+    assert not {"0.0.0.0", "::"} & {address for one in found for address in one["listening"]}  # noqa: S104
+    assert {one["gloo"] for one in found} == {None}, "its interface is the cluster's to choose"
+
+
+def test_a_node_behind_address_translation_says_that_it_listens_everywhere(caplog: pytest.LogCaptureFixture) -> None:
+    from trainers.on_ray import process_group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "_is_alone", lambda: False)
+        patch.setattr(process_group.ray.util, "get_node_ip_address", lambda: "198.51.100.7")
+        address, port = process_group._listen()
+    with process_group._listening.pop() as server:
+        assert server.getsockname() == ("0.0.0.0", port)  # noqa: S104
+    assert address == "198.51.100.7"
+    assert "198.51.100.7 is no address of this machine" in caplog.text

@@ -1,0 +1,234 @@
+"""No secret is shown or saved, no text moves the cursor, and what is written is for its owner alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import stat
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainers.command_line import run
+from trainers.devices.device import environment
+from trainers.errors import ConfigError, RunFailedError, StorageError, first_line, last_line, show
+from trainers.launch import local
+from trainers.launch.spec import read_file, read_spec
+from trainers.redaction import redact
+from trainers.storage import Storage, storage_uri
+
+SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfi"  # noqa: S105
+HIDDEN = "***"
+
+NAMED = [
+    "s3://AKIAIOSFODNN7:{}@bucket/runs",
+    "s3://AKIA:{}@bucket/runs?region=eu-west-1",
+    "s3://:{}@bucket",
+    "s3://minio:a{}b@c/d@bucket/x",
+    "abfss://container:{}@account.dfs.core.windows.net/x",
+    "https://user:{}@example.org/a.yaml",
+    "redis://:{}@head:6379",
+    "s3://bucket/x?access_key=AKIA&secret_key={}&region=x",
+    "s3://bucket/x?session_token={}",
+    "abfs://c@a.dfs.core.windows.net/x?sv=2024&sig={}",
+    "https://bucket.s3.amazonaws.com/x?X-Amz-Security-Token={}&X-Amz-Signature={}",
+    "https://example.org/?token={}#there",
+    "{{'api_key': '{}', 'rows': 3}}",
+    '{{"password": "{} with spaces"}}',
+    "api_key: {}",
+    "AWS_SECRET_ACCESS_KEY={} python train.py",
+    '`task_args.api_key` is "{}", but there is no such key',
+    "Authorization: Bearer {}",
+    "authorization=Basic {}",
+]
+HARMLESS = [
+    "s3://bucket/runs/digits",
+    "abfss://container@account.dfs.core.windows.net/x?enable_tls=true",
+    "gs://anonymous@bucket/x",
+    "hdfs://user@namenode:8020/x",
+    "s3://bucket/run@2?scheme=http&endpoint_override=minio:9000",
+    "http://127.0.0.1:8265 (it asks for the token that `ray get-auth-token` prints)",
+    "tokens: 512, max_token: 7, tokenizer: bert, config: x, keys: [a], secretary: y",
+    "`optimizer.lr` is 0, but must be more than 0; write 0.1",
+    "tab\tand\nnewline stay, and so do \u00e9\u4e2d\U0001f600",
+]
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_what_is_named_as_a_secret_is_hidden(text: str) -> None:
+    shown = redact(text.format(*[SECRET] * 2))
+    assert SECRET not in shown
+    assert SECRET[:6] not in shown
+    assert SECRET[-6:] not in shown
+    assert HIDDEN in shown
+
+
+def test_a_token_in_place_of_a_user_is_hidden() -> None:
+    assert redact("cloning https://ghp_16C7e42F292c@github.com/a/b") == f"cloning https://{HIDDEN}@github.com/a/b"
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_all_else_stays_what_it_is(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "AWS_SESSION_TOKEN", "PGPASSWORD", "my_secret", "AWS_ACCESS_KEY_ID"])
+def test_a_secret_of_the_environment_is_hidden_wherever_it_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, SECRET)
+    assert redact(f"ValueError: cannot log in as <{SECRET}>") == f"ValueError: cannot log in as <{HIDDEN}>"
+    monkeypatch.setenv(name, "no")
+    assert redact("no short word is taken for one") == "no short word is taken for one"
+
+
+def test_nothing_moves_the_cursor() -> None:
+    """Escape sequences could rewrite what stands above; a lone surrogate would end the program that prints it."""
+    for code in [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066, 0xD800, 0xDFFF]:
+        shown = redact(f"a{chr(code)}[2Jb")
+        assert chr(code) not in shown
+        assert shown.startswith("a\\")
+        shown.encode()
+
+
+def test_long_texts_end() -> None:
+    """Each would take minutes if it were looked through again from every place in it."""
+    for unit in ("://:", "://a", "token=", "password: '", "@", "\x1b", "secret=secret=", "bearer "):
+        assert redact(unit * (200_000 // len(unit)))
+
+
+URI = f"s3://AKIAIOSFODNN7:{SECRET.replace('/', '%2F')}@bucket/runs"
+
+
+def test_errors_hide_it_however_they_are_made() -> None:
+    errors = [
+        ConfigError("storage_path", URI, f"cannot be opened ({URI})", "use another", URI),
+        ConfigError("api_key", SECRET, "is no such key", "remove it"),
+        StorageError(f"could not write {URI}"),
+        RunFailedError.of(OSError(f"no bucket in {URI}"), 0),
+        RunFailedError("error", f"password={SECRET}"),
+    ]
+    for error in (*errors, *(pickle.loads(pickle.dumps(error)) for error in errors)):  # noqa: S301
+        assert "FEMI" not in str(error)
+        assert HIDDEN in str(error)
+    assert all("FEMI" not in error.message for error in errors if isinstance(error, RunFailedError))
+    assert "FEMI" not in show(f"{'x' * 130} {URI}") + show({"a": {"secret_key": SECRET}})
+    assert "FEMI" not in first_line(OSError(URI)) + last_line(OSError(f"a\n{URI}"))
+
+
+def test_the_log_and_tracebacks_hide_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    packages = [logging.getLogger(name) for name in ("trainers", "cluster", "tune")]
+    before = [(package.handlers[:], package.level, package.propagate) for package in packages]
+    try:
+        local.setup_logging(0)
+        for package in packages:
+            package.info("read %s\x1b[2J", URI)
+    finally:
+        for package, (handlers, level, propagate) in zip(packages, before, strict=True):
+            package.handlers[:], package.propagate = handlers, propagate
+            package.setLevel(level)
+    with pytest.raises(RunFailedError), local.failing_as_run(0):
+        raise ValueError(f"{URI} with {SECRET}")
+    shown = "".join(capsys.readouterr())
+    assert "FEMI" not in shown
+    assert "\x1b" not in shown
+    assert "Traceback" in shown
+    assert shown.count(HIDDEN) >= 5
+
+
+def test_a_fault_of_our_own_hides_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def fails() -> int:
+        """Fail."""
+        raise KeyError(URI)
+
+    with pytest.raises(KeyError) as raised:
+        run("python -m x", "X.\n\nExit codes: 0", {"": fails, "go": fails}, ["go"])
+    sys.excepthook(raised.type, raised.value, raised.tb)
+    shown = capsys.readouterr().err
+    assert "FEMI" not in shown
+    assert "KeyError" in shown
+    assert "FEMI" in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize("text", NAMED[:12])
+def test_storage_takes_no_credentials(text: str) -> None:
+    """No run has them in its address, so none can be saved with one, or be shown by Ray, pyarrow or the shell."""
+    uri = text.format(*[SECRET.replace("/", "%2F")] * 2)
+    with pytest.raises(ConfigError) as raised:
+        Storage(uri)
+    assert "FEMI" not in str(raised.value)
+    assert "AWS_SECRET_ACCESS_KEY" in str(raised.value)
+
+
+def test_no_door_takes_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_STORAGE", URI)
+    (tmp_path / "train.yaml").write_text("task: tests.tasks:Blobs\nepochs: 1\nglobal_batch_size: 8\noptimizer: {lr: 1}")
+    file = str(tmp_path / "train.yaml")
+    doors = [lambda: read_spec(file, {}), lambda: read_file(URI), lambda: Storage(storage_uri(URI))]
+    doors += [lambda: read_spec(file, {"storage_path": URI})]
+    for door in doors:
+        with pytest.raises(ConfigError, match="must hold no key or password") as raised:
+            door()
+        assert "FEMI" not in str(raised.value)
+
+
+def test_uris_without_a_password_are_taken() -> None:
+    for uri in HARMLESS[:5]:
+        assert Storage(uri).uri == uri
+
+
+@pytest.mark.parametrize("uri", ["s3://AKIA:wJalrXUtn/FEMI@bucket/x", "s3://[wJalrXUtnFEMI:x@bucket"])
+def test_a_password_that_breaks_the_uri_is_not_shown_either(uri: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Storage(uri).exists()
+    assert "FEMI" not in str(raised.value)
+
+
+def test_the_environment_report_holds_versions_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRET)
+    assert SECRET not in json.dumps(environment(torch.device("cpu")))
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("asked", "file", "directory"), [(None, 0o600, 0o700), ("640", 0o640, 0o750), ("0644", 0o644, 0o755)]
+)
+def test_what_is_written_is_for_its_owner_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None, file: int, directory: int
+) -> None:
+    if asked:
+        monkeypatch.setenv("PACELINE_FILE_MODE", asked)
+    before = os.umask(0o022)
+    try:
+        storage = Storage(str(tmp_path / "runs" / "digits"))
+        storage.write("config.yaml", b"a: 1")
+        storage.write("checkpoints/step-1/state.pt", b"")
+        (tmp_path / "local").write_bytes(b"trace")
+        storage.copy(tmp_path / "local", "profile/trace.json.gz")
+    finally:
+        os.umask(before)
+    root = tmp_path / "runs" / "digits"
+    assert {mode(path) for path in root.rglob("*") if path.is_file()} == {file}
+    assert {mode(root), mode(root / "profile")} == {directory}
+
+
+@pytest.mark.parametrize("wrong", ["", "66x", "400", "rw-r--r--", "7777"])
+def test_a_mode_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv("PACELINE_FILE_MODE", wrong)
+    with pytest.raises(ConfigError, match="`PACELINE_FILE_MODE` is"):
+        Storage(str(tmp_path)).write("a", b"")
+
+
+def test_a_hostile_checkpoint_name_cannot_move_the_cursor(tmp_path: Path) -> None:
+    with pytest.raises(StorageError) as raised:
+        Storage(str(tmp_path)).read("a\x1b[2J")
+    assert "\x1b" not in str(raised.value)
