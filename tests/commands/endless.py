@@ -21,18 +21,18 @@ from trainers.config.yaml import dump_yaml
 
 
 class Endless(Blobs):
-    """Says which processes train; rank `stuck` stops in the middle of it, and the others wait for its gradients."""
+    """Says which processes train; where there is a file `stuck`, rank 1 stops, and rank 0 waits for its gradients."""
 
-    def __init__(self, directory: str, stuck: int | None = None, **args: Any) -> None:
-        super().__init__(pause_s=0.02, **args)
-        self.directory, self.stuck, self.steps = Path(directory), stuck, 0
+    def __init__(self, directory: str) -> None:
+        super().__init__(pause_s=0.02)
+        self.directory, self.steps = Path(directory), 0
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.steps += model.training
         if self.steps > 20:
             (self.directory / f"{rank}-{os.getpid()}").touch()
-            if rank == self.stuck:
+            if rank == 1 and self.directory.with_name("stuck").exists():
                 time.sleep(3600)
         return super().forward(model, batch)
 
@@ -57,7 +57,8 @@ class Command:
         self.process = subprocess.Popen(
             [sys.executable, *trainers],
             cwd=REPOSITORY,
-            env=os.environ | {"TMPDIR": str(self.temporary)},
+            env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+            | {"TMPDIR": str(self.temporary)},
             stdout=(directory / "out").open("a"),
             stderr=(directory / "err").open("a"),
             stdin=subprocess.DEVNULL,

@@ -343,12 +343,12 @@ def test_a_directory_that_has_lost_its_configuration_is_no_success(tmp_path: Pat
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_nobody_heeds_gives_it_back(tmp_path: Path, number: signal.Signals) -> None:
     storage = Storage(str(tmp_path))
-    assert signal.getsignal(number) == signal.SIG_DFL
+    before = signal.signal(number, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt), held(storage, MARK):  # noqa: PT012
         storage.write(MARK, b"")
         signal.raise_signal(number)
     assert storage.names() == [MARK]
-    assert signal.getsignal(number) == signal.SIG_DFL
+    assert signal.signal(number, before) == signal.SIG_DFL
 
 
 def test_what_cannot_be_written_is_said_first(tmp_path: Path) -> None:
