@@ -107,10 +107,10 @@ def _spawn_group(job: Job[R]) -> R:
     workers = job.config.scaling.max_workers
     with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory, StopSignals() as signals:
         arguments = (job, workers, directory)
-        # Workers inherit it: Ctrl-C in their imports would print a traceback of each. This process tells them.
-        heed = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Inherited until the workers listen: in their imports Ctrl-C would print a traceback of each.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         processes = start_processes(_spawned, arguments, nprocs=workers, join=False, start_method="spawn")
-        signal.signal(signal.SIGINT, heed)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         assert processes is not None
         told = False
         try:
@@ -179,14 +179,15 @@ def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
     # While a rank waits for the others no handler of Python's runs, and there is nothing to keep.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     join_group("nccl" if use_cuda else "gloo", init_method, context.rank, context.world_size, device_index)
+    context.listen().__enter__()  # for as long as this process lives: what it has may not be lost at the very end
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        with context.listen():
-            if context.launcher == "torchrun":  # the others' writes hang on rank 0's lease, too
-                box = [job.token]
-                dist.broadcast_object_list(box, src=0)
-                job = replace(job, token=box[0])
-                context.storage = job.storage
-            return job.execute(context)
+        if context.launcher == "torchrun":  # the others' writes hang on rank 0's lease, too
+            box = [job.token]
+            dist.broadcast_object_list(box, src=0)
+            job = replace(job, token=box[0])
+            context.storage = job.storage
+        return job.execute(context)
     finally:
         # A DDP reducer in a reference cycle would outlive the group: the process then aborts one time in eight.
         gc.collect()
