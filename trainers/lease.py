@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trainers.errors import ConfigError, LeaseError, StorageError, first_line
+from trainers.errors import CheckpointError, ConfigError, LeaseError, StorageError, first_line
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -160,9 +160,11 @@ def _gone(storage: Storage, name: str) -> LeaseError:
 
 
 def _read(storage: Storage) -> bytes | None:
-    """Return the content of the lease; None when there is none."""
+    """Return the content of the lease; None when there is none, nothing where it is no file."""
     try:
         return storage.read(LEASE)
+    except CheckpointError:
+        return b""
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return None

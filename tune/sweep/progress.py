@@ -89,7 +89,6 @@ class Progress(tune.Callback):
         """What asked to stop, once it has come."""
         self.terminal = Terminal()
         self.seen: dict[str, dict[str, Any]] = {}
-        self.ended: dict[str, TrialRecord] = {}
         self._started: dict[str, float] = {}
         self._purposes: dict[str, Any] = {}
         self._statuses: Counter[str] = Counter()
@@ -168,7 +167,6 @@ class Progress(tune.Callback):
         record = self._journal.find(name) or self._stopped(name)
         if record is None:
             return
-        self.ended[name] = record
         self._statuses[record.status] += 1
         value = objective_value(self._config.objective, record)
         sign = 1 if self._config.objective.direction == "min" else -1
@@ -200,7 +198,6 @@ class Progress(tune.Callback):
         record = make_record(name, config, objective, started, reports, outcome, price, self._purposes[name])
         record = record if stage is None else replace(record, schedule=stage.schedule)
         self._journal.append(record)
-        self.ended[name] = record
         return record
 
     def record_stopped(self) -> None:

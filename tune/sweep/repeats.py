@@ -22,14 +22,14 @@ _LOOK_S = 0.5
 
 def run_repeats(
     spec: SweepSpec, plan: SweepPlan, mailbox: Any, check: Callable[[], None], say: Callable[[str], None]
-) -> list[TrialRecord]:
-    """Run the repeats that have no record yet; returns the records of all.
+) -> dict[str, Any]:
+    """Run the repeats that have no record yet; returns the configurations of all that have one, by id.
 
     `check` is called often, and raises where the sweep shall end.
     """
     journal = Journal(spec.storage)
     records = journal.records()
-    seen = [record for record in records if record.purpose == "repeat"]
+    seen = {record.id: record.config for record in records if record.purpose == "repeat"}
     wanted = repeats_to_run(spec.config, spec.train, records)
     if not wanted:
         return seen
@@ -42,7 +42,7 @@ def run_repeats(
     for number, (finalist, seed) in enumerate(wanted, 1):
         record = _repeat(spec, plan, mailbox, finalist, seed, check)
         journal.append(record)
-        seen.append(record)
+        seen[record.id] = record.config
         reached = "not reached" if record.time_to_target_s is None else f"reached in {record.time_to_target_s:.3g} s"
         shown = in_short(names, finalist)
         say(f"repeat {number}/{len(wanted)}  {shown}  seed {seed}  {record.status}  {reached}")

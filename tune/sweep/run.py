@@ -68,20 +68,13 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
             pace.over()
             progress.record_stopped()
             if time.monotonic() - began < (spec.config.time_budget_s or math.inf):
-                repeats = run_repeats(spec, plan, mailbox, progress.tick, progress.terminal.say)
-                progress.seen |= {record.id: record.config for record in repeats}
-                progress.ended |= {record.id: record for record in repeats}
+                progress.seen |= run_repeats(spec, plan, mailbox, progress.tick, progress.terminal.say)
         lanes.close()
         ray.kill(mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
     except BaseException:
         lanes.end()
         raise
     records = {record.id: record for record in journal.records()}
-    for record in progress.ended.values():
-        if record.id not in records:
-            logger.warning("the record of trial %s was deleted meanwhile: it is written again", record.id)
-            journal.append(record)
-    records = progress.ended | records
     return [records[trial] for trial in progress.seen if trial in records]
 
 
