@@ -226,7 +226,8 @@ class _Lease:
     def _create(self, data: bytes) -> bool:
         """Make the file, and return whether it was not there."""
         try:
-            with Path(self._storage.path, LEASE).open("xb") as file:
+            new = os.open(Path(self._storage.path, LEASE), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(new, "wb") as file:
                 file.write(data)
         except FileExistsError:
             return False
