@@ -1,16 +1,14 @@
-"""A sweep whose directory is deleted while it runs, and an embedded cluster whose driver is killed."""
+"""A sweep whose directory is deleted while it runs."""
 
 from __future__ import annotations
 
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.commands.endless import Command
 from tests.on_ray.test_lanes import sweep
 from tests.waits import when
 from trainers import lease
@@ -35,13 +33,3 @@ def test_a_sweep_whose_directory_is_deleted_says_so(
         prepare(spec, fresh=False)
         run_sweep(replace(spec, token=token))
     thread.join()
-
-
-def test_nothing_of_an_embedded_cluster_outlives_its_driver_for_long(tmp_path: Path) -> None:
-    command = Command(tmp_path, "ray")
-    try:
-        command.trains()
-        command.tell(signal.SIGKILL)
-        assert command.ends() == -signal.SIGKILL
-    finally:
-        command.kill()

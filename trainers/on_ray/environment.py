@@ -16,8 +16,6 @@ RAY_AUTH_MODE                           token, as Ray's own default for a new cl
 RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     an embedded node is never drained: one actor less for each worker group
 PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
 RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its controller
-RAY_gcs_rpc_server_reconnect_timeout_s  an embedded GCS ends with its driver and never comes back: Ray's agents look
-                                        for it for 10 s, not for a minute
 """
 
 import os
@@ -38,7 +36,6 @@ _EMBEDDED = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
 }
 
 
