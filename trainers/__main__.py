@@ -8,9 +8,10 @@ Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line o
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -18,7 +19,9 @@ from pydantic import Field
 from trainers.command_line import run
 from trainers.config import TrainConfig
 from trainers.launch.imports import without_collection
-from trainers.launch.spec import check_precision, prepare_storage, read_spec, torchrun_world_size
+from trainers.launch.signals import follow_agent
+from trainers.launch.spec import MARK, check_kept, check_precision, prepare_storage, read_spec, torchrun_world_size
+from trainers.lease import held
 from trainers.redaction import redact
 from trainers.storage import storage_uri
 
@@ -39,6 +42,7 @@ def train(
     profile: Annotated[bool, Field(description=f"the same as --profile_steps {_PROFILE_STEPS}")] = False,
 ) -> int:
     """Train, or go on from the run's newest checkpoint."""
+    follow_agent()
     torchrun = torchrun_world_size()
     spec = read_spec(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
@@ -51,11 +55,14 @@ def train(
     setup_logging(rank)
     spec.load_task()
     check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
-    result = prepare_storage(spec, fresh) if rank == 0 else None
-    if result is not None and torchrun is None:
-        print(f"{spec.uri} is complete already (--fresh starts it anew)")
-    else:
-        result = _launch(spec, launcher, rank)
+    with held(spec.storage, MARK) if rank == 0 else contextlib.nullcontext("") as token:
+        result = prepare_storage(spec, fresh) if rank == 0 else None
+        if result is not None and torchrun is None:
+            print(f"{spec.uri} is complete already (--fresh starts it anew)")
+        else:
+            result = _launch(replace(spec, token=token), launcher, rank)
+        if rank == 0:
+            check_kept(spec.storage, result)
     if rank == 0:
         print(redact(summary(result)))
     return 0
@@ -101,6 +108,7 @@ def _infer(location: str, overrides: dict[str, Any], split: str, checkpoint: str
     from trainers.inference.passes import Inference, check_out, run_spec
     from trainers.launch.local import setup_logging
 
+    follow_agent()
     torchrun = torchrun_world_size()
     rank = 0 if torchrun is None else int(os.environ["RANK"])
     spec = run_spec(location, overrides, torchrun)

@@ -95,6 +95,10 @@ class StorageError(PacelineError):
     """Storage that cannot be read or written."""
 
 
+class LeaseError(StorageError):
+    """A directory that this process may not write any more: another start has it, or somebody deleted it."""
+
+
 class CheckpointError(PacelineError):
     """A checkpoint that is incomplete, damaged or of another program."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from trainers.errors import ConfigError, StorageError, first_line
+from trainers.errors import ConfigError, LeaseError, StorageError, first_line
 from trainers.redaction import holds_secret
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ def retrying(action: Callable[P, T]) -> Callable[P, T]:
         for wait_s in _WAITS_S:
             try:
                 return action(*args, **kwargs)
+            except LeaseError:
+                raise
             except StorageError as error:
                 cause = error.__cause__
                 if isinstance(cause, OSError) and cause.errno in _FINAL:
@@ -88,19 +90,21 @@ def retrying(action: Callable[P, T]) -> Callable[P, T]:
 class Storage:
     """Files below one directory. Writes are whole or absent: aside and renamed, or one object put."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, guard: Callable[[], None] | None = None) -> None:
+        """`guard` is called before anything is written or deleted, here or below; it raises where that may not be."""
         if holds_secret(uri):
             rule = "must hold no key or password: where files are is printed, and saved with a run"
             fix = "give it by the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ...), a profile or a role"
             raise ConfigError("storage_path", uri, rule, fix)
+        self._guard = guard
         # What follows `?` are options of the filesystem (region, endpoint), not part of the path.
         place, mark, options = uri.partition("?") if "://" in uri else (uri, "", "")
         self._place = place.rstrip("/") or "/"
         self._options = mark + options
         self.uri = self._place + self._options
 
-    def __reduce__(self) -> tuple[type[Storage], tuple[str]]:
-        return (Storage, (self.uri,))
+    def __reduce__(self) -> tuple[type[Storage], tuple[Any, ...]]:
+        return (Storage, (self.uri, self._guard))
 
     @functools.cached_property
     def _resolved(self) -> tuple[Any, str]:
@@ -133,7 +137,7 @@ class Storage:
 
     def child(self, *names: str) -> Storage:
         """The directory below this one."""
-        return Storage("/".join([self._place.rstrip("/"), *names]) + self._options)
+        return Storage("/".join([self._place.rstrip("/"), *names]) + self._options, self._guard)
 
     @property
     def parent(self) -> Storage:
@@ -154,6 +158,8 @@ class Storage:
         """A binary stream; the file appears under `name` only when the block ends without an error."""
         target = f"{self.path}/{name}"
         aside = f"{target}.{uuid.uuid4().hex[:8]}.tmp" if self.is_local else target
+        if self._guard is not None:
+            self._guard()
         with _explained(f"write {self.locate(name)}"):
             if self.is_local:
                 mode = _file_mode()
@@ -220,6 +226,8 @@ class Storage:
 
     def delete(self, name: str) -> None:
         """Delete a file or a directory with all below it; nothing happens when it is not there."""
+        if self._guard is not None:
+            self._guard()
         with _explained(f"delete {self.locate(name)}"):
             kind = self._kind(name)
             if kind in ("Directory", "File"):

@@ -10,6 +10,7 @@ resume is said.
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +18,10 @@ from pydantic import Field
 
 from trainers.command_line import run
 from trainers.launch.imports import without_collection
+from trainers.lease import held
 from trainers.redaction import redact
 from tune.config import SweepConfig
-from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.sweep.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
@@ -79,7 +81,14 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
     from trainers.launch.local import setup_logging
 
     setup_logging(0)
+    with held(spec.storage, SAVED) as token:
+        return _run(spec, token, fresh, checked)
+
+
+def _run(spec: SweepSpec, token: str, fresh: bool, checked: bool) -> int:
+    """Sweep in a directory whose lease is held."""
     before = prepare(spec, fresh)
+    spec = replace(spec, token=token)
     if is_complete(spec):
         print(f"{spec.uri} is complete already (--fresh starts it anew)")
         return report(spec.uri)

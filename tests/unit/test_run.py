@@ -6,16 +6,20 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name
 from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, LeaseError, StorageError
 from trainers.launch.spec import (
+    MARK,
     RunSpec,
+    check_kept,
     check_precision,
     make_spec,
     prepare_storage,
@@ -23,6 +27,7 @@ from trainers.launch.spec import (
     read_spec,
     torchrun_world_size,
 )
+from trainers.lease import LEASE, held
 from trainers.measure.result import RunResult
 from trainers.storage import Storage
 
@@ -267,10 +272,63 @@ def test_a_damaged_file_of_the_run_is_named(user: Path, file: str, data: bytes) 
         assert file in str(error)  # noqa: PT017
 
 
-def test_storage_that_cannot_be_written_is_said_before_training(user: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        prepare_storage(read(user, storage_path=str(tmp_path / "file" / "deep")), fresh=False)
+def checkpoint(spec: RunSpec) -> str:
+    """A checkpoint as its manifest describes it; where it is."""
+    entries = {name: FileEntry(0, "") for name in ("state.pt", "rank-00000.pt")}
+    kept = spec.storage.child("checkpoints", folder_name(2))
+    for name in entries:
+        kept.write(name, b"")
+    kept.write("manifest.json", Manifest(2, 1, entries).to_json())
+    return kept.uri
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "state.pt", "rank-00000.pt", ""])
+def test_a_result_is_worth_no_more_than_its_checkpoint(user: Path, caplog: pytest.LogCaptureFixture, lost: str) -> None:
+    """Of a run that has just ended, and of one that is found to be complete; wherever the run lies by now."""
+    spec = read(user)
+    prepare_storage(spec, fresh=False)
+    checkpoint(spec)
+    result = replace(finish(spec), checkpoint=f"/moved/since/checkpoints/{folder_name(2)}")
+    spec.storage.write("result.json", result.to_json().encode())
+    check_kept(spec.storage, result)
+    assert prepare_storage(spec, fresh=False) == result
+    spec.storage.delete(f"checkpoints/{folder_name(2)}/{lost}")
+    with pytest.raises(StorageError, match=f"ended as `done`, but .*{lost or 'manifest.json'} was deleted since"):
+        check_kept(spec.storage, result)
+    assert prepare_storage(spec, fresh=False) is None
+    assert "was deleted since: it goes on from what is left" in caplog.text
+
+
+def test_fresh_leaves_the_lease(user: Path) -> None:
+    spec = read(user)
+    with held(spec.storage, MARK) as token:
+        prepare_storage(spec, fresh=True)
+        prepare_storage(spec, fresh=True)
+        assert spec.storage.names() == ["config.yaml", "lease.json"]
+        replace(spec, token=token).storage.write("log/1", b"")
+    assert spec.storage.names() == ["config.yaml", "log"]
+
+
+def test_a_live_run_is_neither_started_again_nor_deleted(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from trainers.__main__ import main
+
+    spec = read(user)
+    with held(spec.storage, MARK):
+        prepare_storage(spec, fresh=False)
+        before = spec.storage.read(LEASE), spec.storage.names()
+        for options in ([], ["--fresh"]):
+            where = ["--storage_path", spec.storage.parent.uri]
+            assert main([str(user / "train.yaml"), *where, *options]) == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert f"is in use: process {os.getpid()} on " in line
+        assert (spec.storage.read(LEASE), spec.storage.names()) == before
+
+
+def test_workers_carry_the_token(user: Path) -> None:
+    spec = replace(read(user), token="mine")  # noqa: S106
+    for crossed in (pickle.loads(pickle.dumps(spec)), RunSpec(**asdict(spec))):  # noqa: S301
+        with pytest.raises(LeaseError):
+            crossed.storage.write("file", b"")
 
 
 def test_a_mapping_is_checked_like_a_file(user: Path) -> None:

@@ -150,7 +150,7 @@ def test_the_mailbox_knows_which_runs_are_still_begun_with() -> None:
     async def main() -> None:
         mailbox = Mailbox()
         for ticket, source in (("a", "one"), ("b", "two"), ("c", None)):
-            await mailbox.submit(Assignment(ticket, ticket, {}, storage=f"runs/{ticket}", source=source))
+            await mailbox.submit(Assignment(ticket, ticket, {}, storage=Storage(f"runs/{ticket}"), source=source))
         assert await mailbox.sources() == {"one", "two"}
         await mailbox.take(0, 1)
         assert await mailbox.sources() == {"one", "two"}

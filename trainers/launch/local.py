@@ -8,15 +8,17 @@ import contextlib
 import gc
 import json
 import logging
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
+from trainers.launch.signals import StopSignals, follow
 from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 from trainers.redaction import redact
@@ -33,29 +36,23 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = timedelta(seconds=1800)
 """How long a rank waits for the others, in a collective or for their meeting."""
+_LOOK_S = 0.2
 
 
 class LocalContext(RunContext):
-    """RunContext of the launchers in this file. SIGTERM and the first Ctrl-C ask the loop to stop."""
+    """RunContext of the launchers in this file."""
 
-    _asked_to_stop = False
+    _signals: StopSignals | None = None
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether a signal came."""
-        return self._asked_to_stop
+        return self._signals is not None and self._signals.asked
 
-    def listen(self) -> None:
-        """Take SIGTERM and SIGINT as the wish to stop; a second Ctrl-C interrupts at once."""
-
-        def handler(number: int, frame: FrameType | None) -> None:
-            if self._asked_to_stop and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._asked_to_stop = True
-            if self.rank == 0:
-                logger.info("asked to stop (%s): writing a checkpoint first", signal.Signals(number).name)
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, handler)
+    def listen(self) -> StopSignals:
+        """Return the block in which signals ask the loop to stop."""
+        log = logger.info if self.rank == 0 else logger.debug
+        self._signals = StopSignals(lambda name: log("asked to stop (%s): writing a checkpoint first", name))
+        return self._signals
 
 
 class _Redacting(logging.Formatter):
@@ -89,8 +86,8 @@ def failing_as_run(rank: int) -> Iterator[None]:
 def run_local(job: Job[R]) -> R:
     """Run one worker in this process."""
     context = LocalContext(job.storage, "local")
-    context.listen()
-    return job.execute(context)
+    with context.listen():
+        return job.execute(context)
 
 
 def run_torchrun(job: Job[R]) -> R:
@@ -116,28 +113,38 @@ def run_spawn(job: Job[R]) -> R:
 
 def _spawn_group(job: Job[R]) -> R:
     workers = job.config.scaling.max_workers
-    with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory:
+    with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory, StopSignals() as signals:
         arguments = (job, workers, directory)
+        # Inherited until the workers listen: in their imports Ctrl-C would print a traceback of each.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         processes = start_processes(_spawned, arguments, nprocs=workers, join=False, start_method="spawn")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         assert processes is not None
-        # Ctrl-C reaches the workers too (one terminal, one process group): they stop, and this process waits.
-        interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        told = False
         try:
-            while not processes.join(timeout=1):
-                pass
+            while not processes.join(timeout=_LOOK_S):
+                if signals.asked and not told:
+                    told = True
+                    for process in processes.processes:
+                        process.terminate()
         except (ProcessRaisedException, ProcessExitedException) as error:
             exits = {rank: process.exitcode for rank, process in enumerate(processes.processes)}
-            raise _failure(Path(directory), error, exits) from None
+            if not (told and {-signal.SIGTERM, 128 + signal.SIGINT} & set(exits.values())):
+                raise _failure(Path(directory), error, exits) from None
         finally:
-            signal.signal(signal.SIGINT, interrupts)
             for process in processes.processes:
                 if process.is_alive():
                     process.kill()
                 process.join()
-        return job.read_result(Path(directory, "result.json").read_bytes())
+        result = Path(directory, "result.json")
+        if not result.exists():  # told before the group stood, or in a pass that keeps nothing
+            raise KeyboardInterrupt
+        return job.read_result(result.read_bytes())
 
 
 def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
+    if (driver := multiprocessing.parent_process()) is not None:
+        follow(driver.join, lambda: shutil.rmtree(directory, ignore_errors=True))
     setup_logging(rank)
     context = LocalContext(job.storage, "spawn", rank, world_size, rank, world_size)
     try:
@@ -186,13 +193,21 @@ def join_group(backend: str, place: Any, rank: int, world_size: int, device_inde
 
 
 def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
-    context.listen()
     use_cuda = job.config.device in ("auto", "cuda") and torch.cuda.is_available()
     device_index = context.local_rank % torch.cuda.device_count() if use_cuda else 0
     if context.local_world_size == context.world_size:
         keep_on_this_machine()
+    # While a rank waits for the others no handler of Python's runs, and there is nothing to keep.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     join_group("nccl" if use_cuda else "gloo", init_method, context.rank, context.world_size, device_index)
+    context.listen().__enter__()  # for as long as this process lives: what it has may not be lost at the very end
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
+        if context.launcher == "torchrun":  # the others' writes hang on rank 0's lease, too
+            box = [job.token]
+            dist.broadcast_object_list(box, src=0)
+            job = replace(job, token=box[0])
+            context.storage = job.storage
         return job.execute(context)
     finally:
         # A DDP reducer in a reference cycle would outlive the group: the process then aborts one time in eight.

@@ -7,10 +7,11 @@ RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,9 +19,10 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.yaml import dump_yaml, parse_mapping
-from trainers.errors import MISSING, ConfigError, did_you_mean
+from trainers.errors import MISSING, CheckpointError, ConfigError, StorageError, did_you_mean
 from trainers.launch.find_task import add_to_path, load_task, portable, task_path
 from trainers.launch.imports import without_collection
+from trainers.lease import LEASE, fenced
 from trainers.storage import Storage, storage_uri
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     from trainers.measure.result import RunResult
     from trainers.task import Task
 
+logger = logging.getLogger(__name__)
+
+MARK = "config.yaml"
+"""The file that makes a directory a run's."""
 # Keys that decide what is learned. A run that goes on must not have changed them.
 IDENTITY = (
     "task",
@@ -65,6 +71,8 @@ class Job(ABC, Generic[R]):
     """The file it came from, for error messages."""
     uri: str
     """The run's directory."""
+    token: str = field(default="", kw_only=True)
+    """Of the directory's lease, without which nothing is written; empty where nobody holds one."""
 
     @functools.cached_property
     def config(self) -> TrainConfig:
@@ -74,7 +82,7 @@ class Job(ABC, Generic[R]):
     @functools.cached_property
     def storage(self) -> Storage:
         """The run's directory."""
-        return Storage(self.uri)
+        return fenced(Storage(self.uri), MARK, self.token)
 
     def __getstate__(self) -> dict[str, Any]:
         return asdict(self)  # without what is kept of the properties
@@ -204,37 +212,59 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
 
 
 def delete_own(storage: Storage, mark: str) -> None:
-    """Delete a directory that holds the file `mark`, which we wrote; ConfigError when it holds something else."""
-    if storage.names() and not storage.exists(mark):
+    """Delete what a directory holds but its lease; ConfigError when there is no file `mark`, which we would have
+    written.
+    """
+    names = [name for name in storage.names() if name != LEASE]
+    if names and mark not in names:
         rule = f"is not ours to delete: it holds files but no {mark}"
         raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
-    storage.delete("")
+    for name in sorted(names, key=lambda name: name == mark):  # cut off, it is still ours to delete
+        storage.delete(name)
 
 
 def _finished(storage: Storage) -> RunResult | None:
-    """The result of a run that is done; None when there is none, or none that can be read."""
+    """The result of a run that is done; None when there is none, none that can be read, or nothing left to use."""
     from trainers.measure.result import RunResult
 
     if not storage.exists("result.json"):
         return None
     try:
         result = RunResult.from_json(storage.read("result.json"))
+        if result.status == "done":
+            check_kept(storage, result)
+            return result
     except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-    return result if result.status == "done" else None
+        pass
+    except (StorageError, CheckpointError) as error:
+        logger.warning("%s: it goes on from what is left", error)
+    return None
+
+
+def check_kept(storage: Storage, result: RunResult) -> None:
+    """Raise StorageError or CheckpointError where the checkpoint with which a run has ended is not there."""
+    from trainers.checkpoint.manifest import Manifest
+
+    if result.checkpoint is None:
+        return
+    kept = storage.child("checkpoints", Storage(result.checkpoint).name)  # its run may have been moved since
+    lost = ["manifest.json"]
+    if kept.exists("manifest.json"):
+        lost = [file for file in Manifest.from_json(kept.read("manifest.json")).files if not kept.exists(file)]
+    if lost:
+        raise StorageError(f"the run ended as `{result.status}`, but {kept.locate(lost[0])} was deleted since")
 
 
 def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
-    """Make the run's directory ready; return the result when the run is complete already.
+    """Make the run's directory, whose lease is held, ready; return the result when the run is complete already.
 
     Raises ConfigError when another run of this name is there that learned something else.
     """
     storage = spec.storage
     if fresh:
-        delete_own(storage, "config.yaml")
-    storage.prove_writable()
-    if storage.exists("config.yaml"):
-        before = read_mapping(storage, "config.yaml")
+        delete_own(storage, MARK)
+    if storage.exists(MARK):
+        before = read_mapping(storage, MARK)
         for key in IDENTITY:
             if before.get(key) != spec.tree.get(key):
                 rule = f"differs from {before.get(key)} in {storage.uri}"
@@ -246,5 +276,5 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
         storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
     # A command that opens the run later may start in another directory.
     found = {"task_dir": spec.path[0]} if spec.path else {}
-    storage.write("config.yaml", dump_yaml({**spec.tree, **found}).encode())
+    storage.write(MARK, dump_yaml({**spec.tree, **found}).encode())
     return None

@@ -1,13 +1,11 @@
 """Train one run as a Ray TorchTrainer around the loop."""
 
 import logging
-import signal
 import sys
 import threading
 import time
 import traceback
 from dataclasses import asdict
-from types import FrameType
 from typing import Any
 
 import ray
@@ -17,6 +15,7 @@ from ray.train.torch import TorchTrainer
 
 from trainers.errors import PreemptedError, RunFailedError
 from trainers.launch.local import setup_logging
+from trainers.launch.signals import StopSignals
 from trainers.launch.spec import RunSpec
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
@@ -88,13 +87,9 @@ def run_on_ray(spec: RunSpec) -> RunResult:
 
 
 def _fit(trainer: TorchTrainer, storage: Storage) -> None:
-    """Run Ray's `fit` in a thread of its own, so that SIGTERM and the first Ctrl-C ask the workers to stop.
-
-    A second signal ends it at once; the workers die with this process.
-    """
+    """Run Ray's `fit` in a thread of its own, so that signals ask the workers to stop; they die with this process."""
     request_stop(storage, False)
     failed: list[BaseException] = []
-    asked = threading.Event()
 
     def run() -> None:
         try:
@@ -102,24 +97,17 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
         except BaseException as error:
             failed.append(error)
 
-    def handler(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     thread = threading.Thread(target=run, name="ray-train", daemon=True)
-    thread.start()
     try:
-        while thread.is_alive() and not asked.is_set():
-            thread.join(0.2)
-        if asked.is_set():
-            logger.info("asked to stop: the workers write a checkpoint first (Ctrl-C again leaves at once)")
-            request_stop(storage, True)
-        thread.join()
+        with StopSignals() as signals:
+            thread.start()
+            while thread.is_alive() and not signals.asked:
+                thread.join(0.2)
+            if signals.asked:
+                logger.info("asked to stop: the workers write a checkpoint first (Ctrl-C again leaves at once)")
+                request_stop(storage, True)
+            thread.join()
     finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
         request_stop(storage, False)
     if failed:
         raise failed[0]

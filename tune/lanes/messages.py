@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainers.storage import Storage
 from tune.trials.microbatch_bounds import fixed_size, key_of
 from tune.trials.record import Until
 
@@ -25,7 +26,7 @@ class Assignment:
     """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
     until: Until = field(default_factory=Until)
     """What ends it before its last step."""
-    storage: str | None = None
+    storage: Storage | None = None
     """Directory of its run; None: it keeps nothing."""
     source: str | None = None
     """Directory of the run whose newest checkpoint it begins with."""

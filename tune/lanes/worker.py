@@ -29,7 +29,7 @@ class LaneContext(WorkerContext):
     """RunContext of a trial in a lane: reports to the mailbox, and keeps nothing but a population's stages."""
 
     def __init__(self, mailbox: Any, lane: int, assignment: Assignment, gauges: Gauges) -> None:
-        super().__init__(None if assignment.storage is None else Storage(assignment.storage), "lane")
+        super().__init__(assignment.storage, "lane")
         self._mailbox, self._lane, self._gauges = mailbox, lane, gauges
         self._ticket, self._stop, self._until = assignment.ticket, False, assignment.until
         self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds

@@ -113,7 +113,7 @@ class PopulationTrial(LaneTrial):
             self._ticket,
             self._trial,
             override(TrainConfig, self._train, stage.config),
-            storage=directory.uri,
+            storage=directory,
             source=None if stage.source is None else self._journal.stage_directory(stage.source).uri,
             until_epoch=self._until_epoch,
         )

@@ -18,6 +18,7 @@ from ray import tune
 from ray.util.metrics import Gauge
 
 from trainers.errors import STATUSES
+from trainers.launch.signals import stop_signals
 from tune.report.answer import objective_value
 from tune.search.space import unwrap
 from tune.sweep.plan import SweepPlan
@@ -85,7 +86,7 @@ class Progress(tune.Callback):
         self._config, self._plan, self._mailbox, self._pace, self._grow = spec.config, plan, mailbox, pace, grow
         self._journal = Journal(spec.storage)
         self.signal_name: str | None = None
-        """SIGINT or SIGTERM, once it has come."""
+        """What asked to stop, once it has come."""
         self.terminal = Terminal()
         self.seen: dict[str, dict[str, Any]] = {}
         self._started: dict[str, float] = {}
@@ -104,17 +105,17 @@ class Progress(tune.Callback):
 
     @contextmanager
     def heeding_signals(self) -> Iterator[None]:
-        """Note SIGINT and SIGTERM, to act on them between two of Tune's steps; a second one raises at once.
+        """Note what asks to stop, to act on it between two of Tune's steps; a second Ctrl-C raises at once.
 
         Raising from the handler itself would be lost in whatever `except` happens to be running.
         """
 
         def note(number: int, frame: FrameType | None) -> None:
-            if self.signal_name is not None:
+            if self.signal_name is not None and number == signal.SIGINT:
                 raise KeyboardInterrupt
             self.signal_name = signal.Signals(number).name
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, note) for number in stop_signals()}
         try:
             yield
         finally:

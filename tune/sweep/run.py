@@ -123,7 +123,7 @@ def _tuner(
         tune.with_parameters(
             PopulationTrial if population else LaneTrial,
             mailbox=mailbox,
-            uri=spec.uri,
+            sweep=spec.storage,
             train=spec.train,
             objective=objective.model_dump(),
             usd_per_hour=plan.lane_usd_per_hour,

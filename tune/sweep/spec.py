@@ -11,6 +11,7 @@ from trainers.config.overrides import override
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 from trainers.launch.spec import delete_own, make_spec, read_file, read_mapping
+from trainers.lease import fenced
 from trainers.storage import Storage, storage_uri
 from tune.config import SweepConfig, sample_values
 from tune.search.finalists import repeats_to_run
@@ -20,7 +21,7 @@ from tune.search.population import population
 from tune.search.space import check_space, grid, planned_trials
 from tune.trials.journal import Journal, trial_id
 
-_SAVED = "sweep.yaml"
+SAVED = "sweep.yaml"
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,13 @@ class SweepSpec:
     """The file it came from, for error messages."""
     uri: str
     """The sweep's directory."""
+    token: str = ""
+    """Of the directory's lease, without which nothing is written; empty where nobody holds one."""
 
     @property
     def storage(self) -> Storage:
         """The sweep's directory."""
-        return Storage(self.uri)
+        return fenced(Storage(self.uri), SAVED, self.token)
 
     @property
     def num_trials(self) -> int:
@@ -98,10 +101,10 @@ def _spec(
 def read_saved(location: str) -> SweepSpec:
     """Read the sweep that a directory holds; ConfigError when there is none."""
     storage = Storage(storage_uri(location))
-    if not storage.exists(_SAVED):
-        raise ConfigError("the directory", location, "holds no sweep", f"name the directory with the {_SAVED}")
-    source = storage.locate(_SAVED)
-    tree = read_mapping(storage, _SAVED)
+    if not storage.exists(SAVED):
+        raise ConfigError("the directory", location, "holds no sweep", f"name the directory with the {SAVED}")
+    source = storage.locate(SAVED)
+    tree = read_mapping(storage, SAVED)
     config = build(SweepConfig, tree | {"storage_path": storage.parent.uri}, source)
     assert isinstance(config.train, dict)
     task_dir = config.train.get("task_dir")
@@ -124,16 +127,15 @@ def is_complete(spec: SweepSpec) -> bool:
 
 
 def prepare(spec: SweepSpec, fresh: bool) -> int:
-    """Make the sweep's directory ready; returns how many trials stand in it already.
+    """Make the sweep's directory, whose lease is held, ready; returns how many trials stand in it already.
 
     Raises ConfigError when another sweep of this name is there.
     """
     storage = spec.storage
     if fresh:
-        delete_own(storage, _SAVED)
-    storage.prove_writable()
-    if storage.exists(_SAVED):
-        before = read_mapping(storage, _SAVED)
+        delete_own(storage, SAVED)
+    if storage.exists(SAVED):
+        before = read_mapping(storage, SAVED)
         now = spec.saved()
         is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
         keys = ["space", "search", "seed", "objective", *(["scheduler"] if is_population else [])]
@@ -146,5 +148,5 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
                 fix = "sweep under another `--name`, or start anew with --fresh"
                 raise ConfigError(key, value, f"differs from {was} in {storage.uri}", fix, spec.source)
     else:
-        storage.write(_SAVED, dump_yaml(spec.saved()).encode())
+        storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return sum(name.endswith(".json") for name in storage.names("trials"))

@@ -30,14 +30,15 @@ class LaneTrial(Trainable):
         config: dict[str, Any],
         *,
         mailbox: Any = None,
-        uri: str = "",
+        sweep: Storage | None = None,
         train: dict[str, Any] | None = None,
         objective: dict[str, Any] | None = None,
         usd_per_hour: float | None = None,
     ) -> None:
         """Called by Tune once for each actor; the keyword arguments are the sweep's."""
         self._mailbox, self._train, self._usd_per_hour = mailbox, train or {}, usd_per_hour
-        self._journal = Journal(Storage(uri))
+        assert sweep is not None  # Tune's signature wants a default
+        self._journal = Journal(sweep)
         self._objective = Objective.model_validate(objective)
         self._begin(config)
 

@@ -1,0 +1,116 @@
+"""A run that goes on until it is stopped, its processes, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.specs import BASE, REPOSITORY
+from tests.tasks import Blobs
+from trainers.config.yaml import dump_yaml
+
+
+class Endless(Blobs):
+    """Says which processes train; where there is a file `stuck`, rank 1 stops, and rank 0 waits for its gradients."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(pause_s=0.02)
+        self.directory, self.steps = Path(directory), 0
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.steps += model.training
+        if self.steps > 20:
+            (self.directory / f"{rank}-{os.getpid()}").touch()
+            if rank == 1 and self.directory.with_name("stuck").exists():
+                time.sleep(3600)
+        return super().forward(model, batch)
+
+
+class Command:
+    """`python -m trainers` on an endless run in a directory, with a directory of its own for temporary files."""
+
+    def __init__(self, directory: Path, launcher: str, *options: str, **changes: Any) -> None:
+        self.directory, self.launcher = directory, launcher
+        self.run, self.training, self.temporary = directory / "runs" / "run", directory / "training", directory / "tmp"
+        for made in (self.training, self.temporary):
+            made.mkdir(exist_ok=True)
+        task = {"task": "tests.commands.endless:Endless", "task_args": {"directory": str(self.training)}}
+        never = {"max_steps": 10**6, "checkpoint": {"every_steps": 10**6}, "evaluate": {"every_steps": 10**6}}
+        workers = 1 if launcher == "local" else 2
+        own = {"launcher": "spawn" if launcher == "torchrun" else launcher, "scaling": {"num_workers": workers}}
+        tree = {**BASE, **task, **never, **own, "device": "cpu", "storage_path": str(directory / "runs"), **changes}
+        (directory / "train.yaml").write_text(dump_yaml(tree))
+        trainers = ["-m", "trainers", str(directory / "train.yaml"), *options]
+        if launcher == "torchrun":
+            trainers = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *trainers]
+        self.process = subprocess.Popen(
+            [sys.executable, *trainers],
+            cwd=REPOSITORY,
+            env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+            | {"TMPDIR": str(self.temporary)},
+            stdout=(directory / "out").open("a"),
+            stderr=(directory / "err").open("a"),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self.family: list[psutil.Process] = []
+
+    @property
+    def said(self) -> str:
+        """What its processes have printed."""
+        return (self.directory / "out").read_text() + (self.directory / "err").read_text()
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 240) -> None:
+        """Wait; the deadline is only a guard against a hang."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.02)
+        if self.process.poll() is None:
+            self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def trains(self) -> Command:
+        """Wait until every rank trains."""
+        ranks = 1 if self.launcher == "local" else 2
+
+        def do_all() -> bool:
+            assert self.process.poll() is None, self.said
+            return len(list(self.training.iterdir())) == ranks
+
+        self.until(do_all)
+        return self
+
+    def tell(self, *numbers: signal.Signals) -> None:
+        """Send signals to the process that was started, and to no other."""
+        for number in numbers:
+            self.process.send_signal(number)
+
+    def ends(self) -> int:
+        """Wait until it and all that it has started are gone; its exit code."""
+        code = self.process.wait(240)
+        _, left = psutil.wait_procs(self.family, timeout=60)
+        assert not left, f"{left} outlive the command:\n{self.said}"
+        return code
+
+    def kill(self) -> None:
+        """At the end of a test, whatever came of it."""
+        self.process.kill()
+        self.process.wait()
+        for process in self.family:
+            if process.is_running():
+                process.kill()
+
+    def kept(self) -> list[Path]:
+        """The checkpoints that are whole."""
+        return sorted(path.parent for path in self.run.glob("checkpoints/*/manifest.json"))

@@ -1,0 +1,105 @@
+"""What asks a process to stop, what ends it at once, and that it ends with the process that started it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests.specs import REPOSITORY
+from trainers.launch import signals
+from trainers.launch.signals import StopSignals, follow, stop_signals
+
+ALL = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("first", ALL)
+@pytest.mark.parametrize("second", ALL)
+def test_only_a_second_interrupt_ends_it(first: signal.Signals, second: signal.Signals) -> None:
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ALL}
+    told: list[str] = []
+    try:
+        with StopSignals(told.append) as stop:
+            assert not stop.asked
+            signal.raise_signal(first)
+            assert stop.asked
+            if second == signal.SIGINT:
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(second)
+            else:
+                signal.raise_signal(second)
+        assert told == [first.name]
+        assert [signal.getsignal(number) for number in ALL] == [signal.SIG_DFL] * 3
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_under_nohup_a_hang_up_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in stop_signals()
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_it_ends_after_its_last_act_when_the_other_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, done, acts = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(signals.os, "_exit", lambda code: (acts.append(code), done.set()))
+    follow(over.wait, lambda: acts.append("last"))
+    assert acts == []
+    over.set()
+    assert done.wait(60)
+    assert acts == ["last", 1]
+
+
+def test_a_script_that_sets_torchruns_variables_may_end_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[object] = []
+    monkeypatch.setattr(signals, "follow", followed.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    signals.follow_agent()
+    assert followed == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    signals.follow_agent()
+    assert len(followed) == 1
+
+
+WORKER = """
+import time
+from trainers.launch.signals import follow_agent
+follow_agent()
+print("follows", flush=True)
+time.sleep(3600)
+"""
+AGENT = f"""
+import subprocess, sys
+with subprocess.Popen([sys.executable, "-c", {WORKER!r}], stdout=subprocess.PIPE, text=True) as worker:
+    print(worker.stdout.readline().strip(), worker.pid, flush=True)
+"""
+
+
+def test_a_worker_ends_with_torchruns_agent() -> None:
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "1"},
+    )
+    assert agent.stdout is not None
+    words, pid = agent.stdout.readline().split()
+    assert words == "follows"
+    worker = os.pidfd_open(int(pid))
+    agent.kill()
+    agent.wait()
+    gone, _, _ = select.select([worker], [], [], 120)
+    os.close(worker)
+    assert gone, "it outlives its agent"
