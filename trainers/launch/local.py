@@ -1,6 +1,6 @@
 """Launchers without Ray: this process, spawned processes of this machine, or torchrun's.
 
-Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID.
+Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_ERROR_FILE.
 """
 
 import contextlib
@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
 from trainers.launch.spec import Job, R
-from trainers.loop.watchdog import HUNG_EXIT_CODE
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +35,16 @@ class LocalContext(RunContext):
     """RunContext of the launchers in this file. SIGTERM and the first Ctrl-C ask the loop to stop."""
 
     _asked_to_stop = False
+    failed: Path | None = None
+    """Where this rank leaves its failure for the process that spawned it."""
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether a signal came."""
         return self._asked_to_stop
+
+    def hung(self, failure: RunFailedError, stack: str) -> None:
+        """Leave it for the process that started this one."""
+        _leave(failure, stack, self.failed)
 
     def listen(self) -> None:
         """Take SIGTERM and SIGINT as the wish to stop; a second Ctrl-C interrupts at once."""
@@ -71,11 +76,29 @@ def failing_as_run(rank: int) -> Iterator[None]:
     """Print the traceback of an exception that is not ours, and raise it as RunFailedError."""
     try:
         yield
-    except PacelineError:
+    except PacelineError as error:
+        _leave(RunFailedError.of(error, rank), "", None)
         raise
     except Exception as error:
-        traceback.print_exc()
-        raise RunFailedError.of(error, rank) from error
+        failure = RunFailedError.of(error, rank)
+        _leave(failure, traceback.format_exc(), None)
+        if not failure.follows:
+            traceback.print_exc()
+        raise failure from error
+
+
+def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
+    """Write a worker's failure where its launcher looks: a file of the spawning process's, or torchrun's own, of which
+    it shows the earliest as the root cause.
+    """
+    if file is not None:
+        aside = file.with_name(f".{file.name}")  # the launcher may end this process at any moment
+        aside.write_text(json.dumps([failure.args, trace]))
+        aside.replace(file)
+    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
+        with contextlib.suppress(OSError):
+            said = {"message": str(failure), "extraInfo": {"timestamp": str(int(failure.when))}}
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": said}))
 
 
 def run_local(job: Job[R]) -> R:
@@ -117,7 +140,7 @@ def _spawn_group(job: Job[R]) -> R:
         try:
             while not processes.join(timeout=1):
                 pass
-        except (ProcessRaisedException, ProcessExitedException) as error:
+        except ProcessException as error:
             exits = {rank: process.exitcode for rank, process in enumerate(processes.processes)}
             raise _failure(Path(directory), error, exits) from None
         finally:
@@ -132,30 +155,33 @@ def _spawn_group(job: Job[R]) -> R:
 def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
     setup_logging(rank)
     context = LocalContext(job.storage, "spawn", rank, world_size, rank, world_size)
+    context.failed = Path(directory, f"failed-{rank}")
     try:
         result = _run_in_group(job, context, f"file://{directory}/rendezvous")
         if rank == 0:
             Path(directory, "result.json").write_text(result.to_json())
     except BaseException as error:
-        Path(directory, f"failed-{rank}").write_text(json.dumps(RunFailedError.of(error, rank).args))
+        _leave(RunFailedError.of(error, rank), traceback.format_exc(), context.failed)
         raise
 
 
-def _failure(directory: Path, error: Exception, exits: dict[int, int | None]) -> RunFailedError:
-    """Return the cause: a rank that died without an exception, else the earliest error; the others followed from it."""
-    failures = [RunFailedError(*json.loads(path.read_text())) for path in directory.glob("failed-*")]
+def _failure(directory: Path, error: ProcessException, exits: dict[int, int | None]) -> RunFailedError:
+    """Return the cause among what the ranks left: exceptions and hangs in files, else the codes of their exits."""
+    left = [json.loads(path.read_text()) for path in directory.glob("failed-*")]
+    failures = [RunFailedError(*args) for args, _ in left]
+    traces = {failure.message: trace for failure, (_, trace) in zip(failures, left, strict=True)}
     for rank, code in exits.items():
-        # SIGTERM is how torch ends the ranks that are left.
-        if code == HUNG_EXIT_CODE:
-            failures.append(RunFailedError("hung", f"rank {rank} made no step; see hangs/ in the run's directory"))
-        elif code not in (None, 0, -signal.SIGTERM) and not (directory / f"failed-{rank}").exists():
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            return RunFailedError("node_lost", f"rank {rank} died {how}")
+        if code in (None, 0) or (directory / f"failed-{rank}").exists():
+            continue
+        is_first = rank == error.error_index
+        # The others are ended once one has failed: first asked to, then, where they do not answer, killed.
+        ended = not is_first and code in (-signal.SIGTERM, -signal.SIGKILL)
+        failures.append(RunFailedError.died(rank, code, error.error_pid if is_first else None, ended))
     if not failures:
         return RunFailedError("node_lost", last_line(error))
     first = RunFailedError.first(failures)
-    if not first.config:
-        logger.error("%s", str(error).strip())
+    if not first.config and (trace := traces.get(first.message)):
+        logger.error("%s", trace.strip())
     return first
 
 
