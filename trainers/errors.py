@@ -183,7 +183,7 @@ class RunFailedError(PacelineError):
         who = f"rank {rank} died {how}" + (f" (pid {pid})" if pid is not None else "")
         if ended:
             return RunFailedError("node_lost", f"rank {rank} did not answer and was ended {how}", follows=True)
-        if code == -signal.SIGKILL and kernel_killed():
+        if code == -signal.SIGKILL and _kernel_killed():
             who += ", as the kernel ends processes where memory runs out"
             return RunFailedError("out_of_host_memory", who, time.time())
         # NCCL aborts a process whose peers are gone: that follows, unless nothing else is known.
@@ -337,7 +337,7 @@ def _loader_died(pids: str, by_signal: str | None, otherwise: str | None) -> tup
         return "out_of_host_memory", f"its {worker} died by SIGBUS: {_SHM_FULL}"
     if by_signal not in ("Killed", "Terminated"):
         return "error", f"its {worker} crashed: {by_signal}"
-    if by_signal == "Killed" and kernel_killed():
+    if by_signal == "Killed" and _kernel_killed():
         return "out_of_host_memory", f"its {worker} was killed by the kernel: the host's memory ran out"
     return "node_lost", f"its {worker} was ended by {'SIGKILL' if by_signal == 'Killed' else 'SIGTERM'}"
 
@@ -377,20 +377,25 @@ def _disk_is_full(error: BaseException) -> bool:
     )
 
 
-_kills_known = 0
-
-
-def kernel_killed() -> bool:
-    """Whether this machine's kernel has killed a process for memory since the last call; the first says no."""
-    global _kills_known
-    before, lines = _kills_known, []
+def count_kernel_kills() -> int:
+    """Return how many processes this machine's kernel has killed for memory since it started; 0 where it says none."""
+    lines: list[str] = []
     with contextlib.suppress(OSError):  # not Linux
         lines = Path("/proc/vmstat").read_text().splitlines()
-    _kills_known = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-    return _kills_known > before
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-kernel_killed()
+_kills_before = count_kernel_kills()
+
+
+def forget_kernel_kills() -> None:
+    """From now on only later ones count as what ended a process of this run."""
+    global _kills_before
+    _kills_before = count_kernel_kills()
+
+
+def _kernel_killed() -> bool:
+    return count_kernel_kills() > _kills_before
 
 
 def last_line(error: BaseException) -> str:

@@ -1,16 +1,18 @@
-"""Hangs and deaths in groups of real processes: every phase is watched, and the first cause is what the run ends with."""
+"""Hangs and deaths in groups of real processes: every phase is watched, and a run ends with the first cause."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
+from tests.conftest import Done
 from tests.distributed.processes import _fork, run_module
 from tests.specs import REPOSITORY, make, tree
 from trainers.config.yaml import dump_yaml
@@ -35,7 +37,7 @@ PHASES = {
 
 def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSpec:
     args = {"place": place, "failure": "sleep", **changes.pop("args", {})}
-    budgets = {"failure__hang_timeout_s": 2.0, "failure__phase_timeout_s": 2.0, "scaling__num_workers": workers}
+    budgets = {"failure__hang_timeout_s": 6.0, "failure__phase_timeout_s": 6.0, "scaling__num_workers": workers}
     made = tree(tmp_path, task="tests.tasks:Stuck", task_args=args, **{**budgets, **changes})
     return make_spec(made, "test", REPOSITORY, own_workers=False)
 
@@ -106,6 +108,26 @@ def test_a_stopped_rank_is_a_hang(tmp_path: Path) -> None:
     assert "rank 0 made no step for " in found.message
     assert " s in training, waiting for other ranks (at " in found.message
     assert f"rank 1 did not answer and was ended by {signal.SIGKILL.name}" in found.message
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        ("raise", "error: the run ended as `error`: rank 1: ValueError: injected: the task fails here (tasks.py:"),
+        ("kill", "Signal 9 (SIGKILL) received by PID"),
+    ],
+)
+def test_torchrun_shows_the_first_cause(tmp_path: Path, command: Callable[..., Done], failure: str, words: str) -> None:
+    args = {"place": "training 5", "failure": failure, "on_rank": 1}
+    file = tmp_path / "train.yaml"
+    file.write_text(dump_yaml(make(tmp_path, task="tests.tasks:Stuck", task_args=args).tree))
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    done = command("--standalone", "--nproc-per-node", "2", "-m", "trainers", str(file), program=(torchrun,))
+    assert done.code == 1
+    assert words in done.err
+    assert words.removeprefix("error: ") in done.err.split("Root Cause")[1]
+    assert "Connection closed" not in done.err.split("Root Cause")[1]
 
 
 def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from trainers.errors import (
     StorageError,
     TooLargeError,
     classify,
-    kernel_killed,
+    forget_kernel_kills,
     show,
 )
 
@@ -239,17 +239,19 @@ def test_a_dead_rank_says_of_what_it_died() -> None:
 
 
 def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainers.errors.kernel_killed", lambda: True)
+    monkeypatch.setattr("trainers.errors._kills_before", -1)
     assert RunFailedError.died(1, -signal.SIGKILL).status == "out_of_host_memory"
     assert RunFailedError.died(1, -signal.SIGSEGV).status == "node_lost"
     assert classify(loader_died("is killed by signal: Killed. ")) == "out_of_host_memory"
 
 
-def test_the_kernels_kills_are_counted_from_one_look_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = iter(["oom_kill 3\n", "pgfault 9\noom_kill 4\n", "oom_kill 4\n", ""])
+def test_only_the_kernels_kills_of_this_run_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = iter(["oom_kill 3\n", "pgfault 9\noom_kill 3\n", "oom_kill 4\n", "oom_kill 4\n", ""])
+    monkeypatch.setattr("trainers.errors._kills_before", 0)
     monkeypatch.setattr("trainers.errors.Path.read_text", lambda self: next(texts))
-    monkeypatch.setattr("trainers.errors._kills_known", 3)
-    assert [kernel_killed() for _ in range(4)] == [False, True, False, False]
+    forget_kernel_kills()
+    found = [RunFailedError.died(1, -signal.SIGKILL).status for _ in range(4)]
+    assert found == ["node_lost", "out_of_host_memory", "out_of_host_memory", "node_lost"]
 
 
 def loader_died(how: str) -> RuntimeError:

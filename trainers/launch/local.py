@@ -25,6 +25,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
 from trainers.launch.spec import Job, R
+from trainers.loop.watchdog import HUNG_EXIT_CODE
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +92,12 @@ def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
     """Write a worker's failure where its launcher looks: a file of the spawning process's, or torchrun's own, of which
     it shows the earliest as the root cause.
     """
-    if file is not None:
-        aside = file.with_name(f".{file.name}")  # the launcher may end this process at any moment
-        aside.write_text(json.dumps([failure.args, trace]))
-        aside.replace(file)
-    elif "TORCHELASTIC_ERROR_FILE" in os.environ:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the failure itself matters more
+        if file is not None:
+            aside = file.with_name(f".{file.name}")  # the launcher may end this process at any moment
+            aside.write_text(json.dumps([failure.args, trace]))
+            aside.replace(file)
+        elif "TORCHELASTIC_ERROR_FILE" in os.environ:
             said = {"message": str(failure), "extraInfo": {"timestamp": str(int(failure.when))}}
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": said}))
 
@@ -172,6 +173,9 @@ def _failure(directory: Path, error: ProcessException, exits: dict[int, int | No
     traces = {failure.message: trace for failure, (_, trace) in zip(failures, left, strict=True)}
     for rank, code in exits.items():
         if code in (None, 0) or (directory / f"failed-{rank}").exists():
+            continue
+        if code == HUNG_EXIT_CODE:
+            failures.append(RunFailedError("hung", f"rank {rank} made no step"))
             continue
         is_first = rank == error.error_index
         # The others are ended once one has failed: first asked to, then, where they do not answer, killed.

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
-from trainers.errors import RunFailedError, broke_with_others, line_of_task
+from trainers.errors import RunFailedError, broke_with_others, forget_kernel_kills, line_of_task
 from trainers.storage import Storage
 
 HUNG_EXIT_CODE = 74
@@ -97,7 +97,7 @@ class Watchdog:
         at = f"at {Path(file).name}:{line}"
         words = f"rank {rank} made no step for {where}{_WAITING if waits else ''} ({at}; {budget})"
         failure = RunFailedError("hung", words, time.time(), follows=waits)
-        print(f"error: {failure}", file=sys.stderr, flush=True)
+        print(f"error: {failure} ({failure.advice})", file=sys.stderr, flush=True)
         stacks = self._file.read()
 
         def tell() -> None:
@@ -138,6 +138,7 @@ def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
     if _current is not None:
         yield _current
         return
+    forget_kernel_kills()
     watchdog = _current = Watchdog(failure, context)
     try:
         yield watchdog

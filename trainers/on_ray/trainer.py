@@ -46,7 +46,7 @@ def _worker(loop_config: dict[str, Any]) -> None:
             time.sleep(1)
     except Exception as error:
         failure = RunFailedError.of(error, context.rank)
-        if not failure.config:
+        if not (failure.config or failure.follows):
             traceback.print_exc()
         raise failure from None
 
