@@ -73,10 +73,13 @@ class Watchdog:
             self._file.close()
 
     def _watch(self) -> None:
+        of_steps_s, of_phases_s = (
+            min(LONGEST_S, budget_s) for budget_s in (self._failure.hang_timeout_s, self._failure.of_phases_s)
+        )
+        interval_s = min(10.0, max(0.01, min(of_steps_s, of_phases_s) / 4))
         while True:
             phase, steps = self._phase
-            budget_s = min(LONGEST_S, self._failure.hang_timeout_s if steps else self._failure.of_phases_s)
-            interval_s = min(10.0, max(0.01, min(budget_s, self._failure.hang_timeout_s) / 4))
+            budget_s = of_steps_s if steps else of_phases_s
             # The timer runs out only when this thread cannot wind it up again.
             faulthandler.dump_traceback_later(budget_s + 2 * GRACE_S + interval_s, exit=True)
             if self._closed.wait(interval_s):
