@@ -90,35 +90,47 @@ class Watchdog:
                 self._end(f"{silent_s:.0f} s in {phase}", f"failure.{key} {budget_s:g}")
 
     def _end(self, where: str, budget: str) -> None:
-        faulthandler.dump_traceback_later(10 * GRACE_S, exit=True)
-        faulthandler.dump_traceback(self._file, all_threads=True)
-        self._file.seek(0)
-        rank, storage = self._context.rank, self._context.storage
+        try:
+            faulthandler.dump_traceback_later(10 * GRACE_S, exit=True)
+            self._tell(where, budget)
+        finally:
+            os._exit(HUNG_EXIT_CODE)
+
+    def _tell(self, where: str, budget: str) -> None:
+        """Say where this rank is: on standard error, on storage and to the launcher, of which any may hang as well."""
+        rank, storage, began = self._context.rank, self._context.storage, time.monotonic()
         stack = traceback.extract_stack(sys._current_frames()[self._thread_id])
         file, line = line_of_task([(frame.filename, frame.lineno or 0) for frame in stack])
         waits = self._context.world_size > 1 and _waits_for_others(stack[-1])
         at = f"at {Path(file).name}:{line}"
         words = f"rank {rank} made no step for {where}{_WAITING if waits else ''} ({at}; {budget})"
         failure = RunFailedError("hung", words, time.time(), follows=waits)
-        print(f"error: {failure} ({failure.advice})", file=sys.stderr, flush=True)
-        stacks = self._file.read()
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        self._file.seek(0)
+        stacks = f"{words}\n\n{self._file.read()}"
 
-        def tell() -> None:
+        def say() -> None:
+            print(f"error: {failure} ({failure.advice})", file=sys.stderr, flush=True)
+            if storage is None:
+                print(stacks, file=sys.stderr, flush=True)
+
+        def save() -> None:
+            name = f"hangs/{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-rank-{rank:05d}.txt"
             if storage is not None:
-                name = f"hangs/{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-rank-{rank:05d}.txt"
-                with contextlib.suppress(Exception):  # ending the process matters more
-                    storage.write(name, f"{words}\n\n{stacks}".encode())
-            with contextlib.suppress(Exception):
-                self._context.hung(failure, "".join(traceback.format_list(stack[-20:])))
+                storage.write(name, stacks.encode())
 
-        if storage is None:
-            print(stacks, file=sys.stderr, flush=True)
-        teller = threading.Thread(target=tell, daemon=True)
-        teller.start()  # not here: storage and launcher may hang as well
-        began = time.monotonic()
-        teller.join(2 * GRACE_S)
+        tellers = [
+            threading.Thread(target=say, daemon=True),
+            threading.Thread(target=save, daemon=True),
+            threading.Thread(
+                target=self._context.hung, args=(failure, "".join(traceback.format_list(stack[-20:]))), daemon=True
+            ),
+        ]
+        for teller in tellers:
+            teller.start()
+        for teller in tellers:
+            teller.join(max(0.0, 2 * GRACE_S - (time.monotonic() - began)))
         time.sleep(max(0.0, GRACE_S - (time.monotonic() - began)))
-        os._exit(HUNG_EXIT_CODE)
 
 
 def _waits_for_others(frame: traceback.FrameSummary) -> bool:
