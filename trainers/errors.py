@@ -260,7 +260,7 @@ def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:
 _HOST_ALLOCATION = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory")
 # Shared memory, through which a DataLoader's workers send batches, is a file system with names such as </torch_1_2_3>.
 _SHARED_MEMORY = re.compile(r"</torch_\w*>.*(No space left|Cannot allocate)|shared memory\(shm\)|out of shared memory")
-_DISK_FULL = ("No space left on device", "Disk quota exceeded", "Local disk is full")
+_DISK_FULL = ("No space left on device", "Disk quota exceeded", "Local disk is full", "the disk is full")
 _LOADER_DIED = re.compile(
     r"DataLoader worker \(pid\S* ([\d, ]+)\) (?:is killed by signal: ([^.]+)|(exited unexpectedly.*))"
 )
