@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -90,6 +91,8 @@ class Blobs(Task):
             os._exit(3)
         if self.failure == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.failure == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.failure == "sleep":
             time.sleep(3600)
 
@@ -99,6 +102,42 @@ class Blobs(Task):
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         return {"accuracy": outputs.argmax(1) == batch[1]}
+
+
+class Stuck(Blobs):
+    """Fails as `failure` says where the loop calls `place` of the task, on one rank."""
+
+    def __init__(self, place: str, on_rank: int = 0, **args: Any) -> None:
+        super().__init__(**args)
+        self.place, self.on_rank = place, on_rank
+        self._reach("import")
+
+    def _reach(self, place: str) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        if place == self.place and rank == self.on_rank:
+            self._fail()
+
+    def setup(self) -> None:
+        self._reach("setup")
+
+    def dataset(self, split: str) -> TensorDataset:
+        self._reach("dataset")
+        return super().dataset(split)
+
+    def model(self) -> nn.Module:
+        self._reach("model")
+        return super().model()
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        if not model.training:
+            self._reach("evaluation")
+        self._reach("probe" if self.forwards == 0 else f"training {self.forwards}")
+        return super().forward(model, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.forwards >= 5:
+            self._reach("checkpoint")
+        return super().state_dict()
 
 
 class NotATask:

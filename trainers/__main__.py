@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m trainers CONFIG.yaml      (evaluate and predict run under torchrun, too)
 
 Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line or in the configuration cannot be used;
-130 interrupted.
+74 this process was a worker, hung, and ended itself; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pydantic import create_model
 from trainers.config.model import Settings, build, child_model, keys_of
 from trainers.config.reference import reference
 from trainers.config.yaml import parse_yaml
-from trainers.errors import MISSING, POLICIES, ConfigError, ConfigErrors, PacelineError, did_you_mean, show
+from trainers.errors import MISSING, ConfigError, ConfigErrors, PacelineError, did_you_mean, show
 from trainers.redaction import redact
 
 _SOURCE = "command line"
@@ -154,16 +154,17 @@ def run(
         command = commands[name]
         return command.function(**command.parse(args[1:] if name else args))
     except PacelineError as error:
-        advice = "" if name or not advise or error.exit_code == ConfigError.exit_code else POLICIES[error.status].advice
-        complain(f"{error} ({advice})" if advice else str(error))
+        advice = "" if name or not advise or error.exit_code == ConfigError.exit_code else error.advice
+        # What a configuration lacks every rank of torchrun's says alike; of failures each has its own.
+        complain(f"{error} ({advice})" if advice else str(error), every_rank=error.exit_code != ConfigError.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
 
 
-def complain(sentences: str, level: str = "error") -> None:
-    """Print on standard error, a line each; once for all of torchrun's workers."""
-    if os.environ.get("RANK", "0") == "0":
+def complain(sentences: str, level: str = "error", every_rank: bool = False) -> None:
+    """Print on standard error, a line each; once for all of torchrun's workers, or by `every_rank`."""
+    if every_rank or os.environ.get("RANK", "0") == "0":
         for line in redact(sentences).splitlines():
             print(f"{level}: {line}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trainers.errors import RunFailedError
 from trainers.storage import Storage
 
 
@@ -57,5 +58,5 @@ class RunContext:
     def too_large(self, microbatch_size: int) -> None:
         """This rank ran out of memory in mid-training; the group will start again with a smaller microbatch."""
 
-    def hung(self, words: str) -> None:
-        """This rank makes no step any more; its process ends after this call."""
+    def hung(self, failure: RunFailedError, stack: str) -> None:
+        """This rank makes no step any more: its process ends after this call, which may block; with the stack."""

@@ -6,11 +6,16 @@ a run gets by default when it ends that way, and what to tell the user.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import json
+import re
+import signal
+import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -32,15 +37,16 @@ class Policy:
     advice: str
 
 
+_AGAIN = "run the same command again to go on from the newest checkpoint"
 POLICIES: dict[Status, Policy] = {
     "done": Policy(0, ""),
-    "stopped": Policy(0, "run the same command again to go on from the newest checkpoint"),
+    "stopped": Policy(0, _AGAIN),
     "out_of_memory": Policy(0, "set a smaller `microbatch_size`; the result of training stays the same"),
     "out_of_host_memory": Policy(1, "lower `data.num_workers`, or set `data.resident: false`"),
     "diverged": Policy(0, "lower `optimizer.lr`, set `clip_grad_norm`, or use precision bf16 instead of fp16"),
-    "hung": Policy(3, "see the stacks of all ranks that were saved with the run"),
-    "preempted": Policy(-1, "the run goes on where the cluster has room again"),
-    "node_lost": Policy(-1, "the run goes on where the cluster has room again"),
+    "hung": Policy(3, "see the stacks of all ranks in hangs/ of the run's directory, or raise the budget named here"),
+    "preempted": Policy(-1, _AGAIN),
+    "node_lost": Policy(-1, _AGAIN),
     "error": Policy(0, "the traceback names the line in the task"),
 }
 
@@ -53,6 +59,13 @@ class PacelineError(Exception):
 
     def __str__(self) -> str:
         return redact(super().__str__())
+
+    @property
+    def advice(self) -> str:
+        """What the user can do about it; empty where the sentence says it."""
+        if _disk_is_full(self):
+            return f"free space there or raise the quota, then {_AGAIN}"
+        return POLICIES[self.status].advice if self.status != "error" else ""
 
 
 class ConfigError(PacelineError, ValueError):
@@ -135,15 +148,23 @@ class TooLargeError(PacelineError):
 class RunFailedError(PacelineError):
     """A run that ended: the status, the worker's message, and when (Unix time) it failed.
 
-    `smaller`: the next start takes a smaller microbatch, so it is worth more than a retry.
+    `smaller`: the next start takes a smaller microbatch, so it is worth more than a retry. `follows`: it looks like the
+    consequence of what befell another rank (a collective that broke, a wait that did not end).
     """
 
     def __init__(
-        self, status: Status, message: str, when: float = 0.0, config: bool = False, smaller: bool = False
+        self,
+        status: Status,
+        message: str,
+        when: float = 0.0,
+        config: bool = False,
+        smaller: bool = False,
+        follows: bool = False,
     ) -> None:
         message = redact(message)
-        super().__init__(status, message, when, config, smaller)
-        self.status, self.message, self.when, self.config, self.smaller = status, message, when, config, smaller
+        super().__init__(status, message, when, config, smaller, follows)
+        self.status, self.message, self.when = status, message, when
+        self.config, self.smaller, self.follows = config, smaller, follows
         self.exit_code = ConfigError.exit_code if config else PacelineError.exit_code
 
     @staticmethod
@@ -153,20 +174,61 @@ class RunFailedError(PacelineError):
             return error
         if isinstance(error, ConfigError):
             return RunFailedError("error", str(error), time.time(), config=True)
-        frames = traceback.extract_tb(error.__traceback__)
-        at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        message = f"rank {rank}: {type(error).__name__}: {first_line(error) if str(error) else ''}{at}"
-        return RunFailedError(classify(error), message, time.time(), smaller=isinstance(error, TooLargeError))
+        status, words = _explain(error)
+        follows = broke_with_others(error)
+        lost = "a collective failed, as it does where another rank ends: " if follows else ""
+        smaller = isinstance(error, TooLargeError)
+        return RunFailedError(status, f"rank {rank}: {lost}{words}", time.time(), smaller=smaller, follows=follows)
 
     @staticmethod
-    def first(errors: list[RunFailedError]) -> RunFailedError:
-        """The cause among the failures of several ranks: a lost worker, else the earliest; others follow from it.
+    def died(rank: int, code: int, pid: int | None = None, ended: bool = False) -> RunFailedError:
+        """A rank whose process left this exit code (negative: a signal) and no exception.
 
-        A rank that ran out of memory and knows a smaller microbatch explains whatever the others met.
+        `ended`: maybe the launcher ended it, after another rank had failed.
         """
-        smaller = [error for error in errors if error.smaller]
-        lost = [error for error in errors if error.status in ("node_lost", "preempted", "hung")]
-        return min(smaller or lost or errors, key=lambda error: error.when)
+        try:
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        except ValueError:
+            how = f"by signal {-code}"
+        who = f"rank {rank} died {how}" + (f" (pid {pid})" if pid is not None else "")
+        if ended:
+            return RunFailedError("node_lost", f"rank {rank} did not answer and was ended {how}", follows=True)
+        if code == -signal.SIGKILL and _kernel_killed():
+            who += ", as the kernel ends processes where memory runs out"
+            return RunFailedError("out_of_host_memory", who, time.time())
+        # NCCL aborts a process whose peers are gone: that follows, unless nothing else is known.
+        return RunFailedError("node_lost", who, time.time(), follows=code == -signal.SIGABRT)
+
+    @staticmethod
+    def first(errors: Sequence[RunFailedError]) -> RunFailedError:
+        """The cause among the failures of several ranks, in whatever order they came; others follow from it.
+
+        A rank that ran out of memory and knows a smaller microbatch explains whatever the others met; else a rank that
+        died or hangs by itself, else what a rank raised by itself, else what follows from another rank. A hang names
+        where every rank was.
+        """
+        cause = min(errors, key=lambda error: (error._distance, error.when))
+        if cause.status != "hung":
+            return cause
+        hangs = [error for error in errors if error.status == "hung" or (error.follows and error.status == "node_lost")]
+        words = dict.fromkeys(error.message for error in sorted(hangs, key=lambda error: error._distance))
+        return RunFailedError("hung", "; ".join(words), cause.when, follows=cause.follows)
+
+    @property
+    def _distance(self) -> int:
+        """How far from the cause such a failure is, among those of other ranks."""
+        if self.smaller:
+            return 0
+        if not self.follows:
+            return 1 if self.status in ("node_lost", "preempted", "hung", "out_of_host_memory") else 2
+        return {"hung": 3, "node_lost": 4}.get(self.status, 5)
+
+    @property
+    def advice(self) -> str:
+        """What the user can do about it."""
+        if self.follows and self.status == "error":
+            return "the rank that failed first says why; without one, see the network between the nodes"
+        return super().advice or POLICIES[self.status].advice
 
     def __str__(self) -> str:
         return self.message if self.config else f"the run ended as `{self.status}`: {self.message}"
@@ -199,14 +261,66 @@ def first_line(error: BaseException) -> str:
     return redact((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
+def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:
+    """Return the innermost of some frames (file and line) that is no library's, else the innermost."""
+    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)]
+    return (own or frames)[-1]
+
+
 # torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).
 _HOST_ALLOCATION = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory")
+# Shared memory, through which a DataLoader's workers send batches, is a file system with names such as </torch_1_2_3>.
+_SHARED_MEMORY = re.compile(r"</torch_\w*>.*(No space left|Cannot allocate)|shared memory\(shm\)|out of shared memory")
+_DISK_FULL = ("No space left on device", "Disk quota exceeded", "Local disk is full", "the disk is full")
+_LOADER_DIED = re.compile(
+    r"DataLoader worker \(pid\S* ([\d, ]+)\) (?:is killed by signal: ([^.]+)|(exited unexpectedly.*))"
+)
+_CARRIED = re.compile(r"Caught \w+ in (.+?)\.\nOriginal (Traceback .*)", re.DOTALL)
+_FRAME = re.compile(r'^  File "(.+?)", line (\d+), in .*\n(?:    .*\n)*', re.MULTILINE)
+# Words of gloo, NCCL and torch.distributed's store where the exception is a bare RuntimeError.
+_COLLECTIVE = re.compile(
+    r"\bgloo\b|\bNCCL\b|\bc10d\b|ProcessGroup|Connection closed by peer|Socket Timeout", re.IGNORECASE
+)
+_LIBRARIES = (
+    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *("site-packages", "dist-packages", "<frozen"),
+)
 
 
 def classify(error: BaseException) -> Status:
     """The status that an exception ends a run with; needs neither torch nor Ray to be imported."""
+    return _explain(error)[0]
+
+
+def broke_with_others(error: BaseException) -> bool:
+    """Whether a collective failed: what happens to the other ranks when one of them fails or dies."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"DistError", "CollectiveTimeoutError"}:  # torch's; Ray Train's
+        return True
+    return type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
+
+
+def _explain(error: BaseException) -> tuple[Status, str]:
+    """The status that an exception ends a run with, and what happened in words: the cause itself, where another
+    exception only carries it.
+    """
+    words = f"{type(error).__name__}: {first_line(error) if str(error) else ''}{_at(error)}"
     if isinstance(error, PacelineError):
-        return error.status
+        return error.status, f"the disk is full: {words}" if _disk_is_full(error) else words
+    texts = [str(link) for link in _chain(error)]
+    died = [match for text in texts if (match := _LOADER_DIED.search(text))]
+    if died:
+        return _loader_died(*min(died, key=lambda match: match[2] is None).groups())
+    if any(_SHARED_MEMORY.search(text) for text in texts):
+        return "out_of_host_memory", f"{_SHM_FULL}: {words}"
+    if (carried := _CARRIED.match(texts[0].strip("'\""))) is not None:
+        words = _unwrap(*carried.groups()) or words
+    if _disk_is_full(error):
+        return "error", f"the disk is full: {words}"
+    return _status(error), words
+
+
+def _status(error: BaseException) -> Status:
     names = {cls.__name__ for cls in type(error).__mro__}
     if "OutOfMemoryError" in names and type(error).__module__.startswith("torch"):
         return "out_of_memory"
@@ -217,7 +331,82 @@ def classify(error: BaseException) -> Status:
         return "preempted"
     if names & {"ActorDiedError", "NodeDiedError", "ActorUnavailableError", "WorkerCrashedError"}:
         return "node_lost"
+    if "WorkerHealthCheckTimeoutError" in names:  # a process that is stopped, or holds the interpreter's lock
+        return "hung"
     return "error"
+
+
+_SHM_FULL = "shared memory is full (give /dev/shm more, docker run --shm-size, or lower data.num_workers)"
+
+
+def _loader_died(pids: str, by_signal: str | None, otherwise: str | None) -> tuple[Status, str]:
+    """What the death of a DataLoader's worker means; `by_signal` is the signal's name as the C library has it."""
+    worker = f"DataLoader worker (pid {pids})"
+    if by_signal is None:
+        return "error", f"its {worker} {otherwise}"
+    if by_signal == "Bus error":
+        return "out_of_host_memory", f"its {worker} died by SIGBUS: {_SHM_FULL}"
+    if by_signal not in ("Killed", "Terminated"):
+        return "error", f"its {worker} crashed: {by_signal}"
+    if by_signal == "Killed" and _kernel_killed():
+        return "out_of_host_memory", f"its {worker} was killed by the kernel: the host's memory ran out"
+    return "node_lost", f"its {worker} was ended by {'SIGKILL' if by_signal == 'Killed' else 'SIGTERM'}"
+
+
+def _unwrap(where: str, trace: str) -> str | None:
+    """The exception whose traceback torch sent home as text from a DataLoader's worker or another thread."""
+    frames = list(_FRAME.finditer(trace))
+    if not frames:
+        return None
+    raised = [line for line in trace[frames[-1].end() :].splitlines() if line and not line.startswith(" ")]
+    file, line = line_of_task([(frame[1], int(frame[2])) for frame in frames])
+    return f"{raised[0] if raised else ''} ({Path(file).name}:{line}, in {where})"
+
+
+def _at(error: BaseException) -> str:
+    """Where an exception was raised."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    if not frames:
+        return ""
+    file, line = line_of_task(frames)
+    return f" ({Path(file).name}:{line})"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those that it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    return any(
+        getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(words in str(link) for words in _DISK_FULL)
+        for link in _chain(error)
+    )
+
+
+def count_kernel_kills() -> int:
+    """Return how many processes this machine's kernel has killed for memory since it started; 0 where it says none."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):  # not Linux
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+_kills_before = count_kernel_kills()
+
+
+def forget_kernel_kills() -> None:
+    """From now on only later ones count as what ended a process of this run."""
+    global _kills_before
+    _kills_before = count_kernel_kills()
+
+
+def _kernel_killed() -> bool:
+    return count_kernel_kills() > _kills_before
 
 
 def last_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,37 @@ def test_one_rank_out_of_memory_leaves_no_rank_waiting(tmp_path: Path, driver: A
     failed, healthy = run(sweep(tmp_path, space, {"scaling": {"num_workers": 2}}))
     assert (failed.status, healthy.status) == ("out_of_memory", "done")
     assert "on one rank" in failed.message
+
+
+@pytest.mark.full
+def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, driver: Any) -> None:
+    """The other one's broken collective is heard of sooner, and says nothing of the cause."""
+    at = {"place": "training 5", "on_rank": 1}
+    trials: dict[str, dict[str, Any]] = {
+        "healthy": {"place": ""},
+        "killed once": {**at, "failure": "kill", "marker": str(tmp_path / "killed")},
+        "killed always": {**at, "failure": "kill"},
+        "raises": {**at, "failure": "raise"},
+        "hangs in setup": {"place": "setup", "failure": "sleep"},
+    }
+    train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"phase_timeout_s": 10.0}}
+    records = run(sweep(tmp_path, {"task_args": list(trials.values())}, train))
+    by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}
+    assert {name: record.status for name, record in by_name.items()} == {
+        "healthy": "done",
+        "killed once": "done",
+        "killed always": "node_lost",
+        "raises": "error",
+        "hangs in setup": "hung",
+    }
+    assert rows(by_name["killed once"].curve) == rows(by_name["healthy"].curve)
+    words = r"its worker group died 2 times under it: rank 1 \(pid \d+ on .+\) died without an exception: SIGKILL"
+    assert re.match(words, by_name["killed always"].message)
+    assert by_name["raises"].message.startswith("rank 1: ValueError: injected: the task fails here (tasks.py:")
+    culprit, waits = by_name["hangs in setup"].message.split("; rank 1")
+    assert " s in setup (at tasks.py:" in culprit
+    assert " s in the barrier after setup, waiting for other ranks" in waits
+    assert "in _fail" in by_name["hangs in setup"].traceback
 
 
 def test_a_lane_of_two_workers_and_asha(tmp_path: Path, driver: Any) -> None:

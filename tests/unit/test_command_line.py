@@ -14,7 +14,7 @@ import tune.__main__
 from trainers.command_line import Command
 from trainers.config import TrainConfig
 from trainers.config.reference import entries
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, RunFailedError
 from tune.config import SweepConfig
 
 DOORS = {"trainers": trainers.__main__.main, "tune": tune.__main__.main, "cluster": cluster.__main__.main}
@@ -226,6 +226,18 @@ def test_an_error_is_said_once_for_all_of_torchruns_workers(
     monkeypatch.setenv("RANK", "1")
     assert trainers.__main__.main(["evaluate"]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_each_of_torchruns_workers_says_its_own_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RunFailedError("error", "rank 1: ValueError: it is bad (task.py:3)")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(trainers.__main__, "read_spec", fails)
+    assert trainers.__main__.main(["train.yaml"]) == 1
+    assert capsys.readouterr().err.startswith("error: the run ended as `error`: rank 1: ValueError: it is bad")
 
 
 def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
 import pickle
+import signal
 import time
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
+from torch.utils.data import DataLoader, Dataset
 
 from trainers.errors import (
     MISSING,
@@ -21,7 +27,9 @@ from trainers.errors import (
     RunFailedError,
     Status,
     StorageError,
+    TooLargeError,
     classify,
+    forget_kernel_kills,
     show,
 )
 
@@ -153,8 +161,201 @@ def test_a_failure_is_not_wrapped_again() -> None:
     assert RunFailedError.of(failure, 0) is failure
 
 
+def first_of(errors: list[RunFailedError]) -> RunFailedError:
+    """The cause, which no order of arrival changes."""
+    causes = {RunFailedError.first(list(order)).message for order in itertools.permutations(errors)}
+    assert len(causes) == 1
+    return RunFailedError.first(errors)
+
+
+GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4913")
+
+
 def test_the_cause_is_a_lost_worker_else_the_earliest() -> None:
     late, early = RunFailedError("error", "late", 2.0), RunFailedError("diverged", "early", 1.0)
     lost = RunFailedError("node_lost", "lost", 3.0)
-    assert RunFailedError.first([late, early]) is early
-    assert RunFailedError.first([late, lost, early]) is lost
+    assert first_of([late, early]) is early
+    assert first_of([late, lost, early]) is lost
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [
+        (RunFailedError.died(2, -signal.SIGKILL, 4711), "node_lost"),
+        (RunFailedError.died(2, -signal.SIGSEGV), "node_lost"),
+        (RunFailedError.died(2, 3), "node_lost"),
+        (RunFailedError.of(ValueError("its own"), 2), "error"),
+        (RunFailedError.of(ConfigError("a", 1, "is bad", "mend it"), 2), "error"),
+        (RunFailedError.of(MemoryError(), 2), "out_of_host_memory"),
+        (RunFailedError.of(TooLargeError(8, "full"), 2), "out_of_memory"),
+        (RunFailedError("hung", "rank 2 made no step for 9 s in setup", 9e9), "hung"),
+    ],
+)
+def test_what_follows_from_another_rank_is_never_the_cause(cause: RunFailedError, status: Status) -> None:
+    follow = [
+        RunFailedError.of(GLOO, 0),
+        RunFailedError.of(DistNetworkError("The client socket has timed out"), 1),
+        RunFailedError("hung", "rank 3 made no step for 9 s in the barrier after setup", 1.0, follows=True),
+        RunFailedError.died(4, -signal.SIGABRT),  # NCCL ends the process of whoever has lost the others
+        RunFailedError.died(5, -signal.SIGKILL, ended=True),
+    ]
+    cause.when = time.time() + 60  # though it comes last
+    found = first_of([cause, *follow][:4])
+    assert found.status == status
+    assert found.message.startswith(cause.message)
+    assert RunFailedError.first([*follow, cause]).status == status
+    assert RunFailedError.first([cause, *follow]).status == status
+
+
+def test_without_a_dead_rank_a_collectives_own_words_remain() -> None:
+    failure = first_of([RunFailedError.of(GLOO, 0), RunFailedError.of(GLOO, 1)])
+    assert failure.status == "error"
+    assert failure.message.startswith("rank 0: a collective failed, as it does where another rank ends: RuntimeError: ")
+    assert "Connection closed by peer" in failure.message
+    assert "network" in failure.advice
+
+
+def test_a_rank_that_does_not_answer_and_is_ended_was_hung() -> None:
+    """SIGSTOP: its watchdog is stopped with it, the other ranks wait, and the launcher kills it in the end."""
+    waits = RunFailedError(
+        "hung", "rank 0 made no step for 5 s in training, waiting for other ranks", 1.0, follows=True
+    )
+    failure = first_of([waits, RunFailedError.died(1, -signal.SIGKILL, ended=True)])
+    assert failure.status == "hung"
+    assert failure.message == f"{waits.message}; rank 1 did not answer and was ended by SIGKILL"
+
+
+def test_a_hang_names_the_phase_of_every_rank_and_the_culprit_first() -> None:
+    waits = RunFailedError("hung", "rank 0: the barrier after setup", 1.0, follows=True)
+    hangs = RunFailedError("hung", "rank 1: setup", 2.0)
+    assert first_of([waits, hangs]).message == "rank 1: setup; rank 0: the barrier after setup"
+
+
+def test_a_dead_rank_says_of_what_it_died() -> None:
+    assert RunFailedError.died(1, -signal.SIGKILL, 4711).message == "rank 1 died by SIGKILL (pid 4711)"
+    assert RunFailedError.died(1, -signal.SIGSEGV).message == "rank 1 died by SIGSEGV"
+    assert RunFailedError.died(1, 3).message == "rank 1 died with exit code 3"
+    assert RunFailedError.died(1, -99).message == "rank 1 died by signal 99"
+
+
+def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainers.errors._kills_before", -1)
+    assert RunFailedError.died(1, -signal.SIGKILL).status == "out_of_host_memory"
+    assert RunFailedError.died(1, -signal.SIGSEGV).status == "node_lost"
+    assert classify(loader_died("is killed by signal: Killed. ")) == "out_of_host_memory"
+
+
+def test_only_the_kernels_kills_of_this_run_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = iter(["oom_kill 3\n", "pgfault 9\noom_kill 3\n", "oom_kill 4\n", "oom_kill 4\n", ""])
+    monkeypatch.setattr("trainers.errors._kills_before", 0)
+    monkeypatch.setattr("trainers.errors.Path.read_text", lambda self: next(texts))
+    forget_kernel_kills()
+    found = [RunFailedError.died(1, -signal.SIGKILL).status for _ in range(4)]
+    assert found == ["node_lost", "out_of_host_memory", "out_of_host_memory", "node_lost"]
+
+
+def loader_died(how: str) -> RuntimeError:
+    return RuntimeError(f"DataLoader worker (pid 4711) {how}")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (
+            loader_died("is killed by signal: Killed. "),
+            "node_lost",
+            "its DataLoader worker (pid 4711) was ended by SIGKILL",
+        ),
+        (loader_died("is killed by signal: Terminated. "), "node_lost", "was ended by SIGTERM"),
+        (
+            loader_died("is killed by signal: Bus error. It is possible that dataloader's workers are out of ..."),
+            "out_of_host_memory",
+            "(pid 4711) died by SIGBUS: shared memory is full (give /dev/shm more",
+        ),
+        (loader_died("is killed by signal: Segmentation fault. "), "error", "crashed: Segmentation fault"),
+        (
+            loader_died("exited unexpectedly with exit code 3. Details are lost due to multiprocessing."),
+            "error",
+            "its DataLoader worker (pid 4711) exited unexpectedly with exit code 3",
+        ),
+        (
+            RuntimeError("unable to write to file </torch_17_4242_0>: No space left on device (28)"),
+            "out_of_host_memory",
+            "shared memory is full",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), "error", "the disk is full: OSError"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "error", "the disk is full: OSError"),
+        (
+            StorageError("could not write /x: [Errno 28] No space left on device"),
+            "error",
+            "the disk is full: StorageErr",
+        ),
+        (named("OutOfDiskError"), "error", "OutOfDiskError: gone"),
+        (Exception("Local disk is full: Ray's object store cannot spill"), "error", "the disk is full: Exception"),
+        (named("WorkerHealthCheckTimeoutError"), "hung", "WorkerHealthCheckTimeoutError"),
+    ],
+)
+def test_the_system_s_own_failures_are_named(error: Exception, status: Status, words: str) -> None:
+    failure = RunFailedError.of(error, 0)
+    assert failure.status == classify(error) == status
+    assert words in failure.message
+    assert not failure.follows
+
+
+def test_a_full_disk_is_named_behind_any_other_exception() -> None:
+    try:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 64 vs 0") from error
+    except RuntimeError as error:
+        failure = RunFailedError.of(error, 1)
+    assert failure.message.startswith("rank 1: the disk is full: RuntimeError: ")
+    for error in (failure, StorageError("could not write /x: [Errno 122] Disk quota exceeded")):
+        assert error.advice == (
+            "free space there or raise the quota, then run the same command again to go on from the newest checkpoint"
+        )
+
+
+def test_advice_fits_every_launcher() -> None:
+    assert RunFailedError.died(0, -9).advice == "run the same command again to go on from the newest checkpoint"
+    assert not any("cluster" in policy.advice for policy in POLICIES.values())
+    assert StorageError("the bucket is away").advice == "", "there is no traceback that could name a line"
+
+
+class Broken(Dataset[int]):
+    """Fails at a sample, in a DataLoader's worker."""
+
+    def __init__(self, act: str) -> None:
+        self.act = act
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if self.act == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.act == "torch":
+            torch.zeros(2)[9]
+        raise {"key": KeyError, "value": ValueError, "memory": MemoryError}[self.act]("sample 3\nis bad")
+
+
+@pytest.mark.parametrize(
+    ("act", "status", "words"),
+    [
+        ("value", "error", "rank 0: ValueError: sample 3 (test_errors.py:"),
+        ("key", "error", "rank 0: KeyError: 'sample 3\\nis bad' (test_errors.py:"),
+        ("torch", "error", "rank 0: IndexError: index 9 is out of bounds for dimension 0 with size 2 (test_errors.py:"),
+        ("memory", "out_of_host_memory", "rank 0: MemoryError: sample 3 (test_errors.py:"),
+        ("kill", "node_lost", "was ended by SIGKILL"),
+    ],
+)
+def test_a_data_loaders_worker_s_error_is_its_cause(act: str, status: Status, words: str) -> None:
+    with pytest.raises(Exception, match="DataLoader worker") as met:
+        list(DataLoader(Broken(act), num_workers=1))
+    failure = RunFailedError.of(met.value, 0)
+    assert failure.status == status
+    assert words in failure.message
+    assert "\n" not in failure.message
+    if act != "kill":
+        assert failure.message.endswith(", in DataLoader worker process 0)")

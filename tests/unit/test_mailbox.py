@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trainers.errors import RunFailedError, Status
 from tune.lanes.mailbox import MAX_LOSSES, Mailbox
 from tune.lanes.messages import Assignment, Event
 
@@ -147,6 +148,50 @@ async def test_a_trial_that_loses_its_lane_again_is_lost(mailbox: Mailbox) -> No
     assert (outcome["status"], outcome["lane"]) == ("node_lost", MAX_LOSSES - 1)
     assert str(MAX_LOSSES) in outcome["message"]
     assert await mailbox.take(0, WAIT_S) is None
+
+
+@asynchronous
+async def test_a_lost_trial_says_who_died_of_what(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    for number in range(MAX_LOSSES):
+        assert await taken(mailbox, 0) == "a"
+        await mailbox.lost(0, RunFailedError.died(number, -9, 4711 + number))
+    outcome = (await mailbox.next_event("a", 0)).outcome
+    assert outcome is not None
+    assert outcome["message"] == "its worker group died 2 times under it: rank 1 died by SIGKILL (pid 4712)"
+    assert "rank 0 died by SIGKILL (pid 4711)" in (await mailbox.watch())["notes"][0]
+
+
+@pytest.mark.parametrize("status", ["out_of_host_memory", "preempted", "hung", "error"])
+def test_a_lost_trial_ends_as_what_befell_its_lane(status: Status) -> None:
+    async def main() -> None:
+        mailbox = Mailbox()
+        await submit(mailbox, "a")
+        for _ in range(1 if status == "hung" else MAX_LOSSES):
+            await taken(mailbox)
+            await mailbox.lost(0, RunFailedError(status, "of rank 1"))
+        outcome = (await mailbox.next_event("a", 0)).outcome
+        assert outcome is not None
+        assert outcome["status"] == ("node_lost" if status == "error" else status)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@asynchronous
+async def test_a_hang_waits_for_what_the_other_ranks_say(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    await taken(mailbox)
+    waits = RunFailedError("hung", "rank 0 in the barrier after setup", 1.0, follows=True)
+    first = asyncio.create_task(mailbox.hung(0, "a", waits, "stack of 0"))
+    await asyncio.sleep(0)
+    await mailbox.hung(0, "a", RunFailedError("hung", "rank 1 in setup", 2.0), "stack of 1")
+    assert not first.done()
+    await first
+    outcome = (await mailbox.next_event("a", 0)).outcome
+    assert outcome is not None
+    assert (outcome["status"], outcome["message"]) == ("hung", "rank 1 in setup; rank 0 in the barrier after setup")
+    assert "stack of 0" in outcome["traceback"]
+    assert "stack of 1" in outcome["traceback"]
 
 
 @asynchronous

@@ -1,4 +1,4 @@
-"""A hang is noticed from inside: stacks are saved, the sentence is told, and the process ends; a slow loop lives."""
+"""A hang is noticed from inside, in any phase: stacks are saved, the sentence is told, and the process ends."""
 
 from __future__ import annotations
 
@@ -13,28 +13,38 @@ from types import SimpleNamespace
 import pytest
 
 from tests.specs import REPOSITORY
-from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, count_hangs
+from trainers.config.sections import FailureConfig
+from trainers.context import RunContext
+from trainers.errors import RunFailedError
+from trainers.loop.watchdog import HUNG_EXIT_CODE, LONGEST_S, Watchdog, enter, read_hang, saved_hangs, watched
 from trainers.storage import Storage
 
 HANGS = """
 import sys, time, types
 import trainers.loop.watchdog as watchdog
 from pathlib import Path
+from trainers.config.sections import FailureConfig
+from trainers.context import RunContext
 from trainers.storage import Storage
 watchdog.GRACE_S = {grace_s}
 if watchdog.GRACE_S > 1:  # there are no other ranks to wait for
     watchdog.time = types.SimpleNamespace(**vars(time) | {"sleep": print})
-told = Path(sys.argv[1], "told")
-dog = watchdog.Watchdog(0.4, 3, Storage(sys.argv[1] + "/run"), told.write_text)
+class Context(RunContext):
+    def hung(self, failure, stack):
+        Path(sys.argv[1], "told").write_text(f"{failure}\\n{stack}")
 def waits_for_ever():
     {wait}
-waits_for_ever()
+failure = FailureConfig({budgets})
+with watchdog.watched(failure, Context(Storage(sys.argv[1] + "/run"), "local", 3)) as dog:
+    waits_for_ever()
 """
+STEPS = "hang_timeout_s=0.4, phase_timeout_s=1e10"
+PHASES = "hang_timeout_s=1e10, phase_timeout_s=0.4"
 
 
-def run(tmp_path: Path, wait: str, grace_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, wait: str, budgets: str = PHASES, grace_s: float = 60) -> subprocess.CompletedProcess[str]:
     """With a grace that no busy machine exceeds: the C-level timer must not be the first."""
-    script = HANGS.replace("{wait}", wait).replace("{grace_s}", str(grace_s))
+    script = HANGS.replace("{wait}", wait).replace("{grace_s}", str(grace_s)).replace("{budgets}", budgets)
     return subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
         cwd=REPOSITORY,
@@ -46,17 +56,29 @@ def run(tmp_path: Path, wait: str, grace_s: float = 60) -> subprocess.CompletedP
     )
 
 
-def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path: Path) -> None:
-    done = run(tmp_path, "time.sleep(3600)")
+@pytest.mark.parametrize(
+    ("wait", "budgets", "words"),
+    [
+        ("dog.enter('training', steps=True); time.sleep(3600)", STEPS, "in training (at <string>:15; failure.hang_"),
+        ("time.sleep(3600)", PHASES, "in the start (at <string>:15; failure.phase_timeout_s 0.4)"),
+        ("watchdog.enter('setup'); time.sleep(3600)", PHASES, "in setup (at <string>:15; failure.phase_timeout_s 0.4)"),
+    ],
+)
+def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path: Path, wait: str, budgets: str, words: str) -> None:
+    done = run(tmp_path, wait, budgets)
     assert done.returncode == HUNG_EXIT_CODE
+    assert "error: the run ended as `hung`: rank 3 made no step for " in done.stderr
+    assert words in done.stderr
     storage = Storage(str(tmp_path / "run"))
-    assert count_hangs(storage) == 1
-    [name] = storage.names("hangs")
+    [name] = saved_hangs(storage)
     assert name.endswith("-rank-00003.txt")
     stacks = storage.read(f"hangs/{name}").decode()
     assert "rank 3 made no step for " in stacks
     assert "waits_for_ever" in stacks
-    assert name in (tmp_path / "told").read_text()
+    assert words in read_hang(storage, name).message
+    told = (tmp_path / "told").read_text()
+    assert words in told
+    assert "in waits_for_ever" in told
     assert not list(tmp_path.glob("paceline-stacks-*"))
 
 
@@ -67,25 +89,131 @@ def test_a_call_that_keeps_the_interpreters_lock_is_ended_too(tmp_path: Path) ->
     assert "waits_for_ever" in done.stderr
 
 
-def test_a_slow_loop_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten steps of almost the timeout each, and several looks at every one of them."""
-    before, now_s, looks = set(threading.enumerate()), [0.0], queue.SimpleQueue[None]()
+PLACES = ["Storage.write", "Context.hung", "watchdog.print", "watchdog.line_of_task"]
+"""Storage, the launcher, the terminal; the watchdog itself."""
 
-    def monotonic() -> float:
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_hangs_as_well_does_not_keep_the_process(tmp_path: Path, place: str) -> None:
+    done = run(tmp_path, f"{place} = lambda *args, **_: time.sleep(3600); time.sleep(3600)", grace_s=0.2)
+    assert done.returncode == (1 if place == "watchdog.line_of_task" else HUNG_EXIT_CODE), "1: by the C-level timer"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_fails_as_well_leaves_the_others(tmp_path: Path, place: str) -> None:
+    done = run(tmp_path, f"{place} = lambda *args, **_: 1 / 0; time.sleep(3600)")
+    assert done.returncode == HUNG_EXIT_CODE
+    if place != "watchdog.line_of_task":
+        assert ("rank 3 made no step for " in done.stderr) == (place != "watchdog.print")
+        assert (tmp_path / "told").exists() == (place != "Context.hung")
+        assert bool(saved_hangs(Storage(str(tmp_path / "run")))) == (place != "Storage.write")
+
+
+class Clock:
+    """Time that a test moves; `looks` waits until the watchdog has looked at it twice."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self._looks = 0.0, queue.SimpleQueue[None]()
+        monkeypatch.setattr("trainers.loop.watchdog.time", SimpleNamespace(monotonic=self._monotonic, sleep=time.sleep))
+
+    def _monotonic(self) -> float:
         if threading.current_thread().name == "watchdog":
-            looks.put(None)
-        return now_s[0]
+            self._looks.put(None)
+        return self.now_s
 
-    monkeypatch.setattr("trainers.loop.watchdog.time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
-    dog = Watchdog(0.1, 0, Storage(str(tmp_path)))
-    for _ in range(10):
-        now_s[0] += 0.099
+    def looks(self) -> None:
+        while not self._looks.empty():
+            self._looks.get()
         for _ in range(2):
-            looks.get(timeout=60)
-        dog.beat()
-    dog.close()
-    assert count_hangs(Storage(str(tmp_path))) == 0
+            self._looks.get(timeout=60)
+
+
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the watchdog says, in place of ending this process."""
+    said: list[str] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, where, budget: said.append(where))
+    return said
+
+
+def test_a_slow_loop_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps of almost the timeout each, and several looks at every one of them."""
+    before, clock, said = set(threading.enumerate()), Clock(monkeypatch), ends(monkeypatch)
+    with watched(FailureConfig(hang_timeout_s=0.1), RunContext(None, "local")) as dog:
+        dog.enter("training", steps=True)
+        for _ in range(10):
+            clock.now_s += 0.099
+            clock.looks()
+            dog.beat()
+        assert not said
+        clock.now_s += 0.11
+        clock.looks()
+        assert said
+        assert said[0].endswith("s in training")
     assert set(threading.enumerate()) <= before
+
+
+def test_a_write_amid_the_steps_has_the_budget_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, said = Clock(monkeypatch), ends(monkeypatch)
+    with watched(FailureConfig(hang_timeout_s=0.1, phase_timeout_s=100.0), RunContext(None, "local")) as dog:
+        dog.enter("training", steps=True)
+        with dog.phase("checkpoint"):
+            clock.now_s += 99
+            clock.looks()
+        clock.looks()
+        assert not said, "the step after it begins with a beat"
+        with dog.phase("checkpoint"):
+            clock.now_s += 101
+            clock.looks()
+    assert said
+    assert said[0].endswith("s in checkpoint")
+
+
+@pytest.mark.parametrize("budget_s", [1e-300, 1e-3, LONGEST_S, 9.3e9, 1e10, 1e308])
+def test_any_budget_leaves_the_watchdog_alive(monkeypatch: pytest.MonkeyPatch, budget_s: float) -> None:
+    """The timers of Python and of faulthandler overflow at 9.2e9 seconds."""
+    clock, said = Clock(monkeypatch), ends(monkeypatch)
+    with watched(FailureConfig(hang_timeout_s=budget_s, phase_timeout_s=0.1), RunContext(None, "local")) as dog:
+        dog.enter("training", steps=True)
+        clock.looks()
+        enter("setup")
+        clock.now_s += 0.2
+        clock.looks()
+        clock.looks()
+        assert dog._thread.is_alive()
+    assert said[-1].endswith("s in setup")
+
+
+def test_a_process_has_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = RunContext(None, "local")
+    with watched(FailureConfig(), context) as outer, watched(FailureConfig(), context) as inner:
+        assert inner is outer
+    with watched(FailureConfig(), context) as next_one:
+        assert next_one is not outer
+    enter("nothing is watched")
+
+
+def test_a_rank_whose_collective_failed_waits_until_the_cause_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
+    waits: list[float] = []
+    monkeypatch.setattr(
+        "trainers.loop.watchdog.time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
+    )
+
+    class Asked(RunContext):
+        def should_stop(self, elapsed_s: float) -> bool:
+            return len(waits) > 5
+
+    def leave(error: Exception, context: RunContext) -> float:
+        waits.clear()
+        with pytest.raises(type(error)), watched(FailureConfig(), context):
+            raise error
+        return sum(waits)
+
+    assert leave(broken, RunContext(None, "spawn", 0, 2, 0, 2)) == pytest.approx(10.0, abs=0.2)
+    assert leave(broken, RunContext(None, "ray", 0, 2, 0, 1)) == pytest.approx(60.0, abs=0.2), "a node is missed later"
+    assert leave(broken, Asked(None, "spawn", 0, 2, 0, 2)) < 1, "its launcher has seen it"
+    assert leave(broken, RunContext(None, "local")) == 0
+    assert leave(ValueError("its own"), RunContext(None, "spawn", 0, 2, 0, 2)) == 0
 
 
 def test_stacks_that_cannot_be_saved_do_not_keep_the_process(tmp_path: Path) -> None:
@@ -93,10 +221,12 @@ def test_stacks_that_cannot_be_saved_do_not_keep_the_process(tmp_path: Path) -> 
     assert run(tmp_path, "time.sleep(3600)").returncode == HUNG_EXIT_CODE
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_hangs_are_counted(tmp_path: Path, exists: bool) -> None:
+@pytest.mark.parametrize("waits", ["", ", waiting for other ranks"])
+def test_what_was_saved_says_whether_another_rank_is_the_cause(tmp_path: Path, waits: str) -> None:
     storage = Storage(str(tmp_path))
-    if exists:
-        storage.write("hangs/a.txt", b"")
-        storage.write("hangs/b.txt", b"")
-    assert count_hangs(storage) == (2 if exists else 0)
+    assert saved_hangs(storage) == []
+    storage.write("hangs/a.txt", f"rank 1 made no step for 5 s in training{waits} (at a.py:1)\n\nstacks".encode())
+    hang = read_hang(storage, "a.txt")
+    assert isinstance(hang, RunFailedError)
+    assert (hang.status, hang.follows) == ("hung", bool(waits))
+    assert hang.message.endswith("(at a.py:1)")

@@ -192,6 +192,15 @@ class FailureConfig(Settings):
     out_of_host_memory: int = Field(default=POLICIES["out_of_host_memory"].restarts, ge=-1)
     """The host ran out of memory."""
     hung: int = Field(default=POLICIES["hung"].restarts, ge=-1)
-    """No step was made for `hang_timeout_s`."""
+    """No step was made for `hang_timeout_s`, or a phase did not end within `phase_timeout_s`."""
     hang_timeout_s: float = Field(default=1800, gt=0)
-    """Seconds without a step, a batch or a write until the stacks of all ranks are saved and the workers end."""
+    """Seconds without a batch in training or evaluation until the stacks of all ranks are saved and the workers end."""
+    phase_timeout_s: float | None = Field(default=None, gt=0)
+    """The same for each phase without batches (import, setup, dataset, model, probe, compilation, checkpoint, end);
+    without it four times `hang_timeout_s`, and at least 60.
+    """
+
+    @property
+    def of_phases_s(self) -> float:
+        """Seconds that a phase without steps may take."""
+        return self.phase_timeout_s or max(60.0, 4 * self.hang_timeout_s)

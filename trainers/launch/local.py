@@ -1,6 +1,6 @@
 """Launchers without Ray: this process, spawned processes of this machine, or torchrun's.
 
-Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_RUN_ID.
+Environment read (torchrun sets it): RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, TORCHELASTIC_ERROR_FILE.
 Set, unless it is: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where all ranks are on this machine.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
@@ -43,6 +43,8 @@ class LocalContext(RunContext):
     """RunContext of the launchers in this file."""
 
     _signals: StopSignals | None = None
+    failed: Path | None = None
+    """Where this rank leaves its failure for the process that spawned it."""
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether a signal came."""
@@ -53,6 +55,11 @@ class LocalContext(RunContext):
         log = logger.info if self.rank == 0 else logger.debug
         self._signals = StopSignals(lambda name: log("asked to stop (%s): writing a checkpoint first", name))
         return self._signals
+
+    def hung(self, failure: RunFailedError, stack: str) -> None:
+        """Leave it for the process that started this one."""
+        _leave(failure, stack, self.failed)
+
 
 
 class _Redacting(logging.Formatter):
@@ -76,11 +83,29 @@ def failing_as_run(rank: int) -> Iterator[None]:
     """Print the traceback of an exception that is not ours, and raise it as RunFailedError."""
     try:
         yield
-    except PacelineError:
+    except PacelineError as error:
+        _leave(RunFailedError.of(error, rank), "", None)
         raise
     except Exception as error:
-        print(redact(traceback.format_exc()), file=sys.stderr, end="")
-        raise RunFailedError.of(error, rank) from error
+        failure = RunFailedError.of(error, rank)
+        _leave(failure, traceback.format_exc(), None)
+        if not failure.follows:
+            print(redact(traceback.format_exc()), file=sys.stderr, end="")
+        raise failure from error
+
+
+def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
+    """Write a worker's failure where its launcher looks: a file of the spawning process's, or torchrun's own, of which
+    it shows the earliest as the root cause.
+    """
+    with contextlib.suppress(OSError):  # the failure itself matters more
+        if file is not None:
+            aside = file.with_name(f".{file.name}")  # the launcher may end this process at any moment
+            aside.write_text(json.dumps([failure.args, trace]))
+            aside.replace(file)
+        elif "TORCHELASTIC_ERROR_FILE" in os.environ:
+            said = {"message": str(failure), "extraInfo": {"timestamp": str(int(failure.when))}}
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": said}))
 
 
 def run_local(job: Job[R]) -> R:
@@ -127,7 +152,7 @@ def _spawn_group(job: Job[R]) -> R:
                     told = True
                     for process in processes.processes:
                         process.terminate()
-        except (ProcessRaisedException, ProcessExitedException) as error:
+        except ProcessException as error:
             exits = {rank: process.exitcode for rank, process in enumerate(processes.processes)}
             if not (told and {-signal.SIGTERM, 128 + signal.SIGINT} & set(exits.values())):
                 raise _failure(Path(directory), error, exits) from None
@@ -147,30 +172,36 @@ def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
         follow(driver.join, lambda: shutil.rmtree(directory, ignore_errors=True))
     setup_logging(rank)
     context = LocalContext(job.storage, "spawn", rank, world_size, rank, world_size)
+    context.failed = Path(directory, f"failed-{rank}")
     try:
         result = _run_in_group(job, context, f"file://{directory}/rendezvous")
         if rank == 0:
             Path(directory, "result.json").write_text(result.to_json())
     except BaseException as error:
-        Path(directory, f"failed-{rank}").write_text(json.dumps(RunFailedError.of(error, rank).args))
+        _leave(RunFailedError.of(error, rank), traceback.format_exc(), context.failed)
         raise
 
 
-def _failure(directory: Path, error: Exception, exits: dict[int, int | None]) -> RunFailedError:
-    """Return the cause: a rank that died without an exception, else the earliest error; the others followed from it."""
-    failures = [RunFailedError(*json.loads(path.read_text())) for path in directory.glob("failed-*")]
+def _failure(directory: Path, error: ProcessException, exits: dict[int, int | None]) -> RunFailedError:
+    """Return the cause among what the ranks left: exceptions and hangs in files, else the codes of their exits."""
+    left = [json.loads(path.read_text()) for path in directory.glob("failed-*")]
+    failures = [RunFailedError(*args) for args, _ in left]
+    traces = {failure.message: trace for failure, (_, trace) in zip(failures, left, strict=True)}
     for rank, code in exits.items():
-        # SIGTERM is how torch ends the ranks that are left.
+        if code in (None, 0) or (directory / f"failed-{rank}").exists():
+            continue
         if code == HUNG_EXIT_CODE:
-            failures.append(RunFailedError("hung", f"rank {rank} made no step; see hangs/ in the run's directory"))
-        elif code not in (None, 0, -signal.SIGTERM) and not (directory / f"failed-{rank}").exists():
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-            return RunFailedError("node_lost", f"rank {rank} died {how}")
+            failures.append(RunFailedError("hung", f"rank {rank} made no step"))
+            continue
+        is_first = rank == error.error_index
+        # The others are ended once one has failed: first asked to, then, where they do not answer, killed.
+        ended = not is_first and code in (-signal.SIGTERM, -signal.SIGKILL)
+        failures.append(RunFailedError.died(rank, code, error.error_pid if is_first else None, ended))
     if not failures:
         return RunFailedError("node_lost", last_line(error))
     first = RunFailedError.first(failures)
-    if not first.config:
-        logger.error("%s", str(error).strip())
+    if not first.config and (trace := traces.get(first.message)):
+        logger.error("%s", trace.strip())
     return first
 
 

@@ -19,14 +19,15 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.yaml import dump_yaml, parse_mapping
+from trainers.context import RunContext
 from trainers.errors import MISSING, CheckpointError, ConfigError, StorageError, did_you_mean
 from trainers.launch.find_task import add_to_path, load_task, portable, task_path
 from trainers.launch.imports import without_collection
 from trainers.lease import LEASE, fenced
+from trainers.loop.watchdog import enter, watched
 from trainers.storage import Storage, storage_uri
 
 if TYPE_CHECKING:
-    from trainers.context import RunContext
     from trainers.measure.result import RunResult
     from trainers.task import Task
 
@@ -89,8 +90,11 @@ class Job(ABC, Generic[R]):
 
     def load_task(self) -> Task:
         """Import and construct the task, with its directories on `sys.path`; ConfigError says what is wrong."""
-        add_to_path(list(self.path))
-        return load_task(self.config.task, self.config.task_args, self.source)
+        rank = int(os.environ.get("RANK", "0"))
+        with watched(self.config.failure, RunContext(None, "driver", rank)):  # where no worker is watched
+            enter("the import of the task")
+            add_to_path(list(self.path))
+            return load_task(self.config.task, self.config.task_args, self.source)
 
     @abstractmethod
     def execute(self, context: RunContext) -> R:
@@ -106,11 +110,12 @@ class RunSpec(Job["RunResult"]):
 
     def execute(self, context: RunContext) -> RunResult:
         """Train as one worker."""
-        with without_collection():
-            import torch._dynamo  # noqa: F401 (every optimizer imports it)
+        with watched(self.config.failure, context):
+            with without_collection():
+                import torch._dynamo  # noqa: F401 (every optimizer imports it)
 
-            from trainers.loop.fit import fit
-        return fit(self.load_task(), self.config, context)
+                from trainers.loop.fit import fit
+            return fit(self.load_task(), self.config, context)
 
     def read_result(self, text: bytes) -> RunResult:
         """What `execute` gave, from its JSON."""

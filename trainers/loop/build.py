@@ -15,6 +15,7 @@ from trainers.devices.device import device_name, resolve_device, seed_all, set_f
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
 from trainers.errors import ConfigError, classify
+from trainers.loop.watchdog import enter
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.sharding import is_sharded, whole
 from trainers.model.strategy import check_static_graph, compile_model, place_model, wrap_model
@@ -43,18 +44,21 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     train, val = _load_data(task, config, context, group)
     sampler = _make_sampler(train, config, context)
     seed_all(config.seed)
+    enter("model")
     model = task.model()
     spec = spec.with_layout(config.channels_last, model, device)
     model = place_model(spec.convert_model(model), group, config.strategy)
     model.train()
     optimizer = task.optimizer(model, config)
     _check_state(task, group)
+    enter("probe")
     probe = Probe(ForwardPass(model, task, spec, device), optimizer, train, group)
     microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
     flops_per_sample = None
     if group.rank == 0 or is_sharded(model):  # every rank where its forward is a collective
         flops_per_sample = count_flops(probe.forward, train, sampler.permutation()[:microbatch_size])
 
+    enter("wrapping and compiling the model")
     step = _make_step(probe, config, accumulation)
     sharers = context.local_world_size if device.type == "cpu" else 1
     train_feed, val_feed = (
@@ -84,9 +88,12 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 def _load_data(task: Task, config: TrainConfig, context: RunContext, group: Group) -> tuple[Dataset[Any], Dataset[Any]]:
     """Load the datasets of both splits and refuse an empty one."""
     seed_all(config.seed)  # data that draws without a generator of its own is the same in every process
+    enter("setup")
     if context.local_rank == 0:
         task.setup()
+    enter("the barrier after setup")
     group.barrier()
+    enter("dataset")
     train, val = task.dataset("train"), task.dataset("val")
     if not hasattr(train, "__len__") or not hasattr(val, "__len__"):
         raise ConfigError("task", config.task, "has a dataset without length", "give map-style datasets (`__len__`)")

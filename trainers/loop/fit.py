@@ -9,15 +9,18 @@ import contextlib
 import copy
 import gc
 import logging
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from trainers.config import TrainConfig
+from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
 from trainers.errors import TooLargeError
 from trainers.loop.build import build_replica
 from trainers.loop.training import Training
-from trainers.loop.watchdog import Watchdog
+from trainers.loop.watchdog import LONGEST_S, Watchdog, watched
 from trainers.measure.memory_report import memory_watched
 from trainers.measure.profiler import inspect_run
 from trainers.measure.result import RunResult
@@ -39,8 +42,9 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
     task_state = copy.deepcopy(task.state_dict())
     while True:
         try:
-            with memory_watched(config, context):
-                return _attempt(task, config, context)
+            with watched(config.failure, context) as watchdog, memory_watched(config, context):
+                _outlast(config.failure, context)
+                return _attempt(task, config, context, watchdog)
         except TooLargeError as error:
             if context.world_size > 1:
                 raise TooLargeError(*error.args) from None  # without the frames that hold what did not fit
@@ -52,14 +56,21 @@ def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
             torch.cuda.empty_cache()
 
 
-def _attempt(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
+def _outlast(failure: FailureConfig, context: RunContext) -> None:
+    """Let collectives wait longer than any budget of the watchdog: it knows what hangs, and gloo and NCCL do not."""
+    if context.world_size > 1:
+        budget_s = 2 * max(failure.hang_timeout_s, failure.of_phases_s, 900.0)
+        # torch 2.11 has no public one
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=min(budget_s, LONGEST_S / 50)))  # the store's end at 24 days
+
+
+def _attempt(task: Task, config: TrainConfig, context: RunContext, watchdog: Watchdog) -> RunResult:
     with contextlib.ExitStack() as stack:
         inspection = inspect_run(config, context)
         if inspection is not None:
             stack.callback(inspection.close)
         parts = build_replica(task, config, context)
         stack.callback(parts.close)
-        watchdog = Watchdog(config.failure.hang_timeout_s, context.rank, context.storage, context.hung)
-        stack.callback(watchdog.close)
         parts.train_feed.beat = parts.val_feed.beat = watchdog.beat
         return Training(task, config, context, parts, watchdog, inspection, stack).run()

@@ -69,7 +69,7 @@ class Training:
         stack: contextlib.ExitStack,
     ) -> None:
         self.task, self.config, self.context, self.parts, self.watchdog = task, config, context, parts, watchdog
-        self.inspection = inspection
+        self.inspection, self.compiles = inspection, config.compile != "off" or config.cuda_graphs
         self.step, self.end = 0, parts.total_steps
         if context.until_epoch is not None:
             self.end = min(self.end, math.ceil(round(context.until_epoch * parts.sampler.steps_per_epoch, 6)))
@@ -85,16 +85,19 @@ class Training:
         self.keeper = Keeper(storage, parts, task, config, self.log, self.kept) if storage else None
         if self.keeper is not None:
             stack.callback(self.keeper.checkpoints.abandon)
+            stack.callback(watchdog.enter, "checkpoint")  # which `abandon` may wait for
 
     def run(self) -> RunResult:
         """Train from the newest checkpoint on."""
         parts = self.parts
         reset_peak_memory(parts.device)
+        self.watchdog.enter("resume")
+        if self.log is not None and self.context.storage is not None:  # before others wait for rank 0 in a step
+            self.context.storage.write("environment.json", json.dumps(environment(parts.device), indent=2).encode())
         self.resume()
         if self.context.rank == 0:
             self.say_start()
-        if self.log is not None and self.context.storage is not None:
-            self.context.storage.write("environment.json", json.dumps(environment(parts.device), indent=2).encode())
+        self.watchdog.enter("the first steps" if self.compiles else "training", steps=not self.compiles)
         stopped = False
         while self.step < self.end and not stopped:
             stopped = self.epoch() and self.step < self.end
@@ -104,7 +107,9 @@ class Training:
         if self.keeper is not None:
             if self.keeper.kept_step != self.step:
                 self.keep(at_once=True)
+            self.watchdog.enter("checkpoint")
             self.keeper.settle()
+        self.watchdog.enter("the end")
         return self.finish("done" if self.step == parts.total_steps else "stopped")
 
     def say_start(self) -> None:
@@ -194,12 +199,15 @@ class Training:
         agreed = Agreement(*(bool(flag) for flag in flagged))
         if agreed.diverged:
             if keeper is not None:
+                self.watchdog.enter("checkpoint")
                 keeper.settle()
             good = f"; the last good checkpoint is {self.checkpoint}" if self.checkpoint else ""
             steps = f"{max(0, self.step - AGREE_EVERY_STEPS)} and {self.step}"
             raise DivergedError(f"the loss became NaN or infinite between steps {steps}{good}")
         if keeper is not None and not agreed.writing:
             keeper.advance()
+        if self.compiles:  # by now it has
+            self.watchdog.enter("training", steps=True)
         return agreed
 
     def end_window(self) -> None:
@@ -231,9 +239,10 @@ class Training:
         """Evaluate and report; return whether this is the best so far, by `checkpoint.best`."""
         parts = self.parts
         began = time.perf_counter()
-        share_buffers(parts.model, parts.group)
         size = self.config.evaluate.microbatch_size
-        figures = evaluate(parts.model, self.task, parts.val_feed, size, parts.spec, parts.group)
+        with self.watchdog.phase("evaluation", steps=not self.compiles):
+            share_buffers(parts.model, parts.group)
+            figures = evaluate(parts.model, self.task, parts.val_feed, size, parts.spec, parts.group)
         self.metrics |= figures
         self.evaluated_step = self.step
         if self.log is not None:
@@ -255,7 +264,8 @@ class Training:
             "metrics": dict(self.metrics),
             "evaluated_step": self.evaluated_step,
         }
-        self.keeper.keep(position, self.metrics if self.evaluated_step == self.step else {}, at_once)
+        with self.watchdog.phase("checkpoint"):
+            self.keeper.keep(position, self.metrics if self.evaluated_step == self.step else {}, at_once)
 
     def kept(self, where: str) -> None:
         """Report a checkpoint that is complete."""

@@ -1,37 +1,46 @@
-"""End workers whose step never ends, after the stacks of every rank are saved with the run.
+"""End workers that get no further, after the stacks of every rank are saved with the run.
 
-A thread of each worker watches the loop's heartbeat. Where a call holds the interpreter's lock for ever, and no thread
-can run, the C-level timer of `faulthandler` writes the stacks and ends the process instead.
+A thread of each worker watches the loop's heartbeat, from before the task is imported until the result is written. In
+steps the loop beats with each batch; any other phase (an import, a download, a checkpoint) has a longer budget as a
+whole. Where a call holds the interpreter's lock for ever, and no thread can run, the C-level timer of `faulthandler`
+writes the stacks and ends the process instead.
 """
 
 import contextlib
 import faulthandler
-import logging
 import os
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
+from trainers.config.sections import FailureConfig
+from trainers.context import RunContext
+from trainers.errors import RunFailedError, broke_with_others, forget_kernel_kills, line_of_task
 from trainers.storage import Storage
-
-logger = logging.getLogger(__name__)
 
 HUNG_EXIT_CODE = 74
 """Exit code of a worker that its watchdog ended."""
 GRACE_S = 5.0
 """A rank that hangs soon stops all others: each has this long to save its stacks before any exits."""
+CAUSE_S, CAUSE_OF_NODE_S = 10.0, 60.0
+"""How long a rank whose collective failed waits for its launcher to see which rank has died, and which node."""
+LONGEST_S = 3e7
+"""A year is for ever: the system's timers end at 292 of them."""
+
+_WAITING = ", waiting for other ranks"
 
 
 class Watchdog:
-    """Ends this process when `beat` was not called for `timeout_s`."""
+    """Ends this process when the thread that made it gets no further than its phase's budget allows."""
 
-    def __init__(
-        self, timeout_s: float, rank: int, storage: Storage | None, tell: Callable[[str], None] | None = None
-    ) -> None:
-        """`tell` is called with the message before the process ends."""
-        self._timeout_s, self._rank, self._storage, self._tell = timeout_s, rank, storage, tell
-        self._last = time.monotonic()
+    def __init__(self, failure: FailureConfig, context: RunContext) -> None:
+        self._failure, self._context = failure, context
+        self._thread_id = threading.get_ident()
+        self.enter("the start")
         self._closed = threading.Event()
         # Without a name: nothing is left of it though the process is killed.
         self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open until `close`)
@@ -42,41 +51,137 @@ class Watchdog:
         """Note that the loop goes on."""
         self._last = time.monotonic()
 
+    def enter(self, phase: str, steps: bool = False) -> None:
+        """Note that another phase begins; one of `steps` beats, and each beat has the budget of a step."""
+        self.beat()  # first: the thread must not measure an old beat by a shorter budget
+        self._phase = (phase, steps)
+
+    @contextlib.contextmanager
+    def phase(self, phase: str, steps: bool = False) -> Iterator[None]:
+        """A phase amid another one."""
+        before = self._phase
+        self.enter(phase, steps)
+        yield
+        self.enter(*before)
+
     def close(self) -> None:
         """Stop watching: the loop has ended."""
-        self._closed.set()
-        self._thread.join()
-        faulthandler.cancel_dump_traceback_later()
-        self._file.close()
+        if not self._closed.is_set():
+            self._closed.set()
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+            self._file.close()
 
     def _watch(self) -> None:
-        interval_s = min(10.0, self._timeout_s / 4)
+        of_steps_s, of_phases_s = (
+            min(LONGEST_S, budget_s) for budget_s in (self._failure.hang_timeout_s, self._failure.of_phases_s)
+        )
+        interval_s = min(10.0, max(0.01, min(of_steps_s, of_phases_s) / 4))
         while True:
+            phase, steps = self._phase
+            budget_s = of_steps_s if steps else of_phases_s
             # The timer runs out only when this thread cannot wind it up again.
-            faulthandler.dump_traceback_later(self._timeout_s + 2 * GRACE_S + interval_s, exit=True)
+            faulthandler.dump_traceback_later(budget_s + 2 * GRACE_S + interval_s, exit=True)
             if self._closed.wait(interval_s):
                 return
             silent_s = time.monotonic() - self._last
-            if silent_s > self._timeout_s:
-                self._end(silent_s)
+            if silent_s > budget_s and self._phase == (phase, steps):
+                key = "hang_timeout_s" if steps else "phase_timeout_s"
+                self._end(f"{silent_s:.0f} s in {phase}", f"failure.{key} {budget_s:g}")
 
-    def _end(self, silent_s: float) -> None:
+    def _end(self, where: str, budget: str) -> None:
+        try:
+            faulthandler.dump_traceback_later(10 * GRACE_S, exit=True)
+            self._tell(where, budget)
+        finally:
+            os._exit(HUNG_EXIT_CODE)
+
+    def _tell(self, where: str, budget: str) -> None:
+        """Say where this rank is: on standard error, on storage and to the launcher, of which any may hang as well."""
+        rank, storage, began = self._context.rank, self._context.storage, time.monotonic()
+        stack = traceback.extract_stack(sys._current_frames()[self._thread_id])
+        file, line = line_of_task([(frame.filename, frame.lineno or 0) for frame in stack])
+        waits = self._context.world_size > 1 and _waits_for_others(stack[-1])
+        at = f"at {Path(file).name}:{line}"
+        words = f"rank {rank} made no step for {where}{_WAITING if waits else ''} ({at}; {budget})"
+        failure = RunFailedError("hung", words, time.time(), follows=waits)
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._file.seek(0)
-        words = f"rank {self._rank} made no step for {silent_s:.0f} s (failure.hang_timeout_s {self._timeout_s:g})"
-        if self._storage is not None:
-            name = f"hangs/{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-rank-{self._rank:05d}.txt"
-            with contextlib.suppress(Exception):  # ending the process matters more
-                self._storage.write(name, f"{words}\n\n{self._file.read()}".encode())
-                words += f"; its stacks are in {self._storage.locate(name)}"
-        logger.error("%s", words)
-        if self._tell is not None:
-            with contextlib.suppress(Exception):
-                self._tell(words)
-        time.sleep(GRACE_S)
-        os._exit(HUNG_EXIT_CODE)
+        stacks = f"{words}\n\n{self._file.read()}"
+
+        def say() -> None:
+            print(f"error: {failure} ({failure.advice})", file=sys.stderr, flush=True)
+            if storage is None:
+                print(stacks, file=sys.stderr, flush=True)
+
+        def save() -> None:
+            name = f"hangs/{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-rank-{rank:05d}.txt"
+            if storage is not None:
+                storage.write(name, stacks.encode())
+
+        tellers = [
+            threading.Thread(target=say, daemon=True),
+            threading.Thread(target=save, daemon=True),
+            threading.Thread(
+                target=self._context.hung, args=(failure, "".join(traceback.format_list(stack[-20:]))), daemon=True
+            ),
+        ]
+        for teller in tellers:
+            teller.start()
+        for teller in tellers:
+            teller.join(max(0.0, 2 * GRACE_S - (time.monotonic() - began)))
+        time.sleep(max(0.0, GRACE_S - (time.monotonic() - began)))
 
 
-def count_hangs(storage: Storage) -> int:
-    """Return how many ranks have saved their stacks in a run's directory."""
-    return len(storage.names("hangs"))
+def _waits_for_others(frame: traceback.FrameSummary) -> bool:
+    """Whether a stack that ends so waits in a collective; DDP's are part of the backward pass."""
+    in_torch = "/torch/distributed/" in frame.filename or frame.filename.endswith("/torch/nn/parallel/distributed.py")
+    return in_torch or frame.name == "_engine_run_backward"
+
+
+_current: Watchdog | None = None
+
+
+@contextlib.contextmanager
+def watched(failure: FailureConfig, context: RunContext) -> Iterator[Watchdog]:
+    """Watch this process during a block, as long as a block around it does not do so already.
+
+    A rank that leaves it because a collective failed waits first: the rank that failed or died before it shall be seen
+    before it, by whatever launcher.
+    """
+    global _current
+    if _current is not None:
+        yield _current
+        return
+    forget_kernel_kills()
+    watchdog = _current = Watchdog(failure, context)
+    try:
+        yield watchdog
+    except Exception as error:
+        watchdog.close()
+        if context.world_size > 1 and broke_with_others(error):
+            on_one_node = context.local_world_size == context.world_size
+            deadline = time.monotonic() + (CAUSE_S if on_one_node else CAUSE_OF_NODE_S)
+            while time.monotonic() < deadline and not context.should_stop(0.0):  # a launcher that has seen it asks to
+                time.sleep(0.1)
+        raise
+    finally:
+        watchdog.close()
+        _current = None
+
+
+def enter(phase: str) -> None:
+    """Note that another phase begins, where this process is watched."""
+    if _current is not None:
+        _current.enter(phase)
+
+
+def saved_hangs(storage: Storage) -> list[str]:
+    """Return the names of what ranks have saved in a run's directory, oldest first."""
+    return storage.names("hangs")
+
+
+def read_hang(storage: Storage, name: str) -> RunFailedError:
+    """Return what a rank that hangs has saved."""
+    words = storage.read(f"hangs/{name}").decode().partition("\n")[0]
+    return RunFailedError("hung", words, follows=_WAITING in words)

@@ -1,15 +1,15 @@
 """Whether a failed worker group starts again: decided in Ray's controller, by the kind of failure."""
 
 import logging
-import time
+import re
 from collections import Counter
 from typing import Any
 
 from ray.train import UserCallback
 
 from trainers.config.sections import FailureConfig
-from trainers.errors import POLICIES, RunFailedError, classify, first_line
-from trainers.loop.watchdog import count_hangs
+from trainers.errors import POLICIES, RunFailedError
+from trainers.loop.watchdog import read_hang, saved_hangs
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -24,15 +24,15 @@ class FailurePolicy(UserCallback):
     def __init__(self, budgets: FailureConfig, storage: Storage) -> None:
         self._budgets = budgets.model_dump()
         self._met: Counter[str] = Counter()
-        self._storage, self._hangs = storage, count_hangs(storage)
+        self._storage, self._hangs = storage, saved_hangs(storage)
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Called by Ray with the exception of each failed rank; raises RunFailedError where no budget is left."""
         cause = RunFailedError.first([as_failure(rank, error) for rank, error in worker_exceptions.items()])
-        hangs = count_hangs(self._storage)
-        if cause.status == "node_lost" and hangs > self._hangs:
-            cause = RunFailedError("hung", f"no step was made; see {self._storage.locate('hangs')}", cause.when)
-        self._hangs = hangs
+        before, self._hangs = self._hangs, saved_hangs(self._storage)
+        new = [read_hang(self._storage, name) for name in self._hangs if name not in before]
+        if new and (cause.status in ("node_lost", "hung") or cause.follows):  # a watchdog's exit is a death to Ray
+            cause = RunFailedError.first(new)
         self._met[cause.status] += 1
         budget = 0 if cause.config else self._budgets.get(cause.status, POLICIES[cause.status].restarts)
         if cause.smaller:  # sizes halve: this ends by itself
@@ -54,4 +54,13 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
         # A worker that died is reported as a failed health check, whose cause Ray keeps in an attribute.
         inner = getattr(seen, "health_check_failure", None) or getattr(seen, "cause", None) or seen.__cause__
         seen = inner if isinstance(inner, BaseException) and inner is not seen else None
-    return RunFailedError(classify(error), f"rank {rank}: {type(error).__name__}: {first_line(error)}", time.time())
+    failure = RunFailedError.of(error, rank)
+    why = re.search(r"(?:is dead|died) because (.+?)(?:\.|$)", str(error), re.MULTILINE)
+    if failure.status not in ("node_lost", "preempted") or why is None:
+        return failure
+    named = dict(re.findall(r"^\s*(pid|ip): (\S+)$", str(error), re.MULTILINE))
+    who = f"rank {rank} (pid {named.get('pid', 'unknown')} on {named.get('ip', 'its node')}) died"
+    # Ray learns of a process that its connection broke, and not the signal.
+    killed = "connection error code" in str(error)
+    how = "without an exception: SIGKILL, a crash or os._exit ended its process" if killed else f"because {why[1]}"
+    return RunFailedError(failure.status, f"{who} {how}", failure.when)

@@ -47,7 +47,7 @@ def _worker(loop_config: dict[str, Any]) -> None:
             time.sleep(1)
     except Exception as error:
         failure = RunFailedError.of(error, context.rank)
-        if not failure.config:
+        if not (failure.config or failure.follows):
             print(redact(traceback.format_exc()), file=sys.stderr, end="")
         raise failure from None
 

@@ -11,6 +11,9 @@ from ray import cloudpickle
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
+from trainers.errors import RunFailedError
+from trainers.on_ray.failures import as_failure
+
 
 class LaneCallback(ControllerCallback, WorkerGroupCallback):
     """Tells the mailbox how far the lane's start is, and when its workers are gone.
@@ -39,8 +42,9 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Called by Ray with the errors of failed ranks: the lane's trial goes to another lane at once."""
-        if worker_group_status.errors:
-            ray.get(self._mailbox.lost.remote(self._lane))
+        if errors := worker_group_status.errors:
+            cause = RunFailedError.first([as_failure(rank, error) for rank, error in errors.items()])
+            ray.get(self._mailbox.lost.remote(self._lane, cause))
 
 
 class Unannounced(FixedScalingPolicy):

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any
 
-from trainers.errors import StorageError
+from trainers.errors import RunFailedError, StorageError
 from trainers.step.ceiling import next_smaller
 from trainers.storage import Storage
 from tune.lanes.messages import Assignment, Event, Submission
@@ -20,7 +20,7 @@ from tune.trials.microbatch_bounds import Boundary
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.01
+_LOOK_S, _HANG_S = 0.01, 2.0
 MAX_LOSSES = 2
 """A trial whose lane has died under it this often is not started again."""
 
@@ -75,19 +75,21 @@ class Mailbox:
         await self.lost(lane)
         self._devices[lane] = device
 
-    async def lost(self, lane: int) -> None:
-        """Note that a lane's worker group is gone, and queue its trial again, before the others."""
+    async def lost(self, lane: int, cause: RunFailedError | None = None) -> None:
+        """Note that a lane's worker group is gone, of what is known, and queue its trial again, before the others."""
         self._devices.pop(lane, None)
         trial = self._trials.get(self._running.pop(lane, ""))
         if trial is None or trial.ended:
             return
         if not trial.restarting:
             trial.losses += 1
-            if trial.losses >= MAX_LOSSES:
-                message = f"its worker group died {trial.losses} times under it"
-                trial.tell(Event(outcome={"status": "node_lost", "message": message, "lane": lane}))
+            why = f": {cause.message}" if cause is not None else ""
+            status = "node_lost" if cause is None or cause.status == "error" else cause.status
+            if trial.losses >= MAX_LOSSES or status == "hung":
+                message = f"its worker group died {trial.losses} time{'s' * (trial.losses > 1)} under it{why}"
+                trial.tell(Event(outcome={"status": status, "message": message, "lane": lane}))
                 return
-            self.say(f"lane {lane} died under trial {trial.assignment.trial}: the trial starts again")
+            self.say(f"lane {lane} died under trial {trial.assignment.trial}, which starts again{why}")
         trial.restarting = False
         await self._enqueue(trial.assignment.ticket, first=True)
 
@@ -179,6 +181,16 @@ class Mailbox:
         trial = self._trials[ticket]
         trial.assignment = replace(trial.assignment, microbatch_ceiling=next_smaller(microbatch_size))
         trial.restarting = True
+
+    async def hung(self, lane: int, ticket: str, failure: RunFailedError, stack: str) -> None:
+        """Note that a rank of a trial hangs, and end the trial once the other ranks had time to say where they are."""
+        hangs = self._trials[ticket].hangs
+        hangs.append((failure, stack))
+        if len(hangs) == 1:
+            await asyncio.sleep(_HANG_S)
+            cause = RunFailedError.first([hang for hang, _ in hangs])
+            stacks = "\n".join(f"{hang.message}\n{stack}" for hang, stack in hangs)
+            await self.end(lane, ticket, {"status": "hung", "message": cause.message, "traceback": stacks})
 
     async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
         """Note that a trial has ended on its lane."""

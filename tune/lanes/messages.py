@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainers.errors import RunFailedError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import fixed_size, key_of
 from tune.trials.record import Until
@@ -63,6 +64,8 @@ class Submission:
     told: bool = False
     """Whether its Tune actor has been told of its end."""
     losses: int = 0
+    hangs: list[tuple[RunFailedError, str]] = field(default_factory=list)
+    """What its ranks have said of a hang, each with its stack."""
     restarting: bool = False
     started: float = 0.0
     keys: dict[str, str] = field(default_factory=dict)

@@ -64,9 +64,9 @@ class LaneContext(WorkerContext):
         """The mailbox gives the trial out again with a smaller microbatch."""
         ray.get(self._mailbox.too_large.remote(self._ticket, microbatch_size))
 
-    def hung(self, words: str) -> None:
+    def hung(self, failure: RunFailedError, stack: str) -> None:
         """The trial ends here; the lane starts again."""
-        ray.get(self._mailbox.end.remote(self._lane, self._ticket, {"status": "hung", "message": words}))
+        ray.get(self._mailbox.hung.remote(self._lane, self._ticket, failure, stack))
 
 
 def serve_trials(loop_config: Mapping[str, Any]) -> None:

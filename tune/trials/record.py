@@ -78,7 +78,7 @@ class TrialRecord:
     message: str = ""
     """What went wrong, in one line."""
     traceback: str = ""
-    """The worker's traceback, for status `error`."""
+    """The worker's traceback, for status `error`; where its ranks were, for `hung`."""
     schedule: list[dict[str, Any]] = field(default_factory=list)
     """The course of its weights, in a population: as in `Stage.schedule`."""
 

@@ -1,0 +1,156 @@
+"""Hangs and deaths in groups of real processes: every phase is watched, and a run ends with the first cause."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.multiprocessing.spawn import ProcessExitedException
+
+from tests.conftest import Done
+from tests.distributed.processes import _fork, run_module
+from tests.specs import REPOSITORY, make, tree
+from trainers.config.yaml import dump_yaml
+from trainers.errors import RunFailedError
+from trainers.launch.local import LocalContext, run_spawn
+from trainers.launch.spec import RunSpec, make_spec
+from trainers.loop import watchdog
+from trainers.loop.watchdog import HUNG_EXIT_CODE
+
+PHASES = {
+    "import": "the import of the task",
+    "setup": "setup",
+    "dataset": "dataset",
+    "model": "model",
+    "probe": "probe",
+    "training 5": "training",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+}
+"""Where a task hangs, and the phase that its watchdog names."""
+
+
+def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSpec:
+    args = {"place": place, "failure": "sleep", **changes.pop("args", {})}
+    budgets = {"failure__hang_timeout_s": 6.0, "failure__phase_timeout_s": 6.0, "scaling__num_workers": workers}
+    made = tree(tmp_path, task="tests.tasks:Stuck", task_args=args, **{**budgets, **changes})
+    return make_spec(made, "test", REPOSITORY, own_workers=False)
+
+
+def execute(rank: int, spec: RunSpec, directory: str) -> None:
+    watchdog.GRACE_S = 0.2  # there are no other ranks
+    with Path(directory, "err").open("w") as sys.stderr:
+        try:
+            spec.execute(LocalContext(spec.storage, "local"))
+        except Exception:
+            traceback.print_exc()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=[] if place in ("setup", "checkpoint") else pytest.mark.full) for place in PHASES],
+)
+def test_a_hang_in_any_phase_ends_the_run_with_its_name(tmp_path: Path, place: str) -> None:
+    spec = stuck(tmp_path, place)
+    with pytest.raises(ProcessExitedException) as met:
+        _fork(execute, (spec, str(tmp_path)), nprocs=1)
+    said = (tmp_path / "err").read_text()
+    assert met.value.exit_code == HUNG_EXIT_CODE, said
+    assert f" s in {PHASES[place]} (at tasks.py:" in said
+    [name] = spec.storage.names("hangs")
+    assert "_fail" in spec.storage.read(f"hangs/{name}").decode(), "the line that hangs"
+
+
+def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path: Path) -> None:
+    """Rank 1 waits in a collective for rank 0, which downloads for ever."""
+    with pytest.raises(RunFailedError) as met:
+        run_spawn(stuck(tmp_path, "setup", 2, launcher="spawn"))
+    assert met.value.status == "hung"
+    culprit, waits = met.value.message.split("; rank 1")
+    assert culprit.startswith("rank 0 made no step for ")
+    assert " s in setup (at tasks.py:" in culprit
+    assert " s in the barrier after setup, waiting for other ranks (at " in waits
+
+
+def failed(tmp_path: Path, failure: str, **changes: Any) -> RunFailedError:
+    """The end of a run of two ranks, of which rank 1 fails in its fifth step."""
+    args = {"failure": failure, "on_rank": 1, "marker": str(tmp_path / "failed")}
+    with pytest.raises(RunFailedError) as met:
+        run_spawn(stuck(tmp_path, "training 5", 2, args=args, launcher="spawn", **changes))
+    assert (tmp_path / "failed").exists()
+    return met.value
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "words"),
+    [
+        ("kill", "node_lost", "rank 1 died by SIGKILL (pid "),
+        ("exit", "node_lost", "rank 1 died with exit code 3 (pid "),
+        ("raise", "error", "rank 1: ValueError: injected: the task fails here (tasks.py:"),
+    ],
+)
+def test_the_first_cause_is_what_the_run_ends_with(tmp_path: Path, failure: str, status: str, words: str) -> None:
+    """The other rank's broken collective follows from it."""
+    found = failed(tmp_path, failure, failure__hang_timeout_s=60.0, failure__phase_timeout_s=60.0)
+    assert found.status == status
+    assert found.message.startswith(words)
+
+
+@pytest.mark.full
+def test_a_stopped_rank_is_a_hang(tmp_path: Path) -> None:
+    found = failed(tmp_path, "stop")
+    assert found.status == "hung"
+    assert "rank 0 made no step for " in found.message
+    assert " s in training, waiting for other ranks (at " in found.message
+    assert f"rank 1 did not answer and was ended by {signal.SIGKILL.name}" in found.message
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        ("raise", "error: the run ended as `error`: rank 1: ValueError: injected: the task fails here (tasks.py:"),
+        ("kill", "Signal 9 (SIGKILL) received by PID"),
+    ],
+)
+def test_torchrun_shows_the_first_cause(tmp_path: Path, command: Callable[..., Done], failure: str, words: str) -> None:
+    args = {"place": "training 5", "failure": failure, "on_rank": 1}
+    file = tmp_path / "train.yaml"
+    file.write_text(dump_yaml(make(tmp_path, task="tests.tasks:Stuck", task_args=args).tree))
+    torchrun = str(Path(sys.executable).parent / "torchrun")
+    done = command("--standalone", "--nproc-per-node", "2", "-m", "trainers", str(file), program=(torchrun,))
+    assert done.code == 1
+    assert words in done.err
+    assert words.removeprefix("error: ") in done.err.split("Root Cause")[1]
+    assert "Connection closed" not in done.err.split("Root Cause")[1]
+
+
+def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
+    """Exit code 74 alone would say nothing; and what is said fits this launcher."""
+    spec = stuck(tmp_path, "setup")
+    config, out = tmp_path / "train.yaml", tmp_path / "out"
+    config.write_text(dump_yaml(spec.tree))
+    out.mkdir()
+    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, 120)
+    said = (out / "err").read_text()
+    assert code == HUNG_EXIT_CODE, said
+    assert "error: the run ended as `hung`: rank 0 made no step for " in said
+    assert "cluster" not in said
+
+
+def test_a_task_that_hangs_as_it_is_imported_ends_in_a_sentence(tmp_path: Path) -> None:
+    """Before any worker is there."""
+    (tmp_path / "endless.py").write_text("import time\n\ntime.sleep(3600)\n")
+    changes = {"task": "endless:Task", "task_dir": str(tmp_path), "failure__phase_timeout_s": 1.0}
+    config, out = tmp_path / "train.yaml", tmp_path / "out"
+    config.write_text(dump_yaml(make(tmp_path, **changes).tree))
+    out.mkdir()
+    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, 120)
+    said = (out / "err").read_text()
+    assert code == HUNG_EXIT_CODE, said
+    assert " s in the import of the task (at endless.py:3; failure.phase_timeout_s 1)" in said
