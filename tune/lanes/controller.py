@@ -3,6 +3,7 @@
 Ray imports this file in the controller, so it must not import torch: two seconds of processor time at every start.
 """
 
+import contextlib
 from typing import Any
 
 import ray
@@ -40,7 +41,8 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Called by Ray with the errors of failed ranks: the lane's trial goes to another lane at once."""
         if worker_group_status.errors:
-            ray.get(self._mailbox.lost.remote(self._lane))
+            with contextlib.suppress(ray.exceptions.RayActorError):  # the mailbox is gone, and so is the sweep
+                ray.get(self._mailbox.lost.remote(self._lane))
 
 
 class Unannounced(FixedScalingPolicy):
