@@ -26,8 +26,8 @@ def time_alone(record: TrialRecord) -> Interval:
     node waited for a processor is the most that the run may have lost to what ran beside it.
     """
     time_s = record.time_to_target_s or 0.0
-    times = [row["train_time_s"] for row in record.curve if "train_time_s" in row]
-    before = max((one for one in times if one < time_s), default=0.0) if times else time_s
+    times = [0.0, *(row["train_time_s"] for row in record.curve if "train_time_s" in row)]
+    before = times[times.index(time_s) - 1] if time_s in times[1:] else time_s
     return Interval(time_s, before * (1 - (record.cpu_pressure or 0.0)), time_s)
 
 
@@ -38,8 +38,8 @@ def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
 
 def contenders(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """Return the trials to repeat, fastest first; none where the answer is clear, or of another kind than a time."""
-    found = rivals(config, records)[: config.num_finalists]
-    return found if len(found) > 1 else []
+    found = rivals(config, records)
+    return found[: config.num_finalists] if len(found) > 1 else []
 
 
 def rivals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
