@@ -45,8 +45,10 @@ def resume(directory: _Directory, *, no_check: _NoCheck = False) -> int:
 
 
 def report(directory: _Directory) -> int:
-    """Write the report again from the journal."""
+    """Write the report again from the journal; says where the sweep has not ended."""
     spec = read_saved(directory)
+    if spec.config.search != "random" and not is_complete(spec):
+        print(f"the sweep has not ended: `python -m tune resume {shlex.quote(spec.uri)}` goes on")
     summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
     return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
 

@@ -64,8 +64,8 @@ def test_the_sentence_says_the_margin_and_the_throughputs_winner() -> None:
         "The highest throughput"
     )
     assert answer(config("samples_per_s"), done()).sentence == (
-        "global_batch_size 256 with fp32 has the highest throughput, 12,300 samples/s, "
-        "but the next (256, bf16) has 12,000 samples/s: one run each cannot tell the two apart, and they count as equal."
+        "global_batch_size 256 with fp32 has the highest throughput, 12,300 samples/s, but the next (256, bf16) has "
+        "12,000 samples/s: one run each cannot tell the two apart, and they count as equal."
     )
 
 
