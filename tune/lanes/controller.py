@@ -41,7 +41,7 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         """Called by Ray with the errors of failed ranks: the lane's trial goes to another lane at once."""
         if worker_group_status.errors:
-            with contextlib.suppress(ray.exceptions.RayActorError):  # the mailbox is gone, and so is the sweep
+            with contextlib.suppress(ray.exceptions.ActorDiedError):  # the mailbox is gone, and so is the sweep
                 ray.get(self._mailbox.lost.remote(self._lane))
 
 

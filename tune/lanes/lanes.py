@@ -134,7 +134,7 @@ class Lanes:
 
     def _keep(self, lane: int) -> None:
         """Keep one worker group alive until the sweep closes; the body of a lane's thread."""
-        with contextlib.suppress(ray.exceptions.RayError):  # the mailbox is gone, and the driver says so
+        with contextlib.suppress(ray.exceptions.ActorDiedError):  # the mailbox is gone, and the driver says so
             self._keep_up(lane)
 
     def _keep_up(self, lane: int) -> None:

@@ -61,7 +61,6 @@ _HARMLESS = {
     "matplotlib": "says, after five seconds, that fonts are being looked for",
     "huggingface_hub": "shows and commits uploads",
     "torch._inductor": "collects compilations from their processes, which serve the next trial too",
-    "ray": "tells the cluster how this process is",
 }
 """Packages whose threads may outlive a trial, and what these do: nothing that a trial computes with."""
 Setting = tuple[str, Callable[[], Any], Callable[[Any], Any]]

@@ -72,7 +72,7 @@ class LaneContext(WorkerContext):
 
 def serve_trials(loop_config: Mapping[str, Any]) -> None:
     """Run trials as a worker of a lane, until the mailbox closes, or is gone: the driver ends the sweep then."""
-    with contextlib.suppress(ray.exceptions.RayActorError):
+    with contextlib.suppress(ray.exceptions.ActorDiedError):
         _serve(loop_config)
 
 

@@ -12,11 +12,9 @@ from typing import Any
 
 from trainers.measure.step_times import student_t95
 from tune.config import TO_TARGET, SweepConfig
-from tune.trials.interval import EQUAL, REPEATS, REPEATS_WEIGHT, Interval
+from tune.trials.interval import APART, EQUAL, REPEATS, REPEATS_WEIGHT, Interval
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
-
-_APART = math.exp(1.96 * math.sqrt(2) * REPEATS)  # the ratio of two runs of one configuration is above it in 2.5 %
 
 
 def time_alone(record: TrialRecord) -> Interval:
@@ -33,7 +31,7 @@ def time_alone(record: TrialRecord) -> Interval:
 
 def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
     """Whether one run each shows, in 97.5 % of the cases, that `first` reaches the target sooner than `other`."""
-    return time_alone(other).low > _APART * time_alone(first).high
+    return time_alone(other).low > APART * time_alone(first).high
 
 
 def contenders(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
