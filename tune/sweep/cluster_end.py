@@ -55,7 +55,7 @@ def ending_with_cluster(terminal: Terminal, words: str) -> Iterator[None]:
 
 
 def _dead(node: Any) -> str | None:
-    """How a process that this one's own cluster cannot be without has ended; None where all live, or are not its own."""
+    """How a process that this one's own cluster cannot be without has ended; None where all live."""
     for kind, process in node.dead_processes():
         if kind in _NEEDED:
             code = process.returncode
