@@ -202,6 +202,7 @@ def _tuner(
             storage_path=spec.uri,
             verbose=0,
             callbacks=[progress],
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # it would be an empty one
             failure_config=tune.FailureConfig(max_failures=_ACTORS - 1),
         ),
     )
