@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,3 +149,32 @@ def test_a_trial_that_stopped_at_its_target_is_done(metric: str, accuracy: float
     row = {**ROW, "val_accuracy": accuracy}
     record = make_record(NAME, TRIAL, config(metric).objective, 0.0, [row], {"status": "stopped"})
     assert record.status == status
+
+
+@pytest.mark.parametrize(("error", "free_bytes", "words"), [
+    (StorageError("could not write a.json: No space left"), 0, r"no space is left on the disk of /.* \(could not wri"),
+    (EOFError("Ran out of input"), 0, r"no space is left on the disk of /.* \(Ran out of input\)"),
+    (StorageError("could not write a.json: Permission denied"), 2**30, "^could not write a.json: Permission denied$"),
+    (EOFError("Ran out of input"), 2**30, "^EOFError: Ran out of input$"),
+    (ray.exceptions.ActorDiedError(), 2**30, "^the sweep's mailbox, an actor, has died"),
+])  # fmt: skip
+def test_what_has_cut_a_sweep_off_is_said_and_not_what_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free_bytes: int, words: str
+) -> None:
+    from tune.sweep import run
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_bytes))
+    spec: Any = SimpleNamespace(storage=Storage(str(tmp_path)))
+    said = run._why(error, spec)
+    assert re.search(words, said), said
+    assert "\n" not in said
+
+
+def test_what_lanes_that_started_again_cost_is_summed_by_reason() -> None:
+    from tune.sweep.run import _restarts
+
+    found = [(12.0, "still running: thread Thread-5 (spin)"), (10.5, "still running: thread Thread-17 (spin)")]
+    assert _restarts([*found, (4.0, "its workers died")]) == (
+        "3 times, 26.5 s: still running: thread Thread-# (spin) (2); its workers died (1)"
+    )
+    assert _restarts([]) == ""
