@@ -30,7 +30,8 @@ def ending_with_cluster(terminal: Terminal, words: str) -> Iterator[None]:
 
     Nothing can be cleaned up then: every call of Ray's waits for the dead.
     """
-    over, node = threading.Event(), ray._private.worker._global_node
+    over = threading.Event()
+    node: Any = ray._private.worker._global_node
 
     def look() -> None:
         answered = time.monotonic()

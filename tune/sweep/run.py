@@ -117,7 +117,7 @@ def _goes_on(spec: SweepSpec) -> str:
 
 def _why(error: Exception, spec: SweepSpec) -> str:
     """What has cut the sweep off, in a line; of what follows from a full disk or a dead actor, that."""
-    node = ray._private.worker._global_node
+    node: Any = ray._private.worker._global_node
     places = [node.get_session_dir_path()] if node is not None else []
     for place in [*places, *[spec.storage.path] * spec.storage.is_local]:
         with contextlib.suppress(OSError):

@@ -28,8 +28,8 @@ class Until:
     @classmethod
     def of(cls, objective: Objective, probe: bool = False) -> Self:
         """Return what ends a trial of a sweep: the target, where the time to it is all that counts."""
-        (target,) = (objective.target or {}).items() if objective.metric in TO_TARGET else (None,)
-        return cls(target, probe)
+        targets = list((objective.target or {}).items()) if objective.metric in TO_TARGET else []
+        return cls(targets[0] if targets else None, probe)
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation ends it."""
