@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.measure import KEPT, save
 from tune.search.frontier import Belief, Choice, Ended, Seen, decide
 from tune.search.time_model import Place
-from tune.trials.interval import Interval
+from tune.trials.interval import APART, Interval
 from tune.trials.record import PROBE_SHARE, PROBE_STEPS
 
 REPLAYS = 200
@@ -109,14 +109,14 @@ def search(table: Table, seed: int) -> tuple[Place | None, list[Seen], str]:
 
 
 def with_finalists(table: Table, seed: int, seen: list[Seen]) -> tuple[Place | None, float]:
-    """The pick after two repeats each of the three fastest trials within 1.3 of the first, and what those cost."""
+    """The pick after two repeats each of the three fastest trials within `APART` of the first, and what those cost."""
     rng = random.Random(-seed - 1)
     times = {
         one.place: one.samples_to_target.high / one.samples_per_s.value
         for one in seen
         if one.samples_to_target and one.samples_per_s
     }
-    near = sorted((place for place in times if times[place] <= 1.3 * min(times.values())), key=lambda p: times[p])[:3]
+    near = sorted((place for place in times if times[place] <= APART * min(times.values())), key=lambda p: times[p])[:3]
     if len(near) < 2:
         return next(iter(near), None), 0.0
     repeats = {place: [look_up(table, Choice(place, "repeat"), rng) for _ in range(2)] for place in near}

@@ -2,9 +2,9 @@
 
 On a cluster of several nodes a sweep looks at their versions, clocks and storage first (`python -m cluster check`).
 
-Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, or nodes are not in order; 2 a value on the
-command line or in the configuration cannot be used, or the sweep never fits the cluster; 130 interrupted, and how to
-resume is said.
+Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, nodes are not in order, or the sweep was cut off
+(how to resume is said); 2 a value on the command line or in the configuration cannot be used, or the sweep never fits
+the cluster; 130 interrupted, and how to resume is said.
 """
 
 import json
@@ -48,8 +48,10 @@ def resume(directory: _Directory, *, no_check: _NoCheck = False) -> int:
 
 
 def report(directory: _Directory) -> int:
-    """Write the report again from the journal."""
+    """Write the report again from the journal; says where the sweep has not ended."""
     spec = read_saved(directory)
+    if spec.config.search != "random" and not is_complete(spec):
+        print(f"the sweep has not ended: `python -m tune resume {shlex.quote(spec.uri)}` goes on")
     summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
     return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
 
@@ -98,9 +100,10 @@ def _run(spec: SweepSpec, token: str, fresh: bool, checked: bool) -> int:
         from tune.sweep.progress import Interrupted
         from tune.sweep.run import disconnect, environment, run_sweep
 
+    facts: dict[str, str] = {}
     try:
-        records = run_sweep(spec, checked)
-        versions = environment()
+        records = run_sweep(spec, checked, facts)
+        versions = environment() | facts
     except (Interrupted, KeyboardInterrupt):
         disconnect()
         kept = prepare(spec, False)

@@ -44,6 +44,11 @@ def state(mailbox: Mailbox) -> dict[str, Any]:
     return {"queued": list(mailbox._queue), "running": mailbox._running}
 
 
+async def reports(mailbox: Mailbox, trial: str) -> list[dict[str, Any]]:
+    """The evaluations that the driver would find."""
+    return [event.metrics for event in await mailbox.heard(trial) if event.outcome is None]
+
+
 async def submit(mailbox: Mailbox, *tickets: str) -> None:
     for ticket in tickets:
         await mailbox.submit(assignment(ticket))
@@ -115,7 +120,7 @@ async def test_reports_and_the_end_are_heard_in_order(mailbox: Mailbox) -> None:
     assert await mailbox.next_event("a", 1) == Event({"step": 2})
     assert (await mailbox.next_event("a", 2)).outcome == {"lane": 3, "status": "done"}
     assert (await mailbox.next_event("a", 0)) == Event({"step": 1})  # may be asked again
-    assert await mailbox.reports("a") == [{"step": 1}, {"step": 2}]
+    assert await reports(mailbox, "a") == [{"step": 1}, {"step": 2}]
 
 
 @asynchronous
@@ -126,7 +131,7 @@ async def test_nothing_is_heard_after_the_end(mailbox: Mailbox) -> None:
     await mailbox.report("a", {"step": 9})
     await mailbox.end(0, "a", {"status": "error"})
     assert (await mailbox.next_event("a", 0)).outcome == {"lane": 0, "status": "done"}
-    assert await mailbox.reports("a") == []
+    assert await reports(mailbox, "a") == []
 
 
 @asynchronous
@@ -252,7 +257,7 @@ async def test_a_cancelled_trial_whose_lane_died_does_not_start_again(mailbox: M
 @asynchronous
 async def test_cancelling_what_is_unknown_is_nothing(mailbox: Mailbox) -> None:
     await mailbox.cancel("nobody")
-    assert await mailbox.reports("nobody") == []
+    assert await reports(mailbox, "nobody") == []
 
 
 @asynchronous
@@ -274,7 +279,7 @@ async def test_the_reports_of_a_trial_are_those_of_the_submission_that_got_furth
     await mailbox.report("first", {"step": 1})
     for step in (1, 2):
         await mailbox.report("second", {"step": step})
-    assert await mailbox.reports("trial") == [{"step": 1}, {"step": 2}]
+    assert await reports(mailbox, "trial") == [{"step": 1}, {"step": 2}]
 
 
 @asynchronous
@@ -289,7 +294,7 @@ async def test_a_trial_that_starts_again_reports_each_evaluation_once(mailbox: M
     for step in (10, 20, 30):
         assert await mailbox.report("a", {"step": step})
     await mailbox.end(0, "a", {"status": "done"})
-    assert [row["step"] for row in await mailbox.reports("a")] == [10, 20, 30]
+    assert [row["step"] for row in await reports(mailbox, "a")] == [10, 20, 30]
 
 
 @asynchronous
@@ -417,3 +422,60 @@ async def test_the_driver_hears_how_far_the_lanes_are(mailbox: Mailbox) -> None:
     await mailbox.note_start(1, "reservation", "first group")
     await mailbox.note_start(1, "reservation", "after a restart")
     assert await mailbox.starts("reservation") == {1: "after a restart"}
+
+
+@asynchronous
+async def test_the_next_actor_of_a_trial_goes_on_with_what_the_dead_one_submitted(mailbox: Mailbox) -> None:
+    await mailbox.submit(assignment("t/1", "t"))
+    assert await taken(mailbox) == "t/1"
+    await mailbox.report("t/1", {"step": 1})
+    assert await mailbox.adopt("t") is None, "its actor lives: Tune may start another and drop one of them"
+    await mailbox.orphan("t")
+    await mailbox.report("t/1", {"step": 2})
+    assert await mailbox.adopt("another") is None
+    assert await mailbox.adopt("t") == "t/1"
+    assert await mailbox.adopt("t") is None
+    assert [(await mailbox.next_event("t/1", index)).metrics["step"] for index in (0, 1)] == [1, 2]
+    await mailbox.end(0, "t/1", {"status": "done"})
+    assert (await mailbox.next_event("t/1", 2)).outcome == {"lane": 0, "status": "done"}
+    assert state(mailbox) == {"queued": [], "running": {}}
+
+
+@asynchronous
+async def test_what_was_cancelled_has_no_heir(mailbox: Mailbox) -> None:
+    await mailbox.submit(assignment("t/1", "t"))
+    await mailbox.cancel("t/1")
+    await mailbox.orphan("t")
+    assert await mailbox.adopt("t") is None
+
+
+@asynchronous
+async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox: Mailbox) -> None:
+    """Random search may draw a trial twice: the second one's actor has not heard its end yet."""
+    for ticket in ("t/1", "t/2"):
+        await mailbox.submit(assignment(ticket, "t"))
+        assert await taken(mailbox) == ticket
+        await mailbox.end(0, ticket, {"status": "done"})
+    assert (await mailbox.next_event("t/1", 0)).outcome is not None
+    assert (await mailbox.heard("t"))[-1].outcome == {"lane": 0, "status": "done"}
+    await mailbox.forget("t")
+    assert (await mailbox.next_event("t/2", 0)).outcome is not None
+    await mailbox.forget("t")
+    assert await mailbox.heard("t") == []
+
+
+@asynchronous
+async def test_lanes_that_start_again_are_counted_and_said_once(mailbox: Mailbox) -> None:
+    for lane, trial in ((0, "a"), (1, "b"), (0, "c")):
+        await mailbox.hello(lane)
+        await mailbox.left_behind(lane, trial, "a thread")
+    await mailbox.lost(1)  # as the controller hears of it
+    for lane in (0, 1):
+        await mailbox.hello(lane)
+    await mailbox.hello(0)  # isolation: fresh, a group that has ended
+    await mailbox.lost(0)
+    await mailbox.hello(0)
+    assert [why for _, why in await mailbox.restarts()] == ["a thread"] * 3 + ["its workers died"]
+    assert [note for note in mailbox._notes if "left behind" in note] == [
+        "lane 0 starts again: trial a has left behind: a thread (from now on only counted)"
+    ]

@@ -54,30 +54,29 @@ def test_a_stopped_trial_may_win_and_a_failed_one_may_not() -> None:
 
 def test_the_sentence_says_the_margin_and_the_throughputs_winner() -> None:
     assert answer(config(), done()).sentence == (
-        "global_batch_size 64 with bf16 reaches val_accuracy 0.97 in 3.12 s of training, "
-        "1.3 times faster than the next (32, bf16). "
+        "global_batch_size 64 with bf16 reaches val_accuracy 0.97 in 3.12 s of training, but the next (32, bf16) needs "
+        "4.02 s: one run each cannot tell the first 6 apart, and they count as equal. "
         "The highest throughput, 12,300 samples/s, has global_batch_size 256 with fp32, which needs 5.23 s."
     )
     assert answer(config("val_accuracy"), done()).sentence.startswith(
         "global_batch_size 64 with bf16 has the highest val_accuracy, 0.9819, "
-        "but the next (64, fp32) has 0.9805: the first 6 are about equal, "
-        "and one run each cannot tell them apart. The highest throughput"
+        "but the next (64, fp32) has 0.9805: one run each cannot tell the first 6 apart, and they count as equal. "
+        "The highest throughput"
     )
     assert answer(config("samples_per_s"), done()).sentence == (
-        "global_batch_size 256 with fp32 has the highest throughput, 12,300 samples/s, "
-        "but the next (256, bf16) has 12,000 samples/s: the two are about equal, "
-        "and one run each cannot tell them apart."
+        "global_batch_size 256 with fp32 has the highest throughput, 12,300 samples/s, but the next (256, bf16) has "
+        "12,000 samples/s: one run each cannot tell the two apart, and they count as equal."
     )
 
 
 @pytest.mark.parametrize(
     ("metric", "values", "words"),
     [
-        ("val_loss", (0.100, 0.104), "has 0.104: the two are about equal"),
-        ("val_loss", (0.10, 0.11), "0.1, 1.1 times lower than the next"),
-        ("val_loss", (-2.0, -1.0), "-2, 1 lower than the next"),
-        ("val_loss", (0.0, 0.0), "about equal"),
-        ("val_accuracy", (0.98, 0.95), "0.98, 0.03 higher than the next"),
+        ("val_loss", (0.100, 0.104), "has 0.104: one run each cannot tell the two apart"),
+        ("val_loss", (0.10, 0.11), "0.1, in one run each 1.1 times lower than the next"),
+        ("val_loss", (-2.0, -1.0), "-2, in one run each 1 lower than the next"),
+        ("val_loss", (0.0, 0.0), "they count as equal"),
+        ("val_accuracy", (0.98, 0.95), "0.98, in one run each 0.03 higher than the next"),
     ],
 )
 def test_the_margin(metric: str, values: tuple[float, float], words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -267,3 +268,65 @@ def test_the_interval_of_what_was_not_tried_is_wider() -> None:
     far = [width for place, width in widths.items() if place.size in (16, 512) and place not in tried]
     assert far
     assert max(own) < min(far)
+
+
+class CoarseWorld(OddWorld):
+    """Runs that differ more, and evaluations that may be as far apart as the whole way to the target."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        draw = random.Random(self.seed)
+        self.between, self.spread = draw.choice([500.0, 3000.0, 12_000.0]), draw.choice([0.05, 0.1, 0.15, 0.2])
+        self.least = draw.choice([2e3, 6e3, 1e4, 2e4])
+
+    def measured(self, place: Place, rng: random.Random) -> float:
+        samples = self.needed(place) * math.exp(rng.gauss(0, self.spread))
+        return math.ceil(samples / self.between) * self.between
+
+    def time_s(self, place: Place) -> float:
+        rng = random.Random(5)
+        needed = [self.measured(place, rng) for _ in range(60)]
+        return math.inf if statistics.median(needed) > WHOLE else statistics.geometric_mean(needed) / self.speed(place)
+
+    def run(self, choice: Choice) -> Seen:
+        place, is_probe = choice.place, choice.purpose == "probe"
+        rate = self.speed(place) * math.exp(self.rng.gauss(0, 0.02))
+        speed = Interval(rate, rate * 0.98, rate * 1.02)
+        most = max(PROBE_STEPS * place.size, PROBE_SHARE * WHOLE) if is_probe else WHOLE
+        high = self.measured(place, self.rng)
+        if high > most:
+            status = "stopped" if is_probe else "done"
+            return Seen(place, choice.purpose, most, WHOLE, None, speed, self.noise / 3, status)
+        needed = Interval(high - self.between / 2, high - self.between, high)
+        return Seen(place, choice.purpose, high, WHOLE, needed, speed, self.noise / 3)
+
+
+def test_it_claims_no_more_than_it_knows() -> None:
+    """How often a batch size that was not tried is faster than the best by more than 5 %, and how often it says so."""
+    stated, wrong = [], []
+    for seed in range(60):
+        base = odd(seed)
+        world = CoarseWorld(base.noise, base.half_speed, base.top, seed=seed)
+        pick, seen, reason = world.search()
+        tried = {one.place for one in seen if one.purpose == "trial"}
+        chance = re.search(r"the chance that any of the \d+ that were not tried is faster .* is (\d+)%", reason)
+        if pick is None or chance is None:
+            assert "the guess of a model" in reason or "a third" in reason or "every batch size" in reason, reason
+            continue
+        stated.append(int(chance[1]) / 100)
+        best_s = world.time_s(pick)
+        wrong.append(any(world.time_s(place) < 0.95 * best_s for place in world.places if place not in tried))
+    assert len(stated) > 40
+    assert statistics.fmean(wrong) <= statistics.fmean(stated) + 0.05  # as far as 60 worlds can tell
+
+
+def test_with_too_few_trials_nothing_is_claimed_of_the_others() -> None:
+    """Probes that reach the target show where, and no trial was trained to it."""
+    places = [Place("fp32", "all", size) for size in (16, 64, 256)]
+    rate = Interval(1e4, 1e4, 1e4)
+    seen = [Seen(place, "probe", 500.0, WHOLE, Interval(250.0, 0.0, 500.0), rate, None, "done") for place in places[:2]]
+    seen += [Seen(places[2], "probe", 4000.0, WHOLE, None, Interval(10.0, 10.0, 10.0))]
+    seen += [Seen(place, "trial", 500.0, WHOLE, Interval(250.0, 0.0, 500.0), rate) for place in places[:2]]
+    step = decide(places, seen, [])
+    assert isinstance(step, Ended)
+    assert "the guess of a model that so few trials cannot check" in step.reason

@@ -92,7 +92,7 @@ def test_what_the_search_expects_is_drawn_for_every_size() -> None:
     assert drawn.svg.count("<title>") == 3
     assert {"32", "64", "128", "256"} <= set(re.findall(r"<text [^>]*>([^<]*)<", drawn.svg))
     assert EXPECTED not in draw(found, records)
-    assert "Of 8 configurations 3 were trained to the target" in answer(found, records, TRAIN).sentence
+    assert "Of 8 configurations 3 reached the target" in answer(found, records, TRAIN).sentence
 
 
 def test_the_course_of_a_populations_values() -> None:

@@ -250,3 +250,27 @@ def test_the_saved_file_is_plain_yaml(user: Path) -> None:
     tree = parse_mapping(spec.storage.read("sweep.yaml").decode(), "f")
     assert tree["space"] == SWEEP["space"]
     assert tree["train"]["task"] == TRAIN["task"]
+
+
+def test_a_dotted_key_of_the_space_may_be_overridden(user: Path) -> None:
+    write(user, {"space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]}})
+    spec = read(user, **{"space.optimizer.lr": [0.3], "space.global_batch_size": [32], "space.precision": ["bf16"]})
+    assert spec.config.space == {"global_batch_size": [32], "optimizer.lr": [0.3], "precision": ["bf16"]}
+    assert spec.num_trials == 1
+
+
+def test_a_range_s_end_may_be_overridden(user: Path) -> None:
+    space = {"optimizer.lr": {"loguniform": [0.1, 0.2]}, "global_batch_size": {"min": 8, "max": 64}}
+    write(user, {"space": space, "search": "random", "budget": {"trials": 3}})
+    spec = read(user, **{"space.optimizer.lr.loguniform": [0.01, 0.02], "space.global_batch_size.max": 16})
+    assert {key: values.model_dump(exclude_none=True) for key, values in spec.config.space.items()} == {  # type: ignore[union-attr]
+        "optimizer.lr": {"loguniform": [0.01, 0.02]},
+        "global_batch_size": {"min": 8, "max": 16},
+    }
+
+
+@pytest.mark.parametrize("key", ["space.optimizer.lrr", "space.optimizer", "space.", "space.a..b"])
+def test_a_key_of_the_space_that_is_none_of_the_run_s_is_an_error(user: Path, key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(user, **{key: [0.1]})
+    assert "space" in str(error.value)

@@ -8,6 +8,7 @@ RAY_AIR_NEW_OUTPUT                      the terminal is Paceline's, not Tune's
 TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
                                         the journal is the record; a failed trial has no metric
 TUNE_DISABLE_SIGINT_HANDLER             Ctrl-C is Paceline's too
+TUNE_PRINT_ALL_TRIAL_ERRORS             and so are its sentences
 on a cluster that RAY_ADDRESS names:
 RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     set explicitly: Ray hands it to the run's controller, whose process has no
                                         RAY_ADDRESS and would switch it off
@@ -29,6 +30,7 @@ _ALWAYS = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
 }
 _CLUSTER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1"}
 _EMBEDDED = {

@@ -3,6 +3,7 @@
 Ray imports this file in the controller, so it must not import torch: two seconds of processor time at every start.
 """
 
+import contextlib
 from typing import Any
 
 import ray
@@ -44,7 +45,8 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
         """Called by Ray with the errors of failed ranks: the lane's trial goes to another lane at once."""
         if errors := worker_group_status.errors:
             cause = RunFailedError.first([as_failure(rank, error) for rank, error in errors.items()])
-            ray.get(self._mailbox.lost.remote(self._lane, cause))
+            with contextlib.suppress(ray.exceptions.ActorDiedError):  # the mailbox is gone, and so is the sweep
+                ray.get(self._mailbox.lost.remote(self._lane, cause))
 
 
 class Unannounced(FixedScalingPolicy):

@@ -8,6 +8,7 @@ Ray imports this file in the controller of each lane, which does not need torch:
 processor time at every start. So torch, and whatever imports it, is imported in the functions that run elsewhere.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -133,12 +134,18 @@ class Lanes:
 
     def _keep(self, lane: int) -> None:
         """Keep one worker group alive until the sweep closes; the body of a lane's thread."""
+        with contextlib.suppress(ray.exceptions.ActorDiedError):  # the mailbox is gone, and the driver says so
+            self._keep_up(lane)
+
+    def _keep_up(self, lane: int) -> None:
         failed = 0
         self._wait_for_turn(lane)
         while not self._closing.is_set():
             try:
                 self._fit(lane)
                 failed = 0
+                if not self.is_fresh:
+                    return
             except Exception as error:
                 if self._closing.is_set():
                     return

@@ -42,6 +42,8 @@ class Mailbox:
         self._arrived = asyncio.Condition()
         self._running: dict[int, str] = {}
         self._devices: dict[int, str] = {}
+        self._down: dict[int, tuple[float, str]] = {}
+        self._restarts: list[tuple[float, str]] = []
         self._expected = 0
         self._notes: list[str] = []
         self._closed = False
@@ -72,12 +74,17 @@ class Mailbox:
         """Note that a lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that the
         lane ran before was lost with the old group.
         """
+        self._devices.pop(lane, None)
         await self.lost(lane)
         self._devices[lane] = device
+        if lane in self._down:
+            since, why = self._down.pop(lane)
+            self._restarts.append((time.monotonic() - since, why))
 
     async def lost(self, lane: int, cause: RunFailedError | None = None) -> None:
         """Note that a lane's worker group is gone, of what is known, and queue its trial again, before the others."""
-        self._devices.pop(lane, None)
+        if self._devices.pop(lane, None) is not None:
+            self._down.setdefault(lane, (time.monotonic(), cause.message if cause else "its workers died"))
         trial = self._trials.get(self._running.pop(lane, ""))
         if trial is None or trial.ended:
             return
@@ -231,10 +238,35 @@ class Mailbox:
         if ticket in self._trials:
             self._trials[ticket].cancelled = True
 
-    async def forget(self, ticket: str) -> None:
-        """Drop a submission whose end is in the journal."""
-        if ticket not in self._running.values():
-            self._trials.pop(ticket, None)
+    async def left_behind(self, lane: int, trial: str, what: str) -> None:
+        """Note that a lane starts again for what a trial has left in its process; said once of each."""
+        if all(why != what for _, why in (*self._restarts, *self._down.values())):
+            self.say(f"lane {lane} starts again: trial {trial} has left behind: {what} (from now on only counted)")
+        self._down[lane] = time.monotonic(), what
+
+    async def restarts(self) -> list[tuple[float, str]]:
+        """How long lanes that started again took no trials, s, and why they had to."""
+        return self._restarts
+
+    async def orphan(self, trial: str) -> None:
+        """Note that a trial's Tune actor has died; what runs for it goes on."""
+        for state in self._trials.values():
+            state.orphaned = state.orphaned or (state.assignment.trial == trial and not state.cancelled)
+
+    async def adopt(self, name: str) -> str | None:
+        """The ticket of a trial or stage whose Tune actor has died, for its next one; None where there is none."""
+        for ticket, state in self._trials.items():
+            if state.orphaned and ticket.rpartition("/")[0] == name:
+                state.orphaned = False
+                return ticket
+        return None
+
+    async def forget(self, name: str) -> None:
+        """Drop a submission, or those of a trial, whose end is in the journal."""
+        for ticket, state in list(self._trials.items()):
+            is_meant = ticket == name or (state.told and state.assignment.trial == name)
+            if is_meant and ticket not in self._running.values():
+                del self._trials[ticket]
 
     async def close(self, broken: str | None = None) -> None:
         """Let every lane end; with `broken`, end every trial with that message."""
@@ -251,11 +283,10 @@ class Mailbox:
         live = [self._trials[ticket] for ticket in (*self._queue, *self._running.values()) if ticket in self._trials]
         return {trial.assignment.source for trial in live if trial.assignment.source is not None}
 
-    async def reports(self, trial: str) -> list[dict[str, Any]]:
-        """The evaluations of a trial so far, of the submission that got furthest; none when it never started."""
+    async def heard(self, trial: str) -> list[Event]:
+        """The evaluations of a trial so far, and its end, of the submission that got furthest."""
         submissions = [state for state in self._trials.values() if state.assignment.trial == trial]
-        rows = [[event.metrics for event in state.events if event.outcome is None] for state in submissions]
-        return max(rows, key=len, default=[])
+        return max((state.events for state in submissions), key=len, default=[])
 
     def say(self, words: str) -> None:
         """Log a line, and keep it for the driver's terminal."""

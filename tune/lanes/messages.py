@@ -61,6 +61,8 @@ class Submission:
     events: list[Event] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
+    orphaned: bool = False
+    """Whether its Tune actor has died."""
     told: bool = False
     """Whether its Tune actor has been told of its end."""
     losses: int = 0

@@ -1,9 +1,9 @@
 """The state of a lane's process: restored after each trial, and checked to be as before the first.
 
 A Baseline is taken before the first trial. `restore` undoes what can be undone and returns what cannot (a thread that
-still runs, a replaced module, device memory above the floor): then the process must not be used again. Modules beside
-the task are forgotten, so that each trial imports them anew. What a run sets itself (seeds, threads, precision) is
-restored as well, since a task's module and its constructor run before that.
+still runs and is not known to be harmless, a replaced module, device memory above the floor): then the process must not
+be used again. Modules beside the task are forgotten, so that each trial imports them anew. What a run sets itself
+(seeds, threads, precision) is restored as well, since a task's module and its constructor run before that.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import thread as futures
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,22 @@ _METHODS = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
     *(type, property, staticmethod, classmethod, types.MethodType),
 )
+_HARMLESS = {
+    "tqdm": "redraws progress bars, one for the process (so does `datasets`, through it)",
+    "wandb": "sends what was logged, and the state of its run",
+    "mlflow": "sends what was logged, and the machine's figures",
+    "comet_ml": "sends what was logged",
+    "neptune": "sends what was logged",
+    "clearml": "sends what was logged",
+    "trackio": "sends what was logged",
+    "sentry_sdk": "sends the crashes of the libraries above",
+    "tensorboard": "writes events to their file",
+    "tensorboardX": "writes events to their file",
+    "matplotlib": "says, after five seconds, that fonts are being looked for",
+    "huggingface_hub": "shows and commits uploads",
+    "torch._inductor": "collects compilations from their processes, which serve the next trial too",
+}
+"""Packages whose threads may outlive a trial, and what these do: nothing that a trial computes with."""
 Setting = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 
 
@@ -219,7 +236,7 @@ class Baseline:
         while True:
             new = set(threading.enumerate()) - self._threads
             # Threads that Python did not start (autograd's, once they ran a hook) show up as dummies.
-            leaked = [thread for thread in new if not isinstance(thread, threading._DummyThread)]
+            leaked = [one for one in new if not isinstance(one, threading._DummyThread) and not _is_harmless(one)]
             if not leaked or time.monotonic() > deadline:
                 return leaked
             time.sleep(0.005)
@@ -232,6 +249,19 @@ class Baseline:
         clear._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated(self._device)
+
+
+def _is_harmless(thread: threading.Thread) -> bool:
+    """Whether a thread is a library's that does nothing that a trial computes with; never one of the task's own."""
+    is_plain = type(thread).__module__ == "threading"
+    code: Any = getattr(thread, "_target", None) or getattr(thread, "function", None) if is_plain else type(thread)
+    module, name = getattr(code, "__module__", None) or "", getattr(code, "__qualname__", "")
+    if code is futures._worker:  # of a pool: harmless while it only waits for work, whoever's pool it is
+        frame = sys._current_frames().get(thread.ident or 0)
+        return frame is not None and frame.f_code is futures._worker.__code__
+    if thread.name == "fsspecIO" and (module, name) == ("asyncio.base_events", "BaseEventLoop.run_forever"):
+        return True  # one for the process (s3fs, gcsfs and aiobotocore run in it); waits for files to be asked for
+    return any(module == package or module.startswith(f"{package}.") for package in _HARMLESS)
 
 
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib"))

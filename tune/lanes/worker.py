@@ -1,5 +1,6 @@
 """A worker of a lane: trial after trial from the mailbox, in one process (Ray)."""
 
+import contextlib
 import logging
 import traceback
 from collections.abc import Mapping
@@ -70,7 +71,12 @@ class LaneContext(WorkerContext):
 
 
 def serve_trials(loop_config: Mapping[str, Any]) -> None:
-    """Run trials as a worker of a lane, until the mailbox closes."""
+    """Run trials as a worker of a lane, until the mailbox closes, or is gone: the driver ends the sweep then."""
+    with contextlib.suppress(ray.exceptions.ActorDiedError):
+        _serve(loop_config)
+
+
+def _serve(loop_config: Mapping[str, Any]) -> None:
     mailbox, lane = loop_config["mailbox"], loop_config["lane"]
     context = ray.train.get_context()
     setup_logging(1)  # trials of many lanes would talk at once: warnings only
@@ -101,10 +107,10 @@ def serve_trials(loop_config: Mapping[str, Any]) -> None:
             return
         left = [words for rank in group.gather(baseline.restore()) for words in rank]
         if left:
-            words = f"lane {lane} starts again: trial {assignment.trial} has left behind: {'; '.join(left)}"
+            words = "; ".join(left)
             if group.rank == 0:
-                ray.get(mailbox.say.remote(words))
-            raise RunFailedError("error", words)
+                ray.get(mailbox.left_behind.remote(lane, assignment.trial, words))
+            raise RunFailedError("error", f"trial {assignment.trial} has left behind: {words}")
 
 
 def _run(assignment: Assignment, context: LaneContext, path: tuple[str, ...]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainers.errors import POLICIES
-from tune.config import SCORES, Objective, SweepConfig
+from tune.config import SCORES, TO_TARGET, Objective, SweepConfig
 from tune.report.words import amount, duration, in_full, in_short, labels, metric_names, number, printable, target
-from tune.search.finalists import Final, crowding, finals, pressure
+from tune.search.finalists import Final, crowding, finals, pressure, rivals, told_apart
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
 from tune.trials.interval import EQUAL
@@ -101,15 +101,35 @@ def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple
         return f"{head}; {only}."
     second, runner_up = ranked[1]
     following = f"the next ({in_short(names, runner_up)})"
-    if margin := _margin(objective.metric, value, second):
-        return f"{head}, {margin} {following}."
-    equal = sum(_margin(objective.metric, value, other) is None for other, _ in ranked)
+    clear = [_is_clear(objective.metric, best, record, value, other) for other, record in ranked[1:]]
+    if clear[0]:
+        return f"{head}, in one run each {_margin(objective.metric, value, second)} {following}."
+    equal = 1 + (clear.index(True) if True in clear else len(clear))
     group = "two" if equal == 2 else f"first {equal}"
     verb = "needs" if objective.metric == "time_to_target" else "has"
     return (
         f"{head}, but {following} {verb} {amount(objective.metric, second)}: "
-        f"the {group} are about equal, and one run each cannot tell them apart."
+        f"one run each cannot tell the {group} apart, and they count as equal."
     )
+
+
+def _is_clear(metric: str, best: TrialRecord, other: TrialRecord, value: float, second: float) -> bool:
+    """Whether one run each shows which of two trials is better."""
+    if metric in TO_TARGET:
+        return told_apart(best, other)
+    return _margin(metric, value, second) is not None and (metric != "samples_per_s" or _is_faster(best, other))
+
+
+def _is_faster(first: TrialRecord, other: TrialRecord) -> bool:
+    """Whether one run each shows that a trial's throughput is higher, whatever `other` has lost to work beside it."""
+    low = (first.samples_per_s or 0.0) * (1 - _half_width(first))
+    high = (other.samples_per_s or 0.0) * (1 + _half_width(other))
+    return low * (1 - (other.cpu_pressure or 0.0)) > (1 + EQUAL) * high
+
+
+def _half_width(record: TrialRecord) -> float:
+    """Return the relative half width of the 95 % confidence interval of a trial's throughput; 0 where not known."""
+    return (record.step_time_ci95_s or 0.0) / record.step_time_s if record.step_time_s else 0.0
 
 
 def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[Final]) -> str:
@@ -121,15 +141,25 @@ def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[
         f"{_price(first.record, time_s.value)})"
     )
     equal = [f"{in_short(names, final.record)}: {duration(final.time_s.value)}" for final in found[1:] if final.equal]
+    repeated = [final.record.id for final in found]
+    left = [in_short(names, one) for one in rivals(config, records) if one.id not in repeated]
+    rest = f" One run each cannot exclude {' and '.join(left[:3])}, which {_were(left)} not repeated." if left else ""
     if equal:
-        return f"{head}; it cannot be told apart from {' and '.join(equal)}: they count as equal."
-    ratio = number(found[1].time_s.value / time_s.value, 3)
-    return f"{head}, {ratio} times faster than the next ({in_short(names, found[1].record)})."
+        return f"{head}; it cannot be told apart from {' and '.join(equal)}: they count as equal.{rest}"
+    ratio = found[1].ratio
+    return (
+        f"{head}, {number(ratio.value, 3)} times ({number(ratio.low, 2)} to {number(ratio.high, 2)}) faster than "
+        f"the next ({in_short(names, found[1].record)}).{rest}"
+    )
+
+
+def _were(left: list[str]) -> str:
+    return f"with {len(left) - 3} more were" if len(left) > 3 else "were" if len(left) > 1 else "was"
 
 
 def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
     """Return what the reader must know of how this was measured."""
-    ratio, waited = crowding(records), pressure(records)
+    ratio = crowding(records)
     notes = []
     if best is not None and best.exploited_from is not None:
         notes.append(
@@ -138,21 +168,23 @@ def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
         )
     if ratio is not None and ratio > 1 + EQUAL:
         notes.append(f"Alone, the finalists ran {number(ratio, 3)} times as fast as beside other trials.")
-    if waited is not None and waited > _CROWDED:
-        notes.append(
-            f"While trials ran, work on their node waited for a processor in {waited:.0%} of the time: "
-            "samples/s are those of a busy machine."
-        )
+    for who, waited in (("trials", pressure(records)), ("the finalists' repeats", pressure(records, repeats=True))):
+        if waited is not None and waited > _CROWDED:
+            most = f", up to {number(1 / (1 - waited), 2)} times as fast without" if waited < 1 else ""
+            notes.append(
+                f"While {who} ran, work on their node waited for a processor in {waited:.0%} of the time: "
+                f"times and samples/s are those of a busy machine{most}."
+            )
     return " ".join(notes)
 
 
 def _ended(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, Any]) -> str:
     """Return what search frontier tried of its grid, and why it ended."""
     frontier = Frontier(config, train)
-    whole = sum(record.purpose == "trial" for record in records)
+    whole = sum(record.purpose != "repeat" and record.time_to_target_s is not None for record in records)
     step = frontier.next(records)
     reason = step.reason if isinstance(step, Ended) else "its budget was used up before it was sure"
-    return f"Of {len(frontier.places)} configurations {whole} were trained to the target; {reason}."
+    return f"Of {len(frontier.places)} configurations {whole} reached the target; {reason}."
 
 
 def _price(record: TrialRecord, time_s: float) -> str:
@@ -216,7 +248,7 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
         return ""
     rate, fastest = ranked[0]
     of_best = objective_value(throughput, best) if best else None
-    if of_best is not None and _margin("samples_per_s", rate, of_best) is None:
+    if best is not None and of_best is not None and not _is_faster(fastest, best):
         return ""
     value = objective_value(objective, fastest)
     if objective.metric != "time_to_target":
@@ -228,6 +260,6 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
         short = "was only measured shortly: it could not be the first"
         rest = short if fastest.purpose == "probe" else f"does not reach {target(objective)}"
     who = in_full(labels(config, records), fastest)
-    width = (fastest.step_time_ci95_s or 0.0) / fastest.step_time_s if fastest.step_time_s else 0.0
+    width = _half_width(fastest)
     spread = f" (+-{width:.1%})" if width else ""
     return f"The highest throughput, {amount('samples_per_s', rate)}{spread}, has {who}, which {rest}."

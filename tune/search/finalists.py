@@ -12,23 +12,43 @@ from typing import Any
 
 from trainers.measure.step_times import student_t95
 from tune.config import TO_TARGET, SweepConfig
-from tune.trials.interval import EQUAL, REPEATS, REPEATS_WEIGHT, Interval
+from tune.trials.interval import APART, EQUAL, REPEATS, REPEATS_WEIGHT, Interval
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
 
-_NEAR = 1.3  # the ratio of two runs of one configuration stays below it (2.5 standard deviations)
+
+def time_alone(record: TrialRecord) -> Interval:
+    """Return what one run to the target says of the time to it, s, repeats aside.
+
+    The target was met at some time since the evaluation before that; and the share of the time in which work on its
+    node waited for a processor is the most that the run may have lost to what ran beside it.
+    """
+    time_s = record.time_to_target_s or 0.0
+    times = [0.0, *(row["train_time_s"] for row in record.curve if "train_time_s" in row)]
+    before = times[times.index(time_s) - 1] if time_s in times[1:] else time_s
+    return Interval(time_s, before * (1 - (record.cpu_pressure or 0.0)), time_s)
+
+
+def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
+    """Whether one run each shows, in 97.5 % of the cases, that `first` reaches the target sooner than `other`."""
+    return time_alone(other).low > APART * time_alone(first).high
 
 
 def contenders(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """Return the trials to repeat, fastest first; none where the answer is clear, or of another kind than a time."""
+    found = rivals(config, records)
+    return found[: config.num_finalists] if len(found) > 1 else []
+
+
+def rivals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """Return the fastest trial to the target and those that one run each cannot tell apart from it, fastest first."""
     if config.objective.metric not in TO_TARGET or "seed" in config.space:
         return []
     times = [(one.time_to_target_s, one) for one in records if one.purpose != "repeat" and one.finished]
     known = [(time_s, record) for time_s, record in times if time_s and math.isfinite(time_s)]
     reached = sorted(known, key=lambda pair: pair[0])
     unique = list({trial_id(record.config): (time_s, record) for time_s, record in reversed(reached)}.values())[::-1]
-    near = [record for time_s, record in unique if time_s <= _NEAR * unique[0][0]]
-    return near[: config.num_finalists] if len(near) > 1 else []
+    return [record for _, record in unique if not told_apart(unique[0][1], record)]
 
 
 def repeats_to_run(
@@ -52,6 +72,8 @@ class Final:
     samples_per_s: float
     """Alone: the median of its repeats."""
     repeats: int
+    ratio: Interval
+    """How many times as long as the fastest it takes."""
     equal: bool
     """Whether it cannot be told apart from the fastest (which cannot be told apart from itself)."""
 
@@ -81,8 +103,9 @@ def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
         behind = mean - statistics.fmean(first)
         apart = t95 * spread * math.sqrt(1 / len(logs) + 1 / len(first))
         interval = Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+        ratio = Interval(math.exp(behind), math.exp(behind - apart), math.exp(behind + apart))
         equal = behind <= max(apart, math.log(1 + EQUAL))
-        found.append(Final(record, interval, rate, len(logs), equal))
+        found.append(Final(record, interval, rate, len(logs), ratio, equal))
     return found
 
 
@@ -96,9 +119,11 @@ def crowding(records: Sequence[TrialRecord]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
-def pressure(records: Sequence[TrialRecord]) -> float | None:
-    """Return the median share of the trials' time in which work on their node waited for a processor, where known."""
-    known = [one.cpu_pressure for one in records if one.purpose != "repeat" and one.cpu_pressure is not None]
+def pressure(records: Sequence[TrialRecord], repeats: bool = False) -> float | None:
+    """Return the median share of the trials' time, or of repeats', in which work on their node waited for a processor,
+    where known.
+    """
+    known = [r.cpu_pressure for r in records if (r.purpose == "repeat") is repeats and r.cpu_pressure is not None]
     return statistics.median(known) if known else None
 
 

@@ -3,8 +3,8 @@
 First short trials (probes) measure the throughput of a few batch sizes of every setting. Then whole trials, each until
 it reaches the target, where the expected gain over the best so far is largest (Jones et al. 1998, Expected
 improvement), by the beliefs of time_model.py. A setting whose throughput cannot make up for the best one's is never
-trained. It ends when no batch size that was not trained could be faster than the best by more than 5 %, in 95 % of the
-draws, or when a third of the samples of the whole grid is spent; the reason says which.
+trained. It ends when no batch size that was not trained is faster than the best by more than 5 % in more than 5 % of
+the draws, or when a third of the samples of the whole grid is spent; the reason says which, and the model's doubt.
 """
 
 import math
@@ -22,6 +22,7 @@ _PROBES = 3
 _DOUBT = 0.05
 _NEVER = 30.0  # the logarithm of a time that is never over
 _SHARE = 1 / 3
+_CHECKED = 3  # trials to the target; with fewer what the model says of batch sizes is what it was made to say
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,13 @@ def decide(places: Sequence[Place], seen: Sequence[Seen], running: Sequence[Choi
         return Ended(f"{why}, and none reached the target")
     if not untried:
         return Ended("every batch size that could be tried was")
-    if not hopeful:
-        return Ended(f"no other batch size could be faster than the best by more than {EQUAL:.0%}")
-    names = ", ".join(str(places[index].size) for index in hopeful[:4])
-    return Ended(f"a third of the grid's samples is spent; {names} might still be faster")
+    if hopeful:
+        names = ", ".join(str(places[index].size) for index in hopeful[:4])
+        return Ended(f"a third of the grid's samples is spent; {names} might still be faster")
+    of = f"of the {len(untried)} that were not tried is faster than the best by more than {EQUAL:.0%}"
+    if belief.num_reached < _CHECKED:
+        return Ended(f"that none {of} is the guess of a model that so few trials cannot check")
+    return Ended(f"by the search's model the chance that any {of} is {max(0.01, belief.chance(untried)):.0%}")
 
 
 def _probes(places: Sequence[Place], whole: float | None) -> list[Place]:
@@ -124,6 +128,7 @@ class Belief:
             needed = [*needed, *(Needed(p, math.exp(float(guessed[at[p]]) + shift), 0.0) for p in running if p in at)]
         samples, mean = log_samples(self.places, needed, noise)
         rng = np.random.default_rng(1)
+        samples = _at_evaluations(samples, self.places, seen)
         self.draws = samples - means[:, None] - widths[:, None] * rng.standard_normal(samples.shape)
         if needed and wholes:  # what needs more samples than the run has never gets there
             self.draws = np.where(samples > math.log(max(wholes)) + 0.02, _NEVER, self.draws)
@@ -133,6 +138,7 @@ class Belief:
         self.closed = done | set(running) | _failing(places, seen)
         """Places where a whole trial is not possible, or was made."""
         reached = {one.place for one in seen if one.samples_to_target is not None}
+        self.num_reached = len(reached)
         finished = [index for index, place in enumerate(self.places) if place in reached or place in running]
         medians = np.median(self.draws, axis=1)
         self.best = min(finished, key=lambda index: float(medians[index]), default=None)
@@ -141,6 +147,11 @@ class Belief:
     def may_win(self, index: int) -> bool:
         """Whether a place could still beat the best by more than what repeats differ by."""
         return float(np.mean(self._gains(index) > -math.log(1 - EQUAL))) > _DOUBT
+
+    def chance(self, indices: Sequence[int]) -> float:
+        """Return how likely any of some places beats the best by more than what is of interest."""
+        gains = np.array([self._gains(index) for index in indices])
+        return float(np.mean((gains > -math.log(1 - EQUAL)).any(axis=0)))
 
     def gain(self, index: int) -> float:
         """Return the expected improvement of the logarithm of the best time; before there is one, of any time."""
@@ -157,6 +168,22 @@ class Belief:
         draws = np.where(self.draws >= _NEVER, math.inf, self.draws)
         low, middle, high = np.exp(np.quantile(draws, [0.025, 0.5, 0.975], axis=1, method="nearest"))
         return [Interval(float(m), float(a), float(b)) for m, a, b in zip(middle, low, high, strict=True)]
+
+
+def _at_evaluations(log_samples: Draws, places: Sequence[Place], seen: Sequence[Seen]) -> Draws:
+    """Return samples to the target [n, D] as trials show them: as logarithms of those at the next evaluation.
+
+    Where the target is met at the first evaluations this decides, and no theory of what comes before them.
+    """
+    needed = [(one.place.size, one.samples_to_target) for one in seen if one.samples_to_target is not None]
+    found = [(size, samples.high - samples.low) for size, samples in needed if samples.high > samples.low]
+    if not found:
+        return log_samples
+    apart, steps = [between for _, between in found], [between / size for size, between in found]
+    is_by_steps = max(steps) / min(steps) < max(apart) / min(apart)
+    sizes = np.array([place.size if is_by_steps else 1 for place in places], dtype=float)[:, None]
+    between = sizes * np.median(steps if is_by_steps else apart)
+    return np.asarray(np.log(np.ceil(np.exp(log_samples) / between - 1e-9) * between))
 
 
 def _needed(one: Seen) -> Needed | None:

@@ -105,9 +105,11 @@ class PopulationTrial(LaneTrial):
     def _submit(self, stage: Stage) -> None:
         """Queue a stage for the lanes."""
         directory = self._journal.stage_directory(stage.name)
-        directory.delete("")  # a killed driver may have left a part of it, whose rows are not in the curve
         self._curve, self._events = list(stage.curve), 0
         self._until_epoch = (self._curve[-1]["epoch"] if self._curve else 0.0) + self._interval
+        if self._adopts(stage.name):
+            return
+        directory.delete("")  # a killed driver may have left a part of it, whose rows are not in the curve
         self._ticket = new_ticket(stage.name)
         assignment = Assignment(
             self._ticket,

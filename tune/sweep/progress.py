@@ -3,13 +3,16 @@
 Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus reads.
 """
 
+import contextlib
 import logging
 import signal
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,8 +20,9 @@ import ray
 from ray import tune
 from ray.util.metrics import Gauge
 
-from trainers.errors import STATUSES
+from trainers.errors import STATUSES, PacelineError
 from trainers.launch.signals import stop_signals
+from tune.lanes.messages import Event
 from tune.report.answer import objective_value
 from tune.search.space import unwrap
 from tune.sweep.plan import SweepPlan
@@ -77,7 +81,7 @@ class Pace:
 
 
 class Progress(tune.Callback):
-    """The sweep as its driver sees it; records the trials that the search stopped."""
+    """The sweep as its driver sees it; makes sure that each trial that has ended has its record."""
 
     def __init__(
         self, spec: SweepSpec, plan: SweepPlan, mailbox: Any, pace: Pace, grow: Callable[[], None] | None
@@ -88,7 +92,11 @@ class Progress(tune.Callback):
         self.signal_name: str | None = None
         """What asked to stop, once it has come."""
         self.terminal = Terminal()
+        self.failure: Exception | None = None
+        """What ends the sweep: raised between two of Tune's steps, which would blame a trial for it."""
         self.seen: dict[str, dict[str, Any]] = {}
+        self.records: dict[str, TrialRecord] = {}
+        """Those of all trials that have ended, as storage had them then."""
         self._started: dict[str, float] = {}
         self._purposes: dict[str, Any] = {}
         self._statuses: Counter[str] = Counter()
@@ -130,6 +138,8 @@ class Progress(tune.Callback):
         """Do what is due: raise Interrupted after Ctrl-C, let the lanes grow, show how things are."""
         if self.signal_name is not None:
             raise Interrupted(self.signal_name)
+        if self.failure is not None:
+            raise self.failure
         now = time.monotonic()
         if self._grow is not None and now - self._grew >= GROW_EVERY_S:
             self._grew = now
@@ -164,7 +174,9 @@ class Progress(tune.Callback):
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial has ended, or was stopped: a line on the terminal."""
         name = self._name(trial)
-        record = self._journal.find(name) or self._stopped(name)
+        with self._noting_failure():
+            self._record(name, "stopped by the search")
+        record = self.records.get(name)
         if record is None:
             return
         self._statuses[record.status] += 1
@@ -183,28 +195,72 @@ class Progress(tune.Callback):
         ]
         self.terminal.say("  ".join(part for part in parts if part))
 
-    def _stopped(self, name: str) -> TrialRecord | None:
-        """Record a trial that the search has stopped; None for one without an evaluation."""
-        reports = ray.get(self._mailbox.reports.remote(name))
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Called by Tune when a trial's actor has failed and it starts another: what runs on a lane goes on."""
+        with self._noting_failure():
+            ray.get(self._mailbox.orphan.remote(self._name(trial)))
+            self.terminal.say(f"trial {self._name(trial)}: its Tune actor has died ({_cause(trial)}); another goes on")
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Called by Tune when it gives a trial up: it has no result, and was not stopped by anybody."""
+        what = f"trial {self._name(trial)} was given up: its Tune actor failed {trial.num_failures} times"
+        self.failure = self.failure or PacelineError(f"{what}, at last of {_cause(trial)}")
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Keep what keeps the driver from recording a trial."""
+        try:
+            yield
+        except (PacelineError, ray.exceptions.RayError) as error:
+            self.failure = self.failure or error
+
+    def _record(self, name: str, why_stopped: str) -> None:
+        """Note a trial's record; write it where there is none: storage was gone, or somebody has stopped the trial.
+
+        One without an evaluation gets none.
+        """
+        record = self._journal.find(name)
+        if record is None and (record := self._from_mailbox(name, why_stopped)) is not None:
+            self._journal.append(record)
+        if record is not None:
+            self.records[name] = record
+            self._mailbox.forget.remote(name)
+
+    def _from_mailbox(self, name: str, why_stopped: str) -> TrialRecord | None:
+        """The record of a trial as its lane has told it: of its own end, or else as one that was stopped."""
+        events: list[Event] = ray.get(self._mailbox.heard.remote(name))
+        reports = [event.row for event in events if event.outcome is None]
         stage = self._journal.newest_stage(name) if self._config.scheduler == "pbt" else None
         if stage is not None:
             begun = len(stage.curve) and stage.curve[-1]["step"]
             reports = [*stage.curve, *(row for row in reports if row["step"] > begun)]
-        if not reports:
+        outcome = events[-1].outcome if events and stage is None else None
+        if not reports and outcome is None:
             return None
         config, started = (self.seen[name], self._started[name]) if stage is None else (stage.config, stage.started)
         objective, price = self._config.objective, self._plan.lane_usd_per_hour
-        outcome = {"status": "stopped", "message": "stopped by the search"}
+        outcome = outcome or {"status": "stopped", "message": why_stopped}
         record = make_record(name, config, objective, started, reports, outcome, price, self._purposes[name])
-        record = record if stage is None else replace(record, schedule=stage.schedule)
-        self._journal.append(record)
-        return record
+        return record if stage is None else replace(record, schedule=stage.schedule)
 
-    def record_stopped(self) -> None:
-        """Record the trials that the end of a budget has cut off."""
-        for name in self._started:
-            if self._journal.find(name) is None:
-                self._stopped(name)
+    def record_rest(self, is_over_budget: bool) -> None:
+        """Record the trials that the end of a budget has cut off; raise where one is missing for no such reason."""
+        if self.failure is not None:
+            raise self.failure
+        missing = [name for name in self._started if name not in self.records]
+        if missing and not is_over_budget:
+            raise PacelineError(f"Tune has ended without a result of trial {missing[0]} ({len(missing)} in all)")
+        for name in missing:
+            self._record(name, "stopped by the budget")
+
+    def restore_records(self) -> None:
+        """Write again what has vanished from storage since; raise StorageError where that is not possible."""
+        there = {record.id for record in self._journal.records()}
+        gone = [record for name, record in self.records.items() if name not in there]
+        for record in gone:
+            self._journal.append(record)
+        if gone:
+            self.terminal.say(f"{len(gone)} records had vanished from storage, and were written again")
 
     def _name(self, trial: Any) -> str:
         """Our id of one of Tune's trials; Tune keeps that of a population's trial, whose configuration changes."""
@@ -212,3 +268,11 @@ class Progress(tune.Callback):
             return str(trial)
         suggestion = unwrap(trial.config)
         return trial_id(suggestion.trial, suggestion.purpose or "trial")
+
+
+def _cause(trial: Any) -> str:
+    """What one of Tune's trials failed of last, in a line, from the file that Tune writes."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError, TypeError):  # the disk may be full
+        lines = Path(trial.error_file).read_text(errors="replace").split("\n")
+    return textwrap.shorten(next((line for line in reversed(lines) if line.strip()), "unknown"), 200)

@@ -22,17 +22,17 @@ _LOOK_S = 0.5
 
 def run_repeats(
     spec: SweepSpec, plan: SweepPlan, mailbox: Any, check: Callable[[], None], say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Run the repeats that have no record yet; returns the configurations of all that have one, by id.
+) -> dict[str, TrialRecord]:
+    """Run the repeats that have no record yet; returns the records of all, by id.
 
     `check` is called often, and raises where the sweep shall end.
     """
     journal = Journal(spec.storage)
     records = journal.records()
-    seen = {record.id: record.config for record in records if record.purpose == "repeat"}
+    ended = {record.id: record for record in records if record.purpose == "repeat"}
     wanted = repeats_to_run(spec.config, spec.train, records)
     if not wanted:
-        return seen
+        return ended
     names = labels(spec.config, records)
     say(f"{len(wanted)} repeats of the finalists, alone and in turn")
     deadline = time.monotonic() + _QUIET_S
@@ -42,11 +42,11 @@ def run_repeats(
     for number, (finalist, seed) in enumerate(wanted, 1):
         record = _repeat(spec, plan, mailbox, finalist, seed, check)
         journal.append(record)
-        seen[record.id] = record.config
+        ended[record.id] = record
         reached = "not reached" if record.time_to_target_s is None else f"reached in {record.time_to_target_s:.3g} s"
         shown = in_short(names, finalist)
         say(f"repeat {number}/{len(wanted)}  {shown}  seed {seed}  {record.status}  {reached}")
-    return seen
+    return ended
 
 
 def _repeat(
@@ -57,8 +57,7 @@ def _repeat(
     ticket = new_ticket(trial)
     tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
     objective, started = spec.config.objective, time.time()
-    (target,) = (objective.target or {}).items()
-    ray.get(mailbox.submit.remote(Assignment(ticket, trial, tree, until=Until(target))))
+    ray.get(mailbox.submit.remote(Assignment(ticket, trial, tree, until=Until.of(objective))))
     curve: list[dict[str, float]] = []
     while True:
         reference = mailbox.next_event.remote(ticket, len(curve))

@@ -1,8 +1,13 @@
 """The sweep as it runs: lanes, Ray Tune's Tuner over them, and the journal (Ray)."""
 
+import contextlib
 import logging
 import math
+import re
+import shlex
+import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,29 +17,37 @@ from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler
 
 from cluster.health.check import require_sound
+from trainers.errors import ConfigError, LeaseError, PacelineError, first_line, last_line
 from trainers.launch.spec import RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.connect import check_cluster, connect
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
+from tune.report.words import duration
 from tune.search import ray_search
+from tune.sweep.cluster_end import ending_with_cluster
 from tune.sweep.plan import SweepPlan
 from tune.sweep.population_trial import PopulationTrial
-from tune.sweep.progress import Pace, Progress
+from tune.sweep.progress import Interrupted, Pace, Progress
 from tune.sweep.repeats import run_repeats
-from tune.sweep.spec import SweepSpec
+from tune.sweep.spec import SweepSpec, save
 from tune.sweep.trial import LaneTrial
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
 logger = logging.getLogger(__name__)
 
+_ACTORS = 4
+"""That Tune starts for one trial at most: its work is on a lane, and goes on without them."""
+_LEAST_ROOM_BYTES = 2**20
 
-def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
+
+def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | None = None) -> list[TrialRecord]:
     """Run every trial that has no record yet; returns the records of all. `checked`: after a look at the nodes.
+    `facts` is given what the report must say of the sweep itself.
 
-    Raises ConfigError (the cluster can never hold a trial), ClusterError (nodes are not in order), and Interrupted when
-    asked to stop: what has ended until then is in the journal.
+    Raises ConfigError (the cluster can never hold a trial), ClusterError (nodes are not in order), Interrupted when
+    asked to stop, and PacelineError when it is cut off: what has ended until then is in the journal.
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
     plan = _plan(spec, checked)
@@ -59,23 +72,63 @@ def run_sweep(spec: SweepSpec, checked: bool = True) -> list[TrialRecord]:
 
     progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None)
     progress.seen.update({record.id: record.config for record in before})
+    progress.records.update({record.id: record for record in before})
     try:
-        with progress.heeding_signals(), progress.terminal:
+        with ending_with_cluster(progress.terminal, _goes_on(spec)), progress.heeding_signals(), progress.terminal:
             lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
             began = time.monotonic()
             _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
-            progress.record_stopped()
-            if time.monotonic() - began < (spec.config.time_budget_s or math.inf):
-                progress.seen |= run_repeats(spec, plan, mailbox, progress.tick, progress.terminal.say)
+            is_over_budget = time.monotonic() - began >= (spec.config.time_budget_s or math.inf)
+            progress.record_rest(is_over_budget)
+            if not is_over_budget:
+                progress.records |= run_repeats(spec, plan, mailbox, progress.tick, progress.terminal.say)
+            progress.restore_records()
+            save(spec)
+            if words := _restarts(ray.get(mailbox.restarts.remote())):
+                progress.terminal.say(f"lanes started again: {words}")
+                (facts if facts is not None else {})["lane_restarts"] = words
         lanes.close()
         ray.kill(mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
-    except BaseException:
+    except BaseException as error:
+        with contextlib.suppress(PacelineError):
+            progress.restore_records()
+            save(spec)
         lanes.end()
-        raise
-    records = {record.id: record for record in journal.records()}
-    return [records[trial] for trial in progress.seen if trial in records]
+        cause = progress.failure or error
+        if isinstance(cause, LeaseError):
+            raise cause from None
+        if isinstance(error, Interrupted | ConfigError) or not isinstance(cause, Exception):
+            raise
+        raise PacelineError(f"{_why(cause, spec)}; {_goes_on(spec)}") from error
+    names = dict.fromkeys([*progress.seen, *progress.records])
+    return [progress.records[name] for name in names if name in progress.records]
+
+
+def _restarts(restarts: Sequence[tuple[float, str]]) -> str:
+    """What lanes that started again have cost, and why they did; empty where none has."""
+    reasons = Counter(re.sub(r"\d+", "#", why) for _, why in restarts)  # threads and trials are numbered
+    shown = "; ".join(f"{why} ({count})" for why, count in reasons.most_common(5))
+    return f"{len(restarts)} times, {duration(sum(time_s for time_s, _ in restarts))}: {shown}" if restarts else ""
+
+
+def _goes_on(spec: SweepSpec) -> str:
+    """What a sweep that was cut off says last."""
+    return f"what has ended is in the journal, and `python -m tune resume {shlex.quote(spec.uri)}` goes on"
+
+
+def _why(error: Exception, spec: SweepSpec) -> str:
+    """What has cut the sweep off, in a line; of what follows from a full disk or a dead actor, that."""
+    node: Any = ray._private.worker._global_node
+    places = [node.get_session_dir_path()] if node is not None else []
+    for place in [*places, *[spec.storage.path] * spec.storage.is_local]:
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(place).free < _LEAST_ROOM_BYTES:
+                return f"no space is left on the disk of {place} ({last_line(error)})"
+    if isinstance(error, ray.exceptions.RayActorError):  # all that the driver itself asks of an actor, it asks of this
+        return f"the sweep's mailbox, an actor, has died ({first_line(error)})"
+    return last_line(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {last_line(error)}"
 
 
 def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
@@ -147,7 +200,14 @@ def _tuner(
             time_budget_s=config.time_budget_s,
             trial_name_creator=ray_search.member_name if population else None,
         ),
-        run_config=tune.RunConfig(name="tune", storage_path=spec.uri, verbose=0, callbacks=[progress]),
+        run_config=tune.RunConfig(
+            name="tune",
+            storage_path=spec.uri,
+            verbose=0,
+            callbacks=[progress],
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # it would be an empty one
+            failure_config=tune.FailureConfig(max_failures=_ACTORS - 1),
+        ),
     )
 
 

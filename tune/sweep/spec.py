@@ -13,7 +13,7 @@ from trainers.errors import ConfigError
 from trainers.launch.spec import delete_own, make_spec, read_file, read_mapping
 from trainers.lease import fenced
 from trainers.storage import Storage, storage_uri
-from tune.config import SweepConfig, sample_values
+from tune.config import Range, SweepConfig, sample_values
 from tune.search.finalists import repeats_to_run
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
@@ -65,8 +65,12 @@ def read_sweep(location: str, overrides: Mapping[str, Any], own_workers: bool = 
     text, directory = read_file(location)
     tree = parse_mapping(text, location)
     of_train = {key.removeprefix("train."): value for key, value in overrides.items() if key.startswith("train.")}
-    of_sweep = {key: value for key, value in overrides.items() if not key.startswith("train.")}
-    config = build(SweepConfig, override(SweepConfig, tree, of_sweep), location)
+    of_space = {key.removeprefix("space."): value for key, value in overrides.items() if key.startswith("space.")}
+    of_sweep = {key: value for key, value in overrides.items() if not key.startswith(("train.", "space."))}
+    tree = override(SweepConfig, tree, of_sweep)
+    if of_space:
+        tree["space"] = _space(tree.get("space") or {}, of_space)
+    config = build(SweepConfig, tree, location)
     if isinstance(config.train, str):
         file = config.train if "://" in config.train or directory is None else str(directory / config.train)
         text, directory = read_file(file)
@@ -74,6 +78,17 @@ def read_sweep(location: str, overrides: Mapping[str, Any], own_workers: bool = 
     else:
         train, source = config.train, location
     return _spec(config, override(TrainConfig, train, of_train), source, location, directory, own_workers)
+
+
+def _space(space: Any, overrides: Mapping[str, Any]) -> Any:
+    """A space with dotted keys set: `optimizer.lr` is one key of it, `optimizer.lr.min` one of the range there."""
+    if not isinstance(space, dict):
+        return space  # which is an error to come
+    for key, value in overrides.items():
+        of_range, dot, end = key.rpartition(".")
+        is_end = dot and end in Range.model_fields and isinstance(space.get(of_range), dict)
+        space = {**space, **({of_range: {**space[of_range], end: value}} if is_end else {key: value})}
+    return space
 
 
 def _spec(
@@ -109,6 +124,12 @@ def read_saved(location: str) -> SweepSpec:
     assert isinstance(config.train, dict)
     task_dir = config.train.get("task_dir")
     return _spec(config, config.train, source, source, Path(task_dir) if task_dir else None, own_workers=True)
+
+
+def save(spec: SweepSpec) -> None:
+    """Keep the sweep with its records where it is not: `resume` and `report` begin with it."""
+    if not spec.storage.exists(SAVED):
+        spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
 def is_complete(spec: SweepSpec) -> bool:
@@ -148,5 +169,5 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
                 fix = "sweep under another `--name`, or start anew with --fresh"
                 raise ConfigError(key, value, f"differs from {was} in {storage.uri}", fix, spec.source)
     else:
-        storage.write(SAVED, dump_yaml(spec.saved()).encode())
+        save(spec)
     return sum(name.endswith(".json") for name in storage.names("trials"))

@@ -93,6 +93,10 @@ class Terminal:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the table away."""
         self._undo.close()
         self._live = None
 

@@ -1,5 +1,6 @@
 """A trial as Ray Tune sees it: a trainable without a model, which waits for the reports of its lane (Ray)."""
 
+import contextlib
 import math
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from ray.tune import Trainable
 
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
+from trainers.errors import StorageError
 from trainers.storage import Storage
 from tune.config import TO_TARGET, Objective
 from tune.lanes.messages import Assignment, Event, new_ticket
@@ -22,7 +24,7 @@ class LaneTrial(Trainable):
     """Submits its configuration to the mailbox; `step` gives one evaluation at a time; the actor is reused.
 
     The record of a trial is in the journal before Tune hears of its end. A trial whose record is there already (a
-    resumed sweep) ends at once, from the record.
+    resumed sweep) ends at once, from the record. Where the actor dies, Tune starts another for the trial.
     """
 
     def setup(
@@ -52,19 +54,24 @@ class LaneTrial(Trainable):
         suggestion = unwrap(config)
         self._space_config, self._purpose = suggestion.trial, suggestion.purpose or "trial"
         self._trial = trial_id(self._space_config, self._purpose)
-        self._ticket = new_ticket(self._trial)
+        self._ticket = ""
         self._events = 0
         self._curve: list[dict[str, float]] = []
         self._started = time.time()
         self._record = self._journal.find(self._trial)
-        if self._record is None:
-            tree, until = override(TrainConfig, self._train, self._space_config), Until()
+        if self._record is None and not self._adopts(self._trial):
+            tree, is_probe = override(TrainConfig, self._train, self._space_config), suggestion.purpose == "probe"
             if suggestion.purpose is not None:  # search frontier, which learns from a trial as it runs
-                is_probe, every = suggestion.purpose == "probe", tree.get("log_every_steps", 10)
-                watched = {"noise_scale": True, **({"log_every_steps": min(10, every)} if is_probe else {})}
-                (target,) = (self._objective.target or {}).items()
-                tree, until = override(TrainConfig, tree, watched), Until(target, is_probe)
+                every = {"log_every_steps": min(10, tree.get("log_every_steps", 10))} if is_probe else {}
+                tree = override(TrainConfig, tree, {"noise_scale": True, **every})
+            until = Until.of(self._objective, is_probe)
+            self._ticket = new_ticket(self._trial)
             ray.get(self._mailbox.submit.remote(Assignment(self._ticket, self._trial, tree, until=until)))
+
+    def _adopts(self, name: str) -> bool:
+        """Whether this actor goes on with what another that died has submitted: it hears all of it again."""
+        self._ticket = ray.get(self._mailbox.adopt.remote(name)) or ""
+        return bool(self._ticket)
 
     def step(self) -> dict[str, Any]:
         """Wait for the next evaluation, or the end."""
@@ -74,8 +81,8 @@ class LaneTrial(Trainable):
         if outcome is None:
             return self._latest()
         self._record = self._make_record(outcome)
-        self._journal.append(self._record)
-        self._mailbox.forget.remote(self._ticket)
+        with contextlib.suppress(StorageError):  # the driver misses it, and says why it cannot be written
+            self._journal.append(self._record)
         return self._final(self._record)
 
     def _await_event(self) -> dict[str, Any] | None:
@@ -113,7 +120,7 @@ class LaneTrial(Trainable):
 
     def cleanup(self) -> None:
         """Cancel a trial that the search has stopped before its end; the driver records it."""
-        if self._record is None:
+        if self._record is None and self._ticket:
             ray.get(self._mailbox.cancel.remote(self._ticket))
 
     def save_checkpoint(self, checkpoint_dir: str) -> dict[str, Any]:

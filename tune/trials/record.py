@@ -3,11 +3,11 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from trainers.errors import STATUSES, Status
 from trainers.redaction import redact
-from tune.config import Objective
+from tune.config import TO_TARGET, Objective
 from tune.trials.interval import dollars
 
 Purpose = Literal["trial", "probe", "repeat"]
@@ -25,6 +25,12 @@ class Until:
     """A metric and the value to reach."""
     probe: bool = False
     """It measures throughput only: a small share of the run, or less once it is settled."""
+
+    @classmethod
+    def of(cls, objective: Objective, probe: bool = False) -> Self:
+        """Return what ends a trial of a sweep: the target, where the time to it is all that counts."""
+        targets = list((objective.target or {}).items()) if objective.metric in TO_TARGET else []
+        return cls(targets[0] if targets else None, probe)
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation ends it."""
@@ -123,6 +129,8 @@ def make_record(
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
     known = set(metrics) | {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
+    if status == "stopped" and time_s is not None and objective.metric in TO_TARGET:
+        status = "done"  # at its target
     missing = sorted({objective.metric, *(objective.target or {})} - known)
     if status == "done" and missing:
         status = "error"

@@ -1,0 +1,124 @@
+"""How often a sweep's answer claims what is not so, where the truth and the noise are known: no more than it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.report_records import config, trial
+from tune.report.answer import answer
+from tune.search.finalists import contenders, finals, time_alone
+from tune.trials.journal import trial_id
+from tune.trials.record import TrialRecord
+
+SIZES = (32, 64, 128, 256, 512)
+LEVEL = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What measures a configuration: seeds differ, other work takes processors, evaluations are some time apart."""
+
+    spread: float
+    """Standard deviation of the logarithm, of runs that differ in their seed."""
+    pressure: float
+    """The largest share of a run's time that other work may take."""
+    between: float
+    """Time between two evaluations, as a share of the fastest configuration's time to the target."""
+
+    def run(self, number: int, true_s: float, rng: random.Random) -> TrialRecord:
+        alone_s = true_s * math.exp(rng.gauss(0, self.spread))
+        slower = 1 / (1 - rng.uniform(0, self.pressure))
+        curve = [
+            {"step": 10.0 * row, "train_time_s": row * self.between * slower, "val_accuracy": 0.9}
+            for row in range(1, math.ceil(alone_s / self.between) + 1)
+        ]
+        settings = {"global_batch_size": SIZES[number], "precision": "fp32"}
+        record = trial(number, "done", settings, metrics={"val_accuracy": 0.98}, curve=curve)
+        return dataclasses.replace(record, time_to_target_s=curve[-1]["train_time_s"], cpu_pressure=self.pressure)
+
+
+def worlds(seed: int, count: int) -> Iterator[tuple[list[float], random.Random]]:
+    """True times, from all equal to far apart."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        width = rng.choice([0.0, 0.05, 0.2, 0.5])
+        yield [math.exp(rng.uniform(0, width)) for _ in range(rng.randint(2, len(SIZES)))], rng
+
+
+@pytest.mark.parametrize("pressure", [0.0, 0.4, 0.82])
+@pytest.mark.parametrize("between", [0.02, 0.5, 2.0])
+def test_one_run_each_claims_no_more_than_it_shows(pressure: float, between: float) -> None:
+    """Who is first and who is next, by measured times: that the first is the faster of them is claimed or not."""
+    machine, claims, wrong, made = Machine(0.15, pressure, between), 0, 0, 400
+    for true_s, rng in worlds(1, made):
+        records = [machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)]
+        found = answer(config(), records)
+        truth = {record.id: time_s for record, time_s in zip(records, true_s, strict=True)}
+        first, second = found.ranking[:2]
+        if "faster than the next" in found.verdict:
+            assert "in one run each" in found.verdict
+            claims += 1
+            wrong += truth[first.id] >= truth[second.id]
+        else:
+            assert "they count as equal" in found.verdict
+    assert wrong <= LEVEL * made
+
+
+def test_a_difference_that_is_there_is_claimed() -> None:
+    machine, rng = Machine(0.15, 0.1, 0.02), random.Random(2)
+    claims = sum(
+        "in one run each" in answer(config(), [machine.run(0, 1.0, rng), machine.run(1, 3.0, rng)]).verdict
+        for _ in range(100)
+    )
+    assert claims > 90
+
+
+def test_the_answer_that_was_wrong() -> None:
+    """1.2 times faster than the next, from one run each, at 82 % contention."""
+    rng = random.Random(3)
+    records = [Machine(0.0, 0.0, 0.01).run(number, time_s, rng) for number, time_s in enumerate([1.0, 1.2])]
+    busy = [dataclasses.replace(record, cpu_pressure=0.82) for record in records]
+    found = answer(config(), busy)
+    assert "faster than the next" not in found.verdict
+    assert "one run each cannot tell the two apart, and they count as equal" in found.verdict
+    assert "waited for a processor in 82% of the time" in found.notes
+    assert "up to 5.6 times as fast without" in found.notes
+
+
+def test_a_target_met_at_the_first_evaluation_may_have_been_met_at_any_time() -> None:
+    rng = random.Random(4)
+    [first, second] = [Machine(0.0, 0.0, 1.0).run(number, time_s, rng) for number, time_s in enumerate([0.9, 3.5])]
+    assert (time_alone(first).low, time_alone(second).low) == (0.0, 3.0)
+    assert "in one run each 4 times faster than the next" in answer(config(), [first, second]).verdict
+    slow = dataclasses.replace(second, curve=[dict(second.curve[-1])])
+    assert "they count as equal" in answer(config(), [first, slow]).verdict
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.1, 0.15, 0.2])
+def test_repeats_claim_no_more_than_they_show(spread: float) -> None:
+    claims, wrong, covered, made = 0, 0, 0, 400
+    machine, asked = Machine(spread, 0.0, 0.02), config(finalists={"count": 3})
+    for true_s, rng in worlds(5, made):
+        records = [machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)]
+        truth = {record.id: time_s for record, time_s in zip(records, true_s, strict=True)}
+        for (number, record), seed in itertools.product(enumerate(records), (1, 2)):
+            if record in contenders(asked, records[: len(true_s)]):
+                again = machine.run(number, truth[record.id], rng)
+                name = trial_id(record.config, "repeat", seed)
+                records.append(dataclasses.replace(again, id=name, purpose="repeat", seed=seed))
+        found = finals(asked, records)
+        if not found or found[1].equal:
+            continue
+        first, second = found[:2]
+        claims += 1
+        assert f"{second.ratio.value:.3g} times (" in answer(asked, records).verdict
+        wrong += truth[first.record.id] >= truth[second.record.id]
+        covered += second.ratio.low <= truth[second.record.id] / truth[first.record.id] <= second.ratio.high
+    assert wrong <= LEVEL * made
+    print(spread, "claims", claims, "wrong", wrong, "covered", covered)

@@ -1,0 +1,51 @@
+"""The end of a sweep whose cluster is gone: a process that waits for the dead ends, with a sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+# A driver's process without Ray: its cluster is what the node says.
+SCRIPT = """
+import socket, sys, threading, time
+from types import SimpleNamespace
+import ray
+import tune.sweep.cluster_end as end
+
+end._LOOK_S, end._PATIENCE_S = 0.05, 0.5
+server = socket.create_server(("127.0.0.1", 0))
+dead = {"embedded": [("raylet", SimpleNamespace(returncode=-9))], "dashboard": [("dashboard", None)]}
+node = SimpleNamespace(
+    dead_processes=lambda: dead.get(sys.argv[1], []) if found.is_set() else [],
+    gcs_address="127.0.0.1:%d" % server.getsockname()[1],
+    kill_all_processes=lambda check_alive: print("the rest is killed"),
+)
+found = threading.Event()
+ray._private.worker._global_node = node
+with end.ending_with_cluster(SimpleNamespace(close=lambda: print("no table")), "go on"):
+    time.sleep(0.2)
+    found.set()
+    if sys.argv[1] == "joined":
+        server.close()
+    time.sleep(2 if sys.argv[1] == "dashboard" else 60)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize(("kind", "code", "out", "err"), [
+    ("embedded", 1, "no table\nthe rest is killed\n",
+     "error: Ray's raylet was killed by SIGKILL, and with it the cluster of this process; go on\n"),
+    ("joined", 1, "no table\nthe rest is killed\n", "did not answer for 0.5 s; go on\n"),
+    ("dashboard", 0, "alive\n", ""),
+])  # fmt: skip
+def test_a_cluster_that_is_gone(kind: str, code: int, out: str, err: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, kind], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (code, out), done.stderr
+    assert done.stderr.endswith(err)
+    assert done.stderr.count("error:") == code

@@ -1,0 +1,180 @@
+"""What the driver records of a trial: its own end, that somebody stopped it, or nothing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from tests.unit.report_records import config
+from trainers.errors import PacelineError, StorageError
+from trainers.storage import Storage
+from tune.lanes.messages import Event
+from tune.search.space import Suggestion, wrap
+from tune.sweep.progress import Progress
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord, Until, make_record
+
+TRIAL = {"global_batch_size": 32, "precision": "fp32"}
+NAME = trial_id(TRIAL)
+ROW = {"step": 10.0, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}
+
+
+class Parts:
+    """A driver without a cluster: what the mailbox has heard, and what Tune tells."""
+
+    def __init__(self, directory: Path) -> None:
+        self.heard: list[Event] = []
+        self.orphans: list[str] = []
+        self.forgotten: list[str] = []
+        mailbox = SimpleNamespace(
+            heard=SimpleNamespace(remote=lambda name: self.heard),
+            orphan=SimpleNamespace(remote=self.orphans.append),
+            forget=SimpleNamespace(remote=self.forgotten.append),
+        )
+        self.storage = Storage(str(directory))
+        self.journal = Journal(self.storage)
+        spec, plan = SimpleNamespace(config=config(), storage=self.storage), SimpleNamespace(total=1)
+        plan.lane_usd_per_hour = None
+        pace = SimpleNamespace(trial_started=lambda name: None)
+        self.progress = Progress(spec, plan, mailbox, pace, None)  # type: ignore[arg-type]
+        self.trial = SimpleNamespace(trial_id="t", config=wrap(Suggestion(TRIAL)), num_failures=4, error_file=None)
+        self.progress.on_trial_start(0, [], self.trial)
+
+    def complete(self) -> None:
+        self.progress.on_trial_complete(0, [], self.trial)
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
+    monkeypatch.setattr(ray, "get", lambda value: value)
+    return Parts(tmp_path)
+
+
+def ended(status: str = "done") -> TrialRecord:
+    return make_record(NAME, TRIAL, config().objective, 0.0, [ROW], {"status": status})
+
+
+def test_a_trial_with_its_record_is_forgotten_by_the_mailbox(parts: Parts) -> None:
+    parts.journal.append(ended())
+    parts.complete()
+    assert parts.progress.records == {NAME: parts.journal.find(NAME)}
+    assert parts.forgotten == [NAME]
+
+
+def test_a_trial_that_the_search_stopped_is_recorded_as_stopped(parts: Parts) -> None:
+    parts.heard = [Event(ROW)]
+    parts.complete()
+    record = parts.journal.find(NAME)
+    assert record is not None
+    assert (record.status, record.message, record.curve) == ("stopped", "stopped by the search", [ROW])
+
+
+def test_a_trial_that_ended_by_itself_is_never_recorded_as_stopped(parts: Parts) -> None:
+    """Its actor could not write the record: the disk was full then, or the directory gone."""
+    parts.heard = [Event(ROW), Event(outcome={"status": "done", "lane": 3})]
+    parts.complete()
+    record = parts.journal.find(NAME)
+    assert record is not None
+    assert (record.status, record.lane) == ("done", 3)
+
+
+def test_what_cannot_be_written_ends_the_sweep(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise StorageError("could not write a.json: No space left on device")
+
+    monkeypatch.setattr(Journal, "append", full)
+    parts.heard = [Event(ROW), Event(outcome={"status": "done"})]
+    parts.complete()  # Tune would blame the trial for what is raised here
+    assert parts.forgotten == []
+    with pytest.raises(StorageError, match="No space left"):
+        parts.progress.tick()
+    with pytest.raises(StorageError, match="No space left"):
+        parts.progress.record_rest(is_over_budget=True)
+
+
+def test_a_dead_actor_s_submission_waits_for_the_next_one(parts: Parts) -> None:
+    parts.progress.on_trial_recover(0, [], parts.trial)
+    assert parts.orphans == [NAME]
+    assert parts.journal.records() == []
+
+
+def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(parts: Parts, tmp_path: Path) -> None:
+    (tmp_path / "error.txt").write_text("Failure # 4\nline\nThe actor died unexpectedly: SIGKILL\n\n")
+    parts.trial.error_file = str(tmp_path / "error.txt")
+    parts.heard = [Event(ROW)]
+    parts.progress.on_trial_error(0, [], parts.trial)
+    with pytest.raises(PacelineError, match=f"trial {NAME} was given up.*4 times, at last of The actor died unexpect"):
+        parts.progress.tick()
+    assert parts.journal.records() == []
+
+
+def test_only_a_budget_may_leave_trials_without_an_end(parts: Parts) -> None:
+    parts.heard = [Event(ROW)]
+    with pytest.raises(PacelineError, match=f"without a result of trial {NAME}"):
+        parts.progress.record_rest(is_over_budget=False)
+    assert parts.journal.records() == []
+    parts.progress.record_rest(is_over_budget=True)
+    [record] = parts.journal.records()
+    assert (record.status, record.message) == ("stopped", "stopped by the budget")
+
+
+def test_records_that_vanish_are_written_again(parts: Parts) -> None:
+    parts.journal.append(ended())
+    parts.complete()
+    before = parts.journal.records()
+    parts.storage.delete("trials")
+    parts.progress.restore_records()
+    assert parts.journal.records() == before
+
+
+def test_a_trial_ends_at_its_target_where_the_time_to_it_is_all_that_counts() -> None:
+    assert Until.of(config("time_to_target").objective) == Until(("val_accuracy", 0.97))
+    assert Until.of(config("usd_to_target", usd_per_hour=1.0).objective, probe=True).probe
+    assert Until.of(config("val_accuracy").objective) == Until()
+    assert Until.of(config("val_loss", objective={"target": None}).objective) == Until()
+
+
+@pytest.mark.parametrize(("metric", "accuracy", "status"), [
+    ("time_to_target", 0.98, "done"),
+    ("time_to_target", 0.96, "stopped"),
+    ("val_accuracy", 0.98, "stopped"),
+])  # fmt: skip
+def test_a_trial_that_stopped_at_its_target_is_done(metric: str, accuracy: float, status: str) -> None:
+    row = {**ROW, "val_accuracy": accuracy}
+    record = make_record(NAME, TRIAL, config(metric).objective, 0.0, [row], {"status": "stopped"})
+    assert record.status == status
+
+
+@pytest.mark.parametrize(("error", "free_bytes", "words"), [
+    (StorageError("could not write a.json: No space left"), 0, r"no space is left on the disk of /.* \(could not wri"),
+    (EOFError("Ran out of input"), 0, r"no space is left on the disk of /.* \(Ran out of input\)"),
+    (StorageError("could not write a.json: Permission denied"), 2**30, "^could not write a.json: Permission denied$"),
+    (EOFError("Ran out of input"), 2**30, "^EOFError: Ran out of input$"),
+    (ray.exceptions.ActorDiedError(), 2**30, "^the sweep's mailbox, an actor, has died"),
+])  # fmt: skip
+def test_what_has_cut_a_sweep_off_is_said_and_not_what_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free_bytes: int, words: str
+) -> None:
+    from tune.sweep import run
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_bytes))
+    spec: Any = SimpleNamespace(storage=Storage(str(tmp_path)))
+    said = run._why(error, spec)
+    assert re.search(words, said), said
+    assert "\n" not in said
+
+
+def test_what_lanes_that_started_again_cost_is_summed_by_reason() -> None:
+    from tune.sweep.run import _restarts
+
+    found = [(12.0, "still running: thread Thread-5 (spin)"), (10.5, "still running: thread Thread-17 (spin)")]
+    assert _restarts([*found, (4.0, "its workers died")]) == (
+        "3 times, 26.5 s: still running: thread Thread-# (spin) (2); its workers died (1)"
+    )
+    assert _restarts([]) == ""

@@ -1,0 +1,75 @@
+"""The end of this process, with a sentence, when the cluster under it is gone (Ray).
+
+Ray itself waits for its GCS to come back (a minute, RAY_gcs_rpc_server_reconnect_timeout_s), and then ends the process
+from C++ without a word. The processes of an embedded cluster never come back; those of any other may.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from trainers.command_line import complain
+from tune.sweep.terminal import Terminal
+
+_NEEDED = ("gcs_server", "raylet")
+_LOOK_S = 1.0
+_PATIENCE_S = 45.0  # with a GCS on another machine, less than Ray's own
+
+
+@contextmanager
+def ending_with_cluster(terminal: Terminal, words: str) -> Iterator[None]:
+    """Within the block, end this process (exit code 1) once its cluster is gone; `words` come last.
+
+    Nothing can be cleaned up then: every call of Ray's waits for the dead.
+    """
+    over = threading.Event()
+    node: Any = ray._private.worker._global_node
+
+    def look() -> None:
+        answered = time.monotonic()
+        while not over.wait(_LOOK_S):
+            what = _dead(node)
+            if what is None and _answers(node.gcs_address):
+                answered = time.monotonic()
+            elif what is not None or time.monotonic() - answered > _PATIENCE_S:
+                terminal.close()
+                complain(f"{what or f'Ray at {node.gcs_address} did not answer for {_PATIENCE_S:g} s'}; {words}")
+                node.kill_all_processes(check_alive=False)
+                sys.stdout.flush()
+                os._exit(1)
+
+    watch = threading.Thread(target=look, name="cluster-end", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watch.join()
+
+
+def _dead(node: Any) -> str | None:
+    """How a process that this one's own cluster cannot be without has ended; None where all live."""
+    for kind, process in node.dead_processes():
+        if kind in _NEEDED:
+            code = process.returncode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+            return f"Ray's {kind} {how}, and with it the cluster of this process"
+    return None
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
