@@ -66,7 +66,7 @@ class ConfigError(PacelineError, ValueError):
         where = f"{self.source}: " if self.source else ""
         shown = "" if self.value is MISSING else f"is {show(self.value)}, but "
         end = "" if self.fix.endswith("?") else "."
-        return f"{where}`{self.field}` {shown}{self.rule}; {self.fix}{end}"
+        return printable(f"{where}`{_cut(self.field)}` {shown}{self.rule}; {self.fix}{end}")
 
     def at(self, source: str) -> ConfigError:
         """The same error, said to come from `source`."""
@@ -174,7 +174,16 @@ def show(value: Any) -> str:
     text = f'"{value}"' if isinstance(value, str) else str(value)
     if isinstance(value, bool) or value is None:
         text = json.dumps(value)
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
+
+
+def printable(text: str) -> str:
+    """Return text from elsewhere as one line that moves no cursor: what cannot be printed is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Callable[[str], str] = str) -> str:
