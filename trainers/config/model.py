@@ -128,6 +128,9 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     leaf = path.rsplit(".", 1)[-1]
     if kind == "extra_forbidden":
         return ConfigError(path, problem["input"], "there is no such key", _instead(model, owner, path), source)
+    if kind == "invalid_key":
+        rule, fix = "has a key that is no text", "write it in quotes"
+        return ConfigError(path.rpartition("[")[0] or "the file", MISSING, rule, fix, source)
     if kind == "missing":
         what = f" ({field.description.rstrip('.')})" if field and field.description else ""
         return ConfigError(path, MISSING, f"is required{what}", f"add {_example(path, field)}", source)
@@ -173,8 +176,7 @@ def _dotted(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 def _first(description: str | None) -> str:
     """The first clause of a description, to stand in a sentence."""
-    words = re.split(r"[.;:](?:\s|$)", " ".join((description or "").split()))[0]
-    return words[:1].lower() + words[1:]
+    return re.split(r"[.;:](?:\s|$)| \(", " ".join((description or "").split()))[0]
 
 
 def _example(path: str, field: FieldInfo | None) -> str:
@@ -186,7 +188,7 @@ def _example(path: str, field: FieldInfo | None) -> str:
     else:
         return f"a valid `{path}`"
     if isinstance(value, Settings):
-        value = value.model_dump(exclude_none=True)
+        value = value.model_dump(exclude_none=True, by_alias=True)
     return f"for example `{leaf}: {dump_inline(value)}`"
 
 
