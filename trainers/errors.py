@@ -63,10 +63,10 @@ class ConfigError(PacelineError, ValueError):
         self.field, self.value, self.rule, self.fix, self.source = field, value, rule, fix, source
 
     def __str__(self) -> str:
-        where = f"{self.source}: " if self.source else ""
+        where = f"{_cut(self.source, 1000)}: " if self.source else ""
         shown = "" if self.value is MISSING else f"is {show(self.value)}, but "
         end = "" if self.fix.endswith("?") else "."
-        return printable(f"{where}`{_cut(self.field)}` {shown}{self.rule}; {self.fix}{end}")
+        return printable(f"{where}`{_cut(self.field)}` {shown}{_cut(self.rule, 1000)}; {_cut(self.fix, 1000)}{end}")
 
     def at(self, source: str) -> ConfigError:
         """The same error, said to come from `source`."""
@@ -177,8 +177,8 @@ def show(value: Any) -> str:
     return _cut(text)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 160 else text[:157] + "..."
+def _cut(text: str, longest: int = 160) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def printable(text: str) -> str:

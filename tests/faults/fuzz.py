@@ -8,9 +8,11 @@ tests/unit/test_fuzz.py runs a few examples of each target, always the same ones
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import io
+import json
 import os
 import resource
 import shutil
@@ -37,7 +39,8 @@ from trainers.command_line import Command
 from trainers.config import TrainConfig
 from trainers.config.reference import entries
 from trainers.errors import ConfigError, ConfigErrors, PacelineError
-from trainers.launch.spec import read_spec
+from trainers.launch.spec import prepare_storage, read_spec
+from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.sweep.spec import read_sweep
 
@@ -151,7 +154,7 @@ def trees(draw: st.DrawFn, bases: tuple[Any, ...], keys: tuple[str, ...] = ()) -
     for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 4]))):
         change = draw(st.sampled_from(["put", "put", "put", "drop", "rename", "wrap", "add"]))
         if change == "add" and keys:
-            _set(tree, draw(st.sampled_from(keys)).split("."), draw(VALUES))
+            _set(tree, draw(st.sampled_from(keys)).split("."), copy.deepcopy(draw(VALUES)))
             continue
         there = sorted({path for path in paths(tree) if "" not in path.split(".")})
         if not there:
@@ -164,7 +167,7 @@ def trees(draw: st.DrawFn, bases: tuple[Any, ...], keys: tuple[str, ...] = ()) -
                     draw(st.text(max_size=8) | st.sampled_from(["lr", "batch_size", "early_stopping", "x" * 300]))
                 ] = value
             elif change != "drop":
-                made = draw(VALUES) if change == "put" else [value] if change == "wrap" else {"x": value}
+                made = copy.deepcopy(draw(VALUES)) if change == "put" else [value] if change == "wrap" else {"x": value}
                 parent.insert(key, made) if isinstance(parent, list) else parent.__setitem__(key, made)
     return tree
 
@@ -312,6 +315,83 @@ def _arrow(directory: Path, data: bytes) -> None:
     found.__getitems__([0, len(found) - 1, len(found) // 2])
 
 
+# What is read back from storage: a run's and a sweep's own files, damaged or another's.
+
+
+@cache
+def _kept() -> Path:
+    """A directory with one whole checkpoint, a result, a log, a trial and what is known of microbatches."""
+    from tests.unit.report_records import curve, trial
+    from trainers.checkpoint.manifest import Manifest
+    from trainers.checkpoint.store import Archive
+    from trainers.measure.result import RunResult
+    from trainers.measure.run_log import RunLog
+    from tune.trials.journal import Journal, write_boundary
+    from tune.trials.microbatch_bounds import Boundary
+
+    directory = Path(tempfile.mkdtemp(prefix="fuzz-kept-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    storage = Storage(str(directory))
+    archive = Archive(storage)
+    names = ("state.pt", "rank-00000.pt")
+    written = {name: archive.write("step-000000000001", name, {"x": [1.0, 2]}) for name in names}
+    archive.seal(Manifest(1, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=1)
+    storage.write("result.json", RunResult("done", 1, 1.0, 1, 8, 8, 1, 0.5, 0.6, 1024).to_json().encode())
+    log = RunLog(storage)
+    log.add({"step": 1, "epoch": 1.0, "train_loss": 0.5})
+    log.flush(1)
+    Journal(storage).append(
+        trial(1, "done", {"global_batch_size": 8}, samples_per_s=9.5, curve=curve(0.9, 0.1, 4.0, 8))
+    )
+    write_boundary(storage, Boundary())
+    return directory
+
+
+def kept(*patterns: str) -> st.SearchStrategy[tuple[str, bytes]]:
+    """A kept file's name, and what stands in its place: another tree of JSON, other bytes, or anything."""
+
+    def instead(name: str) -> st.SearchStrategy[tuple[str, bytes]]:
+        whole = (_kept() / name).read_bytes()
+        options = [_damaged(st.just(whole)), st.binary(max_size=40), st.sampled_from([b"", b"[" * 5000, b"\xff\xfe"])]
+        with contextlib.suppress(ValueError):
+            found = trees((json.loads(whole.splitlines()[0] if name.endswith("l") else whole),))
+            options += [found.map(lambda tree: json.dumps(tree).encode())] * 3
+        return st.tuples(st.just(name), st.one_of(options))
+
+    names = sorted(str(path.relative_to(_kept())) for pattern in patterns for path in _kept().glob(pattern))
+    return st.sampled_from(names).flatmap(instead)
+
+
+def _read_back(directory: Path, given: tuple[str, bytes]) -> None:
+    from trainers.checkpoint.store import Archive
+    from trainers.measure.run_log import read_log
+    from tune.trials.journal import Journal, read_boundary
+
+    shutil.copytree(_kept(), directory, dirs_exist_ok=True)
+    (directory / given[0]).write_bytes(given[1])
+    storage = Storage(str(directory))
+    storage.write("config.yaml", _dump(TRAIN).encode())
+    named = TRAIN | {"name": directory.name, "storage_path": str(directory.parent)}
+    spec = read_spec(_write(directory, _dump(named).encode()), {})
+    for door in (
+        lambda: Archive(storage).choose("newest"),
+        lambda: Archive(storage).read("step-000000000001", "state.pt"),
+        lambda: prepare_storage(spec, False),
+        lambda: read_log(storage),
+        lambda: Journal(storage).records(),
+        lambda: read_boundary(storage),
+    ):
+        try:
+            door()
+        except PacelineError as error:
+            check_sentence(error)
+
+
+READ_BACK = (
+    Target("checkpoint", lambda: kept("checkpoints/*/*"), _read_back, 100),
+    Target("result and log", lambda: kept("*.json", "log/*"), _read_back, 50),
+    Target("journal", lambda: kept("trials/*"), _read_back, 50),
+)
 TARGETS = (
     Target("train.yaml", lambda: files((TRAIN,), TRAIN_KEYS), _train, 250),
     Target("sweep.yaml", lambda: files((SWEEP, DRAWN, FRONTIER), SWEEP_KEYS), _sweep, 200),
@@ -374,11 +454,11 @@ def main() -> int:
     examples, seed = (given + [20_000, 0][len(given) :])[:2]
     os.chdir(REPOSITORY)
     failed = 0
-    for target in TARGETS:
-        fuzz(target, 5)  # what is imported at the first use is no example's
-        _WORST[0] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for target in (*TARGETS, *READ_BACK):
         try:
-            fuzz(target, examples * target.share // 1000, seed)
+            fuzz(target, 5)  # what is imported at the first use is no example's
+            _WORST[0] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            fuzz(target, examples * target.share // 1200, seed)
             print(f"{target.name}: held", flush=True)
         except BaseException as error:
             failed += 1

@@ -107,7 +107,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "directory": lambda path: path.mkdir(),
     "invalid_utf_8": lambda path: path.write_bytes(b"a: \xff"),
     "utf_16": lambda path: path.write_bytes("a: 1".encode("utf-16")),
-    "endless": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**40),
+    "endless": lambda path: (path.touch(), os.truncate(path, 2**40)),
     "missing": lambda path: None,
 }
 
@@ -117,7 +117,7 @@ def test_what_is_no_file_of_text(kind: str, tmp_path: Path, capsys: pytest.Captu
     KINDS[kind](tmp_path / "given.yaml")
     for file in (str(tmp_path / "given.yaml"), f"file://{tmp_path}/given.yaml"):
         for door in DOORS if "://" not in file else ("trainers", "tune"):
-            assert DOORS[door](file) == (1 if kind == "link_to_itself" and "://" in file else 2), (door, file)
+            assert DOORS[door](file) in ((1, 2) if kind == "link_to_itself" else (2,)), (door, file)
             one_sentence(capsys)
     with pytest.raises(PacelineError):
         read_mapping(Storage(str(tmp_path)), "given.yaml")
@@ -184,7 +184,8 @@ def test_what_cannot_be_read_again_is_not_written() -> None:
         (["--name", '"a\\0"'], "no text"),
         (["--storage_path", '"a\\nb"'], "control characters"),
         (["--storage_path", '"a\\e[31mb"'], "control characters"),
-        (["--task", "x" * 5000 + ":T"], "cannot be found"),
+        (["--task", "x" * 5000 + ":T"], "module:Class"),
+        (["--task", "x" * 250 + ".y:T"], "cannot be found"),
         (["--task", "a..b:T"], "cannot be found"),
         (["--optimizer..lr", "1"], "there is no such key"),
         (["--.", "1"], "there is no such key"),

@@ -127,7 +127,8 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     path, owner, field = _locate(model, problem["loc"], kind == "extra_forbidden")
     leaf = path.rsplit(".", 1)[-1]
     if kind == "extra_forbidden":
-        return ConfigError(path, problem["input"], "there is no such key", _instead(model, owner, path), source)
+        fix = _instead(model, owner, path)
+        return ConfigError(path or '""', problem["input"], "there is no such key", fix, source)
     if kind == "invalid_key":
         rule, fix = "has a key that is no text", "write it in quotes"
         return ConfigError(path.rpartition("[")[0] or "the file", MISSING, rule, fix, source)

@@ -32,6 +32,7 @@ class TrainConfig(Settings):
 
     task: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        max_length=256,
         examples=["task:MyTask"],
         json_schema_extra={"rule": "must be `module:Class`"},
     )
