@@ -194,7 +194,7 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Call
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name where the message is empty."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 # torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).

@@ -50,10 +50,10 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
 def _check_size(tree: Tree) -> None:
     layer: list[Any] = [tree]
     levels = values = 0
-    while layer and levels <= _DEEPEST and values <= _MOST_VALUES:
-        layer = [part for node in layer for part in (node.values() if isinstance(node, dict) else node)]
-        levels, values = levels + 1, values + len(layer)
-        layer = [part for part in layer if isinstance(part, dict | list)]
-    if layer:
-        rule = f"is nested deeper than {_DEEPEST} levels, or has more than {_MOST_VALUES} values"
-        raise ConfigError("the configuration", MISSING, rule, "keep it in a file that the task reads")
+    while layer:
+        parts = [part for node in layer for part in (node.values() if isinstance(node, dict) else node)]
+        layer = [part for part in parts if isinstance(part, dict | list)]
+        levels, values = levels + 1, values + len(parts)
+        if levels > _DEEPEST or values > _MOST_VALUES:
+            rule = f"is nested deeper than {_DEEPEST} levels, or has more than {_MOST_VALUES} values"
+            raise ConfigError("the configuration", MISSING, rule, "keep it in a file that the task reads")
