@@ -15,14 +15,16 @@ from pydantic import Field
 from trainers.command_line import complain, run
 from trainers.errors import MISSING, ConfigError
 
-_Host = Annotated[float | None, Field(ge=0, title="C", description="of hosts that the file says nothing of")]
-_Gpus = Annotated[float | None, Field(ge=0, title="G", description="default: 1 where a node has GPUs, else 0")]
-_Price = Annotated[str, Field(pattern=r"^[^=]+=[0-9]*\.?[0-9]+$")]
+_Host = Annotated[float | None, Field(ge=0, le=1e6, title="C", description="of hosts that the file says nothing of")]
+_Gpus = Annotated[float | None, Field(ge=0, le=1e6, title="G", description="default: 1 where a node has GPUs, else 0")]
+_Price = Annotated[str, Field(pattern=r"^[^=]+=[0-9]{0,9}\.?[0-9]{1,9}$")]
 _Prices = Annotated[
     tuple[_Price, ...],
     Field(title="TYPE=USD", description="dollars an hour of a machine", json_schema_extra={"rule": "must be TYPE=USD"}),
 ]
-_Nodes = Annotated[int | None, Field(ge=1, title="N", description="wait for N nodes that train; an error with fewer")]
+_Nodes = Annotated[
+    int | None, Field(ge=1, le=10**6, title="N", description="wait for N nodes that train; an error with fewer")
+]
 _Uri = Annotated[str | None, Field(title="URI", description="what all nodes must share; default: $PACELINE_STORAGE")]
 
 
@@ -57,8 +59,8 @@ def validate(
 def plan(
     file: Annotated[str, Field(description="a `ray up` file, or one with a RayCluster")],
     *,
-    workers: Annotated[int, Field(ge=1, title="N", description="workers of one group")],
-    cpus_per_worker: Annotated[float, Field(ge=0, title="C", description="CPUs of a worker")] = 1,
+    workers: Annotated[int, Field(ge=1, le=10**9, title="N", description="workers of one group")],
+    cpus_per_worker: Annotated[float, Field(ge=0, le=1e6, title="C", description="CPUs of a worker")] = 1,
     gpus_per_worker: _Gpus = None,
     price: _Prices = (),
     cpus_per_node: _Host = None,
@@ -74,6 +76,9 @@ def plan(
     if cpus_per_worker == gpus == 0:
         rule = "and --gpus-per-worker cannot both be 0"
         raise ConfigError("--cpus-per-worker", MISSING, rule, "give a worker a CPU or a GPU")
+    for option, asked in (("--cpus-per-worker", cpus_per_worker), ("--gpus-per-worker", gpus)):
+        if 0 < asked < 1e-4:
+            raise ConfigError(option, asked, "must be 0, or at least 0.0001, of which Ray counts", "give a worker more")
     usd_per_hour = {name: float(usd) for name, _, usd in (given.rpartition("=") for given in price)}
     planned = ClusterPlan(cluster, cpus_per_worker, gpus, usd_per_hour)
     planned.require(workers, "--workers", workers, cluster.source)
@@ -85,7 +90,7 @@ def check(
     *,
     local: Annotated[bool, Field(description="this machine alone: what it has, how fast it multiplies")] = False,
     workers: _Nodes = None,
-    wait_s: Annotated[float, Field(ge=0, title="S", description="how long, in seconds")] = 120,
+    wait_s: Annotated[float, Field(ge=0, le=1e9, title="S", description="how long, in seconds")] = 120,
     storage_path: _Uri = None,
     quick: Annotated[bool, Field(description="versions, clocks and storage alone")] = False,
     exclude_bad: Annotated[bool, Field(description="print the label selector of the nodes in order")] = False,

@@ -10,7 +10,7 @@ from rich.table import Table
 from cluster.files.capacity import Cost, cost, grow, nodes_of, smallest, total, worker_slots
 from cluster.files.cluster_file import ClusterFile
 from cluster.files.prices import STALE_AFTER_DAYS, Price, load_prices
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import MISSING, ConfigError, printable
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ClusterPlan:
     @property
     def title(self) -> str:
         """The cluster in words."""
-        return f"{self.cluster.name} ({self.cluster.provider}, {self.cluster.region or 'no region'})"
+        return f"{printable(self.cluster.name)} ({self.cluster.provider}, {self.cluster.region or 'no region'})"
 
     @property
     def worker(self) -> str:

@@ -54,7 +54,7 @@ class Command:
             if not arg.startswith("-"):
                 if not self.argument or (self.argument in given and self.argument not in self.tuples):
                     rule = f"is one argument too many for `{self.call}`"
-                    raise ConfigError(arg, MISSING, rule, "remove it", _SOURCE)
+                    raise ConfigError(arg or '""', MISSING, rule, "remove it", _SOURCE)
                 self._give(given, self.argument, arg)
                 continue
             typed, equals, text = arg.partition("=")

@@ -81,10 +81,10 @@ class ConfigError(PacelineError, ValueError):
         self.field, self.value, self.rule, self.fix, self.source = field, value, rule, fix, source
 
     def __str__(self) -> str:
-        where = f"{self.source}: " if self.source else ""
+        where = f"{_cut(self.source, 1000)}: " if self.source else ""
         shown = "" if self.value is MISSING else f"is {show(self.value)}, but "
         end = "" if self.fix.endswith("?") else "."
-        return redact(f"{where}`{self.field}` {shown}{self.rule}; {self.fix}{end}")
+        return printable(f"{where}`{_cut(self.field)}` {shown}{_cut(self.rule, 1000)}; {_cut(self.fix, 1000)}{end}")
 
     def at(self, source: str) -> ConfigError:
         """The same error, said to come from `source`."""
@@ -246,8 +246,16 @@ def show(value: Any) -> str:
     text = f'"{value}"' if isinstance(value, str) else str(value)
     if isinstance(value, bool) or value is None:
         text = json.dumps(value)
-    text = redact(text[:10_000])
-    return text if len(text) <= 160 else text[:157] + "..."
+    return _cut(redact(text[:10_000]))
+
+
+def _cut(text: str, longest: int = 160) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Return text from elsewhere as one line, without secrets, that moves no cursor: the rest is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in redact(text))
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Callable[[str], str] = str) -> str:
@@ -258,7 +266,7 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Call
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name where the message is empty."""
-    return redact((str(error).strip().splitlines() or [type(error).__name__])[0])
+    return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:

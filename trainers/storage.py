@@ -45,7 +45,10 @@ def storage_uri(storage_path: str | None) -> str:
     path = storage_path or os.environ.get("PACELINE_STORAGE") or "results"
     if "://" in path:
         return path
-    expanded = Path(path).expanduser()
+    try:
+        expanded = Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError("storage_path", path, "names the home of nobody", "write the whole path") from error
     if not expanded.is_absolute() and inside_ray_job():
         rule = "is relative, inside a Ray job, where it would be lost with the job's package"
         fix = "give a path or URI that all nodes share, or set PACELINE_STORAGE on the cluster"

@@ -61,7 +61,7 @@ def plan(
     overrides: dict[str, Any],
     *,
     cluster: Annotated[str, Field(title="CLUSTER.yaml", description="the file of the cluster it would run on")],
-    minutes_per_trial: Annotated[float | None, Field(gt=0, title="M", description=_MINUTES)] = None,
+    minutes_per_trial: Annotated[float | None, Field(gt=0, le=1e9, title="M", description=_MINUTES)] = None,
 ) -> int:
     """Say lanes, trials, hours and dollars of a sweep on a cluster; start nothing."""
     from cluster.files.ray_up import load_cluster

@@ -1,12 +1,18 @@
 """SweepConfig: everything that `sweep.yaml` may say, strict, without torch and Ray."""
 
-from typing import Annotated, Any, Literal, Self
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from trainers.config import TrainConfig
+from trainers.config.foreign import by_name
 from trainers.config.model import Settings
-from trainers.errors import ConfigError
+from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Count, Positive, Seconds
+from trainers.errors import MISSING, ConfigError
 
+MOST_TRIALS = 10_000
 BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
 TO_TARGET = ("time_to_target", "usd_to_target")
 SCORES = ("accuracy", "f1", "auc")  # ends of the names of metrics of which more is better
@@ -28,9 +34,9 @@ class Range(Settings):
     """Any number between two, evenly in the logarithm."""
     choice: list[Any] | None = Field(default=None, min_length=1)
     """One of a list, at random."""
-    min: int | None = Field(default=None, ge=1)
+    min: Positive | None = Field(default=None)
     """Whole numbers from here, evenly in the logarithm: for batch sizes."""
-    max: int | None = Field(default=None, ge=1)
+    max: Positive | None = Field(default=None)
     """Whole numbers up to here, included."""
 
     @model_validator(mode="after")
@@ -41,7 +47,7 @@ class Range(Settings):
             raise ConfigError("", given, rule, "write for example {loguniform: [1e-4, 1e-2]}")
         fix = "write the smaller number first"
         low, high = self.uniform or (1.0, 2.0)
-        self.refuse_if(low >= high, "uniform", "must rise", fix)
+        self.refuse_if(not 0 < high - low < math.inf, "uniform", "must rise", fix)
         low, high = self.loguniform or (1.0, 2.0)
         self.refuse_if(not 0 < low < high, "loguniform", "must rise from above 0", fix)
         self.refuse_if((self.min or 1) >= (self.max or 2), "max", f"must be greater than min ({self.min})", "raise it")
@@ -112,36 +118,56 @@ class Population(Settings):
 class Finalists(Settings):
     """Trials that are repeated alone, with other seeds, once the search has ended (objectives *_to_target)."""
 
-    count: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+    count: Literal["auto"] | Count = Field(
         default="auto", examples=[3], json_schema_extra={"rule": "must be auto or a whole number of at least 0"}
     )
     """How many, the fastest first, where one run each cannot tell them apart; auto: 3 with search frontier, else 0."""
-    repeats: int = Field(default=2, ge=1)
+    repeats: Positive = Field(default=2)
     """Repeats of each, in turn."""
 
 
 class Budget(Settings):
     """What the sweep may spend; the first that is used up ends it, with the best so far."""
 
-    trials: Annotated[int, Field(ge=1)] | None = Field(default=None, examples=[20])
+    trials: Annotated[int, Field(ge=1, le=MOST_TRIALS)] | None = Field(default=None, examples=[20])
     """Trials."""
-    time_s: float | None = Field(default=None, gt=0, examples=[3600])
+    time_s: Seconds | None = Field(default=None, examples=[3600])
     """Seconds."""
-    usd: float | None = Field(default=None, gt=0, examples=[50.0])
+    usd: float | None = Field(default=None, gt=0, le=1e12, examples=[50.0])
     """Dollars, at `usd_per_hour`."""
+
+
+_NAMES = {
+    "budget.trials": "n_trials num_trials num_samples max_trials run_cap",
+    "budget.time_s": "timeout time_budget time_budget_s",
+    "lanes": "max_concurrent max_concurrent_trials n_jobs parallelism",
+    "space": "parameters params param_space search_space config distributions",
+    "search": "search_alg algorithm sampler searcher method",
+    "scheduler": "pruner early_terminate early_stopping",
+    "objective.mode": "direction goal",
+}
 
 
 class SweepConfig(Settings):
     """One sweep."""
 
+    call: ClassVar[str] = "python -m tune"
+    holds: ClassVar[Mapping[str, type[Settings]]] = {"train": TrainConfig}
+    foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = {
+        name: meant if isinstance(meant, str) else tuple(f"train.{key}" for key in meant)
+        for name, meant in TrainConfig.foreign.items()
+    } | by_name(_NAMES)
+
     name: str = Field(
         default="sweep",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        pattern=NAME,
         examples=["digits-sweep"],
-        json_schema_extra={"rule": "must be letters, digits, `.`, `_` and `-`"},
+        json_schema_extra={"rule": NAME_RULE},
     )
     """Name of the sweep: its directory below `storage_path`."""
-    storage_path: str | None = Field(default=None, min_length=1, examples=["s3://bucket/sweeps"])
+    storage_path: str | None = Field(
+        default=None, pattern=PATH, examples=["s3://bucket/sweeps"], json_schema_extra={"rule": PATH_RULE}
+    )
     """Where sweeps are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
     train: str | dict[str, Any] = Field(
         examples=["train.yaml"], json_schema_extra={"rule": "must be the name of a file, or a mapping"}
@@ -158,14 +184,14 @@ class SweepConfig(Settings):
     search: Literal["grid", "random", "optuna", "frontier"] = Field(default="grid")
     """How trials are chosen; grid tries every combination of the lists, optuna (TPE) draws where trials went well,
     frontier measures a few batch sizes shortly and trains to the target only where the answer can still change."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Seed of the search."""
     scheduler: Literal["none", "asha", "pbt"] = Field(default="none")
     """What acts on trials while they run: nothing; ASHA, which stops bad ones early by their evaluations; or PBT, which
     trains all side by side and lets bad ones go on from good ones, with other values of the optimizer's keys."""
     pbt: Population = Field(default_factory=Population)
     """How `scheduler: pbt` trains its population."""
-    lanes: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+    lanes: Literal["auto"] | Positive = Field(
         default="auto", examples=[2], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
     )
     """Worker groups that run trials side by side; auto: as many as the cluster holds, or may grow to by its file."""
@@ -175,7 +201,7 @@ class SweepConfig(Settings):
     """The best trials once more, for an answer with an interval."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
-    usd_per_hour: float | None = Field(default=None, gt=0, examples=[9.69])
+    usd_per_hour: float | None = Field(default=None, gt=0, le=1e12, examples=[9.69])
     """Price of all that the sweep holds, dollars an hour; `python -m tune plan` says it of a cluster file."""
 
     @model_validator(mode="after")
@@ -191,6 +217,11 @@ class SweepConfig(Settings):
         elif self.search != "grid":
             rule = f"says how many trials search {self.search} makes"
             self.refuse_if(self.budget.trials is None, "budget.trials", rule, "add `trials: 20`")
+        lists = [len(values) for values in self.space.values() if isinstance(values, list)]
+        trials = math.prod(lists) if self.search == "grid" else sum(lists)
+        if trials > MOST_TRIALS:
+            rule, fix = f"makes {trials} trials, more than {MOST_TRIALS}", "list fewer values, or set `search: random`"
+            raise ConfigError("space", MISSING, rule, fix)
         for key, values in self.space.items():
             if values == []:
                 raise ConfigError(f"space.{key}", values, "has no values", "list at least one")
@@ -239,5 +270,5 @@ class SweepConfig(Settings):
         """Seconds until the budget of time or of dollars is used up, whichever is first; None without either."""
         limits = [] if self.budget.time_s is None else [self.budget.time_s]
         if self.budget.usd is not None and self.usd_per_hour is not None:
-            limits.append(self.budget.usd / self.usd_per_hour * 3600)
+            limits.append(min(1e9, self.budget.usd / self.usd_per_hour * 3600))
         return min(limits, default=None)

@@ -5,10 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cluster.files.capacity import NodeType
-from trainers.config.yaml import parse_yaml
+from trainers.config.yaml import parse_documents, read_text
 from trainers.errors import MISSING, ConfigError
 
 
@@ -41,13 +39,10 @@ class ClusterFile:
 def read_documents(path: Path, source: str) -> list[Any]:
     """Read the YAML documents of a file; ConfigError with line and column for what is no YAML."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        rule = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        raise ConfigError("the file", MISSING, rule, "give the path of a cluster YAML", source) from error
-    # YAML 1.1, unlike the rest of Paceline: Ray and Kubernetes read it so.
-    documents: list[Any] = parse_yaml(text, source, lambda text: list(yaml.safe_load_all(text)))
-    return documents
+        text = read_text(path, source)
+    except FileNotFoundError as error:
+        raise ConfigError("the file", MISSING, "does not exist", "give the path of a cluster YAML", source) from error
+    return parse_documents(text, source)
 
 
 def join(field: str, key: object) -> str:

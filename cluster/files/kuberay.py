@@ -4,19 +4,54 @@ Kubernetes drops fields that it does not know without a word, so a misspelt one 
 """
 
 import csv
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cluster.files.capacity import NodeType
 from cluster.files.cluster_file import ClusterFile, join
-from trainers.errors import MISSING, ConfigError, did_you_mean
+from cluster.files.shape import MOST_NODES, Shape, check_shape
+from trainers.errors import MISSING, ConfigError, did_you_mean, printable
 
 GPU = "nvidia.com/gpu"
 _API = "ray.io/v1"
 _KINDS = ("RayCluster", "RayJob")
 _HOW_TO_WRITE = "cluster/kuberay.yaml is an example"
+_POD: Shape = {
+    "restartPolicy": "text",
+    "nodeSelector": {"*": "text"},
+    "tolerations": [{"key": "text"}],
+    "containers": [
+        {
+            "image": "text",
+            "env": [{"name": "text", "value": "scalar"}],
+            "resources": {"limits": {"cpu": "quantity", GPU: "quantity"}},
+        }
+    ],
+}
+_GROUP: Shape = {
+    "groupName": "text",
+    "minReplicas": "count",
+    "maxReplicas": "count",
+    "numOfHosts": "count",
+    "priority": "whole",
+    "serviceType": "text",
+    "enableIngress": "flag",
+    "rayStartParams": {"*": "scalar", "num-cpus": "quantity", "num-gpus": "quantity"},
+    "template": {"spec": _POD},
+}
+_SPEC: Shape = {
+    "rayVersion": "scalar",
+    "authOptions": {"mode": "text"},
+    "autoscalerOptions": {"version": "text"},
+    "enableInTreeAutoscaling": "flag",
+    "headGroupSpec": _GROUP,
+    "workerGroupSpecs": [_GROUP],
+}
+_SHAPES: dict[str, Shape] = {
+    "RayCluster": {"metadata": {"name": "text"}, "spec": _SPEC},
+    "RayJob": {"metadata": {"name": "text"}, "spec": {"shutdownAfterJobFinishes": "flag", "rayClusterSpec": _SPEC}},
+}
 # The fields of KubeRay's custom resources (v1, August 2026) at the levels where typing errors would be dropped.
 with Path(__file__).with_name("kuberay_fields.csv").open(newline="", encoding="utf-8") as _stream:
     _FIELDS = {row["object"]: row["fields"].split() for row in csv.DictReader(_stream)}
@@ -39,7 +74,7 @@ def kuberay_files(documents: list[Any], source: str) -> tuple[ClusterFile, ...]:
 
 def pod_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the pod spec of a head or worker group."""
-    return (group["template"].get("spec") or {}) if isinstance(group.get("template"), dict) else {}
+    return (group.get("template") or {}).get("spec") or {}
 
 
 def container_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,11 +101,13 @@ def quantity(value: object) -> float:
 
 
 def _cluster_file(document: Mapping[str, Any], source: str) -> ClusterFile:
-    kind, name = document["kind"], (document.get("metadata") or {}).get("name")
-    where = f"{source}, {kind} {name}" if name else f"{source}, {kind}"
+    kind, metadata = document["kind"], document.get("metadata")
+    name = metadata.get("name") if isinstance(metadata, dict) else None
+    where = f"{source}, {kind} {printable(str(name))}" if name else f"{source}, {kind}"
     try:
         if document.get("apiVersion") != _API:
             raise ConfigError("apiVersion", document.get("apiVersion", MISSING), f"must be {_API}", "correct it")
+        check_shape(document, _SHAPES[kind], "", _HOW_TO_WRITE)
         if not name:
             raise ConfigError("metadata.name", MISSING, "is required", "add `name`")
         spec, prefix = _mapping(document, "spec", ""), "spec"
@@ -82,61 +119,57 @@ def _cluster_file(document: Mapping[str, Any], source: str) -> ClusterFile:
         _known(spec, "RayCluster", prefix)
         _mapping(spec, "headGroupSpec", prefix)
         types = tuple(_node_type(path, group, join(prefix, path)) for path, group in groups_of(spec).items())
+        names = [node_type.name for node_type in types[1:]]
+        for index, group_name in enumerate(names):
+            if group_name in names[:index]:
+                field = f"{prefix}.workerGroupSpecs.{index}.groupName"
+                raise ConfigError(field, group_name, "must be another one than those before", "rename the group")
     except ConfigError as error:
         raise error.at(where) from error
     max_workers = sum(node_type.max_workers for node_type in types)
     return ClusterFile(where, name, "kuberay", max_workers, types, written=document, config=spec)
 
 
-def _node_type(path: str, group: Any, field: str) -> NodeType:
+def _node_type(path: str, group: Mapping[str, Any], field: str) -> NodeType:
     kind = path.partition(".")[0]
     is_head = kind == "headGroupSpec"
-    if not isinstance(group, dict):
-        raise ConfigError(field, group, "must be a mapping", _HOW_TO_WRITE)
     _known(group, kind, field)
     for key in ("template",) if is_head else ("groupName", "minReplicas", "maxReplicas", "template"):
-        if key not in group:
+        if group.get(key) is None:
             raise ConfigError(join(field, key), MISSING, "is required", f"add `{key}`")
     if not pod_of(group).get("containers"):
         raise ConfigError(f"{field}.template.spec.containers", MISSING, "is required", _HOW_TO_WRITE)
-    resources = _resources(group, field)
+    resources = _resources(group)
     if is_head:
         return NodeType("head", resources, is_head=True)
-    for key in ("minReplicas", "maxReplicas"):
-        if not isinstance(group[key], int) or isinstance(group[key], bool) or group[key] < 0:
-            raise ConfigError(join(field, key), group[key], "must be a whole number of at least 0", "correct it")
-    low, high, hosts = group["minReplicas"], group["maxReplicas"], group.get("numOfHosts", 1)
+    low, high, hosts = group["minReplicas"], group["maxReplicas"], group.get("numOfHosts") or 1
     if low > high:
         rule = f"must be at most maxReplicas, {high}"
         raise ConfigError(f"{field}.minReplicas", low, rule, f"write {high} or less, or raise maxReplicas")
+    if high * hosts > MOST_NODES:
+        rule = f"makes {high * hosts} pods with numOfHosts {hosts}, more than {MOST_NODES}"
+        raise ConfigError(f"{field}.maxReplicas", high, rule, "lower one of the two")
     return NodeType(
         name=group["groupName"],
         resources=resources,
         min_workers=low * hosts,
         max_workers=high * hosts,
         instance_type=(pod_of(group).get("nodeSelector") or {}).get("node.kubernetes.io/instance-type"),
-        priority=group.get("priority", 0),
+        priority=group.get("priority") or 0,
     )
 
 
-def _resources(group: Mapping[str, Any], field: str) -> dict[str, float]:
+def _resources(group: Mapping[str, Any]) -> dict[str, float]:
     """What a pod gives to Ray: rayStartParams say it, else the limits of its container."""
     limits, start = limits_of(group), group.get("rayStartParams") or {}
-    found: dict[str, float] = {}
-    for name, flag, limit in (("CPU", "num-cpus", "cpu"), ("GPU", "num-gpus", GPU)):
-        value = start.get(flag, limits.get(limit))
-        try:
-            found |= {} if value is None else {name: quantity(value)}
-        except ValueError as error:
-            raise ConfigError(join(field, flag), value, "must be a number", "correct it") from error
-    return found
+    said = {"CPU": start.get("num-cpus", limits.get("cpu")), "GPU": start.get("num-gpus", limits.get(GPU))}
+    return {name: quantity(value) for name, value in said.items() if value is not None}
 
 
 def _mapping(parent: Mapping[str, Any], key: str, field: str) -> Mapping[str, Any]:
-    value = parent.get(key)
-    if not isinstance(value, dict):
-        rule = "is required" if value is None else "must be a mapping"
-        raise ConfigError(join(field, key), MISSING if value is None else value, rule, _HOW_TO_WRITE)
+    value: Mapping[str, Any] | None = parent.get(key)
+    if value is None:
+        raise ConfigError(join(field, key), MISSING, "is required", _HOW_TO_WRITE)
     return value
 
 
@@ -146,4 +179,4 @@ def _known(mapping: Mapping[str, Any], kind: str, field: str) -> None:
         if key not in known:
             fix = did_you_mean(key, known, f"the fields here are {', '.join(known)}")
             rule = "is no such field, and Kubernetes would drop it"
-            raise ConfigError(join(field, re.sub(r"\s", "", str(key))), mapping[key], rule, fix)
+            raise ConfigError(join(field, key), mapping[key], rule, fix)

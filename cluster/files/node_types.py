@@ -6,9 +6,10 @@ from typing import Any
 
 from cluster.files.capacity import NodeType
 from cluster.files.prices import Price, load_prices
+from cluster.files.shape import MOST_NODES
 
 # Google's accelerator types carry the number of GPUs in their name: a2-highgpu-8g.
-_GPUS_IN_NAME = re.compile(r"a[234]-\w+-(\d+)g(?:-\w+)?")
+_GPUS_IN_NAME = re.compile(r"a[234]-\w+-(\d{1,4})g(?:-\w+)?")
 
 
 def node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]) -> tuple[NodeType, ...]:
@@ -36,7 +37,7 @@ def node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]])
                 is_head=name == config["head_node_type"],
                 instance_type=instance_type,
                 spot=_is_spot(machine),
-                priority=node_type.get("priority", 0),
+                priority=node_type.get("priority") or 0,
             )
         )
     return tuple(result)
@@ -51,7 +52,7 @@ def instance_type_of(machine: Mapping[str, Any]) -> str | None:
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
     """Return how many GPUs the machine has: attached ones, by the price list, or by its name; None when unknown."""
     if attached := machine.get("guestAccelerators"):
-        return sum(int(entry.get("acceleratorCount", 0)) for entry in attached)
+        return sum(entry.get("acceleratorCount") or 0 for entry in attached)
     if price is not None:
         return price.gpus
     match = _GPUS_IN_NAME.fullmatch(instance_type_of(machine) or "")
@@ -83,4 +84,4 @@ def _started_with(commands: Sequence[str]) -> dict[str, float]:
     """The resources that `ray start` is told; what it is not told it finds on the host."""
     text = " ".join(command.split("ray start", 1)[1] for command in commands if "ray start" in command)
     told = re.findall(r"--num-(cpu|gpu)s[=\s]+(\d+)", text)
-    return {name.upper(): float(amount) for name, amount in told}
+    return {name.upper(): min(float(amount), MOST_NODES) for name, amount in told}

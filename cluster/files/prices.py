@@ -2,6 +2,7 @@
 
 import csv
 import datetime as dt
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Price:
         return self.age_days(today) > STALE_AFTER_DAYS
 
 
+@functools.cache
 def load_prices(path: Path = PRICES) -> dict[str, Price]:
     """Read the price list, by instance type."""
     with path.open(newline="", encoding="utf-8") as stream:

@@ -11,6 +11,7 @@ from typing import Any
 from cluster.files.cluster_file import ClusterFile, join, read_documents
 from cluster.files.kuberay import is_kuberay, kuberay_files
 from cluster.files.node_types import node_types
+from cluster.files.shape import Shape, check_shape
 from trainers.errors import MISSING, ConfigError, ConfigErrors, did_you_mean, first_line
 
 _PROVIDERS = ("aws", "azure", "gcp", "local", "vsphere", "aliyun")
@@ -18,6 +19,31 @@ _SETUP_FIELDS = ("head_setup_commands", "worker_setup_commands")
 _START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
 _COMMAND_FIELDS = ("initialization_commands", "setup_commands", *_SETUP_FIELDS, *_START_FIELDS)
 _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
+_MACHINE: Shape = {
+    "InstanceType": "text",
+    "InstanceMarketOptions": {"MarketType": "text"},
+    "machineType": "text",
+    "guestAccelerators": [{"acceleratorCount": "count"}],
+    "scheduling": ({"preemptible": "scalar", "provisioningModel": "text", "onHostMaintenance": "text"},),
+    "azure_arm_parameters": {"vmSize": "text", "priority": "text"},
+}
+_PERMISSION: Shape = {
+    "FromPort": "scalar",
+    "ToPort": "scalar",
+    "IpRanges": [{"CidrIp": "text"}],
+    "Ipv6Ranges": [{"CidrIpv6": "text"}],
+}
+_SHAPE: Shape = {
+    "min_workers": "nodes",
+    "max_workers": "nodes",
+    "file_mounts": {"*": "text"},
+    "provider": {"worker_ips": ["text"], "security_group": {"IpPermissions": [_PERMISSION]}},
+    "docker": {"run_options": ["text"], "head_run_options": ["text"], "worker_run_options": ["text"]},
+    "available_node_types": {
+        "*": {"min_workers": "nodes", "max_workers": "nodes", "resources": {"*": "count"}, "node_config": _MACHINE}
+    },
+}
+"""What Ray's schema leaves open, and is read here."""
 
 
 def load_cluster(path: str | Path) -> ClusterFile:
@@ -45,13 +71,15 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
         raise ConfigError("the file", MISSING, "must be one document for `ray up`", "remove the `---` in it", source)
     if not isinstance(written, dict):
         raise ConfigError("the file", written, "must be a mapping of fields to values", _HOW_TO_WRITE, source)
-    _check_shape(written, source)
+    _check_schema(written, source)
+    check_shape(written, _SHAPE, "", _HOW_TO_WRITE, source)
     _check_provider(written, source)
     with _asking_ray(written, source):
         config = prepare_config(copy.deepcopy(written))
     _check_counts(written, config, source)
     with _asking_ray(written, source):
         validate_config(config)
+    check_shape(config, _SHAPE, "", _HOW_TO_WRITE, source)  # with the node types that Ray makes of legacy fields
     provider, commands = config["provider"], _commands(written, config)
     return ClusterFile(
         source=source,
@@ -66,7 +94,7 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
     )
 
 
-def _check_shape(written: dict[str, Any], source: str) -> None:
+def _check_schema(written: dict[str, Any], source: str) -> None:
     """What the file itself says, by Ray's schema: before the defaults, which crash on a wrong type."""
     from ray.autoscaler._private.util import validate_config
 
@@ -98,7 +126,7 @@ def _schema_error(error: Any, source: str) -> ConfigError:
         "minimum": f"must be at least {error.validator_value}",
         "enum": f"must be one of {error.validator_value}",
     }
-    rule = rules.get(error.validator, f"breaks Ray's schema ({error.message})")
+    rule = rules.get(error.validator, f"breaks Ray's schema ({error.message[-160:]})")
     return ConfigError(field or "the file", error.instance, rule, _HOW_TO_WRITE, source)
 
 

@@ -12,7 +12,6 @@ from cluster.rules.timeouts import reaction_findings
 from cluster.rules.versions import expected_versions, same_version
 from trainers.errors import MISSING
 
-_TAG = re.compile(r"[^/@]*:([^@:/]+)(?:@sha256:[0-9a-f]{64})?$")
 _RAY_IN_IMAGE = re.compile(r"(?:rayproject/ray(?:-ml|-llm)?:|ray[-_]?)(\d+\.\d+\.\d+)")
 _ENV = "template.spec.containers.0.env"
 
@@ -89,8 +88,9 @@ def _open(head: Mapping[str, Any], field: str) -> Iterator[Finding]:
 def _image(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:
     where, image = f"{field}.template.spec.containers.0.image", container_of(group).get("image")
     right = expected_versions().get("ray")
-    tag = _TAG.search(image or "")
-    if image is None or (tag is None and "@sha256:" not in image) or (tag and tag[1].startswith("latest")):
+    name, _, digest = (image or "").partition("@")
+    tag = name.rpartition("/")[2].partition(":")[2]
+    if image is None or not (tag or digest) or tag.startswith("latest"):
         rule = "must be pinned by a tag, or pods that start later differ"
         yield warning(where, image or MISSING, rule, "write a tag that names the versions in it")
     elif (version := _RAY_IN_IMAGE.search(image)) and right and not same_version(version[1], right):
@@ -99,16 +99,18 @@ def _image(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _gpus(field: str, group: Mapping[str, Any], is_head: bool) -> Iterator[Finding]:
     start = group.get("rayStartParams") or {}
-    limit = quantity(limits_of(group).get(GPU, 0))
-    said = quantity(start.get("num-gpus", limit))
+    limit = quantity(limits_of(group).get(GPU) or 0)
+    told = start.get("num-gpus")
+    said = limit if told is None else quantity(told)
     if is_head:
-        if quantity(start.get("num-cpus", 1)) or said:
+        cpus = start.get("num-cpus")
+        if said or cpus is None or quantity(cpus):
             fix = f'write `num-cpus: "0"` and `num-gpus: "0"`, {HEAD_WORKS_FIX}'
             yield warning(f"{field}.rayStartParams", dict(start), HEAD_WORKS, fix)
         return
     if said != limit:
         rule = f"must be the container's limit of {GPU}, {limit:g}"
-        yield error(f"{field}.rayStartParams.num-gpus", start["num-gpus"], rule, f'write "{limit:g}"')
+        yield error(f"{field}.rayStartParams.num-gpus", told, rule, f'write "{limit:g}"')
     tolerated = {entry.get("key") for entry in pod_of(group).get("tolerations") or ()}
     # A toleration without a key tolerates everything.
     if limit and not tolerated & {GPU, None}:
@@ -134,4 +136,6 @@ def _storage(groups: Groups) -> Iterator[Finding]:
 def _environment(group: Mapping[str, Any]) -> dict[str, str]:
     """The environment variables of a group's Ray container that are written out."""
     entries = container_of(group).get("env") or ()
-    return {entry["name"]: str(entry["value"]) for entry in entries if "name" in entry and "value" in entry}
+    return {
+        entry["name"]: str(entry["value"]) for entry in entries if entry.get("name") and entry.get("value") is not None
+    }

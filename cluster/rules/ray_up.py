@@ -7,8 +7,8 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterator, Mapping
-
-import yaml
+from itertools import chain
+from typing import Any
 
 from cluster.files.cluster_file import ClusterFile
 from cluster.finding import Finding, error, warning
@@ -92,8 +92,8 @@ def _is_loopback(address: object) -> bool:
 
 def _ports(cluster: ClusterFile) -> Iterator[Finding]:
     group = cluster.config["provider"].get("security_group") or {}
-    for permission in group.get("IpPermissions", []):
-        ranges = [*permission.get("IpRanges", []), *permission.get("Ipv6Ranges", [])]
+    for permission in group.get("IpPermissions") or ():
+        ranges = [*(permission.get("IpRanges") or ()), *(permission.get("Ipv6Ranges") or ())]
         is_open = any(entry.get("CidrIp", entry.get("CidrIpv6")) in _WORLD for entry in ranges)
         ports = (permission.get("FromPort"), permission.get("ToPort"))
         if is_open and ports != (_SSH_PORT, _SSH_PORT):
@@ -116,9 +116,18 @@ def _keys(cluster: ClusterFile) -> Iterator[Finding]:
             fix = "log in on this machine, and give the nodes a role (instance profile, service account)"
             yield error(f"provider.{key}", MISSING, rule, fix)
             return
-    if _KEYS.search(yaml.safe_dump(dict(cluster.written), width=10**6)):
+    if any(map(_KEYS.search, _texts(cluster.written))):
         fix = "give the nodes a role (instance profile, service account, managed identity)"
         yield error("a cloud key", MISSING, rule, fix)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All text in plain data, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in chain(value, value.values()) if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 """How fast a cluster reacts: until a dead node is noticed, and what a job may still do when it is stopped."""
 
+import math
 from collections.abc import Callable, Iterator
 
 from cluster.finding import Finding, warning
@@ -28,6 +29,7 @@ def reaction_findings(field: str, value_of: Callable[[str], str | None]) -> Iter
 
 def _number(text: str | None, default: float) -> float:
     try:
-        return float(text) if text else default
+        value = float(text) if text else default
     except ValueError:
         return default
+    return value if math.isfinite(value) else default

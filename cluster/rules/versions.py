@@ -1,5 +1,6 @@
 """Which versions a cluster installs, against those that Paceline is tested with."""
 
+import functools
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -8,6 +9,8 @@ from pathlib import Path
 from cluster.files.cluster_file import ClusterFile
 from cluster.finding import Finding, error, warning
 from cluster.rules.sentences import DIFFERS
+from trainers.config.yaml import read_text
+from trainers.errors import ConfigError
 from trainers.versions import package_versions
 
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
@@ -18,9 +21,10 @@ _RAY_IMAGE = re.compile(r"rayproject/ray(?:-ml|-llm)?(?::(\d+\.\d+\.\d+)?.*)?$")
 _MUST_BE_PINNED = ("ray", "torch")
 
 
+@functools.cache
 def expected_versions(constraints: Path = _CONSTRAINTS) -> dict[str, str]:
     """Return the versions for every node: as in constraints.txt, ray and torch else as installed here."""
-    return package_versions(*_MUST_BE_PINNED) | _pins(constraints)
+    return package_versions(*_MUST_BE_PINNED) | (_pins(constraints) or {})
 
 
 def version_findings(cluster: ClusterFile) -> Iterator[Finding]:
@@ -43,8 +47,12 @@ def same_version(one: str, other: str) -> bool:
     return one.split("+")[0] == other.split("+")[0]
 
 
-def _pins(constraints: Path) -> dict[str, str]:
-    lines = constraints.read_text(encoding="utf-8").splitlines() if constraints.is_file() else []
+def _pins(constraints: Path) -> dict[str, str] | None:
+    """The versions that a file pins; None where there is no file to read."""
+    try:
+        lines = read_text(constraints.expanduser(), str(constraints)).splitlines()
+    except (OSError, RuntimeError, ConfigError):  # RuntimeError: the home of nobody
+        return None
     matches = [_REQUIREMENT.fullmatch(line.split("#")[0].strip()) for line in lines]
     return {_normal(match[1]): match[2] for match in matches if match and match[2]}
 
@@ -92,10 +100,10 @@ def _constraint_files(cluster: ClusterFile, expected: Mapping[str, str]) -> Iter
             if local is None:
                 rule = "must be brought to the nodes, which have no such file"
                 yield error(field, file, rule, f"add `{file}: constraints.txt` to file_mounts")
-            elif not (path := Path(local).expanduser()).is_file():
+            elif (pins := _pins(Path(local))) is None:
                 rule = "is not in the directory from which `ray up` would read it"
                 yield warning(f"file_mounts.{file}", local, rule, "run this and `ray up` in the root of the repository")
-            elif not all(same_version(_pins(path).get(package, ""), version) for package, version in right.items()):
+            elif not all(same_version(pins.get(package, ""), version) for package, version in right.items()):
                 rule = f"must pin {' and '.join(f'{name}=={version}' for name, version in right.items())}"
                 yield error(f"file_mounts.{file}", local, rule, "mount Paceline's own constraints.txt")
 

@@ -115,7 +115,7 @@ KUBERAY_REFUSED: list[tuple[str, Change, str, str]] = [
         "did you mean `maxReplicas`?",
     ),
     ("min_above_max", put("workerGroupSpecs.0.minReplicas", 9), "workerGroupSpecs.0.minReplicas", "write 8 or less"),
-    ("negative", put("workerGroupSpecs.0.minReplicas", -1), "workerGroupSpecs.0.minReplicas", "correct it"),
+    ("negative", put("workerGroupSpecs.0.minReplicas", -1), "workerGroupSpecs.0.minReplicas", "cluster/kuberay.yaml"),
     ("no_limit", drop("workerGroupSpecs.0.maxReplicas"), "workerGroupSpecs.0.maxReplicas", "add `maxReplicas`"),
     ("no_head", drop("headGroupSpec"), "headGroupSpec", "cluster/kuberay.yaml"),
     (
@@ -127,8 +127,8 @@ KUBERAY_REFUSED: list[tuple[str, Change, str, str]] = [
     (
         "gpus_no_number",
         put("workerGroupSpecs.0.rayStartParams.num-gpus", "many"),
-        "workerGroupSpecs.0.num-gpus",
-        "correct it",
+        "workerGroupSpecs.0.rayStartParams.num-gpus",
+        "cluster/kuberay.yaml",
     ),
 ]
 

@@ -4,7 +4,9 @@ No torch and no Ray here: a mistake in a file is said before either is imported.
 """
 
 import copy
+import re
 import types
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
@@ -26,6 +28,12 @@ class Settings(BaseModel):
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Groups of keys of which at most one may be set; an override of one replaces the others."""
+    foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = {}
+    """For names of other tools what they are here: dotted keys, or a sentence."""
+    holds: ClassVar[Mapping[str, type["Settings"]]] = {}
+    """The models of keys whose values are built by themselves."""
+    call: ClassVar[str] = ""
+    """The command whose `--help` lists all keys; set where a file begins."""
 
     @model_validator(mode="after")
     def _check_exclusive(self) -> Self:
@@ -119,10 +127,11 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     path, owner, field = _locate(model, problem["loc"], kind == "extra_forbidden")
     leaf = path.rsplit(".", 1)[-1]
     if kind == "extra_forbidden":
-        known = list(keys_of(owner))
-        otherwise = f"the keys here are {', '.join(known)}"
-        fix = did_you_mean(leaf, known, otherwise, lambda near: path.removesuffix(leaf) + near)
-        return ConfigError(path, problem["input"], "there is no such key", fix, source)
+        fix = _instead(model, owner, path)
+        return ConfigError(path or '""', problem["input"], "there is no such key", fix, source)
+    if kind == "invalid_key":
+        rule, fix = "has a key that is no text", "write it in quotes"
+        return ConfigError(path.rpartition("[")[0] or "the file", MISSING, rule, fix, source)
     if kind == "missing":
         what = f" ({field.description.rstrip('.')})" if field and field.description else ""
         return ConfigError(path, MISSING, f"is required{what}", f"add {_example(path, field)}", source)
@@ -139,6 +148,38 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
     return ConfigError(path, problem["input"], rule, f"write {_example(path, field)}", source)
 
 
+_FEW = 8  # keys that a sentence may list
+
+
+def _instead(model: type[Settings], owner: type[Settings], path: str) -> str:
+    """The fix for a key that is not there: its name here, where else it stands, or what is near."""
+    above, _, leaf = path.rpartition(".")
+    every, siblings = dict(_dotted(model)), list(keys_of(owner))
+    word = leaf.lower().replace("-", "_")
+    elsewhere = [key for key in every if key.rpartition(".")[2] == word]
+    meant = model.foreign.get(word) or tuple(elsewhere[:3])
+    if isinstance(meant, str):
+        return meant
+    if meant:
+        return "write " + " or ".join(f"`{key}` ({_first(every[key].description)})" for key in meant)
+    listed = f"the keys here are {', '.join(siblings)}"
+    lists = f"`{model.call} --help` lists the keys" if model.call and len(siblings) > _FEW else listed
+    return did_you_mean(leaf, siblings, lists, lambda near: f"{above}.{near}" if above else near)
+
+
+def _dotted(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """All keys of a model and of the models in it."""
+    for key, field in keys_of(model).items():
+        yield f"{prefix}{key}", field
+        if (below := child_model(model, key) or model.holds.get(key)) is not None:
+            yield from _dotted(below, f"{prefix}{key}.")
+
+
+def _first(description: str | None) -> str:
+    """The first clause of a description, to stand in a sentence."""
+    return re.split(r"[.;:](?:\s|$)| \(", " ".join((description or "").split()))[0]
+
+
 def _example(path: str, field: FieldInfo | None) -> str:
     leaf = path.rsplit(".", 1)[-1].partition("[")[0]
     if field is not None and field.examples:
@@ -148,7 +189,7 @@ def _example(path: str, field: FieldInfo | None) -> str:
     else:
         return f"a valid `{path}`"
     if isinstance(value, Settings):
-        value = value.model_dump(exclude_none=True)
+        value = value.model_dump(exclude_none=True, by_alias=True)
     return f"for example `{leaf}: {dump_inline(value)}`"
 
 

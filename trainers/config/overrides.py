@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainers.config.model import Settings, Tree, child_model
-from trainers.errors import ConfigError
+from trainers.config.yaml import DEEPEST, MOST_VALUES
+from trainers.errors import MISSING, ConfigError
+
+_DEEPEST, _MOST_VALUES = DEEPEST - 16, MOST_VALUES // 2  # a sweep's own file holds two of these, in each other
 
 
 def set_key(tree: Tree, dotted: str, value: Any) -> None:
@@ -22,7 +25,10 @@ def set_key(tree: Tree, dotted: str, value: Any) -> None:
 
 
 def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) -> Tree:
-    """A copy of `tree` with dotted overrides applied; setting one key of an exclusive group drops the others."""
+    """A copy of `tree` with dotted overrides applied; setting one key of an exclusive group drops the others.
+
+    Raises ConfigError for what could not be read again from the file that a run keeps of it.
+    """
     result = copy.deepcopy(tree)
     for dotted, value in overrides.items():
         *path, leaf = dotted.split(".")
@@ -37,4 +43,17 @@ def override(model: type[Settings], tree: Tree, overrides: Mapping[str, Any]) ->
                 if isinstance(node, dict) and not given:
                     node.pop(other, None)
         set_key(result, dotted, value)
+    _check_size(result)
     return result
+
+
+def _check_size(tree: Tree) -> None:
+    layer: list[Any] = [tree]
+    levels = values = 0
+    while layer:
+        parts = [part for node in layer for part in (node.values() if isinstance(node, dict) else node)]
+        layer = [part for part in parts if isinstance(part, dict | list)]
+        levels, values = levels + 1, values + len(parts)
+        if levels > _DEEPEST or values > _MOST_VALUES:
+            rule = f"is nested deeper than {_DEEPEST} levels, or has more than {_MOST_VALUES} values"
+            raise ConfigError("the configuration", MISSING, rule, "keep it in a file that the task reads")

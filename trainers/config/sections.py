@@ -7,7 +7,14 @@ from pydantic import Field, model_validator
 from trainers.config.model import Settings
 from trainers.errors import POLICIES
 
-Positive = Annotated[int, Field(ge=1)]
+LARGEST = 2**31 - 1
+"""Of any count: what torch, numpy and Arrow take everywhere."""
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Restarts = Annotated[int, Field(ge=-1, le=LARGEST)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]  # the longest that every clock and lock takes
+NAME, NAME_RULE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", "must be at most 128 letters, digits, `.`, `_` and `-`"
+PATH, PATH_RULE = r"^[^\x00-\x1f\x7f]+$", "must be a path or URI, without control characters"
 AutoOrBool = Annotated[Literal["auto"] | bool, Field(json_schema_extra={"rule": "must be auto, true or false"})]
 
 
@@ -88,7 +95,7 @@ class EvaluateConfig(Settings):
 class DataConfig(Settings):
     """How samples reach the device."""
 
-    num_workers: int = Field(default=0, ge=0)
+    num_workers: int = Field(default=0, ge=0, le=1024)
     """DataLoader processes of each worker; 0 loads in the worker itself."""
     prefetch_factor: Positive | None = Field(default=None, examples=[2])
     """Microbatches that each loader process prepares ahead (torch's default when not set)."""
@@ -117,7 +124,7 @@ class ScalingConfig(Settings):
     """GPUs for the workers; auto: when the cluster (or this machine) has any."""
     cpus_per_worker: Positive = Field(default=1)
     """CPU cores of one worker, and its number of compute threads under every launcher."""
-    gpus_per_worker: float = Field(default=1, gt=0)
+    gpus_per_worker: float = Field(default=1, gt=0, le=1024)
     """GPUs of one worker."""
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(default="PACK")
     """Ray's placement of the workers on nodes."""
@@ -153,7 +160,7 @@ class CheckpointConfig(Settings):
     """Steps between two checkpoints."""
     every_epochs: Positive | None = Field(default=None)
     """Epochs between two checkpoints (1 when no key is set)."""
-    every_s: float | None = Field(default=None, gt=0, examples=[600])
+    every_s: Seconds | None = Field(default=None, examples=[600])
     """Seconds between two checkpoints."""
     keep: Positive = Field(default=2)
     """Newest checkpoints that are kept."""
@@ -183,19 +190,19 @@ class DdpConfig(Settings):
 class FailureConfig(Settings):
     """How many restarts from the newest checkpoint each kind of failure gets; -1: no limit."""
 
-    error: int = Field(default=POLICIES["error"].restarts, ge=-1)
+    error: Restarts = Field(default=POLICIES["error"].restarts)
     """An exception in the task."""
-    node_lost: int = Field(default=POLICIES["node_lost"].restarts, ge=-1)
+    node_lost: Restarts = Field(default=POLICIES["node_lost"].restarts)
     """A worker process or its node died."""
-    preempted: int = Field(default=POLICIES["preempted"].restarts, ge=-1)
+    preempted: Restarts = Field(default=POLICIES["preempted"].restarts)
     """The node was drained or taken back."""
-    out_of_host_memory: int = Field(default=POLICIES["out_of_host_memory"].restarts, ge=-1)
+    out_of_host_memory: Restarts = Field(default=POLICIES["out_of_host_memory"].restarts)
     """The host ran out of memory."""
-    hung: int = Field(default=POLICIES["hung"].restarts, ge=-1)
+    hung: Restarts = Field(default=POLICIES["hung"].restarts)
     """No step was made for `hang_timeout_s`, or a phase did not end within `phase_timeout_s`."""
-    hang_timeout_s: float = Field(default=1800, gt=0)
+    hang_timeout_s: Seconds = Field(default=1800)
     """Seconds without a batch in training or evaluation until the stacks of all ranks are saved and the workers end."""
-    phase_timeout_s: float | None = Field(default=None, gt=0)
+    phase_timeout_s: Seconds | None = Field(default=None)
     """The same for each phase without batches (import, setup, dataset, model, probe, compilation, checkpoint, end);
     without it four times `hang_timeout_s`, and at least 60.
     """

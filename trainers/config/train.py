@@ -5,13 +5,15 @@ The descriptions below the fields are also the text of `--help` and of docs/conf
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 import trainers.config.sections as sections
+from trainers.config.foreign import FOREIGN
 from trainers.config.model import Settings, Tree, plain
-from trainers.config.sections import AutoOrBool, Positive
+from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, AutoOrBool, Count, Positive, Seconds
 from trainers.errors import MISSING, ConfigError
 
 _SMALLEST_HALF = 2.0**-24
@@ -25,25 +27,30 @@ class TrainConfig(Settings):
         ("global_batch_size", "batch_size_per_worker"),
         ("epochs", "max_steps"),
     )
+    foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = FOREIGN
+    call: ClassVar[str] = "python -m trainers"
 
     task: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        max_length=256,
         examples=["task:MyTask"],
         json_schema_extra={"rule": "must be `module:Class`"},
     )
     """The Task to train, as `module:Class`; the YAML's own directory and those above it are searched."""
     task_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the Task."""
-    task_dir: str | None = Field(default=None)
+    task_dir: str | None = Field(default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE})
     """Directory to search for the task's module first; sweeps set it in best.yaml."""
     name: str = Field(
         default="run",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        pattern=NAME,
         examples=["digits"],
-        json_schema_extra={"rule": "must be letters, digits, `.`, `_` and `-`"},
+        json_schema_extra={"rule": NAME_RULE},
     )
     """Name of the run: its directory below `storage_path`."""
-    storage_path: str | None = Field(default=None, min_length=1, examples=["s3://bucket/runs"])
+    storage_path: str | None = Field(
+        default=None, pattern=PATH, examples=["s3://bucket/runs"], json_schema_extra={"rule": PATH_RULE}
+    )
     """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
 
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
@@ -57,7 +64,7 @@ class TrainConfig(Settings):
     """Passes over the training split."""
     max_steps: Positive | None = Field(default=None, examples=[10000])
     """Optimizer steps, in place of epochs."""
-    max_time_s: float | None = Field(default=None, gt=0, examples=[3600])
+    max_time_s: Seconds | None = Field(default=None, examples=[3600])
     """Seconds until the run writes a checkpoint and leaves; the same command goes on."""
     evaluate: sections.EvaluateConfig = Field(default_factory=sections.EvaluateConfig)
     """Evaluation of the validation split."""
@@ -112,7 +119,7 @@ class TrainConfig(Settings):
     """Restarts for each kind of failure (`launcher: ray`)."""
     tensorboard: bool = Field(default=False)
     """Rank 0 writes the metrics as TensorBoard events too, to `tensorboard/` in the run's directory."""
-    profile_steps: int = Field(default=0, ge=0, examples=[5])
+    profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
     noise_scale: bool = Field(default=False)
     """Measure the gradient noise scale: on workers or microbatches in every tenth step, at the cost of two norms; on
@@ -138,6 +145,7 @@ class TrainConfig(Settings):
         workers, elastic = self.scaling.max_workers, isinstance(self.scaling.num_workers, list)
         captures, num_workers = compiled in ("reduce-overhead", "max-autotune"), "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
+        too_many = self.batch_size > sections.LARGEST
         unused = strategy != "ddp" and self.ddp != sections.DdpConfig()
         moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
         ddp, default, uncaptured = "set `strategy: ddp`", "set `compile: default`", "set `cuda_graphs: false`"
@@ -155,6 +163,7 @@ class TrainConfig(Settings):
             (workers > 1 and launcher == "local", num_workers, "must be 1 with `launcher: local`", spawn),
             (elastic and launcher != "ray", num_workers, "is elastic, which needs Ray", "set `launcher: ray`"),
             (by_worker, "batch_size_per_worker", "has no fixed meaning with elastic workers", total),
+            (too_many, "batch_size_per_worker", f"makes {self.batch_size} samples of all workers", "write fewer"),
         ):
             self.refuse_if(condition, key, rule, fix)
         return self

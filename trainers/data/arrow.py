@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainers.data.arrow_columns import Array, NotMappedError, Numbers, Values, column_of, place
-from trainers.data.arrow_files import Entry, check_columns, column_names, converted, find_files, mapped_batches
+from trainers.data.arrow_files import DAMAGED, Entry, check_columns, column_names, converted, find_files, mapped_batches
 from trainers.errors import ConfigError, StorageError, did_you_mean
 from trainers.storage import Storage
 
@@ -164,7 +164,7 @@ class _MappedFile:
         try:
             whole = pa.memory_map(str(path)).read_buffer()
             batches = mapped_batches(whole, columns)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (*DAMAGED, OSError) as error:
             raise NotMappedError from error
         self.rows = sum(batch.num_rows for batch in batches)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])[:-1]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainers.data.arrow_files import check_nulls
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, StorageError
 
 Array = np.ndarray[Any, Any]
 Column = Union["Numbers", "Bits", "Values"]
@@ -171,7 +171,8 @@ class Values:
             if not (text or pa.types.is_binary(plain) or pa.types.is_large_binary(plain)):
                 _refuse(kind, column, file)
             self.kind = "text" if text else "bytes"
-        self._parts = parts
+        self._parts, self._damaged = parts, f"column {column} of {file} is damaged: a value lies outside of the file"
+        self._offsets = [None if pa.types.is_dictionary(kind) else _offsets(part) for part in parts]
 
     def empty(self, size: int) -> list[Any]:
         """Room for a batch."""
@@ -180,16 +181,31 @@ class Values:
     def take(self, pieces: Array | None, rows: Array) -> list[Any]:
         """B values: the given rows of the given record batches (None: there is but one)."""
         if pieces is None:
-            return self._taken(self._parts[0], rows)
+            return self._taken(0, rows)
         values = self.empty(len(rows))
         for piece in np.unique(pieces):
             at = np.flatnonzero(pieces == piece)
-            place(values, at, self._taken(self._parts[piece], rows[at]))
+            place(values, at, self._taken(piece, rows[at]))
         return values
 
-    def _taken(self, part: pa.Array, rows: Array) -> list[Any]:
+    def _taken(self, piece: int, rows: Array) -> list[Any]:
+        offsets, part = self._offsets[piece], self._parts[piece]
+        if offsets is not None and len(rows):
+            # Arrow trusts the offsets of a file, and looking at all of them at the start would take long.
+            starts, ends = offsets[0][rows], offsets[0][rows + 1]
+            if starts.min() < 0 or ends.max() > offsets[1] or (ends < starts).any():
+                raise StorageError(self._damaged)
         taken = part.take(pa.array(rows))
         if not self._lists:
             return list(taken.to_pylist())
         items = torch.from_numpy(taken.flatten().to_numpy().copy())
         return list(items.split(taken.value_lengths().to_pylist()))
+
+
+def _offsets(part: pa.Array) -> tuple[Array, int]:
+    """Where each value of text, bytes or lists begins and the last ends, and the size of what holds them."""
+    large = (pa.types.is_large_list, pa.types.is_large_string, pa.types.is_large_binary)
+    kind = np.int64 if any(is_large(part.type) for is_large in large) else np.int32
+    _, offsets, *data = part.buffers()
+    ends = np.frombuffer(offsets, kind)[part.offset : part.offset + len(part) + 1]
+    return ends, len(part.values) if hasattr(part, "values") else len(data[0] or b"")

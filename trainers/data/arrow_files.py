@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from trainers.errors import MISSING, ConfigError, StorageError, did_you_mean
+from trainers.errors import MISSING, ConfigError, PacelineError, StorageError, did_you_mean, first_line
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 Entry = tuple[str, ...]
 """What one tensor is made of: a column, or several to be stacked."""
 
+DAMAGED = (pa.ArrowException, EOFError, ValueError, LookupError, TypeError, ArithmeticError)
+"""What Arrow raises for a file that says what cannot be, besides OSError."""
 _SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 _FORMAT = 1  # of the cached files: part of their names
 _ROWS = 65_536  # of one converted record batch
@@ -49,7 +51,7 @@ def find_files(files: str | Path | Sequence[str | Path]) -> list[Storage]:
 
 def _found(location: str) -> list[Storage]:
     remote = "://" in location
-    place = location if remote else os.path.abspath(Path(location).expanduser())  # noqa: PTH100 (no symlink is resolved)
+    place = location if remote else os.path.abspath(os.path.expanduser(location))  # noqa: PTH100, PTH111 (no symlink is resolved)
     magic = "*" if remote else "*?["  # in a URI, `?` begins the options
     parts = place.split("/")
     first = next((i for i, part in enumerate(parts) if any(sign in part for sign in magic)), len(parts))
@@ -72,14 +74,16 @@ def _found(location: str) -> list[Storage]:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Arrow's own errors as ours; they are ValueErrors and OSErrors."""
+    """Whatever Arrow raises for a damaged file as an error of ours."""
     try:
         yield
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, EOFError) as error:
-        words = str(error).splitlines()[0].rstrip(".")
+    except PacelineError:
+        raise
+    except DAMAGED as error:
+        words = first_line(error).rstrip(".")
         raise ConfigError("files", name, f"cannot be read ({words})", "give whole Parquet or Arrow files") from error
     except OSError as error:
-        raise StorageError(f"could not read {name}: {str(error).splitlines()[0]}") from error
+        raise StorageError(f"could not read {name}: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -102,7 +106,10 @@ def mapped_batches(whole: pa.Buffer, names: Sequence[str]) -> list[pa.RecordBatc
     head = whole.slice(0, min(6, whole.size)).to_pybytes()
     if head[:4] == b"PAR1":
         raise pa.ArrowInvalid("Parquet cannot be mapped")
-    return list(_batches(_reader(whole, head), names))
+    batches = list(_batches(_reader(whole, head), names, full=False))
+    if sum(batch.num_rows for batch in batches) > 8 * whole.size:
+        raise pa.ArrowInvalid("more rows than bits")
+    return batches
 
 
 def column_names(file: Storage) -> list[str]:
@@ -159,7 +166,7 @@ def _convert(file: Storage, entries: Sequence[Entry], target: Path) -> None:
     try:
         with _opened(file) as reader:
             writer = None
-            for batch in _batches(reader, names):
+            for batch in _batches(reader, names, full=True):
                 columns = [_column(batch, entry, file) for entry in entries]
                 made = pa.RecordBatch.from_arrays(columns, [str(index) for index in range(len(entries))])
                 writer = writer or pa.ipc.new_file(str(aside), made.schema)
@@ -171,14 +178,22 @@ def _convert(file: Storage, entries: Sequence[Entry], target: Path) -> None:
     logger.info("%s is kept as %s (%.0f MB)", file.uri, target, target.stat().st_size / 1e6)
 
 
-def _batches(reader: Any, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+def _batches(reader: Any, names: Sequence[str], full: bool) -> Iterator[pa.RecordBatch]:
+    """Those with rows; `full` looks at every value, not only at the sizes that a damaged file may claim."""
     if isinstance(reader, pq.ParquetFile):
         batches = reader.iter_batches(batch_size=_ROWS, columns=names)
     elif isinstance(reader, pa.ipc.RecordBatchFileReader):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
         batches = reader
-    return (batch.select(names) for batch in batches if batch.num_rows)
+    for batch in batches:
+        chosen = batch.select(names)
+        if chosen.num_rows:
+            chosen.validate(full=full)
+            for column in chosen.columns if not full else ():
+                if pa.types.is_dictionary(column.type):
+                    column.validate(full=True)  # a few bytes a row
+            yield chosen
 
 
 def _column(batch: pa.RecordBatch, entry: Entry, file: Storage) -> pa.Array:

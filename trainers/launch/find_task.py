@@ -10,6 +10,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,11 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
     for start in [*([Path(task_dir)] if task_dir else []), *own, *(yaml_dir.parents if yaml_dir else []), Path.cwd()]:
         root = Path(os.path.abspath(start))  # noqa: PTH100 (no symlink is resolved)
         base = root.joinpath(*module.split("."))
-        if base.with_suffix(".py").is_file() or (base / "__init__.py").is_file():
-            return [str(path) for path in dict.fromkeys([root, *own])]
-    with contextlib.suppress(ImportError, ValueError):
-        if importlib.util.find_spec(module) is not None:
-            return [str(path) for path in own]
+        with contextlib.suppress(OSError):  # a name too long for a file
+            if base.with_suffix(".py").is_file() or (base / "__init__.py").is_file():
+                return [str(path) for path in dict.fromkeys([root, *own])]
+    if _is_installed(module):
+        return [str(path) for path in own]
     where = f"in {yaml_dir} or a directory above it, " if yaml_dir else ""
     beside = sorted(path.stem for path in yaml_dir.glob("*.py")) if yaml_dir else []
     otherwise = "check the name, or set `task_dir`"
@@ -43,6 +44,18 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
     file = module.replace(".", "/") + ".py"
     rule = f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module"
     raise ConfigError("task", task, rule, fix, source)
+
+
+def _is_installed(module: str) -> bool:
+    """Whether the import system finds a module; other than importlib.util.find_spec, it imports no parent of it."""
+    top, *below = module.split(".")
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        spec = importlib.util.find_spec(top)
+        for name in below:
+            places = spec.submodule_search_locations if spec else None
+            spec = PathFinder.find_spec(f"{spec.name}.{name}", places) if spec and places and name else None
+        return spec is not None
+    return False
 
 
 def portable(paths: list[str]) -> list[str]:

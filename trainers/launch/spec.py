@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
-from trainers.config.yaml import dump_yaml, parse_mapping
+from trainers.config.yaml import LONGEST, decode, dump_yaml, parse_mapping, read_text
 from trainers.context import RunContext
-from trainers.errors import MISSING, CheckpointError, ConfigError, StorageError, did_you_mean
+from trainers.errors import CheckpointError, ConfigError, StorageError, did_you_mean, first_line
 from trainers.launch.find_task import add_to_path, load_task, portable, task_path
 from trainers.launch.imports import without_collection
 from trainers.lease import LEASE, fenced
@@ -135,30 +135,33 @@ def read_file(location: str) -> tuple[str, Path | None]:
     """Return the text of a configuration file and its directory (None when it is not on this machine)."""
     if "://" in location:
         file = Storage(location)
-        storage, name = file.parent, file.name
-        if not storage.exists(name):
-            raise ConfigError("the file", location, "is not there", "check the URI")
-        return decode(storage.read(name), location), None
+        return _read(file.parent, file.name, location), None
     path = Path(location)
-    if not path.is_file():
+    try:
+        return read_text(path, location), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
+    except FileNotFoundError:
         beside = [file.name for file in path.parent.glob("*.y*ml")]
         fix = did_you_mean(path.name, beside, "check its name", lambda near: str(path.parent / near))
-        raise ConfigError("the file", location, "is not there", fix)
-    return decode(path.read_bytes(), location), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
+        raise ConfigError("the file", location, "is not there", fix) from None
 
 
-def decode(data: bytes, source: str) -> str:
-    """Decode a text file; ConfigError when it is none."""
+def _read(storage: Storage, name: str, source: str) -> str:
     try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError("the file", MISSING, f"is not text ({error.reason})", "save it as UTF-8", source) from error
+        info = storage.filesystem.get_file_info(f"{storage.path}/{name}")
+    except OSError as error:
+        raise StorageError(f"could not look for {source}: {first_line(error)}") from error
+    if info.type.name != "File":
+        rule = "is not there" if info.type.name == "NotFound" else "is no file"
+        raise ConfigError("the file", source, rule, "check its name")
+    if info.size > LONGEST:
+        raise ConfigError("the file", source, f"is longer than {LONGEST} bytes", "write less in it")
+    return decode(storage.read(name), source)
 
 
 def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
     """Read a YAML mapping that we wrote to storage; ConfigError names the file when it is damaged."""
     source = storage.locate(name)
-    return parse_mapping(decode(storage.read(name), source), source)
+    return parse_mapping(_read(storage, name, source), source)
 
 
 def read_spec(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import yaml
 from ray._private.state import state
 
+from trainers.config.yaml import parse_documents, read_text
 from trainers.on_ray.environment import embedded
 
 logger = logging.getLogger(__name__)
@@ -108,9 +108,9 @@ def _file(node_id: str) -> Mapping[str, Any]:
         if name and "KUBERNETES_SERVICE_HOST" in os.environ:
             return _of_kuberay(name)
         file = BOOTSTRAP.expanduser()
-        found: Mapping[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return found
-    except (OSError, ValueError, KeyError, yaml.YAMLError) as error:  # OSError: requests' own errors, too
+        found: list[Mapping[str, Any]] = parse_documents(read_text(file, str(file)), str(file)) if file.exists() else []
+        return found[0] if found else {}
+    except (OSError, ValueError, KeyError) as error:  # OSError: requests' own errors, too
         logger.warning("what the cluster may grow to is not known (%s): only nodes that are up count", error)
         return {}
 

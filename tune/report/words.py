@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from trainers.errors import printable as printable
 from tune.config import Objective, SweepConfig
 from tune.trials.record import TrialRecord
 
@@ -47,11 +48,6 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
     return f"{value:.4g}" if isinstance(value, float) else printable(str(value)) or "''"
-
-
-def printable(text: str) -> str:
-    """Return text from elsewhere as one line that moves no cursor: what cannot be printed is escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def is_number(value: Any) -> TypeGuard[float]:
