@@ -91,7 +91,7 @@ class StorageError(PacelineError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint that is incomplete, damaged or of another program."""
+    """What was read back from storage is incomplete, damaged, or of another program or run."""
 
 
 class DeviceMismatchError(PacelineError):
