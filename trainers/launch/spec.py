@@ -7,6 +7,7 @@ RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,30 +18,18 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
+from trainers.config.train import IDENTITY
 from trainers.config.yaml import dump_yaml, parse_mapping
-from trainers.errors import MISSING, ConfigError, did_you_mean
+from trainers.errors import MISSING, CheckpointError, ConfigError, did_you_mean
 from trainers.launch.find_task import add_to_path, load_task, portable, task_path
 from trainers.launch.imports import without_collection
 from trainers.storage import Storage, storage_uri
 
+logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from trainers.context import RunContext
     from trainers.measure.result import RunResult
     from trainers.task import Task
-
-# Keys that decide what is learned. A run that goes on must not have changed them.
-IDENTITY = (
-    "task",
-    "task_args",
-    "seed",
-    "global_batch_size",
-    "drop_last",
-    "precision",
-    "optimizer",
-    "lr_schedule",
-    "lr_scaling",
-    "clip_grad_norm",
-)
 
 
 class Result(Protocol):
@@ -218,8 +207,9 @@ def _finished(storage: Storage) -> RunResult | None:
     if not storage.exists("result.json"):
         return None
     try:
-        result = RunResult.from_json(storage.read("result.json"))
-    except (ValueError, TypeError, KeyError, AttributeError):
+        result = storage.read_json("result.json", RunResult, finite=False)
+    except CheckpointError as error:
+        logger.warning("%s; the run goes on from its newest checkpoint", error)
         return None
     return result if result.status == "done" else None
 
