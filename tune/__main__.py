@@ -7,7 +7,6 @@ command line or in the configuration cannot be used, or the sweep never fits the
 resume is said.
 """
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -15,8 +14,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainers.command_line import run
+from trainers.command_line import complain, run
+from trainers.errors import CheckpointError
 from trainers.launch.imports import without_collection
+from trainers.storage import Storage, validated
 from tune.config import SweepConfig
 from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal
@@ -47,8 +48,7 @@ def resume(directory: _Directory, *, no_check: _NoCheck = False) -> int:
 def report(directory: _Directory) -> int:
     """Write the report again from the journal."""
     spec = read_saved(directory)
-    summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
-    return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
+    return _answer(spec, Journal(spec.storage).records(), _environment(spec.storage))
 
 
 def plan(
@@ -102,6 +102,16 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
         return 130
     disconnect()
     return _answer(spec, records, versions)
+
+
+def _environment(sweep: Storage) -> dict[str, str]:
+    """What the report before this one says of versions and nodes."""
+    try:
+        summary = sweep.read_json("summary.json", dict[str, Any]) if sweep.exists("summary.json") else {}
+        return validated(summary.get("environment", {}), dict[str, str])
+    except CheckpointError as error:
+        complain(f"{error}; the report is written without versions and nodes", "warning")
+        return {}
 
 
 def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> int:
