@@ -113,7 +113,7 @@ class LeaseError(StorageError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint that is incomplete, damaged or of another program."""
+    """What was read back from storage is incomplete, damaged, or of another program or run."""
 
 
 class DeviceMismatchError(PacelineError):

@@ -10,18 +10,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import json
 import logging
+import math
 import os
 import re
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from trainers.errors import ConfigError, LeaseError, StorageError, first_line
+from pydantic import TypeAdapter, ValidationError
+
+from trainers.errors import CheckpointError, ConfigError, LeaseError, StorageError, first_line
 from trainers.redaction import holds_secret
 
 logger = logging.getLogger(__name__)
@@ -34,15 +39,27 @@ _FINAL = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
     | {errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 )
+_MOST_BYTES = 1 << 30  # of a file that is read whole
+_MOST_JSON_BYTES = 32 << 20  # 200,000 evaluations of one trial, or the result of 30,000 ranks
+_MOST_DEPTH = 100  # of nested JSON: what copies or writes it again recurses
+_ASIDE = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
 
 def storage_uri(storage_path: str | None) -> str:
     """The absolute path or URI of `storage_path`, or of its default.
 
     Raises ConfigError for a relative path inside a Ray job: it would lie in the job's package directory,
-    on one node only, and be deleted with it.
+    on one node only, and be deleted with it; and for what only a shell would read.
     """
     path = storage_path or os.environ.get("PACELINE_STORAGE") or "results"
+    if found := re.search(r"\$(\w+|\{[^}]*\}?)", path):
+        # Not expanded here: the same file would mean another place on another machine, or at its resume.
+        rule = f"holds {found[0]}, which nothing expands"
+        raise ConfigError("storage_path", path, rule, "write the place itself")
+    if re.match(r"[A-Za-z][\w+.-]+:/(?!/)", path):
+        scheme, _, rest = path.partition(":/")
+        fix = f"write {scheme}://{'/' * (scheme.lower() == 'file')}{rest}"
+        raise ConfigError("storage_path", path, "is no URI: two slashes follow its scheme", fix)
     if "://" in path:
         return path
     try:
@@ -116,9 +133,18 @@ class Storage:
         try:
             if self._place.endswith(":"):
                 raise ValueError("there is no bucket in it")
+            if "://" not in self.uri:
+                return fs.LocalFileSystem(), self.uri
+            parts = urlsplit(self.uri)
+            if "#" in self.uri:
+                raise ValueError("what follows its `#` would be lost; write %23")
             if not self.is_local:
                 return tuple(fs.FileSystem.from_uri(self.uri))
-            return fs.LocalFileSystem(), unquote(urlsplit(self.uri).path) if "://" in self.uri else self.uri
+            if parts.netloc not in ("", "localhost"):
+                raise ValueError(f"it names a host, {parts.netloc}; write file:///{self._place[7:]}")
+            if self._options:
+                raise ValueError(f"{self._options} means nothing there; write %3F for a question mark in a name")
+            return fs.LocalFileSystem(), unquote(parts.path)
         except (OSError, ValueError) as error:
             rule, fix = f"cannot be opened ({first_line(error)})", "use a directory or a URI such as s3://bucket/path"
             raise ConfigError("storage_path", self.uri, rule, fix) from error
@@ -136,7 +162,7 @@ class Storage:
     @property
     def is_local(self) -> bool:
         """Whether this is a directory of this machine (or one mounted on it)."""
-        return "://" not in self.uri or self.uri.startswith("file://")
+        return "://" not in self.uri or self.uri[:7].lower() == "file://"
 
     def child(self, *names: str) -> Storage:
         """The directory below this one."""
@@ -201,17 +227,35 @@ class Storage:
             shutil.copyfileobj(source, target)
 
     @contextlib.contextmanager
-    def reader(self, name: str) -> Iterator[BinaryIO]:
-        """A seekable binary stream of an existing file."""
+    def reader(self, name: str, most_bytes: int = _MOST_BYTES) -> Iterator[BinaryIO]:
+        """A seekable binary stream of an existing file.
+
+        Raises CheckpointError, before anything is read, where it is no regular file (a FIFO would block, a device
+        never end) or is larger than `most_bytes`.
+        """
         path = f"{self.path}/{name}"
-        with _explained(f"read {self.locate(name)}"), self.filesystem.open_input_file(path) as stream:
-            yield stream
+        with _explained(f"read {self.locate(name)}"):
+            if self.is_local and self._kind(name) in ("Directory", "Unknown"):
+                raise CheckpointError(f"{self.locate(name)} is no regular file")
+            with self.filesystem.open_input_file(path) as stream:
+                if stream.size() > most_bytes:
+                    words = f"has {stream.size():,} bytes, and may have {most_bytes:,} at most"
+                    raise CheckpointError(f"{self.locate(name)} {words}")
+                yield stream
 
     @retrying
-    def read(self, name: str) -> bytes:
-        """The whole file; StorageError when it is not there."""
-        with self.reader(name) as stream:
+    def read(self, name: str, most_bytes: int = _MOST_BYTES) -> bytes:
+        """The whole file; StorageError when it is not there, CheckpointError as for `reader`."""
+        with self.reader(name, most_bytes) as stream:
             return stream.read()
+
+    def read_json(self, name: str, kind: type[T], finite: bool = True) -> T:
+        """What a JSON file holds, as `kind`; CheckpointError says what is wrong with it, in one sentence."""
+        data = self.read(name, _MOST_JSON_BYTES)
+        try:
+            return parse_json(data, kind, finite)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.locate(name)} is damaged: {error}") from None
 
     def exists(self, name: str = "") -> bool:
         """Whether the file or directory is there."""
@@ -227,6 +271,18 @@ class Storage:
             found = self.filesystem.get_file_info(fs.FileSelector(base, allow_not_found=True))
         return sorted(info.base_name for info in found if not info.base_name.endswith(".tmp"))
 
+    def clear_aside(self, directory: str = "", idle_s: float = 0.0) -> None:
+        """Delete what killed writers have left aside directly below a directory, untouched for `idle_s`.
+
+        0 only where no process can be writing: the files of a live writer look the same.
+        """
+        if not self.is_local:
+            return
+        for file in Path(self.path, directory).glob("*.tmp"):
+            with contextlib.suppress(OSError):
+                if _ASIDE.fullmatch(file.name[-13:]) and time.time() - file.stat().st_mtime >= idle_s:
+                    file.unlink()
+
     def delete(self, name: str) -> None:
         """Delete a file or a directory with all below it; nothing happens when it is not there."""
         if self._guard is not None:
@@ -239,7 +295,7 @@ class Storage:
 
     def prove_writable(self) -> None:
         """Write, read and delete a marker; StorageError or ConfigError says what is wrong before training starts."""
-        name = f".writable-{uuid.uuid4().hex[:8]}"
+        name = f".writable.{uuid.uuid4().hex[:8]}.tmp"
         try:
             self.write(name, b"paceline")
             self.read(name)
@@ -259,3 +315,55 @@ def _explained(action: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"could not {action}: {first_line(error)}") from error
+
+
+def parse_json(data: bytes, kind: type[T], finite: bool = True) -> T:
+    """What JSON holds, as `kind`; `finite`: neither NaN nor an infinity.
+
+    Raises CheckpointError. A dataclass takes no keys but its own.
+    """
+    numbers: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite} if finite else {}
+    try:
+        tree = json.loads(data.decode(), parse_int=_whole, **numbers)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"it is no JSON ({first_line(error)})") from None
+    level, depth = [tree], 0
+    while level:
+        depth += 1
+        if depth > _MOST_DEPTH:
+            raise CheckpointError(f"it is nested more than {_MOST_DEPTH} deep")
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level = [child for children in inner for child in children if isinstance(child, (dict, list))]
+    known = {one.name for one in fields(kind)} if is_dataclass(kind) else set()
+    if known and isinstance(tree, dict) and (unknown := sorted(tree.keys() - known)):
+        raise CheckpointError(f"it has an unknown key, {unknown[0][:80]!r}")
+    return validated(tree, kind)
+
+
+def validated(value: Any, kind: type[T]) -> T:
+    """Plain data as `kind`; CheckpointError names the first part of it that is something else."""
+    try:
+        found: T = _adapter(kind).validate_python(value)  # type: ignore[arg-type]
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(map(str, problem["loc"])) or "it"
+        raise CheckpointError(f"{where[:80]!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}") from None
+    return found
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _whole(text: str) -> int:
+    if len(text) > 300:
+        raise ValueError("a whole number in it is larger than any float")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number of JSON")
+    return value

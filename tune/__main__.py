@@ -7,7 +7,6 @@ Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, nodes are
 the cluster; 130 interrupted, and how to resume is said.
 """
 
-import json
 import shlex
 import sys
 from dataclasses import replace
@@ -16,10 +15,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainers.command_line import run
+from trainers.command_line import complain, run
+from trainers.errors import CheckpointError
 from trainers.launch.imports import without_collection
 from trainers.lease import held
 from trainers.redaction import redact
+from trainers.storage import Storage, validated
 from tune.config import SweepConfig
 from tune.sweep.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal
@@ -52,8 +53,7 @@ def report(directory: _Directory) -> int:
     spec = read_saved(directory)
     if spec.config.search != "random" and not is_complete(spec):
         print(f"the sweep has not ended: `python -m tune resume {shlex.quote(spec.uri)}` goes on")
-    summary = json.loads(spec.storage.read("summary.json")) if spec.storage.exists("summary.json") else {}
-    return _answer(spec, Journal(spec.storage).records(), summary.get("environment", {}))
+    return _answer(spec, Journal(spec.storage).records(), _environment(spec.storage))
 
 
 def plan(
@@ -115,6 +115,16 @@ def _run(spec: SweepSpec, token: str, fresh: bool, checked: bool) -> int:
         return 130
     disconnect()
     return _answer(spec, records, versions)
+
+
+def _environment(sweep: Storage) -> dict[str, str]:
+    """What the report before this one says of versions and nodes."""
+    try:
+        summary = sweep.read_json("summary.json", dict[str, Any]) if sweep.exists("summary.json") else {}
+        return validated(summary.get("environment", {}), dict[str, str])
+    except CheckpointError as error:
+        complain(f"{error}; the report is written without versions and nodes", "warning")
+        return {}
 
 
 def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> int:

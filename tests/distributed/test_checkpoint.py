@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_resume import run_killed, spec
 from tests.specs import evaluations, losses
-from trainers.checkpoint.checkpoints import Checkpoints
+from tests.unit.test_checkpoint import edit_manifest
+from trainers.checkpoint.checkpoints import Checkpoints, Loaded
 from trainers.checkpoint.manifest import Best
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
-from trainers.errors import StorageError
+from trainers.errors import CheckpointError, StorageError
 from trainers.launch.local import run_spawn
 from trainers.storage import Storage
 
@@ -98,3 +103,50 @@ def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(tmp_path: Pat
     # A choice that cannot be met is an error on both ranks, not a wait of one for the other.
     found = run_processes(2, lookup, tmp_path, broken.uri)
     assert found == [["step-000000000040", False, True]] * 2
+
+
+def take(rank: int, world_size: int, path: str) -> list[Any]:
+    """What a rank loads; rank 1's use of a state refuses that of step 3."""
+
+    def use(loaded: Loaded) -> None:
+        if rank == 1 and loaded.name.endswith("3"):
+            raise CheckpointError("injected: rank 1 cannot take it")
+
+    checkpoints = Checkpoints(Storage(path), Group(rank, world_size, CPU), 9)
+    if not Path(path).exists():
+        dist.barrier()
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, {"position": {"step": step}}, {"rank": rank})
+        where = Path(path, "checkpoints/step-000000000004")
+        if rank == 0:
+            (where / "rank-00001.pt").write_bytes(b"a stranger's")
+            files = json.loads((where / "manifest.json").read_text())["files"]
+            entry = {"bytes": 12, "sha256": hashlib.sha256(b"a stranger's").hexdigest()}
+            edit_manifest(where, files=files | {"rank-00001.pt": entry})
+        dist.barrier()
+    loaded = checkpoints.load(use)
+    assert loaded is not None
+    return [loaded.name, loaded.rank_state]
+
+
+def test_what_one_rank_cannot_take_none_takes(tmp_path: Path) -> None:
+    found = run_processes(2, take, tmp_path, str(tmp_path / "run"))
+    assert found == [["step-000000000002", {"rank": rank}] for rank in (0, 1)]
+    assert run_processes(1, take, tmp_path, str(tmp_path / "run")) == [["step-000000000004", None]]
+
+
+def lose(rank: int, world_size: int, path: str) -> str:
+    checkpoints = Checkpoints(Storage(path), Group(rank, world_size, CPU), 9)
+    checkpoints.save(1, {"position": {"step": 1}}, {"rank": rank})
+    if rank == 0:
+        os.truncate(Path(path, "checkpoints/step-000000000001/state.pt"), 10)
+    dist.barrier()
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.load()
+    return str(raised.value)
+
+
+def test_where_none_can_be_used_all_ranks_say_so(tmp_path: Path) -> None:
+    words = run_processes(2, lose, tmp_path, str(tmp_path / "run"))
+    assert words[0] == words[1]
+    assert "none of the 1 checkpoints in" in words[0]

@@ -7,9 +7,11 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import pickle
 import resource
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from trainers.checkpoint.checkpoints import Checkpoints
-from trainers.checkpoint.manifest import FORMAT
+from trainers.checkpoint.manifest import FORMAT, Manifest, seal
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
 from trainers.devices.rng import get_rng_state
@@ -145,8 +147,34 @@ DAMAGES = {
     "manifest of no file": lambda where: (where / "manifest.json").write_text(
         '{"format": 1, "world_size": 1, "files": {}}'
     ),
-    "manifest without world size": lambda where: edit_manifest(where, "world_size", None),
-    "manifest of another format": lambda where: edit_manifest(where, "format", FORMAT + 1),
+    "manifest without world size": lambda where: edit_manifest(where, world_size=None),
+    "manifest of another format": lambda where: edit_manifest(where, format=FORMAT + 1),
+    "manifest of a format that is no number": lambda where: edit_manifest(where, format={"a": [1]}),
+    "manifest without its seal": lambda where: edit_manifest(where, seal=False),
+    "manifest of no rank": lambda where: edit_manifest(where, world_size=0),
+    "manifest of fewer than no ranks": lambda where: edit_manifest(where, world_size=-1),
+    "manifest of a billion ranks": lambda where: edit_manifest(where, world_size=10**9),
+    "manifest of more ranks than there are files": lambda where: edit_manifest(where, world_size=2),
+    "manifest of another step": lambda where: edit_manifest(where, step=3),
+    "manifest of an endless step": lambda where: edit_manifest(where, step=math.inf),
+    "manifest of half a step": lambda where: edit_manifest(where, step=1.5),
+    "manifest with a metric that is no figure": lambda where: edit_manifest(where, metrics={"val_loss": math.nan}),
+    "manifest with a list for its files": lambda where: edit_manifest(where, files=[1]),
+    "manifest with a file elsewhere": lambda where: rename_in_manifest(where, "../../../../dev/zero"),
+    "manifest with a NUL in a name": lambda where: rename_in_manifest(where, "rank\0.pt"),
+    "manifest with a size below zero": lambda where: edit_manifest(
+        where, files={"state.pt": {"bytes": -1, "sha256": ""}, "rank-00000.pt": {"bytes": 0, "sha256": ""}}
+    ),
+    "manifest of deep lists": lambda where: (where / "manifest.json").write_text("[" * 200 + "]" * 200),
+    "manifest of endlessly deep lists": lambda where: (where / "manifest.json").write_text("[" * 100_000),
+    "manifest that is a FIFO": lambda where: replace_by_fifo(where / "manifest.json"),
+    "manifest that is a directory": lambda where: replace_by_directory(where / "manifest.json"),
+    "manifest that is larger than any": lambda where: os.truncate(where / "manifest.json", 1 << 34),
+    "state that is a FIFO": lambda where: replace_by_fifo(where / "state.pt"),
+    "state that is a link to a device": lambda where: replace_by_link(where / "state.pt", "/dev/zero"),
+    "state that is a link to nothing": lambda where: replace_by_link(where / "state.pt", "/nowhere"),
+    "state that is larger than its entry": lambda where: os.truncate(where / "state.pt", 1 << 34),
+    "rank's state that is a directory": lambda where: replace_by_directory(where / "rank-00000.pt"),
     "truncated state": lambda where: truncate(where / "state.pt"),
     "empty state": lambda where: (where / "state.pt").write_bytes(b""),
     "flipped bit in the state": lambda where: flip_a_bit(where / "state.pt"),
@@ -156,12 +184,32 @@ DAMAGES = {
 }
 
 
-def edit_manifest(where: Path, key: str, value: Any) -> None:
+def edit_manifest(where: Path, **changes: Any) -> None:
+    """Change keys of a manifest, None takes one away, and seal it again as whoever changed it on purpose would."""
     manifest = json.loads((where / "manifest.json").read_text())
-    manifest.pop(key)
-    if value is not None:
-        manifest[key] = value
-    (where / "manifest.json").write_text(json.dumps(manifest))
+    is_sealed = changes.pop("seal", True)
+    manifest = {key: value for key, value in (manifest | changes).items() if value is not None and key != "seal"}
+    (where / "manifest.json").write_bytes(seal(manifest) if is_sealed else json.dumps(manifest, indent=2).encode())
+
+
+def rename_in_manifest(where: Path, name: str) -> None:
+    files = json.loads((where / "manifest.json").read_text())["files"]
+    edit_manifest(where, files={"state.pt": files["state.pt"], name: files["rank-00000.pt"]})
+
+
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_link(path: Path, target: str) -> None:
+    path.unlink()
+    path.symlink_to(target)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -178,11 +226,64 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     assert str(folder(tmp_path, 1)) not in caplog.text
 
 
-def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
+def test_when_all_are_damaged_nothing_begins_anew(tmp_path: Path) -> None:
+    """The run would delete them."""
     save(make(tmp_path), 1, 2)
     for step in (1, 2):
         flip_a_bit(folder(tmp_path, step) / "state.pt")
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*2: state.pt does not match .*--fresh"):
+        make(tmp_path).load()
+    assert kept(tmp_path) == [1, 2]
+
+
+def test_what_was_cut_off_at_the_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    save(make(tmp_path), 1)
+    (folder(tmp_path, 1) / "manifest.json").unlink()
     assert make(tmp_path).load() is None
+
+
+def test_a_link_to_a_regular_file_is_one(tmp_path: Path) -> None:
+    save(make(tmp_path), 1)
+    (folder(tmp_path, 1) / "state.pt").rename(tmp_path / "elsewhere")
+    (folder(tmp_path, 1) / "state.pt").symlink_to(tmp_path / "elsewhere")
+    assert loaded_step(make(tmp_path)) == 1
+
+
+def test_every_changed_byte_of_a_manifest_shows(tmp_path: Path) -> None:
+    where = make(tmp_path).save(7, state(7), get_rng_state(CPU), {"val_loss": 0.25})
+    data = Path(where, "manifest.json").read_bytes()
+    assert Manifest.from_json(data).step == 7
+    for index in range(len(data)):
+        for bit in (0, index % 7 + 1):
+            changed = bytearray(data)
+            changed[index] ^= 1 << bit
+            with pytest.raises(CheckpointError):
+                Manifest.from_json(bytes(changed))
+    for length in range(len(data)):
+        with pytest.raises(CheckpointError):
+            Manifest.from_json(data[:length])
+
+
+def test_what_a_killed_writer_left_aside_goes_with_the_next_seal(tmp_path: Path) -> None:
+    save(make(tmp_path), 1)
+    where = folder(tmp_path, 2)
+    where.mkdir()
+    (where / "state.pt.0123abcd.tmp").write_bytes(b"half")
+    (where / "mine.tmp").write_bytes(b"not ours")
+    save(make(tmp_path), 2)
+    assert sorted(path.name for path in where.iterdir()) == ["manifest.json", "mine.tmp", "rank-00000.pt", "state.pt"]
+
+
+def test_foreign_names_among_the_checkpoints_are_none(tmp_path: Path) -> None:
+    save(make(tmp_path), 1)
+    (tmp_path / "checkpoints/step-9").mkdir()
+    (tmp_path / "checkpoints/step-of-mine").write_text("")
+    (tmp_path / "checkpoints/step-000000000009").write_text("")
+    checkpoints = make(tmp_path)
+    save(checkpoints, 2)
+    assert loaded_step(make(tmp_path)) == 2
+    with pytest.raises(CheckpointError, match="there is no checkpoint step-of"):
+        checkpoints.archive.choose("step-of")
 
 
 def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,10 +319,9 @@ def test_writing_over_a_whole_one_never_leaves_a_mixed_one(tmp_path: Path, monke
 def test_another_number_of_workers_takes_the_state_without_the_random_state(tmp_path: Path) -> None:
     save(make(tmp_path), 4)
     where = folder(tmp_path, 4)
-    manifest = json.loads((where / "manifest.json").read_text())
+    files = json.loads((where / "manifest.json").read_text())["files"]
     (where / "rank-00001.pt").write_bytes((where / "rank-00000.pt").read_bytes())
-    manifest["files"]["rank-00001.pt"] = manifest["files"]["rank-00000.pt"]
-    (where / "manifest.json").write_text(json.dumps(manifest | {"world_size": 2}))
+    edit_manifest(where, world_size=2, files=files | {"rank-00001.pt": files["rank-00000.pt"]})
     found = make(tmp_path).load()
     assert found is not None
     assert found.rank_state is None
@@ -253,7 +353,20 @@ def plain(value: Any) -> bytes:
     return data.getvalue()
 
 
+def growing() -> bytes:
+    """Megabytes of zeros once it is unpacked."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("archive/data.pkl", "archive/version"):
+            archive.writestr(name, b"3")
+        with archive.open("archive/data/0", "w") as member:
+            for _ in range(2):
+                member.write(bytes(1 << 24))
+    return packed.getvalue()
+
+
 STRANGERS = {
+    "a zip that grows": growing(),
     "malicious zip": evil_pickle(),
     "malicious legacy file": legacy_evil_pickle(),
     "bare pickle": pickle.dumps(Evil(), protocol=2),
@@ -273,9 +386,9 @@ def test_a_strangers_file_with_a_matching_manifest_is_refused(
     save(make(tmp_path), 1)
     data = STRANGERS[stranger]
     (folder(tmp_path, 1) / file).write_bytes(data)
-    manifest = json.loads((folder(tmp_path, 1) / "manifest.json").read_text())
-    manifest["files"][file] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (folder(tmp_path, 1) / "manifest.json").write_text(json.dumps(manifest))
+    files = json.loads((folder(tmp_path, 1) / "manifest.json").read_text())["files"]
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    edit_manifest(folder(tmp_path, 1), files=files | {file: entry})
     with pytest.raises(CheckpointError, match=file):
         make(tmp_path).load()
     assert not Path(MARKER).exists()

@@ -193,18 +193,22 @@ def test_the_manifest_says_what_made_the_checkpoint(tmp_path: Path) -> None:
     assert manifest["versions"]["python"] == platform.python_version()
     assert "paceline" in manifest["versions"]
     assert build(TrainConfig, manifest["config"], "manifest") == config(2)
-    assert Manifest.from_json(json.dumps(manifest).encode()).config == manifest["config"]
+    assert Manifest.from_json(json.dumps(manifest, indent=2).encode()).config == manifest["config"]
 
 
-def test_a_manifest_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """Without metrics, versions and configuration: such checkpoints are on people's storage."""
+def test_a_manifest_of_an_earlier_version_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without seal, metrics, versions and configuration: such checkpoints are on people's storage."""
     train(tmp_path, [0.1])
     file = tmp_path / "checkpoints/step-000000000002/manifest.json"
     manifest = json.loads(file.read_text())
-    for key in ("metrics", "versions", "config"):
+    for key in ("metrics", "versions", "config", "seal"):
         del manifest[key]
-    file.write_text(json.dumps(manifest))
+    file.write_text(json.dumps(manifest | {"format": 1}))
+    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     found = opened(tmp_path).load()
+    assert "written before manifests had a seal" in caplog.text
     assert found is not None
     assert found.config == {}
 

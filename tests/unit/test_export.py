@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -16,7 +17,6 @@ import torch
 from tests.specs import make
 from trainers.__main__ import main
 from trainers.checkpoint.checkpoints import Checkpoints
-from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
 from trainers.inference.export import export
 from trainers.launch.find_task import load_task
@@ -77,7 +77,10 @@ def write_model(spec: RunSpec, tmp_path: Path, model: dict[str, Any]) -> str:
     """A run beside the real one whose only checkpoint holds this model."""
     run = Storage(str(tmp_path / "made"))
     run.write("config.yaml", spec.storage.read("config.yaml"))
-    Checkpoints(run, Group(0, 1, torch.device("cpu")), 1).save(1, {"model": model}, {})
+    position = {"step": 1, "global_batch_size": 24, "train_samples": 203, "train_time_s": 0.5}
+    position |= {"metrics": {}, "evaluated_step": -1}
+    state = {"model": model, "optimizer": {}, "scaler": {}, "task": {}, "position": position}
+    Checkpoints(run, Group(0, 1, torch.device("cpu")), 1, config=spec.config.tree()).save(1, state, {})
     return run.uri
 
 
@@ -150,7 +153,7 @@ def test_a_mistaken_command_is_one_sentence(
 def test_a_damaged_checkpoint_is_passed_over_and_a_malicious_one_refused(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.unit.test_checkpoint import MARKER, evil_pickle
+    from tests.unit.test_checkpoint import MARKER, edit_manifest, evil_pickle
 
     monkeypatch.chdir(tmp_path)
     run = write_model(spec, tmp_path, {"weight": torch.ones(1)})
@@ -159,8 +162,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_malicious_one_refused(
     state.write_bytes(whole[:-1])
     assert main(["export", run, "--out", "m.safetensors"]) == 2
     assert "there is no complete checkpoint" in told(capsys)
-    monkeypatch.setattr(Archive, "_verify", lambda *_: None)  # its checksum fits
     state.write_bytes(evil_pickle())
+    files = json.loads((state.parent / "manifest.json").read_text())["files"]
+    entry = {"bytes": state.stat().st_size, "sha256": hashlib.sha256(state.read_bytes()).hexdigest()}
+    edit_manifest(state.parent, files=files | {"state.pt": entry})  # its checksum fits
     assert main(["export", run, "--out", "m.safetensors"]) == 1
     assert "state.pt is no checkpoint of ours" in told(capsys)
     assert not Path(MARKER).exists()

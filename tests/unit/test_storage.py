@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import pickle
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from trainers.errors import ConfigError, StorageError
+from trainers.errors import CheckpointError, ConfigError, StorageError
 from trainers.storage import Storage, storage_uri
 
 
@@ -207,6 +208,146 @@ def test_file_uris_are_local(tmp_path: Path) -> None:
     assert storage.is_local
     assert storage.path == str(folder)
     assert Storage(str(folder)).read("file") == b"x"
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("file://x", "names a host, x; write file:///x"),
+        ("file://x/y", "names a host, x; write file:///x/y"),
+        ("file://~/runs", "names a host, ~; write file:///~/runs"),
+        ("FILE://x/y", "names a host"),
+        ("file:///a?b", "means nothing there; write %3F"),
+        ("file:///a#b", "write %23"),
+        ("s3://bucket/a#b", "write %23"),
+    ],
+)
+def test_no_part_of_a_uri_is_dropped(uri: str, words: str) -> None:
+    storage = Storage(uri)
+    for action in (storage.exists, storage.prove_writable, lambda: storage.child("run").delete("")):
+        with pytest.raises(ConfigError) as raised:
+            action()
+        assert words in str(raised.value)
+
+
+def test_a_file_uri_may_say_that_it_is_this_machine(tmp_path: Path) -> None:
+    Storage(f"file://localhost{tmp_path}").write("a", b"1")
+    assert (tmp_path / "a").read_bytes() == b"1"
+    assert Storage(f"FILE://{tmp_path}").is_local
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("${HOME}/x", r"holds ${HOME}, which nothing expands"),
+        ("$HOME", r"holds $HOME, which"),
+        ("/a/$USER/runs", r"holds $USER, which"),
+        ("s3://$BUCKET/runs", r"holds $BUCKET, which"),
+        ("file://${HOME}/x", r"holds ${HOME}, which"),
+        ("/a/${", r"holds ${, which"),
+        ("s3:/bucket/x", "write s3://bucket/x"),
+        ("file:/tmp/x", "write file:///tmp/x"),
+    ],
+)
+def test_what_only_a_shell_reads_is_refused(
+    path: str, words: str, no_environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        storage_uri(path)
+    assert words in str(raised.value)
+    monkeypatch.setenv("PACELINE_STORAGE", path)
+    with pytest.raises(ConfigError):
+        storage_uri(None)
+    assert list(no_environment.iterdir()) == []
+    assert storage_uri("/costs/in $/5") == "/costs/in $/5"
+
+
+def test_only_regular_files_are_read_and_only_small_ones(tmp_path: Path, waits: list[float]) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "to a device").symlink_to("/dev/zero")
+    (tmp_path / "to the fifo").symlink_to("fifo")
+    (tmp_path / "small").write_bytes(b"12345")
+    (tmp_path / "to a file").symlink_to("small")
+    storage = Storage(str(tmp_path))
+    for name in ("fifo", "directory", "to a device", "to the fifo"):
+        with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+            storage.read(name)
+    assert storage.read("to a file", 5) == b"12345"
+    for size in (4, 0):
+        with pytest.raises(CheckpointError, match=f"small has 5 bytes, and may have {size} at most"):
+            storage.read("small", size)
+    os.truncate(tmp_path / "small", 1 << 34)
+    with pytest.raises(CheckpointError, match="at most"):
+        storage.read("small")
+    assert waits == []
+
+
+def test_an_object_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    storage = object_store(tmp_path)
+    storage.write("a", b"12345")
+    with pytest.raises(CheckpointError, match="at most"):
+        storage.read("a", 4)
+
+
+@dataclasses.dataclass
+class Known:
+    number: int
+    figures: dict[str, float]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"number": 1}',
+        b'{"number": 1.5, "figures": {}}',
+        b'{"number": "a", "figures": {}}',
+        b'{"number": Infinity, "figures": {}}',
+        b'{"number": 1, "figures": {"a": NaN}}',
+        b'{"number": 1, "figures": {"a": 1e999}}',
+        b'{"number": 1, "figures": {"a": [1]}}',
+        b'{"number": 1, "figures": [1]}',
+        b'{"number": 1, "figures": {}, "more": 1}',
+        b'{"number": ' + b"9" * 400 + b', "figures": {}}',
+        b'{"number": 1, "figures": ' + b"[" * 300 + b"]" * 300 + b"}",
+        b"[" * 1_000_000,
+        b'{"a":' * 100_000,
+    ],
+)
+def test_json_that_is_something_else_is_one_sentence(tmp_path: Path, data: bytes) -> None:
+    storage = Storage(str(tmp_path))
+    storage.write("file.json", data)
+    with pytest.raises(CheckpointError) as raised:
+        storage.read_json("file.json", Known)
+    words = str(raised.value)
+    assert words.startswith(f"{tmp_path}/file.json is damaged: ")
+    assert "\n" not in words
+    assert len(words) < len(str(tmp_path)) + 300
+
+
+def test_json_comes_back_typed(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    storage.write("a", b'{"number": 1, "figures": {"a": 0.5, "b": Infinity}}')
+    assert storage.read_json("a", Known, finite=False) == Known(1, {"a": 0.5, "b": float("inf")})
+
+
+def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    old, new, foreign = tmp_path / "a.json.01234567.tmp", tmp_path / "b.89abcdef.tmp", tmp_path / "mine.tmp"
+    for path in (old, new, foreign):
+        path.write_text("")
+    for path in (old, foreign):
+        os.utime(path, (0, 0))
+    storage.clear_aside(idle_s=3600)
+    assert files(tmp_path) == ["b.89abcdef.tmp", "mine.tmp"]
+    storage.clear_aside()
+    assert files(tmp_path) == ["mine.tmp"]
+    storage.clear_aside("nowhere")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,10 @@ def record(config: dict[str, Any], start: float = 1.0, status: Status = "done", 
     return TrialRecord(trial_id(config), config, status, start, start + 1, **more)
 
 
+def row(step: int, loss: float) -> dict[str, float]:
+    return {"step": step, "epoch": step / 2, "train_time_s": step * 0.5, "val_loss": loss}
+
+
 def test_an_id_names_a_configuration_whatever_the_order_of_its_keys() -> None:
     first = {"global_batch_size": 8, "optimizer.lr": 1e-3, "task_args.list": [1, {"a": 1, "b": 2}]}
     second = {"task_args.list": [1, {"b": 2, "a": 1}], "optimizer.lr": 0.001, "global_batch_size": 8}
@@ -45,7 +49,7 @@ def test_what_is_appended_is_found_also_by_another_journal(tmp_path: Path) -> No
         step_time_s=0.1,
         peak_memory_bytes=2**34,
         metrics={"val_loss": 0.5},
-        curve=[{"step": 1, "val_loss": 0.7}, {"step": 2, "val_loss": 0.5}],
+        curve=[row(1, 0.7), row(2, 0.5)],
         time_to_target_s=3.5,
         lane=2,
         message="ü — words",
@@ -104,6 +108,9 @@ def test_every_status_is_kept(tmp_path: Path, status: Status) -> None:
         b"\xff\xfe",
         b'{"id": "a", "unknown": 1}',
         b'{"id": "a", "config": {}, "status": "won", "start_time": 1, "end_time": 2}',
+        b'{"id": "0123456789", "config": {}, "status": "done", "start_time": 1, "end_time": 2}',  # of no configuration
+        b"[" * 500 + b"]" * 500,
+        b"[" * 100_000,
     ],
 )
 def test_a_damaged_record_is_named(tmp_path: Path, data: bytes) -> None:

@@ -2,9 +2,11 @@
 
     checkpoints/step-000000000123/state.pt        model, optimizer, scaler, task, position
                                   rank-00000.pt   random state of each rank
-                                  manifest.json   names, sizes and SHA-256 of the files above; metrics, versions, config
+                                  manifest.json   names, sizes and SHA-256 of the files above; metrics, versions,
+                                                  config; a seal over its own text
 
-A checkpoint without its manifest, or with a file that does not match it, is not used.
+A checkpoint without its manifest, or with a file that does not match it, is not used; nor is another run's, or one
+that does not fit the model. The next older one is, and where there are some and none can be used, that is an error.
 
 One is written at once (`save`), or while training goes on (`start`, then `advance` whenever no rank is busy):
 
@@ -23,13 +25,14 @@ import platform
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trainers.checkpoint.host_copy import HostCopy
 from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, rank_file
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
-from trainers.errors import StorageError
+from trainers.errors import CheckpointError, PacelineError, StorageError
 from trainers.storage import Storage
 from trainers.versions import package_versions
 
@@ -67,7 +70,7 @@ class Checkpoints:
     def __init__(
         self, run: Storage, group: Group, keep: int, best: Best | None = None, config: dict[str, Any] | None = None
     ) -> None:
-        self.archive, self.group, self.keep, self.best = Archive(run, best), group, keep, best
+        self.archive, self.group, self.keep, self.best = Archive(run, best, config), group, keep, best
         self._config = config or {}
         self._best_value: float | None = None
         self._host = HostCopy()
@@ -160,18 +163,55 @@ class Checkpoints:
         """
         return self.best is not None and self.best.improves(figures, self._best_value)
 
-    def load(self) -> Loaded | None:
-        """The newest complete checkpoint; None when there is none. `improves` compares with the best from here on."""
-        found = (self.archive.newest(), self.archive.best_name()) if self.group.rank == 0 else (None, None)
-        name, best = self.group.first(found)
-        if name is None:
-            return None
+    def load(self, *uses: Callable[[Loaded], None]) -> Loaded | None:
+        """The newest complete checkpoint that each of `uses` takes, on every rank, without a CheckpointError.
+
+        Others are named in the log. None when none was ever completed; CheckpointError, on every rank, when there are
+        some and none can be used: to begin anew, and then to delete them, is not for us to decide. `improves` compares
+        with the best from here on.
+        """
+        archive, is_first = self.archive, self.group.rank == 0
+        found: dict[str, bool] = {}
+        problems: dict[str, str] = {}
+
+        def find() -> None:
+            found.update((name, archive.is_complete(name)) for name in archive.names()[::-1])
+
+        if problem := self._agreed(find if is_first else _idle):
+            raise StorageError(problem)
+        for name, is_complete in self.group.first(found).items():
+            loaded: list[Loaded] = []
+            actions: list[Callable[[], None]] = [partial(archive.verify, name) if is_first else _idle]
+            actions += [partial(self._read, name, loaded), *(partial(_give, use, loaded) for use in uses)]
+            problem = next(filter(None, map(self._agreed, actions)), None)
+            if problem is None:
+                if self.best is not None:
+                    self._best_value = self.group.first(archive.best_value() if is_first else None)
+                return loaded[0]
+            if is_complete:
+                problems[name] = problem
+            if is_first:
+                archive.leave_out(name, problem)
+        if problems:
+            name, problem = next(iter(problems.items()))
+            words = f"none of the {len(problems)} checkpoints in {archive.storage.uri} can be used ({name}: {problem})"
+            raise CheckpointError(f"{words}; put a good one there, or start anew with --fresh")
+        return None
+
+    def _read(self, name: str, into: list[Loaded]) -> None:
         manifest = self.archive.manifest(name)
-        if self.best is not None:
-            self._best_value = self.archive.manifest(best).metrics[self.best.metric] if best else None
         same_size = manifest.world_size == self.group.world_size
         own = self.archive.read(name, rank_file(self.group.rank)) if same_size else None
-        return Loaded(name, self.archive.read(name, "state.pt"), own, manifest.config)
+        into.append(Loaded(name, self.archive.read(name, "state.pt"), own, manifest.config))
+
+    def _agreed(self, action: Callable[[], None]) -> str | None:
+        """What the first rank met that could not do it, on every rank."""
+        problem = None
+        try:
+            action()
+        except (CheckpointError, StorageError) as error:
+            problem = str(error)
+        return next(filter(None, self.group.gather(problem)), None)
 
     def locate(self, step: int) -> str:
         """Where the checkpoint of a step is."""
@@ -221,8 +261,16 @@ class Checkpoints:
             raise StorageError(f"checkpoint {self.locate(step)} could not be written: {problem}")
 
 
+def _idle() -> None:
+    """What the other ranks do meanwhile."""
+
+
+def _give(use: Callable[[Loaded], None], loaded: list[Loaded]) -> None:
+    use(loaded[0])
+
+
 def _message(error: Exception) -> str:
-    if isinstance(error, StorageError):
+    if isinstance(error, PacelineError):
         return str(error)
     logger.error("a checkpoint could not be written", exc_info=error)
     return f"{type(error).__name__}: {error}"

@@ -2,63 +2,92 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, FiniteFloat
 
 from trainers.config.sections import CheckpointConfig
-from trainers.errors import CheckpointError, ConfigError
+from trainers.config.train import IDENTITY
+from trainers.errors import CheckpointError, ConfigError, show
+from trainers.storage import parse_json, validated
 
-FORMAT = 1
+FORMAT = 2
+"""Of manifests that end in a seal; 1 had none."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
     """A file of a checkpoint."""
 
-    bytes: int
-    sha256: str
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What stands in `manifest.json`."""
 
-    step: int
-    world_size: int
+    step: Annotated[int, Field(ge=0, lt=10**12)]
+    world_size: Annotated[int, Field(ge=1)]
     files: dict[str, FileEntry]
     """By name."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, FiniteFloat] = field(default_factory=dict)
     """Figures at this very step, when it was evaluated; else empty. Only finite ones."""
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     """The resolved TrainConfig that trained it."""
+    format: int = FORMAT
 
     def to_json(self) -> bytes:
         """As `manifest.json` has it."""
         written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         finite = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
-        return json.dumps({"format": FORMAT, "written": written, **asdict(self), "metrics": finite}, indent=2).encode()
+        plain = json.loads(json.dumps({**asdict(self), "metrics": finite, "written": written}))
+        return seal(plain)
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
         """Read `manifest.json`; CheckpointError says what is wrong with it."""
         try:
-            tree = json.loads(data)
-            if tree["format"] != FORMAT:
-                raise CheckpointError(f"its format is {tree['format']}, this version reads {FORMAT}")
-            found = TypeAdapter(Manifest).validate_python(tree)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"its manifest is damaged ({error!r})") from error
-        wanted = {"state.pt", *(rank_file(rank) for rank in range(found.world_size))}
-        if missing := sorted(wanted - set(found.files)):
-            raise CheckpointError(f"its manifest is damaged ({missing[0]} does not stand in it)")
+            tree = parse_json(data, dict[str, Any], finite=False)
+            known = tree.pop("seal", None)
+            if (tree.get("format"), known is None) not in ((FORMAT, False), (1, True)):
+                raise CheckpointError(f"its format is {show(tree.get('format'))}, this version reads {FORMAT} and 1")
+            if known is not None and seal(tree) != data:
+                raise CheckpointError("it does not match its seal")
+            found = validated(tree, Manifest)
+        except CheckpointError as error:
+            raise CheckpointError(f"its manifest is damaged or was changed: {error}") from None
+        # The number of files first: no list of a billion ranks is made.
+        count = len(found.files)
+        if count != found.world_size + 1 or {"state.pt", *map(rank_file, range(count - 1))} != set(found.files):
+            words = f"it names {count} files, not state.pt and one for each of {found.world_size} ranks"
+            raise CheckpointError(f"its manifest is damaged or was changed: {words}")
         return found
+
+    def require_run(self, config: Mapping[str, Any]) -> None:
+        """Raise CheckpointError, with the key that differs, unless a run of this `config` wrote it."""
+        if self.format == 1 and not self.config:
+            return  # the first version kept none
+        for key in IDENTITY:
+            was, now = (json.dumps(tree.get(key), sort_keys=True) for tree in (self.config, config))
+            if was != now and json.loads(was) != json.loads(now):
+                raise CheckpointError(f"it is of another run: it was trained with {key} {was}, this run has {now}")
+
+
+def seal(tree: dict[str, Any]) -> bytes:
+    """A manifest's content as it is written: its last key is the SHA-256 of the same text without that key.
+
+    There is one text for each content, so that any other byte in it shows.
+    """
+    digest = hashlib.sha256(json.dumps(tree, indent=2).encode()).hexdigest()
+    return json.dumps({**tree, "seal": digest}, indent=2).encode()
 
 
 def rank_file(rank: int) -> str:

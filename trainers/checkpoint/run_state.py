@@ -6,6 +6,7 @@ It is the same under every strategy and for any number of workers: whole tensors
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch.optim import Optimizer
 
 from trainers.checkpoint.checkpoints import Checkpoints, Loaded
 from trainers.checkpoint.manifest import Best
+from trainers.checkpoint.validation import check_dtypes, check_optimizer, check_rng_state, check_scaler, check_state
 from trainers.config import TrainConfig
 from trainers.devices.rng import get_rng_state, set_rng_state
-from trainers.errors import CheckpointError, ConfigError
+from trainers.errors import CheckpointError, ConfigError, classify
 from trainers.measure.run_log import RunLog
 from trainers.model.sharding import is_sharded, shard_like, whole
+from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.replica import Replica
 from trainers.storage import Storage
 from trainers.task import Task
@@ -26,7 +29,7 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 _LONG_WAIT_S = 1.0
-_SECTIONS = ("model", "optimizer", "scaler", "task", "position")
+_LONG_DEAD_S = 3600.0  # a file beside the run's that nobody has written to for so long is a killed process's
 _HOW = ("fused", "foreach", "capturable")
 """Options of an optimizer that say how its step is computed: this run's, not the checkpoint's. So is whatever the
 configuration has changed since, as a sweep's population does."""
@@ -49,6 +52,7 @@ class Keeper:
         told: Callable[[str], None],
     ) -> None:
         self.parts, self.task, self.config, self.log, self.told = parts, task, config, log, told
+        self.storage = storage
         keep = config.checkpoint
         self.checkpoints = Checkpoints(storage, parts.group, keep.keep, Best.of(keep), config.tree())
         self.kept_step = -1
@@ -95,22 +99,21 @@ class Keeper:
             self.told(where)
 
     def resume(self, source: Storage | None = None) -> dict[str, Any] | None:
-        """Take back the newest complete checkpoint and return its position; None when there is none.
+        """Take back the newest complete checkpoint that fits, and return its position; None when there is none.
 
-        A run without one begins with that of the run `source`, which must have one: else CheckpointError.
+        A run without one begins with that of the run `source`, another one, which must have one: else CheckpointError.
         """
-        if (loaded := self.checkpoints.load()) is not None:
-            position = self._restore(loaded)
-            self.kept_step = int(position["step"])
+        if self.log is not None:
+            self.storage.clear_aside(idle_s=_LONG_DEAD_S)
+        if (loaded := self.checkpoints.load(self._check, self._apply)) is not None:
+            self.kept_step = int(loaded.state["position"]["step"])
             if self.log is not None:
                 self.log.cut(self.kept_step)
-            return position
-        if source is None:
-            return None
-        loaded = Checkpoints(source, self.parts.group, self.checkpoints.keep).load()
-        if loaded is None:
-            raise CheckpointError(f"there is no complete checkpoint in {source.uri} to begin with")
-        return self._restore(loaded)
+        elif source is not None:
+            loaded = Checkpoints(source, self.parts.group, self.checkpoints.keep).load(self._check, self._apply)
+            if loaded is None:
+                raise CheckpointError(f"there is no complete checkpoint in {source.uri} to begin with")
+        return None if loaded is None else loaded.state["position"]
 
     def _state(self, position: dict[str, Any]) -> dict[str, Any]:
         """Everything but random state; of a sharded model rank 0 alone has the tensors."""
@@ -124,19 +127,34 @@ class Keeper:
         }
         return whole(state, parts.group) if is_sharded(parts.model) else state
 
-    def _restore(self, loaded: Loaded) -> dict[str, Any]:
-        """Take back a loaded checkpoint and return its position.
-
-        Raises CheckpointError when it does not fit the model, ConfigError when it was trained on other steps.
-        """
+    def _check(self, loaded: Loaded) -> None:
+        """Raise CheckpointError when a checkpoint does not fit, ConfigError when it was trained on other steps."""
         parts, config, state = self.parts, self.config, loaded.state
-        if missing := set(_SECTIONS) - set(state):
-            raise CheckpointError(f"checkpoint {loaded.name} is no checkpoint of ours: it has no {sorted(missing)[0]}")
-        position: dict[str, Any] = state["position"]
+        position = check_state(state, loaded.name)
+        state["position"] = asdict(position)
+        check_dtypes(state["model"], parts.model.state_dict())
+        check_optimizer(state["optimizer"], parts.optimizer)
+        check_scaler(state["scaler"], parts.step.scaler.state_dict())
+        if loaded.rank_state is not None:
+            check_rng_state(loaded.rank_state, parts.device)
         for name, now in (("global_batch_size", config.batch_size), ("train_samples", parts.sampler.length)):
-            if position[name] != now:
-                rule = f"differs from the {position[name]} that checkpoint {loaded.name} was trained with"
+            then = getattr(position, name)
+            if then != now:
+                rule = f"differs from the {then} that checkpoint {loaded.name} was trained with"
                 raise ConfigError(name, now, rule, "train under another `name`, or start anew with --fresh")
+
+    def _apply(self, loaded: Loaded) -> None:
+        """Take back a loaded checkpoint; CheckpointError when the model or the task does not take it."""
+        try:
+            self._take(loaded)
+        except Exception as error:
+            if classify(error) in OUT_OF_MEMORY:
+                raise
+            words = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"it does not fit this model: {' '.join(words.split())[:400]}") from error
+
+    def _take(self, loaded: Loaded) -> None:
+        parts, config, state = self.parts, self.config, loaded.state
         model_state, task_state = state["model"], state["task"]
         if is_sharded(parts.model):
             model_state = shard_like(model_state, parts.model.state_dict())
@@ -144,17 +162,13 @@ class Keeper:
         now = config.tree()["optimizer"]
         then = loaded.config.get("optimizer") or now
         own = (*_HOW, *(name for name in now if then.get(name) != now[name]))
-        try:
-            parts.model.load_state_dict(model_state)
-            parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, state["optimizer"], own))
-            match_layout(parts.optimizer)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(f"checkpoint {loaded.name} does not fit this model: {error}") from error
+        parts.model.load_state_dict(model_state)
+        parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, state["optimizer"], own))
+        match_layout(parts.optimizer)
         parts.step.scaler.load_state_dict(state["scaler"])
         self.task.load_state_dict(task_state)
         if loaded.rank_state is not None:
             set_rng_state(loaded.rank_state, parts.device)
-        return position
 
 
 def match_layout(optimizer: Optimizer) -> None:
@@ -173,7 +187,7 @@ def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any], own: Sequence[
     the options `own` are this run's.
     """
     groups = [
-        {**theirs, **{option: ours[option] for option in own if option in ours}}
+        {**ours, **theirs, **{option: ours[option] for option in own if option in ours}}
         for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=True)
     ]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

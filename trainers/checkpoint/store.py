@@ -8,6 +8,9 @@ import hashlib
 import io
 import logging
 import pickle
+import re
+import zipfile
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -17,6 +20,7 @@ from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.storage import Storage, retrying
 
 logger = logging.getLogger(__name__)
+_MOST_MANIFEST_BYTES = 16 << 20  # some 100,000 ranks
 
 
 class _Hashing(io.RawIOBase):
@@ -37,14 +41,21 @@ class _Hashing(io.RawIOBase):
 
 
 class Archive:
-    """The directory `checkpoints` of a run. Methods raise StorageError when storage fails for good."""
+    """The directory `checkpoints` of a run. Methods raise StorageError when storage fails for good.
 
-    def __init__(self, run: Storage, best: Best | None = None) -> None:
-        self.storage, self.best = run.child("checkpoints"), best
+    With `config`, the run's own, a checkpoint of another run is none: CheckpointError says which key differs.
+    """
+
+    def __init__(self, run: Storage, best: Best | None = None, config: Mapping[str, Any] | None = None) -> None:
+        self.storage, self.best, self._config = run.child("checkpoints"), best, config
 
     def names(self) -> list[str]:
         """All checkpoints, whole or not, oldest first."""
-        return [name for name in self.storage.names() if name.startswith("step-")]
+        return [name for name in self.storage.names() if re.fullmatch("step-[0-9]{12}", name)]
+
+    def is_complete(self, name: str) -> bool:
+        """Whether it was written to its end; it may have been damaged since."""
+        return self.storage.exists(f"{name}/manifest.json")
 
     def begin(self, name: str) -> None:
         """Delete the manifest: while its files change, a checkpoint must not look complete."""
@@ -70,18 +81,24 @@ class Archive:
         if missing := [file for file in manifest.files if not self.storage.exists(f"{name}/{file}")]:
             fix = "storage_path must be shared by all nodes"
             raise StorageError(f"{missing[0]} was written by another worker and is not seen by rank 0: {fix}")
+        self.storage.clear_aside(name)  # every rank has written: what is there is a killed one's
         self.storage.write(f"{name}/manifest.json", manifest.to_json())
         names = self.names()
-        complete = [other for other in names if self.storage.exists(f"{other}/manifest.json")]
+        complete = [other for other in names if self.is_complete(other)]
         ranked = self._ranked([other for other in complete if other <= name])
         for other in surplus(names, complete, name, keep, ranked[0] if ranked else None):
             self.storage.delete(other)
 
     def manifest(self, name: str) -> Manifest:
-        """Read the manifest of a checkpoint; CheckpointError when it is not complete or damaged."""
-        if not self.storage.exists(f"{name}/manifest.json"):
+        """Read the manifest of a checkpoint; CheckpointError when it is not complete, damaged or another run's."""
+        if not self.is_complete(name):
             raise CheckpointError("it has no manifest: writing it was cut off")
-        return Manifest.from_json(self.storage.read(f"{name}/manifest.json"))
+        found = Manifest.from_json(self.storage.read(f"{name}/manifest.json", _MOST_MANIFEST_BYTES))
+        if folder_name(found.step) != name:
+            raise CheckpointError(f"it is that of step {found.step}, by its manifest")
+        if self._config:
+            found.require_run(self._config)
+        return found
 
     def newest(self) -> str | None:
         """The newest complete checkpoint; damaged ones are named in the log."""
@@ -90,6 +107,11 @@ class Archive:
     def best_name(self) -> str | None:
         """The complete checkpoint with the best evaluation; damaged ones are named in the log."""
         return self._first_whole(self._ranked(self.names()))
+
+    def best_value(self) -> float | None:
+        """The figure of that evaluation."""
+        name = self.best_name()
+        return self.manifest(name).metrics[self.best.metric] if self.best and name else None
 
     def choose(self, which: str) -> str:
         """The checkpoint that a user means by `newest`, `best` or `step-123`; CheckpointError when there is none."""
@@ -103,13 +125,13 @@ class Archive:
                 raise CheckpointError(f"there is no complete checkpoint{evaluated} in {self.storage.uri}")
             return found
         step = which.removeprefix("step-")
-        name = folder_name(int(step)) if step.isdecimal() else which
+        name = folder_name(int(step)) if step.isdecimal() and len(step) <= 12 else which
         names = self.names()
         if name not in names:
             there = ", ".join(f"step-{int(other.removeprefix('step-'))}" for other in names) or "none"
             raise CheckpointError(f"there is no checkpoint {which} in {self.storage.uri}; there is {there}")
         try:
-            self._verify(name)
+            self.verify(name)
         except CheckpointError as error:
             raise CheckpointError(f"checkpoint {self.storage.locate(name)} cannot be used: {error}") from error
         return name
@@ -119,25 +141,36 @@ class Archive:
         where = self.storage.locate(f"{name}/{file}")
         cause: Exception | None = None
         problem = "it holds no mapping"
+        data = self.storage.read(f"{name}/{file}", self.manifest(name).files[file].bytes)
         try:
-            with self.storage.reader(f"{name}/{file}") as stream, contextlib.closing(io.BytesIO(stream.read())) as data:
-                state = torch.load(data, map_location="cpu", weights_only=True)
+            with contextlib.closing(io.BytesIO(data)) as stream:
+                with zipfile.ZipFile(stream) as archive:
+                    if sum(info.file_size for info in archive.infolist()) > len(data):
+                        raise CheckpointError("it would grow when it is unpacked")
+                stream.seek(0)
+                state = torch.load(stream, map_location="cpu", weights_only=True)
             if isinstance(state, dict):
                 return state
+        except MemoryError:
+            raise
         except pickle.UnpicklingError as error:  # torch's own words advise to unpickle it all the same
             cause, problem = error, "it holds more than tensors and plain data, or is damaged"
-        except (RuntimeError, ValueError, EOFError, KeyError) as error:
+        except Exception as error:  # a stranger's bytes may bring forth any
             cause, problem = error, first_line(error)
         raise CheckpointError(f"{where} is no checkpoint of ours: {problem}") from cause
 
     def _first_whole(self, names: list[str]) -> str | None:
         for name in names:
             try:
-                self._verify(name)
+                self.verify(name)
                 return name
             except (CheckpointError, StorageError) as error:
-                logger.warning("checkpoint %s is left out: %s", self.storage.locate(name), error)
+                self.leave_out(name, str(error))
         return None
+
+    def leave_out(self, name: str, problem: str) -> None:
+        """Say that a checkpoint is not used, and why."""
+        logger.warning("checkpoint %s is left out: %s", self.storage.locate(name), problem)
 
     def _ranked(self, names: list[str]) -> list[str]:
         if self.best is None:
@@ -148,10 +181,15 @@ class Archive:
                 manifests[name] = self.manifest(name)
         return self.best.ranked(manifests)
 
-    def _verify(self, name: str) -> None:
-        for file, entry in self.manifest(name).files.items():
+    def verify(self, name: str) -> None:
+        """Raise CheckpointError unless every file is as the manifest says."""
+        manifest = self.manifest(name)
+        if manifest.format == 1:
+            words = "was written before manifests had a seal: a change in it would not be noticed"
+            logger.warning("the manifest of %s %s", self.storage.locate(name), words)
+        for file, entry in manifest.files.items():
             sha256 = hashlib.sha256()
-            with self.storage.reader(f"{name}/{file}") as stream:
+            with self.storage.reader(f"{name}/{file}", entry.bytes) as stream:
                 while chunk := stream.read(1 << 20):  # larger than file_digest's: each is a request to an object store
                     sha256.update(chunk)
             if sha256.hexdigest() != entry.sha256:

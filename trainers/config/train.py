@@ -19,6 +19,20 @@ from trainers.errors import MISSING, ConfigError
 _SMALLEST_HALF = 2.0**-24
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]
 
+IDENTITY = (
+    "task",
+    "task_args",
+    "seed",
+    "global_batch_size",
+    "drop_last",
+    "precision",
+    "optimizer",
+    "lr_schedule",
+    "lr_scaling",
+    "clip_grad_norm",
+)
+"""Keys that decide what is learned. A run that goes on must not have changed them."""
+
 
 class TrainConfig(Settings):
     """One training run."""

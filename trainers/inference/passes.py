@@ -16,17 +16,19 @@ from pyarrow import fs
 from torch import nn
 
 from trainers.checkpoint.store import Archive
+from trainers.checkpoint.validation import check_dtypes
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.context import RunContext
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, ConfigError
+from trainers.errors import CheckpointError, ConfigError, classify
 from trainers.inference.predict import predict
 from trainers.inference.saved_run import SavedRun
 from trainers.launch.spec import Job, RunSpec, make_spec
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.strategy import compile_model
+from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.evaluation import evaluate
 from trainers.storage import Storage
 from trainers.task import Task, task_feed
@@ -141,10 +143,13 @@ def _model(
     model = spec.convert_model(model).to(group.device)
     try:
         step = int(state["position"]["step"])
+        check_dtypes(state["model"], model.state_dict())
         model.load_state_dict(state["model"])
         task.load_state_dict(state["task"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        words = str(error).replace("\n", " ")
+    except Exception as error:
+        if classify(error) in OUT_OF_MEMORY:
+            raise
+        words = " ".join(str(error).split())
         raise CheckpointError(f"checkpoint {archive.storage.locate(name)} does not fit this model: {words}") from error
     if config.compile != "off":
         compile_model(model, config.compile, config.fullgraph)

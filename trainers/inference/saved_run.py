@@ -7,6 +7,7 @@ from typing import Any
 
 from trainers.checkpoint.manifest import Best, Manifest
 from trainers.checkpoint.store import Archive
+from trainers.checkpoint.validation import check_state
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import CheckpointError, ConfigError, did_you_mean
@@ -47,9 +48,15 @@ class SavedRun:
 
         Raises ConfigError when there is none, CheckpointError when it holds more than tensors and plain data.
         """
-        archive = Archive(self.storage, Best.of(self.config.checkpoint))
+        trained_as = read_mapping(self.storage, "config.yaml")  # the command's own may say another precision
+        archive = Archive(self.storage, Best.of(self.config.checkpoint), trained_as)
         try:
             name = archive.choose(which)
         except CheckpointError as error:
             raise ConfigError("--checkpoint", which, str(error), "give newest, best or step-N") from error
-        return SavedCheckpoint(name, archive.manifest(name), archive.read(name, "state.pt"))
+        state = archive.read(name, "state.pt")
+        try:
+            check_state(state, name)
+        except CheckpointError as error:
+            raise CheckpointError(f"checkpoint {archive.storage.locate(name)} cannot be used: {error}") from None
+        return SavedCheckpoint(name, archive.manifest(name), state)

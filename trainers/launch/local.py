@@ -61,7 +61,6 @@ class LocalContext(RunContext):
         _leave(failure, stack, self.failed)
 
 
-
 class _Redacting(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))

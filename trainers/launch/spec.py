@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
+from trainers.config.train import IDENTITY
 from trainers.config.yaml import LONGEST, decode, dump_yaml, parse_mapping, read_text
 from trainers.context import RunContext
 from trainers.errors import CheckpointError, ConfigError, StorageError, did_you_mean, first_line
@@ -27,27 +28,14 @@ from trainers.lease import LEASE, fenced
 from trainers.loop.watchdog import enter, watched
 from trainers.storage import Storage, storage_uri
 
+logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from trainers.measure.result import RunResult
     from trainers.task import Task
 
-logger = logging.getLogger(__name__)
 
 MARK = "config.yaml"
 """The file that makes a directory a run's."""
-# Keys that decide what is learned. A run that goes on must not have changed them.
-IDENTITY = (
-    "task",
-    "task_args",
-    "seed",
-    "global_batch_size",
-    "drop_last",
-    "precision",
-    "optimizer",
-    "lr_schedule",
-    "lr_scaling",
-    "clip_grad_norm",
-)
 
 
 class Result(Protocol):
@@ -238,14 +226,12 @@ def _finished(storage: Storage) -> RunResult | None:
     if not storage.exists("result.json"):
         return None
     try:
-        result = RunResult.from_json(storage.read("result.json"))
+        result = storage.read_json("result.json", RunResult, finite=False)
         if result.status == "done":
             check_kept(storage, result)
             return result
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
     except (StorageError, CheckpointError) as error:
-        logger.warning("%s: it goes on from what is left", error)
+        logger.warning("%s; the run goes on from its newest checkpoint", error)
     return None
 
 

@@ -6,7 +6,8 @@ what each does before it waits for anybody: the time until its batches are there
 
 import statistics
 from collections.abc import Callable
-from typing import Any, TypedDict
+
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 _WAIT_SHARE = 0.1
 _SLOWER = 1.2
@@ -39,7 +40,7 @@ class RankFigures(TypedDict):
     reserved_bytes: int
     peak_bytes: int
     total_bytes: int
-    gpu: dict[str, Any] | None
+    gpu: dict[str, float | list[str]] | None
     """What NVML says (trainers/devices/nvml.py)."""
 
 
@@ -61,7 +62,7 @@ def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
             found.append((f"{rank} data", f"rank {rank} ({row['host']}) {words}"))
         if (slower := _slower(row, others)) is not None:
             found.append((f"{rank} slow", f"rank {rank} ({row['host']}) {slower}"))
-        slowed = [reason for reason in (row["gpu"] or {}).get("slowed_by", ()) if reason in _HARMFUL]
+        slowed = [reason for reason in _slowed_by(row) if reason in _HARMFUL]
         if slowed:
             found.append((f"{rank} clocks", f"the GPU of rank {rank} ({row['host']}) is slowed by {', '.join(slowed)}"))
     return found
@@ -83,7 +84,12 @@ def _slower(row: RankFigures, others: list[RankFigures]) -> str | None:
 
 
 def _gpu(name: str, form: str) -> Callable[[RankFigures], str]:
-    return lambda row: "-" if (value := (row["gpu"] or {}).get(name)) is None else format(value, form)
+    return lambda row: format(value, form) if isinstance(value := (row["gpu"] or {}).get(name), (int, float)) else "-"
+
+
+def _slowed_by(row: RankFigures) -> list[str]:
+    reasons = (row["gpu"] or {}).get("slowed_by")
+    return reasons if isinstance(reasons, list) else []
 
 
 _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
@@ -97,7 +103,7 @@ _COLUMNS: tuple[tuple[str, Callable[[RankFigures], str]], ...] = (
     ("GPU", _gpu("utilisation", ".0%")),
     ("W", _gpu("power_w", ".0f")),
     ("C", _gpu("temperature_c", ".0f")),
-    ("slowed by", lambda row: ", ".join((row["gpu"] or {}).get("slowed_by", ())) or "-"),
+    ("slowed by", lambda row: ", ".join(_slowed_by(row)) or "-"),
 )
 
 

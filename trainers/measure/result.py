@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from trainers.errors import Status
 from trainers.measure.clock import Throughput
 from trainers.measure.ranks import RankFigures
+from trainers.storage import parse_json
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,5 @@ class RunResult:
 
     @staticmethod
     def from_json(text: bytes) -> RunResult:
-        """Read `result.json`."""
-        tree = json.loads(text)
-        speed = tree.pop("throughput")
-        return RunResult(throughput=Throughput(**speed) if speed else None, **tree)
+        """Read `result.json`; CheckpointError says what is wrong with it."""
+        return parse_json(text, RunResult, finite=False)

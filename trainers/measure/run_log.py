@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from trainers.storage import Storage
+from trainers.errors import CheckpointError
+from trainers.storage import Storage, parse_json
 
 _POSITION = ("step", "epoch", "train_time_s")
 
@@ -47,6 +48,7 @@ class RunLog:
         """Drop the parts that end after `step`: the run resumes there and will write them again."""
         for storage, last in ((self._storage, f"{step:012d}.jsonl"), (self._events, events_name(step))):
             if storage is not None:
+                storage.clear_aside()  # this rank alone writes there
                 for name in storage.names():
                     if name > last:  # steps have leading zeros
                         storage.delete(name)
@@ -58,10 +60,17 @@ def _extend(storage: Storage, name: str, data: bytes) -> None:
 
 
 def read_log(run: Storage) -> list[dict[str, Any]]:
-    """All records of a run, in order."""
+    """All records of a run, in order; CheckpointError names a line that is none."""
     storage = run.child("log")
-    parts = [storage.read(name) for name in storage.names() if name.endswith(".jsonl")]
-    return [json.loads(line) for part in parts for line in part.decode().splitlines()]
+    records = []
+    for name in storage.names():
+        if name.endswith(".jsonl"):
+            for number, line in enumerate(storage.read(name).splitlines(), 1):
+                try:
+                    records.append(parse_json(line, dict[str, Any], finite=False))
+                except CheckpointError as error:
+                    raise CheckpointError(f"{storage.locate(name)}, line {number}: {error}") from None
+    return records
 
 
 def events_name(step: int) -> str:

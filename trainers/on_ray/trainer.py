@@ -83,7 +83,7 @@ def run_on_ray(spec: RunSpec) -> RunResult:
         _fit(trainer, spec.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
-    return RunResult.from_json(spec.storage.read("result.json"))
+    return spec.storage.read_json("result.json", RunResult, finite=False)
 
 
 def _fit(trainer: TorchTrainer, storage: Storage) -> None:

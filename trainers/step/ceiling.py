@@ -5,14 +5,21 @@ on the device, fragmentation. The next start takes half of what failed. Does not
 """
 
 import json
+import logging
+from typing import Annotated
+
+from pydantic import Field
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
-from trainers.errors import Status, TooLargeError, first_line
+from trainers.errors import CheckpointError, Status, TooLargeError, first_line
 from trainers.storage import Storage
+
+logger = logging.getLogger(__name__)
 
 OUT_OF_MEMORY: tuple[Status, ...] = ("out_of_memory", "out_of_host_memory")
 _FILE = "microbatch.json"
+_Ceilings = dict[str, Annotated[int, Field(ge=1)]]
 
 
 def _setting(config: TrainConfig, context: RunContext, device_name: str) -> str:
@@ -32,7 +39,11 @@ def read_ceiling(config: TrainConfig, context: RunContext, device_name: str) -> 
 
 
 def _kept(storage: Storage | None) -> dict[str, int]:
-    return json.loads(storage.read(_FILE)) if storage is not None and storage.exists(_FILE) else {}
+    try:
+        return storage.read_json(_FILE, _Ceilings) if storage is not None and storage.exists(_FILE) else {}
+    except CheckpointError as error:
+        logger.warning("%s: which microbatches fit is learned anew", error)
+        return {}
 
 
 def refuse_microbatch(

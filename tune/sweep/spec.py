@@ -121,9 +121,11 @@ def read_saved(location: str) -> SweepSpec:
     source = storage.locate(SAVED)
     tree = read_mapping(storage, SAVED)
     config = build(SweepConfig, tree | {"storage_path": storage.parent.uri}, source)
-    assert isinstance(config.train, dict)
+    if not isinstance(config.train, dict):
+        raise ConfigError("train", config.train, "must be a mapping here", "start the sweep anew with --fresh", source)
     task_dir = config.train.get("task_dir")
-    return _spec(config, config.train, source, source, Path(task_dir) if task_dir else None, own_workers=True)
+    directory = Path(task_dir) if task_dir and isinstance(task_dir, str) else None
+    return _spec(config, config.train, source, source, directory, own_workers=True)
 
 
 def save(spec: SweepSpec) -> None:
@@ -158,12 +160,13 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
+        then = before["train"] if isinstance(before.get("train"), dict) else {}
         is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
         keys = ["space", "search", "seed", "objective", *(["scheduler"] if is_population else [])]
         pairs = {key: (before.get(key), now.get(key)) for key in keys}
         for key in TrainConfig.model_fields:
             if key not in ("task_dir", "scaling"):
-                pairs[f"train.{key}"] = (before["train"].get(key), now["train"].get(key))
+                pairs[f"train.{key}"] = (then.get(key), now["train"].get(key))
         for key, (was, value) in pairs.items():
             if was != value:
                 fix = "sweep under another `--name`, or start anew with --fresh"

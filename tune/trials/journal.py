@@ -10,12 +10,14 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from trainers.errors import STATUSES, CheckpointError, StorageError
+from pydantic import Field
+
+from trainers.errors import CheckpointError, StorageError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
-from tune.trials.record import Purpose, TrialRecord
+from tune.trials.record import Name, Part, Purpose, Row, TrialRecord, UnixTime
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +28,18 @@ _BOUNDARY = "boundary.json"
 class Stage:
     """A part of a trial of a population, between two decisions of the scheduler, run in one go on a lane."""
 
-    trial: str
-    number: int
+    trial: Name
+    number: Annotated[int, Field(ge=0)]
     """From 0; how many stages the trial had before."""
     config: dict[str, Any]
     """Dotted TrainConfig keys and the values that this stage trains with."""
-    started: float
+    started: UnixTime
     """When the trial began, Unix time, s."""
-    source: str | None = None
+    source: Annotated[str, Field(pattern=r"^\w[\w.-]*/[0-9]+$", max_length=220)] | None = None
     """The stage, of this trial or of another, whose last checkpoint it begins with; None: it begins the training."""
-    schedule: list[dict[str, Any]] = field(default_factory=list)
-    """The course of its weights: each `config`, and the `trial`, `step` and `epoch` from which on it was used."""
-    curve: list[dict[str, float]] = field(default_factory=list)
+    schedule: list[Part] = field(default_factory=list)
+    """The course of its weights."""
+    curve: list[Row] = field(default_factory=list)
     """Evaluations of its weights: up to its beginning, or to its end once it has `ended`."""
     ended: bool = False
 
@@ -81,9 +83,12 @@ class Journal:
     def stage(self, name: str) -> Stage:
         """Return the stage of a name; raise CheckpointError when it is not there or damaged."""
         try:
-            return Stage(**json.loads(self.population.read(f"{name}.json")))
-        except (ValueError, TypeError, StorageError) as error:
+            stage = self.population.read_json(f"{name}.json", Stage, finite=False)
+        except (CheckpointError, StorageError) as error:
             raise CheckpointError(f"{self.population.locate(name)} is no stage of a trial: {error}") from error
+        if stage.name != name:
+            raise CheckpointError(f"{self.population.locate(name)} is the stage {stage.name}")
+        return stage
 
     def newest_stage(self, trial: str) -> Stage | None:
         """Return the last stage that a trial has begun."""
@@ -95,20 +100,24 @@ class Journal:
         return self.population.child(*name.split("/"))
 
     def _read(self, name: str) -> TrialRecord:
+        where = self._storage.locate(name)
+        fix = "delete the file, and the trial runs again"
         try:
-            record = TrialRecord(**json.loads(self._storage.read(name)))
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{self._storage.locate(name)} is no trial record: {error}") from error
-        if record.status not in STATUSES:
-            raise CheckpointError(f"{self._storage.locate(name)} has the unknown status {record.status!r}")
+            record = self._storage.read_json(name, TrialRecord, finite=False)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {fix}") from None
+        # A population's trial keeps its id while its configuration changes.
+        configured = record.id if record.schedule else trial_id(record.config, record.purpose, record.seed)
+        if not record.id == configured == name.removesuffix(".json"):
+            raise CheckpointError(f"{where} is the record of another trial, {configured}; {fix}")
         return record
 
 
 def read_boundary(sweep: Storage) -> Boundary:
     """Return what earlier starts of the sweep have learned of microbatches; nothing when that cannot be read."""
     try:
-        return Boundary.from_plain(json.loads(sweep.read(_BOUNDARY)) if sweep.exists(_BOUNDARY) else {})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return Boundary.from_plain(sweep.read_json(_BOUNDARY, dict[str, Any]) if sweep.exists(_BOUNDARY) else {})
+    except CheckpointError as error:
         logger.warning("%s is damaged (%s): which microbatches fit is learned anew", sweep.locate(_BOUNDARY), error)
         return Boundary()
 

@@ -13,10 +13,13 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 from trainers.config import TrainConfig
 from trainers.config.model import build, plain
+from trainers.config.sections import Positive
+from trainers.storage import validated
 
 # All of task_args, since only the task knows which shape the model; deterministic algorithms have other workspaces.
 _MEMORY_KEYS = ("task", "task_args", "precision", "compile", "cuda_graphs", "channels_last", "deterministic")
@@ -69,6 +72,14 @@ def bisection_order(sizes: Iterable[int]) -> list[int]:
     return ordered
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What is known for one key, as plain data has it."""
+
+    fits: list[Positive]
+    misfit: Positive | None
+
+
 class Boundary:
     """The largest microbatch that fits, for each key, as far as it is known."""
 
@@ -119,11 +130,11 @@ class Boundary:
 
     @classmethod
     def from_plain(cls, tree: Mapping[str, Any]) -> Self:
-        """Read `to_plain` back; ValueError, TypeError or KeyError when it is something else."""
+        """Read `to_plain` back; CheckpointError when it is something else."""
         boundary = cls()
-        for key, known in tree.items():
-            for size in known["fits"]:
+        for key, known in validated(tree, dict[str, _Known]).items():
+            for size in known.fits:
                 boundary.observe(key, size, True)
-            if known["misfit"] is not None:
-                boundary.observe(key, known["misfit"], False)
+            if known.misfit is not None:
+                boundary.observe(key, known.misfit, False)
         return boundary

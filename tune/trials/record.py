@@ -3,7 +3,9 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field
 
 from trainers.errors import STATUSES, Status
 from trainers.redaction import redact
@@ -12,6 +14,45 @@ from tune.trials.interval import dollars
 
 Purpose = Literal["trial", "probe", "repeat"]
 """trial: a whole one; probe: a short one that only measures; repeat: a finalist again, alone, with another seed."""
+
+Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=200)]
+"""Of a trial: it becomes the name of a file."""
+UnixTime = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+_Whole = Annotated[int, Field(ge=0, lt=2**63)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _placed(row: dict[str, float]) -> dict[str, float]:
+    for name in ("step", "epoch", "train_time_s"):
+        if not 0 <= row.get(name, -1.0) < 1e12:
+            raise ValueError(f"{name} is no position in a run")
+    return row
+
+
+Row = Annotated[dict[str, float], AfterValidator(_placed)]
+"""An evaluation: step, epoch, train_time_s, train_loss, val_loss, ...; only figures may be NaN or infinite."""
+
+
+def _noise(scale: dict[str, float | None]) -> dict[str, float | None]:
+    if missing := {"value", "low", "high"} - scale.keys():
+        raise ValueError(f"it has no {sorted(missing)[0]}")
+    return scale
+
+
+_Noise = Annotated[dict[str, float | None], AfterValidator(_noise)]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    places = [part.get("step"), part.get("epoch")]
+    named = isinstance(part.get("trial"), str) and isinstance(part.get("config"), dict)
+    if not named or not all(isinstance(place, (int, float)) and 0 <= place < 1e12 for place in places):
+        raise ValueError("a part has no trial, config, step and epoch")
+    return part
+
+
+Part = Annotated[dict[str, Any], AfterValidator(_part)]
+"""Of the course of a trial's weights, in a population: each `config`, and the `trial`, `step` and `epoch` from which on
+it was used."""
 
 PROBE_SHARE = 0.08  # the longest probe, of a whole trial: one whose throughput does not settle before
 PROBE_STEPS = 10  # the fewest of a probe
@@ -46,47 +87,47 @@ class Until:
 class TrialRecord:
     """How one trial ended."""
 
-    id: str
+    id: Name
     """Digest of `config`: the same configuration has the same id in every resume."""
     config: dict[str, Any]
     """Dotted TrainConfig keys and the values that the search gave them."""
     status: Status
-    start_time: float
+    start_time: UnixTime
     """Unix time, s."""
-    end_time: float
+    end_time: UnixTime
     """Unix time, s."""
-    samples_per_s: float | None = None
+    samples_per_s: _Amount | None = None
     """Training throughput after warm-up, evaluation left out."""
-    step_time_s: float | None = None
+    step_time_s: _Amount | None = None
     """Median time of a step."""
-    peak_memory_bytes: int | None = None
+    peak_memory_bytes: _Whole | None = None
     """Peak of the device's memory; of the worker's resident memory on a CPU. Largest over ranks."""
     metrics: dict[str, float] = field(default_factory=dict)
     """The last value of everything that was reported: train_loss, val_loss, val_accuracy, ..."""
-    curve: list[dict[str, float]] = field(default_factory=list)
-    """One row an evaluation: step, epoch, train_time_s, train_loss, val_loss, ..."""
-    time_to_target_s: float | None = None
+    curve: list[Row] = field(default_factory=list)
+    """One row an evaluation."""
+    time_to_target_s: _Amount | None = None
     """Training time until the objective's target was first reached; None when it was not."""
-    lane: int | None = None
+    lane: _Whole | None = None
     purpose: Purpose = "trial"
-    seed: int | None = None
+    seed: _Whole | None = None
     """Seed of a repeat, in place of the configuration's own."""
-    samples: float | None = None
+    samples: _Amount | None = None
     """Training samples seen."""
-    epochs: float | None = None
+    epochs: _Amount | None = None
     """Passes over the training split, with the part of the last one."""
-    step_time_ci95_s: float | None = None
+    step_time_ci95_s: _Amount | None = None
     """Half width of the 95 % confidence interval of the mean step time."""
-    noise_scale: dict[str, float | None] | None = None
+    noise_scale: _Noise | None = None
     """Gradient noise scale: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
-    cpu_pressure: float | None = None
+    cpu_pressure: _Amount | None = None
     """Share of its time in which work of rank 0's node waited for a processor (Linux pressure stall information)."""
     message: str = ""
     """What went wrong, in one line."""
     traceback: str = ""
     """The worker's traceback, for status `error`; where its ranks were, for `hung`."""
-    schedule: list[dict[str, Any]] = field(default_factory=list)
-    """The course of its weights, in a population: as in `Stage.schedule`."""
+    schedule: list[Part] = field(default_factory=list)
+    """The course of its weights, in a population."""
 
     @property
     def finished(self) -> bool:

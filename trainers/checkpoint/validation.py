@@ -1,0 +1,218 @@
+"""Whether a state that was read back is one of this run: types, shapes and ranges, before any of it is applied.
+
+Checksums say that a checkpoint is as it was written; this, that what was written fits. torch itself checks a model's
+names and shapes when it takes them, but no optimizer's: fused steps read moments by address, and one of another shape
+than its parameter's would crash the process.
+"""
+
+import math
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainers.devices.rng import get_rng_state, set_rng_state
+from trainers.errors import CheckpointError, first_line
+from trainers.storage import validated
+
+_SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
+_MOST_DEPTH, _MOST_PARTS = 100, 4_000_000
+_Count = Annotated[int, Field(ge=0, lt=10**12)]
+_Shapes = Mapping[int, Mapping[str, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run was when it wrote a checkpoint."""
+
+    step: _Count
+    global_batch_size: Annotated[int, Field(ge=1)]
+    train_samples: Annotated[int, Field(ge=1)]
+    train_time_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    metrics: dict[str, float]
+    """Not all finite: an evaluation may have diverged."""
+    evaluated_step: Annotated[int, Field(ge=-1, lt=10**12)]
+
+
+def check_state(state: Mapping[str, Any], name: str) -> Position:
+    """Return the position in the state of checkpoint `name`; CheckpointError when it is no state of a run.
+
+    The task's own part is left to the task.
+    """
+    if wrong := sorted(_SECTIONS ^ set(map(str, state))):
+        raise CheckpointError(
+            f"it is no checkpoint of ours: it has {'no' if wrong[0] in _SECTIONS else 'a'} {wrong[0][:80]}"
+        )
+    for section in sorted(_SECTIONS - {"task"}):
+        if not isinstance(state[section], dict):
+            raise CheckpointError(f"its {section} is no mapping")
+        check_plain(state[section], section)
+    position = validated(state["position"], Position)
+    if name != f"step-{position.step:012d}":
+        raise CheckpointError(f"its position is step {position.step}")
+    return position
+
+
+def check_plain(tree: Any, what: str) -> None:
+    """Raise CheckpointError where nested data is endless, or holds another tensor than a dense one in host memory."""
+    waiting: list[tuple[Any, int]] = [(tree, 0)]
+    parts = 0
+    while waiting:
+        value, depth = waiting.pop()
+        parts += 1
+        if depth > _MOST_DEPTH or parts > _MOST_PARTS:
+            raise CheckpointError(f"its {what} is nested without end")
+        if isinstance(value, Tensor):
+            plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+            if not plain or type(value) not in (Tensor, torch.nn.Parameter):
+                raise CheckpointError(f"its {what} holds a tensor that is not a dense one")
+        else:
+            inner: Collection[Any] = value.values() if isinstance(value, dict) else value
+            waiting += [(one, depth + 1) for one in inner if isinstance(one, (Tensor, dict, list, tuple))]
+
+
+def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a model's tensor is of another kind of number than the saved one of its name.
+
+    Another width is none: a model may be evaluated in another precision than it was trained in.
+    """
+    for name, ours in now.items():
+        theirs = saved.get(name)
+        if isinstance(ours, Tensor) and theirs is not None:
+            kinds = [_kind(one.dtype) if isinstance(one, Tensor) else type(one).__name__ for one in (theirs, ours)]
+            if kinds[0] != kinds[1]:
+                raise CheckpointError(f"it does not fit this model: {name} is {kinds[0]}, not {kinds[1]}")
+
+
+def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise CheckpointError unless `saved` is a state of this optimizer over its parameters."""
+    groups, state = saved.get("param_groups"), saved.get("state")
+    if not isinstance(groups, list) or not isinstance(state, dict) or len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(f"it does not fit this optimizer, which has {len(optimizer.param_groups)} groups")
+    parameters: dict[int, tuple[Tensor, _Shapes]] = {}
+    for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
+        numbers = theirs.get("params") if isinstance(theirs, dict) else None
+        first = len(parameters)
+        if numbers != list(range(first, first + len(ours["params"]))):
+            raise CheckpointError("it does not fit this model: its optimizer is one of other parameters")
+        for name, value in ours.items():
+            if name != "params" and name in theirs and not _is_like(theirs[name], value):
+                raise CheckpointError(f"it does not fit this optimizer: its {name} is {_shown(theirs[name])}")
+        shapes = _state_shapes(optimizer, theirs, {parameter.dim() for parameter in ours["params"]})
+        parameters |= dict(zip(numbers, ((parameter, shapes) for parameter in ours["params"]), strict=True))
+    for number, entries in state.items():
+        if type(number) is not int or number not in parameters or not isinstance(entries, dict):
+            raise CheckpointError(f"it does not fit this optimizer: {_shown(number)} is none of its parameters")
+        if entries:  # without, the next step makes them
+            _check_entries(entries, *parameters[number], number)
+
+
+def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless `saved` is a state of a loss scaler like the one whose state is `now`."""
+    for name in saved.keys() | now.keys():
+        theirs, ours = saved.get(name), now.get(name)
+        value = _number(theirs) if type(theirs) is type(ours) else None
+        least = 0 if name == "_growth_tracker" else sys.float_info.min
+        if value is None or not least <= value < math.inf:
+            raise CheckpointError(f"it does not fit this loss scaler: {_shown(name)} is {_shown(theirs)}")
+
+
+def check_rng_state(saved: Mapping[str, Any], device: torch.device) -> None:
+    """Raise CheckpointError unless `saved` is a random state that the generators here take: they are asked, and left as
+    they were.
+    """
+    check_plain(saved, "random state")
+    before = get_rng_state(device)
+    try:
+        if not 0 <= saved["numpy"]["pos"] <= 624:  # numpy itself would read beyond its state
+            raise ValueError("the position in numpy's state is beyond its end")
+        set_rng_state(dict(saved), device)
+    except Exception as error:
+        raise CheckpointError(f"its random state is none: {first_line(error)}") from None
+    finally:
+        set_rng_state(before, device)
+
+
+def _check_entries(entries: Mapping[str, Any], parameter: Tensor, shapes: _Shapes, number: int) -> None:
+    for name, pattern in shapes.get(parameter.dim(), {}).items():
+        where, value = f"it does not fit this optimizer: {name} of parameter {number}", entries.get(name)
+        if not pattern:
+            if not math.isfinite(math.nan if (scalar := _number(value)) is None else scalar):
+                raise CheckpointError(f"{where} is {_shown(value)}, not a finite number")
+            continue
+        wanted = [size if part == 2 else 1 for size, part in zip(parameter.shape, pattern, strict=True)]
+        if not isinstance(value, Tensor) or list(value.shape) != wanted:
+            found = list(value.shape) if isinstance(value, Tensor) else "none"
+            raise CheckpointError(f"{where} has shape {found}, not {wanted}")
+        if value.is_complex() and not parameter.is_complex():
+            raise CheckpointError(f"{where} is complex")
+
+
+def _state_shapes(optimizer: Optimizer, options: Mapping[str, Any], dims: set[int]) -> _Shapes:
+    """What one of torch's optimizers keeps of a parameter, and in which shape, by its number of dimensions: found by
+    one step, with the options of a saved group, over parameters of 2 x 2 x ... A 2 stands for the parameter's own size
+    there; no dimension at all for a number.
+
+    Nothing for an optimizer of the task's own: only its code knows.
+    """
+    kinds = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim"))
+    kind = next(kinds, Optimizer)
+    # How a step is computed does not change what it keeps.
+    how = {name: False for name in ("fused", "foreach", "capturable", "differentiable") if name in options}
+    numbers = {name: _number(value) for name, value in options.items() if isinstance(value, Tensor)}
+    shapes: dict[int, dict[str, Sequence[int]]] = {}
+    for given in ({**options, **numbers, **how}, {}):  # without options where these do not work
+        twins = [torch.nn.Parameter(torch.zeros([2] * count)) for count in dims]
+        for twin in twins:
+            twin.grad = torch.zeros_like(twin)
+        try:
+            stepped = kind([{**given, "params": twins}])  # type: ignore[call-arg]
+            stepped.step()
+        except Exception:  # noqa: S112 (also where it wants sparse gradients, or a closure)
+            continue
+        for twin in twins:
+            for name, value in stepped.state[twin].items():
+                if isinstance(value, Tensor) and value.dim() in (0, twin.dim()) and set(value.shape) <= {1, 2}:
+                    shapes.setdefault(twin.dim(), {})[name] = value.shape
+        break
+    return shapes
+
+
+def _is_like(theirs: Any, ours: Any) -> bool:
+    """Whether one option of a group may stand in the other's place."""
+    if isinstance(ours, (list, tuple)):
+        are = isinstance(theirs, (list, tuple)) and len(theirs) == len(ours)
+        return are and all(map(_is_like, theirs, ours))
+    if ours is None or isinstance(ours, bool):
+        return ours is None or theirs is None or isinstance(theirs, bool)
+    if (now := _number(ours)) is not None:
+        return (value := _number(theirs)) is not None and (math.isfinite(value) or not math.isfinite(now))
+    return isinstance(theirs, type(ours))
+
+
+def _shown(value: Any) -> str:
+    """A stranger's value for a sentence."""
+    try:
+        return " ".join(str(value).split())[:80]
+    except ValueError:  # a whole number of thousands of digits
+        return type(value).__name__
+
+
+def _number(value: Any) -> float | None:
+    """A number, or a tensor of one; None for anything else."""
+    is_real = isinstance(value, Real) or (isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex())
+    try:
+        return float(value) if is_real else None
+    except OverflowError:
+        return math.inf
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Floating-point numbers of all widths are of one kind."""
+    return "floating-point" if dtype.is_floating_point else str(dtype).removeprefix("torch.")
