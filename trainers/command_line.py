@@ -17,7 +17,7 @@ from pydantic import create_model
 from trainers.config.model import Settings, build, child_model, keys_of
 from trainers.config.reference import reference
 from trainers.config.yaml import parse_yaml
-from trainers.errors import MISSING, POLICIES, ConfigError, ConfigErrors, PacelineError, did_you_mean, show
+from trainers.errors import MISSING, ConfigError, ConfigErrors, PacelineError, advice, did_you_mean, show
 
 _SOURCE = "command line"
 
@@ -151,8 +151,8 @@ def run(
         command = commands[name]
         return command.function(**command.parse(args[1:] if name else args))
     except PacelineError as error:
-        advice = "" if name or not advise or error.exit_code == ConfigError.exit_code else POLICIES[error.status].advice
-        complain(f"{error} ({advice})" if advice else str(error))
+        more = "" if name or not advise or error.exit_code == ConfigError.exit_code else advice(error)
+        complain(f"{error} ({more})" if more else str(error))
         return error.exit_code
     except KeyboardInterrupt:
         complain("interrupted")

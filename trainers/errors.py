@@ -43,6 +43,15 @@ POLICIES: dict[Status, Policy] = {
 }
 
 
+MEND = "; mend "
+"""What a message has that says itself what to do."""
+
+
+def advice(error: PacelineError) -> str:
+    """Return what the user may do about an error: its policy's advice, unless the message says it."""
+    return "" if MEND in str(error) else POLICIES[error.status].advice
+
+
 class PacelineError(Exception):
     """Base of all errors that Paceline raises; `status` is how the run ends."""
 
