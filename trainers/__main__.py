@@ -139,10 +139,12 @@ def _launch(job: Any, launcher: str, rank: int) -> Any:
 
 def summary(result: RunResult) -> str:
     """The result as the user reads it."""
-    done = f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs, {result.train_time_s:.1f} s of training"
+    own_s, earlier_s = result.train_time_s - result.earlier_time_s, result.earlier_time_s
+    done = f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs, {own_s:.1f} s of training"
+    before = f"; {earlier_s:.1f} s of training before this start" if earlier_s else ""
     arithmetic = f"microbatch {result.microbatch_size} x accumulation {result.accumulation} x {result.world_size}"
     lines = [
-        f"{done} ({result.wall_time_s:.1f} s with evaluation and checkpoints)",
+        f"{done} ({result.wall_time_s:.1f} s with evaluation and checkpoints{before})",
         "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items())),
         f"  global batch {result.global_batch_size} = {arithmetic} worker{'s' * (result.world_size > 1)}",
     ]

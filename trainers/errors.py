@@ -51,6 +51,10 @@ POLICIES: dict[Status, Policy] = {
 }
 
 
+FIX = "; fix "
+"""What a message has that says itself what to do."""
+
+
 class PacelineError(Exception):
     """Base of all errors that Paceline raises; `status` is how the run ends."""
 
@@ -65,7 +69,7 @@ class PacelineError(Exception):
         """What the user can do about it; empty where the sentence says it."""
         if _disk_is_full(self):
             return f"free space there or raise the quota, then {_AGAIN}"
-        return POLICIES[self.status].advice if self.status != "error" else ""
+        return POLICIES[self.status].advice if self.status != "error" and FIX not in str(self) else ""
 
 
 class ConfigError(PacelineError, ValueError):
@@ -228,7 +232,7 @@ class RunFailedError(PacelineError):
         """What the user can do about it."""
         if self.follows and self.status == "error":
             return "the rank that failed first says why; without one, see the network between the nodes"
-        return super().advice or POLICIES[self.status].advice
+        return super().advice or ("" if FIX in str(self) else POLICIES[self.status].advice)
 
     def __str__(self) -> str:
         return self.message if self.config else f"the run ended as `{self.status}`: {self.message}"

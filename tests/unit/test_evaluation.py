@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
+from tests.unit.test_loop import Tiny, curve, evaluations, train
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
@@ -240,3 +244,50 @@ def test_a_metric_that_is_not_one_value_a_sample_is_refused() -> None:
 
     with pytest.raises(Exception, match="accuracy"):
         run(Mean(), data(64), 16)
+
+
+class Drawing(Tiny):
+    """Draws from every generator wherever it can, and leaves a module in evaluation mode."""
+
+    def model(self) -> nn.Module:
+        self.net = super().model()
+        return self.net
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        return Jittered(super().dataset(split))
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        return batch[0] + torch.randn_like(batch[0]) * random.random(), batch[1]
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        model[1].eval()
+        return model(batch[0]) + np.random.rand()
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"noise": torch.rand(len(outputs))}
+
+
+class Jittered(Dataset[Any]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, label = self.data[index]
+        return inputs + random.random() + torch.randn(4), label
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_evaluation_does_not_change_training(loaders: int, tmp_path: Path) -> None:
+    """However often it happens and whatever it draws; and its own figures do not follow from those before them."""
+    changes: dict[str, Any] = {"max_steps": 6, "data": {"num_workers": loaders}, "checkpoint": {"every_steps": 99}}
+    for every in (1, 3, 6):
+        task = Drawing()
+        train(tmp_path / str(every), task, evaluate={"every_steps": every}, **changes)
+        assert [module.training for module in task.net] == [True, False, True, True, True]
+    assert curve(tmp_path / "1") == curve(tmp_path / "3") == curve(tmp_path / "6")
+    often = dict(evaluations(tmp_path / "1"))
+    assert evaluations(tmp_path / "3") == [(step, often[step]) for step in (3, 6)]
+    assert evaluations(tmp_path / "6") == [(6, often[6])]

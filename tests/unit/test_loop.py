@@ -342,7 +342,7 @@ class Poisoned(Tiny):
     def __init__(self, good_steps: int, factor: float = math.nan) -> None:
         super().__init__()
         self.good_steps, self.factor = good_steps, factor
-        self.steps = -3  # the two passes of the probe and the count of FLOPs are no steps
+        self.steps = 0
 
     def transform(self, batch: Any, training: bool) -> Any:
         self.steps += training
@@ -466,7 +466,7 @@ class Counting(Tiny):
 def test_each_sample_is_trained_once_an_epoch() -> None:
     task = Counting()
     train(None, task, epochs=2)
-    rows = task.rows[9:]  # six were the probe's, three the count's of FLOPs
+    rows = task.rows
     assert len(rows) == 2 * SAMPLES
     assert sorted(rows[:SAMPLES]) == sorted(rows[SAMPLES:]) == list(range(SAMPLES))
     assert rows[:SAMPLES] != rows[SAMPLES:]
@@ -477,7 +477,7 @@ def test_each_sample_is_trained_once_though_the_run_was_cut(tmp_path: Path) -> N
     with pytest.raises(Power):
         fit(first, config(epochs=1), Context(tmp_path, cut_at_step=3))
     train(tmp_path, second, epochs=1)
-    assert sorted(first.rows[9:] + second.rows[9:]) == list(range(SAMPLES))
+    assert sorted(first.rows + second.rows) == list(range(SAMPLES))
 
 
 class Endless(IterableDataset[Any]):

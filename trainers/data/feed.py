@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, leaves_of, map_tensors
 from trainers.data.transfer import Pinnable, to_device
-from trainers.devices.device import total_memory_bytes
+from trainers.devices.device import seed_all, total_memory_bytes
 from trainers.errors import ConfigError
 
 _RESIDENT_SHARE = 0.1  # of the device's memory, over all workers of the device: leaves the rest to training
@@ -19,12 +19,17 @@ _FETCH = 4096  # samples fetched at once while a dataset is made resident
 
 
 class _WholeBatches(Dataset[Any]):
-    """What the DataLoader reads in place of a dataset: an index is an array of rows, an item a batch to be pinned."""
+    """What the DataLoader reads in place of a dataset: an index is an array of rows (and a seed for what is drawn), an
+    item a batch to be pinned.
+    """
 
     def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __getitem__(self, rows: Rows) -> Pinnable:
+    def __getitem__(self, asked: tuple[Rows, int | None]) -> Pinnable:
+        rows, seed = asked
+        if seed is not None:
+            seed_all(seed)
         return Pinnable(fetch(self.dataset, rows, self.collate))
 
 
@@ -50,7 +55,8 @@ class Feed:
         self.beat: Callable[[], None] = lambda: None
         """Called for every batch: the loop's sign of life."""
         self.resident = self._make_resident(config, sharers)
-        self._rows: list[Rows] = []  # of the coming batches: a DataLoader with persistent workers reads it each epoch
+        # Of the coming batches: a DataLoader with persistent workers reads it each epoch.
+        self._rows: list[tuple[Rows, int | None]] = []
         self._loader: DataLoader[Any] | None = None
         self._pins = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
         if self._pins and self.resident is None and not torch.accelerator.is_available():
@@ -85,14 +91,26 @@ class Feed:
             raise ConfigError("data.resident", config.resident, rule, "set `data.resident: false`")
         return map_tensors(lambda tensor: tensor.to(self.device), data)
 
-    def batches(self, microbatches: Sequence[Tensor], training: bool) -> Iterator[Batch]:
-        """Yield one transformed batch on the device for each int64 index tensor, in order."""
-        for batch in (self._loaded_batches if self.resident is None else self._resident_batches)(microbatches):
+    def batches(
+        self, microbatches: Sequence[Tensor], training: bool, seeds: Sequence[int] | None = None
+    ) -> Iterator[Batch]:
+        """Yield one transformed batch on the device for each int64 index tensor, in order.
+
+        With `seeds`, one a batch, what is drawn for a batch, here or in a loader's process, follows from its own alone.
+        """
+        resident = self.resident is not None
+        source = self._resident_batches(microbatches) if resident else self._loaded_batches(microbatches, seeds)
+        each: Sequence[int | None] = seeds or [None] * len(microbatches)
+        for seed in each:
+            if seed is not None:
+                seed_all(seed)
+            batch = next(source)
             self.beat()
             if self._transform is not None:
                 with torch.no_grad():
                     batch = self._transform(batch, training)
             yield batch
+        next(source, None)  # the loader ends its epoch
 
     def _resident_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
         if not microbatches:
@@ -101,13 +119,14 @@ class Feed:
         for indices in rows.split([len(indices) for indices in microbatches]):
             yield map_tensors(lambda tensor, at=indices: tensor.index_select(0, at), self.resident)  # type: ignore[misc]
 
-    def _loaded_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
+    def _loaded_batches(self, microbatches: Sequence[Tensor], seeds: Sequence[int] | None) -> Iterator[Batch]:
         if self._loader is None:
             host: Iterator[Batch] = (fetch(self.dataset, at.numpy(), self._collate) for at in microbatches)
             if self._pins:
                 host = (Pinnable(batch).pin_memory().batch for batch in host)
         else:
-            self._rows[:] = [indices.numpy() for indices in microbatches]
+            each: Sequence[int | None] = seeds or [None] * len(microbatches)
+            self._rows[:] = [(indices.numpy(), seed) for indices, seed in zip(microbatches, each, strict=True)]
             host = (loaded.batch for loaded in self._loader)
         yield from to_device(host, self.device, ahead=self._loader is not None)
 

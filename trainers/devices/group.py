@@ -1,5 +1,7 @@
 """The ranks of one run, and the few collectives that the loop needs."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -60,3 +62,30 @@ class Group:
     def barrier(self) -> None:
         """Wait for all ranks."""
         self.gather(None)
+
+
+@contextlib.contextmanager
+def answered_locally() -> Iterator[None]:
+    """Let every collective inside return at once, with this rank's own tensors in place of the other ranks'.
+
+    What a task sends in its forward pass (SyncBatchNorm, gathered features) then takes the memory that it will take,
+    and a rank that fails, or is alone, leaves nobody waiting. Groups that are made inside are real ones.
+    """
+    swapped: list[tuple[Any, Any, Any]] = []
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        from torch._C._distributed_c10d import FakeProcessGroup  # torch's own; loads with torch.distributed
+
+        types: Any = dist.Backend.backend_type_map
+        for group in list(dist.distributed_c10d._world.pg_map):
+            for device in group._device_types:
+                swapped.append((group, device, types[group._get_backend(device).name()]))
+    names = {group: group.group_name for group, _, _ in swapped}
+    try:
+        for group, device, _ in swapped:
+            local: Any = FakeProcessGroup._create_internal(group.rank(), group.size())
+            group._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, local)
+            group._set_group_name(names[group])  # its backends know it, not the group itself
+        yield
+    finally:
+        for group, device, kind in swapped:
+            group._register_backend(device, kind, None)  # the one that it has of this kind

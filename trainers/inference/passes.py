@@ -113,7 +113,7 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
         began = time.perf_counter()
         with torch.inference_mode():
             if job.out is None:
-                figures = evaluate(model, task, feed, size, spec, group)
+                figures = evaluate(model, task, feed, size, spec, group, seeds=(config.seed, step))
             else:
                 about = {"task": config.task, "split": job.split, "checkpoint": f"step-{step}"}
                 predict(model, task, feed, size, spec, group, Storage(job.out), about)

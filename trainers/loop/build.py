@@ -1,8 +1,10 @@
 """Builds a worker's replica, in the order that memory and seeds need."""
 
+import contextlib
 import io
+import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -10,12 +12,14 @@ from torch.utils.data import Dataset
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
+from trainers.data.batch import fetch, map_tensors
 from trainers.data.sampler import StepSampler, split_share
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
 from trainers.errors import ConfigError, classify
 from trainers.loop.watchdog import enter
+from trainers.model.optimizer import check_optimizer, set_training
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.sharding import is_sharded, whole
 from trainers.model.strategy import check_static_graph, compile_model, place_model, wrap_model
@@ -24,11 +28,14 @@ from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
-from trainers.step.noise_scale import noise_scale
+from trainers.step.noise_scale import NoiseScale, noise_scale
 from trainers.step.replica import Replica
-from trainers.step.throwaway import throwaway
+from trainers.step.splitting import check_loss
+from trainers.step.throwaway import CollectiveWatch, throwaway
 from trainers.step.train_step import TrainStep
 from trainers.task import Task, task_feed
+
+logger = logging.getLogger(__name__)
 
 
 def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Replica:
@@ -50,16 +57,24 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     model = place_model(spec.convert_model(model), group, config.strategy)
     model.train()
     optimizer = task.optimizer(model, config)
+    check_optimizer(optimizer, type(task).__name__)
+    set_training(optimizer, True)
     _check_state(task, group)
     enter("probe")
     probe = Probe(ForwardPass(model, task, spec, device), optimizer, train, group)
     microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
-    flops_per_sample = None
-    if group.rank == 0 or is_sharded(model):  # every rank where its forward is a collective
+    noise = noise_scale(config, group, model, accumulation)
+    pieces = max(group.world_size * accumulation, 2 if noise is not None and noise.halves_every_steps else 1)
+    watch = CollectiveWatch()
+    with watch if group.world_size > 1 else contextlib.nullcontext():  # throw-away passes, of every rank alike
         flops_per_sample = count_flops(probe.forward, train, sampler.permutation()[:microbatch_size])
+        warning = check_loss(probe.forward, train, sampler.permutation(), microbatch_size, pieces)
+    if warning and group.rank == 0:
+        logger.warning("%s", warning)
+    even = is_sharded(model) or any(group.gather(watch.seen))
 
     enter("wrapping and compiling the model")
-    step = _make_step(probe, config, accumulation)
+    step = _make_step(probe, config, noise, accumulation)
     sharers = context.local_world_size if device.type == "cpu" else 1
     train_feed, val_feed = (
         task_feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed) for dataset in (train, val)
@@ -79,6 +94,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         microbatch_size=microbatch_size,
         accumulation=accumulation,
         flops_per_sample=flops_per_sample,
+        even=even,
     )
     if isinstance(step.forward.model, DistributedDataParallel):
         _settle_buckets(replica)
@@ -94,7 +110,12 @@ def _load_data(task: Task, config: TrainConfig, context: RunContext, group: Grou
     enter("the barrier after setup")
     group.barrier()
     enter("dataset")
-    train, val = task.dataset("train"), task.dataset("val")
+    train, val = splits = [task.dataset(split) for split in ("train", "val")]
+    for split, found in zip(("train", "val"), cast("list[object]", splits), strict=True):
+        if found is None:
+            rule = f'gives no dataset for its "{split}" split, and every run needs one'
+            fix = "return one from dataset(); for val a few samples that are held back will do"
+            raise ConfigError("task", config.task, rule, fix)
     if not hasattr(train, "__len__") or not hasattr(val, "__len__"):
         raise ConfigError("task", config.task, "has a dataset without length", "give map-style datasets (`__len__`)")
     for split, dataset in (("train", train), ("val", val)):
@@ -139,12 +160,11 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
     return size, accumulation
 
 
-def _make_step(probed: Probe, config: TrainConfig, accumulation: int) -> TrainStep:
+def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int) -> TrainStep:
     """Compile and wrap the model, and make its step, with the noise scale where that is asked for."""
     model, group = probed.forward.model, probed.group
     if config.compile != "off":
         compile_model(model, config.compile, config.fullgraph)
-    noise = noise_scale(config, group, model, accumulation)
     watch = noise.hook if noise is not None and accumulation == 1 else None
     wrapped = wrap_model(model, group, config.strategy, config.ddp, watch)
     kind = GraphedStep if config.cuda_graphs else TrainStep
@@ -157,11 +177,16 @@ def _settle_buckets(replica: Replica) -> None:
     """Run two throw-away passes: DDP rebuilds its buckets after the first backward, and a resumed run must sum
     gradients in the order in which the unbroken one does.
     """
-    forward = replica.step.forward
-    with throwaway(forward):
-        # As large as training's own: what fits is known, and another size would be compiled for nothing.
-        rows = [replica.sampler.anchor(0).repeat(replica.microbatch_size)] * 2
-        for batch in replica.train_feed.batches(rows, training=True):
+    forward, dataset = replica.step.forward, replica.train_feed.dataset
+    with throwaway(forward, dataset=dataset):
+        # As large as training's own: what fits is known, and another size would be compiled for nothing. Read here: a
+        # loader's process would go on from the random state that it is left in.
+        rows = replica.sampler.anchor(0).repeat(replica.microbatch_size).tolist()
+        fetched = fetch(dataset, rows, forward.task.collate)
+        for _ in range(2):
+            with torch.no_grad():
+                batch = map_tensors(lambda tensor: tensor.to(forward.device, copy=True), fetched)
+                batch = forward.task.transform(batch, True)
             (forward.loss(batch) * 0.0).backward()
 
 

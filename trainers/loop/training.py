@@ -29,11 +29,12 @@ from trainers.measure.clock import StepClock
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog
-from trainers.model.optimizer import lr_factor, scaled_lr
+from trainers.model.optimizer import averaged, lr_factor, scaled_lr, set_training
 from trainers.model.sharding import is_sharded
-from trainers.model.strategy import share_buffers
+from trainers.model.strategy import share_buffers, shorten, unused_parameters
 from trainers.step.ceiling import OUT_OF_MEMORY, refuse_microbatch
 from trainers.step.evaluation import evaluate
+from trainers.step.non_finite import find_non_finite
 from trainers.step.replica import Replica
 from trainers.task import Task
 
@@ -79,7 +80,7 @@ class Training:
         self.monitor = Monitor(parts, self.clock, config.cuda_graphs)
         stack.callback(self.monitor.close)
         self.checkpoint: str | None = None
-        self.evaluated_step, self.logged_step, self.elapsed_s = -1, 0, 0.0
+        self.evaluated_step, self.logged_step, self.elapsed_s, self.earlier_time_s = -1, 0, 0.0, 0.0
         storage = context.storage
         self.log = RunLog(storage, config.tensorboard) if storage and context.rank == 0 else None
         self.keeper = Keeper(storage, parts, task, config, self.log, self.kept) if storage else None
@@ -129,7 +130,7 @@ class Training:
         number, first = divmod(self.step, sampler.steps_per_epoch)
         sampler.set_epoch(number)
         last = min(sampler.steps_per_epoch, first + self.end - self.step)
-        even, noise, usual = is_sharded(parts.model), parts.step.noise, parts.microbatch_size
+        even, noise, usual = parts.even, parts.step.noise, parts.microbatch_size
         # The noise scale wants two pieces of what would be one microbatch.
         wanted = [usual if noise is None else noise.microbatch_size(self.step + n, usual) for n in range(last - first)]
         plans = [sampler.plan(first + n, size, even) for n, size in enumerate(wanted)]
@@ -146,6 +147,8 @@ class Training:
                     where = device_name(parts.device)
                     refuse_microbatch(error, parts.microbatch_size, self.config, self.context, where)
                 raise
+            if self.clock.first_step_s is None:
+                self.say_unused()
             self.step += 1
             self.clock.step(size, sum(sizes))
             if self.inspection is not None:
@@ -153,6 +156,12 @@ class Training:
             if self.after_step():
                 return True
         return False
+
+    def say_unused(self) -> None:
+        """Warn of parameters without a gradient after the first step: they stay as they are, and DDP refuses them."""
+        if self.context.rank == 0 and (names := unused_parameters(self.parts.model)):
+            words = "the loss of the first step does not depend on %s: they are not trained (several workers want %s)"
+            logger.warning(words, shorten(names), "`requires_grad_(False)` on them, or `ddp.static_graph: true`")
 
     def after_step(self) -> bool:
         """Do whatever is due after a step; return whether to stop."""
@@ -202,8 +211,12 @@ class Training:
                 self.watchdog.enter("checkpoint")
                 keeper.settle()
             good = f"; the last good checkpoint is {self.checkpoint}" if self.checkpoint else ""
-            steps = f"{max(0, self.step - AGREE_EVERY_STEPS)} and {self.step}"
-            raise DivergedError(f"the loss became NaN or infinite between steps {steps}{good}")
+            last = range(max(0, self.step - AGREE_EVERY_STEPS), self.step)
+            found = next(filter(None, self.parts.group.gather(find_non_finite(self.parts, self.task, last))), None)
+            why = f": {found}" if found else ""
+            raise DivergedError(
+                f"the loss became NaN or infinite between steps {last.start} and {last.stop}{why}{good}"
+            )
         if keeper is not None and not agreed.writing:
             keeper.advance()
         if self.compiles:  # by now it has
@@ -218,6 +231,7 @@ class Training:
         self.clock.end_span()
         loss = self.metrics["train_loss"] = self.parts.step.take_loss() / steps
         self.logged_step = self.step
+        self.parts.step.check_lr()
         lr = float(self.parts.optimizer.param_groups[0]["lr"])
         record = {**self.position(), "lr": lr, "train_loss": loss, **self.monitor.window()}
         noise = self.parts.step.noise
@@ -240,9 +254,19 @@ class Training:
         parts = self.parts
         began = time.perf_counter()
         size = self.config.evaluate.microbatch_size
-        with self.watchdog.phase("evaluation", steps=not self.compiles):
+        seeds, sharded = (self.config.seed, self.step), is_sharded(parts.model)
+        with self.watchdog.phase("evaluation", steps=not self.compiles), averaged(parts.optimizer):
             share_buffers(parts.model, parts.group)
-            figures = evaluate(parts.model, self.task, parts.val_feed, size, parts.spec, parts.group)
+            figures = evaluate(
+                parts.model,
+                self.task,
+                parts.val_feed,
+                size,
+                parts.spec,
+                parts.group,
+                seeds=seeds,
+                collective=parts.even and not sharded,
+            )
         self.metrics |= figures
         self.evaluated_step = self.step
         if self.log is not None:
@@ -264,7 +288,7 @@ class Training:
             "metrics": dict(self.metrics),
             "evaluated_step": self.evaluated_step,
         }
-        with self.watchdog.phase("checkpoint"):
+        with self.watchdog.phase("checkpoint"), averaged(self.parts.optimizer):
             self.keeper.keep(position, self.metrics if self.evaluated_step == self.step else {}, at_once)
 
     def kept(self, where: str) -> None:
@@ -278,8 +302,9 @@ class Training:
         position = self.keeper.resume(self.context.source) if self.keeper is not None else None
         if self.keeper is None or position is None:
             return
+        set_training(self.parts.optimizer, True)
         self.step = self.logged_step = int(position["step"])
-        self.clock.train_time_s = float(position["train_time_s"])
+        self.clock.train_time_s = self.earlier_time_s = float(position["train_time_s"])
         self.metrics = dict(position["metrics"])
         self.evaluated_step = int(position["evaluated_step"])
         if self.keeper.kept_step == self.step:
@@ -323,6 +348,7 @@ class Training:
             mfu=mfu,
             ranks=ranks,
             noise_scale=noise.figures() if noise is not None else None,
+            earlier_time_s=self.earlier_time_s,
         )
         if self.log is not None and self.context.storage is not None:
             self.log.flush(self.step)

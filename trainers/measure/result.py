@@ -49,6 +49,8 @@ class RunResult:
     """Every rank after warm-up, side by side (trainers/measure/ranks.py)."""
     noise_scale: dict[str, float | None] | None = None
     """With `noise_scale: true`, of this launch: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
+    earlier_time_s: float = 0.0
+    """Of train_time_s, the part of launches before this one."""
 
     def to_json(self) -> str:
         """As `result.json` has it."""

@@ -1,6 +1,9 @@
 """Optimizer, learning-rate schedule and batch-size rules from configuration."""
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainers.config import TrainConfig
 from trainers.config.sections import ScheduleConfig
+from trainers.errors import MISSING, ConfigError
 from trainers.model.sharding import is_shard
 
 _CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -41,6 +45,44 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
         fused = False  # torch 2.15 has no sharded form of it
     return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
+
+
+def check_optimizer(optimizer: Optimizer, task: str) -> None:
+    """Raise ConfigError where a torch LR scheduler has been attached: the run sets the learning rate in every step."""
+    marked = any("initial_lr" in group for group in optimizer.param_groups)
+    if marked or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise _overruled(f"{task}.optimizer()", "comes with a torch LR scheduler, which `lr_schedule` overrules")
+
+
+def check_lr(optimizer: Optimizer, task: str, lrs: Sequence[float]) -> None:
+    """Raise ConfigError where a group has another learning rate than the one that it was given for this step."""
+    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+        if not math.isclose(float(group["lr"]), lr, rel_tol=1e-6):
+            rule = f"must leave the learning rate alone, and has made {float(group['lr']):g} of {lr:g}"
+            raise _overruled(f"{task}.optimizer()", rule)
+
+
+def _overruled(field: str, rule: str) -> ConfigError:
+    fix = "describe the course with `lr_schedule` (constant, linear or cosine, with `warmup`), without a scheduler"
+    return ConfigError(field, MISSING, rule, fix)
+
+
+def set_training(optimizer: Any, training: bool) -> None:
+    """Tell a schedule-free optimizer (Defazio et al. 2024, arXiv 2405.15682) which of its weights the model is to have:
+    those that it trains, or their average, which is what is evaluated and kept. Others have no such modes.
+    """
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        (optimizer.train if training else optimizer.eval)()
+
+
+@contextlib.contextmanager
+def averaged(optimizer: Optimizer) -> Iterator[None]:
+    """Let the model have the weights inside that are evaluated and kept."""
+    set_training(optimizer, False)
+    try:
+        yield
+    finally:
+        set_training(optimizer, True)
 
 
 def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:

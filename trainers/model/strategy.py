@@ -13,7 +13,8 @@ With one rank (ddp, fsdp) or one GPU (dp) the model stays bare. The bare module 
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from trainers.model.sharding import is_sharded, shard_units
 logger = logging.getLogger(__name__)
 Watch = Callable[[Any], Any]
 _AS_IS = DdpConfig()
+_NAMED = 4  # how many parameters a sentence names
 
 
 def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
@@ -117,6 +119,33 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
     sharded = [module for module in model.modules() if is_sharded(module)]
     for unit in sharded[1:] or sharded:
         unit.forward = torch.compile(unit.forward, mode=mode, fullgraph=fullgraph, dynamic=False)
+
+
+def unused_parameters(model: nn.Module) -> list[str]:
+    """Return the names of parameters that want a gradient and have none after a backward pass."""
+    return [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
+
+
+def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
+    """Raise ConfigError from DDP's complaint that parameters had no part in the loss, with their names; else return."""
+    if "Expected to have finished reduction" not in str(error) or not isinstance(model, DistributedDataParallel):
+        return
+    told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+    trained = [name for name, one in model.module.named_parameters() if one.requires_grad]
+    names = [trained[int(number)] for number in told[1].split()] if told else unused_parameters(model.module)
+    raise ConfigError(
+        "strategy",
+        "ddp",
+        f"waits for the gradient of every parameter, and the loss does not depend on {shorten(names)}",
+        "use them in forward(), freeze them with `requires_grad_(False)`, or, where they are the same in every step of "
+        "one microbatch, set `ddp.static_graph: true`",
+    ) from error
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return the first few names for a sentence."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(f"`{name}`" for name in names[:_NAMED]) + more
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

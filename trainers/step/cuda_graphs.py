@@ -115,6 +115,7 @@ class GraphedStep(TrainStep):
 
     def set_lr(self, factor: float) -> None:
         """Multiply every group's base learning rate, in place on the device."""
+        self._lr_factor = factor
         for param_group, base, lr in zip(self.optimizer.param_groups, self._base_lrs, self._lrs, strict=True):
             lr.fill_(base * factor)
             param_group["lr"] = lr  # a checkpoint that was loaded since has brought a tensor of its own

@@ -42,7 +42,7 @@ def count_flops(forward: ForwardPass, dataset: Dataset[Any], microbatch: Tensor)
         microbatch = microbatch[:_LIKE_SAMPLES]
     counter = FlopCounterMode(display=False)
     autotune, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not for a shape met once
-    with throwaway(forward):
+    with throwaway(forward, dataset=dataset):
         try:
             with torch.no_grad():
                 batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trainers.data.batch import Batch
 from trainers.model.precision import PrecisionSpec
+from trainers.model.strategy import raise_if_unused
 from trainers.step.device_mismatch import raise_if_mismatch
 from trainers.task import Task
 
@@ -24,7 +25,8 @@ class ForwardPass:
     def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
         """Return the task's outputs and its scalar loss, or None for the loss.
 
-        Raises DeviceMismatchError where torch refuses tensors of different devices.
+        Raises DeviceMismatchError where torch refuses tensors of different devices, ConfigError where DDP waits for
+        gradients that do not come.
         """
         try:
             with self.spec.autocast_context(self.device):
@@ -40,5 +42,6 @@ class ForwardPass:
         return loss
 
     def explain(self, error: RuntimeError, batch: Batch) -> None:
-        """Raise DeviceMismatchError where `error` is torch's complaint about devices; return for any other."""
+        """Raise ours where `error` is torch's complaint about devices or unused parameters; return for any other."""
+        raise_if_unused(error, self.model)
         raise_if_mismatch(error, self.task, self.model, batch, self.device)

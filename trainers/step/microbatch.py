@@ -27,6 +27,8 @@ from trainers.step.throwaway import throwaway
 
 logger = logging.getLogger(__name__)
 
+_REFUSED = "cannot be trained: "
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -49,7 +51,7 @@ class Probe:
 
     def _error(self, size: int, passes: int) -> BaseException | None:
         forward, optimizer, batch = self.forward, self.optimizer, None
-        with throwaway(forward, optimizer):
+        with throwaway(forward, optimizer, self.dataset):
             try:
                 for _ in range(2):  # the second with the optimizer's state in memory, as every step but the first
                     optimizer.zero_grad(set_to_none=True)
@@ -86,36 +88,54 @@ def choose_microbatch(
     `share` is the most samples that a rank has in a step, or the most to try where a step `accumulates` anyway.
     `bounds` are the largest size that is known to fit and the smallest that is known not to: neither is tried again;
     `tell` is called with each size that was tried. Every rank must call it, with equal bounds. Raises the out-of-memory
-    error, on every rank, when the wanted size (or, for auto, a single sample) does not fit.
+    error, on every rank, when the wanted size (or, for auto, a single sample) does not fit. So it does when a smaller
+    size than one that did not fit meets another error: BatchNorm and losses over pairs refuse a single sample.
 
     The forward of a sharded model is a collective: there a rank that runs out of memory raises at once, whatever
     is wanted, since the others wait for it and can only be ended from outside.
     """
     known_fit, known_misfit = bounds
     sharded = is_sharded(probe.forward.model)
+    too_large = "a larger microbatch ran out of memory" if accumulates and wanted == "auto" and share == 1 else ""
+    kind: type[BaseException] = torch.OutOfMemoryError
 
     def fits(size: int) -> bool:
         """On every rank; raises where there is nothing smaller to try."""
+        nonlocal too_large, kind
         last = wanted != "auto" or size == 1
         if known_misfit is not None and size >= known_misfit:
+            too_large = f"a microbatch of {known_misfit} is known not to fit"
             if last:
-                raise torch.OutOfMemoryError(f"a microbatch of {known_misfit} is known not to fit")
+                raise torch.OutOfMemoryError(too_large)
             return False
         if known_fit is not None and size <= known_fit:
             return True
         # The whole gradient of a sharded model is there only while microbatches accumulate: two of them show it.
-        error = probe.run(size, passes=2 if sharded and (accumulates or size < share) else 1)
+        refused = ""
+        try:
+            error = probe.run(size, passes=2 if sharded and (accumulates or size < share) else 1)
+        except Exception as other:
+            if not too_large:
+                raise
+            error, refused = other, _REFUSED
         if error is not None and sharded:
             tell(size, False)
+            if refused:
+                raise kind(f"{too_large}, and one of {size} {refused}{error}") from error
             raise error
-        met = probe.group.gather(None if error is None else f"{type(error).__name__}: {error}".splitlines()[0])
-        reason = next(filter(None, met), None)
+        met = probe.group.gather(None if error is None else f"{refused}{type(error).__name__}: {error}".splitlines()[0])
+        reason = next((words for words in met if words and words.startswith(_REFUSED)), next(filter(None, met), None))
+        if reason is not None and reason.startswith(_REFUSED):
+            raise kind(f"{too_large}, and one of {size} {reason}") from error
         tell(size, reason is None)
         if reason is None:
             return True
         if last:
             raise error or torch.OutOfMemoryError(f"a microbatch of {size} did not fit on another rank: {reason}")
-        logger.info("a microbatch of %d does not fit (%s)", size, reason)
+        too_large = f"a microbatch of {size} does not fit ({reason})"
+        if error is not None and classify(error) == "out_of_host_memory":
+            kind = MemoryError
+        logger.info("%s", too_large)
         return False
 
     if wanted != "auto":

@@ -31,7 +31,8 @@ class Replica:
     microbatch_size: int
     accumulation: int
     flops_per_sample: float | None
-    """Known to rank 0 (to every rank of a sharded model)."""
+    even: bool = False
+    """Whether forward is a collective, FSDP's or one of the task's: every rank takes as many microbatches."""
 
     def close(self) -> None:
         """End loader processes and let go of the data."""

@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from trainers.data.batch import Batch
 from trainers.devices.group import Group
+from trainers.model.optimizer import check_lr
 from trainers.model.strategy import no_sync
 from trainers.step.forward import ForwardPass
 from trainers.step.noise_scale import NoiseScale
@@ -45,6 +46,7 @@ class TrainStep:
         self._weighs_samples = type(forward.task).weight is Task.weight
         self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
         self._base_lrs = [float(param_group["lr"]) for param_group in optimizer.param_groups]
+        self._lr_factor = 1.0
         self._fused = all(param_group.get("fused") for param_group in optimizer.param_groups)
         # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it in some versions only.
         narrow = any(parameter.dtype is torch.bfloat16 for parameter in self._parameters)
@@ -146,6 +148,12 @@ class TrainStep:
         """Multiply every group's base learning rate."""
         for param_group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
             param_group["lr"] = base * factor
+        self._lr_factor = factor
+
+    def check_lr(self) -> None:
+        """Raise ConfigError where something else has changed the learning rate since `set_lr`."""
+        wanted = [base * self._lr_factor for base in self._base_lrs]
+        check_lr(self.optimizer, type(self.forward.task).__name__, wanted)
 
     def take_loss(self) -> float:
         """Sum the mean losses since the last call, over steps and ranks. Waits; every rank must call it."""

@@ -1,0 +1,181 @@
+"""A task whose forward or loss is a collective trains on several ranks, and no throw-away pass waits for another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.distributed.processes import run_processes
+from tests.specs import BASE
+from tests.tasks import Blobs
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.devices.group import answered_locally
+from trainers.errors import ConfigError
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.measure.result import RunResult
+
+COLLECTIVES = ("gather", "reduce", "objects", "group", "broadcast")
+
+
+class Gathers(Blobs):
+    """Meets the other ranks in its loss, one way or another; more than `fits` samples do not fit on the last rank."""
+
+    def __init__(self, how: str, fits: int = 99, in_forward: bool = False) -> None:
+        super().__init__(samples=96, dtype="float64")
+        self.how, self.fits_here, self.in_forward = how, fits, in_forward
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training and len(batch[0]) > self.fits_here and dist.get_rank() == dist.get_world_size() - 1:
+            raise torch.OutOfMemoryError("injected: on the last rank")
+        outputs = super().forward(model, batch)
+        return outputs + self.meet(outputs) if self.in_forward else outputs
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return super().loss(outputs, batch) + (0.0 if self.in_forward else self.meet(outputs))
+
+    def meet(self, outputs: Tensor) -> Tensor:
+        """Zero, which takes all ranks to know."""
+        size, mine = dist.get_world_size(), outputs.detach().mean(0)
+        if self.how == "gather":
+            parts = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(parts, mine)
+            return 0.0 * torch.stack(parts).sum()
+        if self.how == "reduce":
+            dist.all_reduce(mine)
+            return 0.0 * mine.sum()
+        if self.how == "objects":
+            found: list[Any] = [None] * size
+            dist.all_gather_object(found, len(outputs))
+            return outputs.new_tensor(0.0 * sum(found))
+        if self.how == "group":
+            self.own = getattr(self, "own", None) or dist.new_group(list(range(size)))
+            dist.all_reduce(mine, group=self.own)
+            return 0.0 * mine.sum()
+        dist.broadcast(mine, 0)
+        return 0.0 * mine.nan_to_num().sum()
+
+
+def run(task: Blobs, rank: int, world_size: int, **changes: Any) -> RunResult:
+    dotted = {"global_batch_size": 24, "max_steps": 7, "evaluate.every_steps": 3, "log_every_steps": 7} | changes
+    config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
+    return fit(task, config, LocalContext(None, "spawn", rank, world_size, rank, world_size))
+
+
+def train_all(rank: int, world_size: int) -> list[Any]:
+    """The plain loss; then each collective's: evaluated in uneven batches, trained in several microbatches."""
+    found: list[Any] = []
+    plain = {"microbatch_size": 5, "evaluate.microbatch_size": 40}
+    for task in (
+        Blobs(samples=96, dtype="float64"),
+        *(Gathers(how) for how in COLLECTIVES),
+        Gathers("gather", in_forward=True),
+    ):
+        result = run(task, rank, world_size, **plain)
+        found.append((result.metrics["train_loss"], result.metrics["val_loss"]))
+    found += [run(Gathers("gather", fits=4), rank, world_size).microbatch_size]
+    # Ranks with unequal shares, and one without a sample in the short last step.
+    uneven = {"global_batch_size": 95, "microbatch_size": 7, "max_steps": 4}
+    found += [
+        run(task, rank, world_size, **uneven).metrics["train_loss"]
+        for task in (Blobs(96, dtype="float64"), Gathers("reduce"))
+    ]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_collective_in_the_task_trains_and_evaluates(world_size: int, tmp_path: Path) -> None:
+    plain, *others, size, wanted, uneven = run_processes(world_size, train_all, tmp_path)[0]
+    assert others == [plain] * 6
+    assert size == 4
+    assert uneven == pytest.approx(wanted, rel=1e-5)
+
+
+def inside(rank: int, world_size: int) -> list[Any]:
+    """Collectives on one rank alone, then on all of them."""
+    found: list[Any] = []
+    if rank == 0:
+        with answered_locally():
+            gathered = [torch.zeros(2) for _ in range(world_size)]
+            dist.all_gather(gathered, torch.ones(2))
+            total = torch.ones(2)
+            dist.all_reduce(total)
+            dist.barrier()
+            found += [torch.stack(gathered).tolist(), total.tolist()]
+    total = torch.full((2,), rank + 1.0)
+    dist.all_reduce(total)
+    return [*found, total.tolist()]
+
+
+def test_inside_nobody_is_waited_for_and_after_it_everybody_is(tmp_path: Path) -> None:
+    first, second = run_processes(2, inside, tmp_path)
+    assert first == [[[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0], [3.0, 3.0]]
+    assert second == [[3.0, 3.0]]
+
+
+class Net(nn.Sequential):
+    """A layer that is left out: always, or from some call on."""
+
+    def __init__(self, layers: nn.Module, uses: int) -> None:
+        super().__init__(*layers.children())
+        self.spare, self.uses, self.calls = nn.Linear(4, 4, dtype=torch.float64), uses, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.training
+        outputs = self[2](self[1](self[0](inputs)))
+        return self.spare(outputs) if self.calls <= self.uses else outputs
+
+
+class Spare(Blobs):
+    """Trains such a model."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__(samples=96, dtype="float64")
+        self.uses = uses
+
+    def model(self) -> nn.Module:
+        return Net(super().model(), self.uses)
+
+
+def unused(rank: int, world_size: int) -> Any:
+    found = []
+    for uses in (0, 3):
+        with pytest.raises(ConfigError) as raised:
+            run(Spare(uses), rank, world_size)
+        found.append(str(raised.value))
+    metrics = run(Spare(0), rank, world_size, **{"ddp.static_graph": True}).metrics
+    return *found, metrics["train_loss"], metrics["val_loss"]
+
+
+def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
+    alone = run(Spare(0), 0, 1).metrics
+    for early, late, train_loss, val_loss in run_processes(2, unused, tmp_path):
+        for said in (early, late):
+            assert "`spare.weight`, `spare.bias`" in said
+            assert "ddp.static_graph" in said
+        assert train_loss == pytest.approx(alone["train_loss"], rel=1e-12), "which is what the sentence offers"
+        assert val_loss == pytest.approx(alone["val_loss"], rel=1e-12)
+
+
+class Noisy(Blobs):
+    """Draws in evaluation."""
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        return batch[0] + torch.randn_like(batch[0]), batch[1]
+
+
+def evaluated(rank: int, world_size: int) -> float:
+    """Of weights that do not move: training's own draws differ between ranks."""
+    changes = {"max_steps": 1, "optimizer.lr": 1e-300, "evaluate.microbatch_size": 10}
+    return run(Noisy(samples=96, dtype="float64"), rank, world_size, **changes).metrics["val_loss"]
+
+
+def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    assert run_processes(2, evaluated, tmp_path)[0] == pytest.approx(evaluated(0, 1), rel=1e-12)

@@ -1,0 +1,359 @@
+"""What would be wrong without a word is refused, or said: schedulers, losses that are no mean, taken names, NaN."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import Dataset, TensorDataset
+from torchmetrics.classification import MulticlassRecall
+
+from tests.unit.test_loop import RARE, Tiny, train
+from tests.unit.test_microbatch import Hungry, choose
+from trainers.__main__ import summary
+from trainers.config import TrainConfig
+from trainers.errors import ConfigError, DivergedError, advice, classify
+from trainers.measure.result import RunResult
+from trainers.model.optimizer import set_training
+
+torch.set_num_threads(1)
+
+
+class Scheduled(Tiny):
+    """Brings a scheduler: attached at once, or made in the first step, or by changing the rate in a hook."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+        self.made = AdamW(model.parameters(), lr=0.01, fused=True)
+        if self.how == "attached":
+            scheduler = StepLR(self.made, step_size=1)
+            self.made.register_step_post_hook(lambda *_: scheduler.step())
+        if self.how == "by hand":
+            self.made.register_step_post_hook(lambda *_: self.lower())
+        return self.made
+
+    def lower(self) -> None:
+        self.made.param_groups[0]["lr"] *= 0.9
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        if self.how == "late" and not hasattr(self, "scheduler"):
+            self.scheduler = LambdaLR(self.made, lambda step: 0.5**step)
+        if self.how == "late":
+            self.scheduler.step()
+        return super().loss(outputs, batch)
+
+
+@pytest.mark.parametrize("how", ["attached", "late", "by hand"])
+def test_a_scheduler_of_the_task_is_refused(how: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Scheduled.optimizer\(\).*`lr_schedule`"):
+        train(tmp_path, Scheduled(how), **RARE)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+class Contrastive(Tiny):
+    """Every sample against all others of its batch."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        features = nn.functional.normalize(outputs)
+        return nn.functional.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+class Tokens(Tiny):
+    """A mean over tokens, of which samples have one to five; its weight says so, or not."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.weighted = weighted
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        generator = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randn(22, 4, generator=generator), torch.arange(22) % 2, 1 + torch.arange(22) % 5)
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        return batch
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        each = nn.functional.cross_entropy(outputs, batch[1], reduction="none")
+        return (each * batch[2]).sum() / batch[2].sum()
+
+    def weight(self, batch: Any) -> Tensor:
+        return batch[2].sum() if self.weighted else super().weight(batch)
+
+
+class Summed(Tiny):
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1], reduction="sum")
+
+
+class Padded(Tokens):
+    """Sequences whose padding depends on the batch, and a collate of its own: cannot be cut, has to be read again."""
+
+    def __init__(self) -> None:
+        super().__init__(weighted=True)
+
+    def collate(self, samples: list[Any]) -> Any:
+        return [*super().collate(samples), ["a name"] * len(samples)]
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        tensors = super().dataset(split)
+        return [tensors[index] for index in range(22)]  # type: ignore[return-value]
+
+
+class Random(Tiny):
+    """Draws in evaluation too: two passes over one batch differ, so nothing can be said."""
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch[0] + torch.randn_like(batch[0]))
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Contrastive(), True),
+        (Tokens(weighted=False), True),
+        (Summed(), True),
+        (Tokens(weighted=True), False),
+        (Padded(), False),
+        (Random(), False),
+        (Tiny(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_a_loss_that_is_no_mean_is_said_where_a_step_is_split(
+    task: Tiny, said: bool, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        train(tmp_path / "split", task, max_steps=1, precision=precision, **RARE)
+        assert ("loss() is no mean over weight()" in caplog.text) == said
+        assert not said or "2 pieces" in caplog.text
+        caplog.clear()
+        train(tmp_path / "whole", task, max_steps=1, microbatch_size=5, **RARE)
+        assert "no mean" not in caplog.text, "a step that is one piece is right"
+
+
+class Named(Tiny):
+    """Metrics of these names."""
+
+    def __init__(self, *names: Any) -> None:
+        super().__init__()
+        self.names = names
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[Any, Any]:
+        return dict.fromkeys(self.names, outputs.argmax(1) == batch[1])
+
+
+@pytest.mark.parametrize("name", ["loss", 3])
+def test_a_metric_that_takes_a_name_of_ours_is_refused(name: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"`metric` is .*{name}.*Named.metrics\(\)"):
+        train(tmp_path, Named("accuracy", name), max_steps=1, **RARE)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_two_figures_of_one_name_are_refused(tmp_path: Path) -> None:
+    class Both(Tiny):
+        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+            recall = MulticlassRecall(2, average=None)
+            recall.update(outputs, batch[1])
+            return {"recall": recall, "recall_1": outputs.argmax(1) == batch[1]}
+
+    with pytest.raises(ConfigError, match=r"recall_1.*two figures"):
+        train(tmp_path, Both(), max_steps=1, **RARE)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_no_dataset_is_said_in_its_own_words(split: str) -> None:
+    class Without(Tiny):
+        def dataset(self, asked: str) -> Dataset[Any]:
+            return None if asked == split else super().dataset(asked)  # type: ignore[return-value]
+
+    with pytest.raises(ConfigError, match=f'no dataset for its "{split}" split'):
+        train(None, Without())
+
+
+def test_a_parameter_that_is_not_trained_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Spare(Tiny):
+        def model(self) -> nn.Module:
+            model = super().model()
+            model[0].spare = nn.Parameter(torch.ones(2))
+            model[0].frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+            return model
+
+    with caplog.at_level(logging.WARNING):
+        train(tmp_path, Spare(), max_steps=2, **RARE)
+    assert caplog.text.count("does not depend on `0.spare`: ") == 1
+    assert "frozen" not in caplog.text
+
+
+class Spoilt(Tiny):
+    """NaN in one place."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        if self.where == "model":
+            nn.init.constant_(model[4].bias, float("nan"))
+        return model
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        inputs, labels = super().dataset(split).tensors  # type: ignore[attr-defined]
+        inputs = inputs.clone()
+        if self.where == "data" and split == "train":
+            inputs[17, 2] = float("nan")
+        return TensorDataset(inputs, labels)
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        return (batch[0] / (0.0 if self.where == "transform" else 1.0), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("data", r"`batch\[0\]` of training sample 17 is not finite; fix or leave out"),
+        ("transform", r"`batch\[0\]` of training sample \d+ is not finite after transform\(\)"),
+        ("model", r"parameter `4.bias` is not finite"),
+    ],
+)
+def test_a_bad_loss_is_traced_to_what_held_it(where: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match=words) as raised:
+        train(tmp_path, Spoilt(where), **RARE)
+    assert ("optimizer.lr" in advice(raised.value)) == (where == "model")
+
+
+class Refuses(Hungry):
+    """A loss over pairs: fewer than `least` samples are an error of another kind."""
+
+    def __init__(self, fits: int, least: int, **options: Any) -> None:
+        super().__init__(fits, "backward", **options)
+        self.least = least
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        if len(outputs) < self.least:
+            raise ValueError(f"fewer than {self.least} samples")
+        return super().loss(outputs, batch)
+
+
+@pytest.mark.parametrize("least", [0, 2, 5])
+def test_out_of_memory_at_every_size_that_can_be_trained_is_out_of_memory(least: int) -> None:
+    """With 0 it is the BatchNorm in the model that refuses a single sample."""
+    with pytest.raises(torch.OutOfMemoryError, match=r"does not fit .*2 GiB.* cannot be trained: ValueError") as raised:
+        choose(Refuses(0, least), "auto", 32)
+    assert isinstance(raised.value.__cause__, ValueError)
+    with pytest.raises(MemoryError) as host:
+        choose(Refuses(0, least, error=lambda: MemoryError("no page")), "auto", 32)
+    assert classify(host.value) == "out_of_host_memory"
+
+
+def test_an_error_at_the_first_size_is_the_tasks_own() -> None:
+    with pytest.raises(ValueError, match="fewer than 99"):
+        choose(Refuses(64, 99), "auto", 32)
+
+
+def test_the_summary_of_a_resumed_run_has_one_clock() -> None:
+    result = RunResult("done", 9, 1.0, 1, 8, 8, 1, train_time_s=5.0, wall_time_s=6.5, peak_memory_bytes=1)
+    assert "5.0 s of training (6.5 s with evaluation and checkpoints)" in summary(result)
+    resumed = replace(result, train_time_s=15.0, earlier_time_s=10.0)
+    assert "5.0 s of training (6.5 s with" in summary(resumed)
+    assert "; 10.0 s of training before this start)" in summary(resumed)
+
+
+def test_a_resumed_run_knows_what_was_before(tmp_path: Path) -> None:
+    stopped = train(tmp_path, max_steps=6, stop=lambda: True, checkpoint={"every_steps": 3})
+    assert stopped.status == "stopped"
+    assert stopped.earlier_time_s == 0
+    done = train(tmp_path, max_steps=6, checkpoint={"every_steps": 3})
+    assert done.earlier_time_s == stopped.train_time_s
+    assert done.train_time_s - done.earlier_time_s <= done.wall_time_s
+
+
+class ScheduleFree(Optimizer):
+    """The protocol of schedule-free optimizers (Defazio et al. 2024), with plain SGD: z is stepped, x is its average,
+    y between the two is where gradients are taken.
+    """
+
+    beta = 0.9
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr, "k": 0, "train_mode": False})
+
+    def _switch(self, train_mode: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not train_mode:
+                for parameter in group["params"]:
+                    if "z" in self.state[parameter]:
+                        weight = 1 - self.beta if train_mode else 1 - 1 / self.beta
+                        parameter.data.lerp_(self.state[parameter]["z"], weight)
+                group["train_mode"] = train_mode
+
+    def train(self) -> None:
+        self._switch(True)
+
+    def eval(self) -> None:
+        self._switch(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("Optimizer was not in train mode when step is called.")
+            group["k"] += 1
+            for y in group["params"]:
+                z = self.state[y].setdefault("z", y.detach().clone())
+                x = y.lerp(z, 1 - 1 / self.beta)
+                z.sub_(y.grad, alpha=group["lr"])
+                x.lerp_(z, 1 / group["k"])
+                y.copy_(x.lerp(z, 1 - self.beta))
+
+
+class Free(Tiny):
+    """Keeps the weights that it is evaluated with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluated: list[Tensor] = []
+
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+        self.net, self.made = model, ScheduleFree(model.parameters())
+        return self.made
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        if not self.net.training:
+            assert not self.made.param_groups[0]["train_mode"] or not self.made.param_groups[0]["k"]
+            self.evaluated = [parameter.detach().clone() for parameter in self.net.parameters()]
+        return super().metrics(outputs, batch)
+
+
+def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(tmp_path: Path) -> None:
+    task = Free()
+    changes: dict[str, Any] = {"lr_schedule": {"name": "constant"}, "clip_grad_norm": None, "microbatch_size": 5}
+    result = train(tmp_path / "whole", task, epochs=2, checkpoint={"every_steps": 3}, **changes)
+    trained = [parameter.detach().clone() for parameter in task.net.parameters()]
+    assert not all(map(torch.equal, task.evaluated, trained)), "the average is not where gradients are taken"
+    kept = torch.load(sorted((tmp_path / "whole" / "checkpoints").glob("step-*"))[-1] / "state.pt", weights_only=True)
+    names = [name for name, _ in task.net.named_parameters()]
+    assert all(torch.equal(kept["model"][name], value) for name, value in zip(names, task.evaluated, strict=True))
+    assert result.metrics["val_loss"] > 0
+
+    stops = iter([False] * 3 + [True] * 99)
+    broken = Free()
+    train(tmp_path / "broken", broken, stop=lambda: next(stops), epochs=2, checkpoint={"every_steps": 3}, **changes)
+    again = Free()
+    train(tmp_path / "broken", again, epochs=2, checkpoint={"every_steps": 3}, **changes)
+    assert all(map(torch.equal, [p.detach() for p in again.net.parameters()], trained))
+
+
+def test_other_optimizers_have_no_modes() -> None:
+    set_training(SGD([torch.ones(1, requires_grad=True)], lr=0.1), True)

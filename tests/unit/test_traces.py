@@ -1,0 +1,289 @@
+"""Throw-away passes leave nothing: a task that counts every call in every place sees training and evaluation alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import Dataset
+
+from tests.unit.test_loop import train
+from trainers.config import TrainConfig
+from trainers.model.precision import resolve_precision
+from trainers.step.forward import ForwardPass
+from trainers.step.snapshot import Snapshot
+from trainers.step.throwaway import throwaway
+from trainers.task import Task
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+GLOBAL: Counter[str] = Counter()
+SERIAL = 0
+
+
+class Slotted:
+    """State without a dictionary."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Net(nn.Module):
+    """Counts in a buffer, an attribute, and one that is made when it is first called."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        Net.made += 1
+        self.seen += 1
+        if not hasattr(self, "noise"):
+            self.noise = torch.randn(4)
+            self.register_forward_hook(lambda *_: None)
+            self.layers[1].eval()
+        return self.layers(inputs + self.noise)
+
+
+class Rows(Dataset[Any]):
+    """Counts what is read."""
+
+    def __init__(self) -> None:
+        self.reads, self.generator = 0, np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.reads += 1
+        return torch.full((4,), index + self.generator.random()).float(), index % 2
+
+
+def counted(method: Any) -> Any:
+    """Count a method's calls in every kind of place."""
+    calls = 0
+
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **options: Any) -> Any:
+        global SERIAL
+        nonlocal calls
+        calls += 1
+        SERIAL += 1
+        GLOBAL[method.__name__] += 1
+        self.calls[method.__name__] += 1
+        self.order.append(method.__name__)
+        self.slotted.calls += 1
+        type(self).total += 1
+        self.array += 1
+        self.tensor.add_(1)
+        self.drawn = (self.generator.random(), float(torch.rand((), generator=self.torch_generator)))
+        return method(self, *args, **options)
+
+    wrapper.count = lambda: calls  # type: ignore[attr-defined]
+    return wrapper
+
+
+class Counting(Task):
+    """Every hook that a task has."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.order: deque[str] = deque(maxlen=500)
+        self.slotted, self.array, self.tensor = Slotted(), np.zeros(3), torch.zeros(2)
+        self.generator, self.torch_generator = random.Random(1), torch.Generator()
+        self.drawn = (0.0, 0.0)
+        self.optimizer_calls: Counter[str] = Counter()
+
+    @counted
+    def model(self) -> nn.Module:
+        self.net = Net()
+        return self.net
+
+    @counted
+    def dataset(self, split: str) -> Dataset[Any]:
+        return Rows()
+
+    @counted
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch[0])
+
+    @counted
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    @counted
+    def weight(self, batch: Any) -> Tensor:
+        return super().weight(batch)
+
+    @counted
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
+        return {"accuracy": outputs.argmax(1) == batch[1]}
+
+    @counted
+    def transform(self, batch: Any, training: bool) -> Any:
+        return batch
+
+    @counted
+    def collate(self, samples: list[Any]) -> Any:
+        return super().collate(samples)
+
+    @counted
+    def worst_case_batch(self, dataset: Dataset[Any], size: int) -> Any:
+        return super().worst_case_batch(dataset, size)
+
+    @counted
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+        made = AdamW(model.parameters(), lr=0.01, fused=True)
+        calls = self.optimizer_calls
+        made.register_step_pre_hook(lambda *_: calls.update(["before"]))
+        made.register_step_post_hook(lambda *_: calls.update(["after"]))
+        made.register_load_state_dict_pre_hook(lambda *_: calls.update(["load"]))
+        made.register_state_dict_pre_hook(lambda *_: calls.update(["save"]))
+        return made
+
+    @counted
+    def setup(self) -> None:
+        pass
+
+    @counted
+    def state_dict(self) -> dict[str, Any]:
+        return {"array": self.array.tolist()}
+
+    @counted
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.array = np.array(state["array"])
+
+
+def traces(path: Path, task: Counting, **changes: Any) -> dict[str, Any]:
+    """What a run has left in the task, and where its weights have come to."""
+    GLOBAL.clear()
+    Counting.total = Net.made = 0
+    before, method = SERIAL, Counting.forward.count()  # type: ignore[attr-defined]
+    result = train(path, task, epochs=2, checkpoint={"every_epochs": 1}, **changes)
+    return {
+        "calls": dict(task.calls),
+        "global": dict(GLOBAL),
+        "order": list(task.order),
+        "closure": Counting.forward.count() - method,  # type: ignore[attr-defined]
+        "numbers": [
+            SERIAL - before,
+            Counting.total,
+            Net.made,
+            task.slotted.calls,
+            task.array[0],
+            task.tensor[0].item(),
+        ],
+        "drawn": task.drawn,
+        "model": [task.net.calls, float(task.net.seen), task.net.noise.tolist(), len(task.net._forward_hooks)],
+        "optimizer": dict(task.optimizer_calls),
+        "weights": [parameter.tolist() for parameter in task.net.parameters()],
+        "loss": result.metrics["train_loss"],
+    }
+
+
+@pytest.mark.parametrize("microbatch", ["auto", 3])
+def test_a_task_that_counts_every_call_sees_training_alone(
+    microbatch: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = traces(tmp_path / "all", Counting(), microbatch_size=microbatch)
+    size = 3 if microbatch == 3 else 99
+    monkeypatch.setattr("trainers.loop.build.choose_microbatch", lambda wanted, share, *_: min(share, size))
+    monkeypatch.setattr("trainers.loop.build.count_flops", lambda *_: None)
+    monkeypatch.setattr("trainers.loop.build.check_loss", lambda *_: None)
+    assert found == traces(tmp_path / "none", Counting(), microbatch_size=microbatch)
+    assert found["model"][0] == (12 if microbatch == "auto" else 20)  # 10 steps, 8 of them of two parts; 2 evaluations
+
+
+def forward_pass(task: Task, model: nn.Module) -> ForwardPass:
+    return ForwardPass(model, task, resolve_precision("fp32", CPU), CPU)
+
+
+def test_every_kind_of_container_is_put_back_in_place() -> None:
+    """The very objects: others may hold them too."""
+    task = Counting()
+    held: dict[str, Any] = {
+        "list": [1, [2]],
+        "dict": {"a": {1}},
+        "ordered": OrderedDict(a=1, b=2),
+        "deque": deque([1, 2], maxlen=2),
+        "tuple": ([1],),
+        "state": np.random.RandomState(3),
+    }
+    task.held = held  # type: ignore[attr-defined]
+    before = copy.deepcopy({name: value for name, value in held.items() if name != "state"})
+    drawn = copy.deepcopy(held["state"]).rand()
+    inner = held["list"][1]
+    with throwaway(forward_pass(task, nn.Linear(1, 1))):
+        held["list"][1].append(3)
+        held["list"].insert(0, 0)
+        held["dict"]["a"].add(2)
+        held["dict"]["b"] = held["state"].rand()
+        held["ordered"].move_to_end("a")
+        held["deque"].append(3)
+        held["tuple"][0].clear()
+        task.held = None  # type: ignore[attr-defined]
+        task.late = 1  # type: ignore[attr-defined]
+    assert task.held is held  # type: ignore[attr-defined]
+    assert not hasattr(task, "late")
+    assert {name: value for name, value in held.items() if name != "state"} == before
+    assert held["list"][1] is inner
+    assert list(held["ordered"]) == ["a", "b"]
+    assert held["state"].rand() == drawn
+
+
+def test_modes_and_frozen_parameters_are_put_back() -> None:
+    model = Net()
+    model.layers[0].requires_grad_(False)
+    with throwaway(forward_pass(Counting(), model), AdamW(model.parameters())):
+        model.layers.requires_grad_(True)
+        model.layers[2].eval()
+        model.layers[3].bias.data.add_(1)
+    assert [parameter.requires_grad for parameter in model.layers[0].parameters()] == [False, False]
+    assert all(module.training for module in model.modules())
+
+
+def test_what_is_too_large_to_be_copied_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Average(Task):
+        def __init__(self, kept: bool) -> None:
+            self.average, self.kept = torch.zeros(600, 600), kept
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"average": self.average} if self.kept else {}
+
+    for kept in (False, True):
+        caplog.clear()
+        task = Average(kept)
+        with caplog.at_level(logging.WARNING), throwaway(forward_pass(task, nn.Linear(1, 1))):
+            task.average += 1
+        assert ("Average.average" in caplog.text) is not kept
+        assert bool(task.average.any()) is not kept
+
+
+def test_a_long_list_is_data() -> None:
+    """Ten million samples are not walked through."""
+    task = Counting()
+    task.rows = [[number] for number in range(5000)]  # type: ignore[attr-defined]
+    snapshot = Snapshot(task, {})
+    task.rows.pop()  # type: ignore[attr-defined]
+    snapshot.restore()
+    assert len(task.rows) == 5000  # type: ignore[attr-defined]
+    assert not any(id(row) in snapshot._seen for row in task.rows)  # type: ignore[attr-defined]

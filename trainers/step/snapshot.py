@@ -1,0 +1,243 @@
+"""A snapshot of Python objects, taken and put back in place: what a throw-away pass has changed, it has not."""
+
+import functools
+import logging
+import operator
+import random
+import sys
+import sysconfig
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from trainers.model.sharding import is_sharded, local
+from trainers.task import Task
+
+logger = logging.getLogger(__name__)
+
+_SMALL_BYTES = 1 << 20
+"""Of a tensor or array that is copied without being asked for."""
+_TOTAL_BYTES = 1 << 24
+"""Of all of them."""
+_MANY = 1000  # items: what is in a longer list or dict is data, not state
+_LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+_OURS = ("trainers", "tune", "cluster")
+_STATEFUL = (Task, nn.Module, Optimizer, LRScheduler, Dataset)
+_PLAIN = (int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size)
+_DEFINED = (ModuleType, FunctionType, type)
+
+
+class Snapshot:
+    """The state of all that can be reached from some objects, by identity: `restore` changes what differs, in place.
+
+    Taken are attributes (with those of classes, closures and globals of the users' own modules), containers, random
+    generators, the tensors that `keep` is told and all small ones, in host memory. A larger tensor is watched: a
+    warning names it when it was changed. Objects of libraries are left alone but for modules, optimizers, schedulers
+    and datasets, and so are sharded modules, which move their parameters themselves.
+    """
+
+    def __init__(self, task: Task, others: Mapping[str, Any], kept: Iterable[Tensor] = ()) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}  # holds them, so that no number comes twice
+        self._watched: dict[int, tuple[Tensor, int, str]] = {}
+        self._copied_bytes = 0
+        self._package = type(task).__module__.partition(".")[0]
+        for tensor in kept:
+            self.keep(tensor)
+        self._left = [*((value, name) for name, value in others.items()), (task, type(task).__name__)]
+        while self._left:
+            self._take(*self._left.pop())
+
+    def keep(self, tensor: Tensor) -> None:
+        """Copy a tensor of any size."""
+        self._seen[id(tensor)] = tensor
+        self._watched.pop(id(tensor), None)
+        mine = local(tensor)
+        copied, required = mine.to("cpu", copy=True), tensor.requires_grad
+
+        def undo() -> None:
+            mine.copy_(copied)
+            if tensor.requires_grad is not required and tensor.is_leaf:
+                tensor.requires_grad_(required)
+
+        self._undo.append(undo)
+
+    def restore(self) -> None:
+        """Put everything back, to the bit."""
+        with torch.no_grad():
+            for undo in self._undo:
+                undo()
+        for tensor, version, name in self._watched.values():
+            if tensor._version != version:
+                words = "%s was changed by a pass that is thrown away, and is too large to be put back: %s"
+                logger.warning(words, name, "return it from the task's state_dict()")
+
+    def _take(self, value: Any, name: str) -> None:
+        if isinstance(value, _PLAIN) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self._take_tensor(value, name)
+        elif isinstance(value, np.ndarray):
+            if value.dtype != object and value.flags.writeable and self._affordable(value.nbytes):
+                self._undo.append(functools.partial(np.copyto, value, value.copy()))
+        elif isinstance(value, (dict, list, set, deque)):
+            self._undo.append(_container_undo(value))
+            if len(value) <= _MANY:
+                self._descend(value.items() if isinstance(value, dict) else enumerate(value), name)
+        elif isinstance(value, (tuple, frozenset)):
+            self._descend(enumerate(value), name)
+        elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+            self._undo.append(_generator_undo(value))
+        elif isinstance(value, functools.partial):
+            self._descend(enumerate((value.func, value.args, value.keywords)), name)
+        elif isinstance(value, MethodType):
+            self._descend([("", value.__self__), ("", value.__func__)], name)
+        elif isinstance(value, FunctionType):
+            if self._is_users(value.__module__):
+                self._descend([("", value.__dict__), ("", value.__defaults__)], name)
+                for cell in value.__closure__ or ():
+                    self._take_cell(cell, name)
+        elif isinstance(value, type):
+            self._take_class(value)
+        elif (isinstance(value, _STATEFUL) or self._is_users(type(value).__module__)) and not is_sharded(value):
+            self._take_object(value, name)
+
+    def _descend(self, items: Iterable[tuple[Any, Any]], name: str) -> None:
+        """Take the items later; a key that is not text or a number would be long in a name."""
+        for key, item in items:
+            if not isinstance(item, _PLAIN):
+                self._left.append((item, f"{name}.{key}" if key != "" and isinstance(key, (str, int)) else name))
+
+    def _take_tensor(self, tensor: Tensor, name: str) -> None:
+        if (
+            tensor.is_meta
+            or tensor.is_inference()
+            or tensor.layout is not torch.strided
+            or nn.parameter.is_lazy(tensor)
+        ):
+            return
+        whole = type(tensor) in (Tensor, nn.Parameter) and torch._debug_has_internal_overlap(tensor) != 1
+        if whole and self._affordable(tensor.numel() * tensor.element_size()):
+            self.keep(tensor)
+        else:
+            self._watched[id(tensor)] = (tensor, tensor._version, name)
+
+    def _affordable(self, size_bytes: int) -> bool:
+        fits = size_bytes <= _SMALL_BYTES and self._copied_bytes + size_bytes <= _TOTAL_BYTES
+        self._copied_bytes += size_bytes if fits else 0
+        return fits
+
+    def _take_cell(self, cell: CellType, name: str) -> None:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # empty
+            return
+        self._undo.append(functools.partial(setattr, cell, "cell_contents", content))
+        self._descend([("", content)], name)
+
+    def _take_object(self, value: Any, name: str) -> None:
+        if hasattr(value, "__dict__"):
+            self._seen[id(vars(value))] = vars(value)
+            self._undo.append(_container_undo(vars(value)))
+            self._descend(vars(value).items(), name)
+        if isinstance(value, Optimizer):  # however many parameters it has
+            self._descend(enumerate(value.state.values()), name)
+        for slot in {slot for cls in type(value).__mro__ for slot in _slots(cls)}:
+            if hasattr(value, slot):
+                self._undo.append(functools.partial(object.__setattr__, value, slot, getattr(value, slot)))
+                self._descend([(slot, getattr(value, slot))], name)
+        for cls in type(value).__mro__:
+            self._take(cls, cls.__name__)
+
+    def _take_class(self, cls: type) -> None:
+        """The attributes of a user's class, and the globals of its module."""
+        if not self._is_users(cls.__module__):
+            return
+        module = sys.modules[cls.__module__]
+        for owner, name in ((cls, cls.__name__), (module, module.__name__)):
+            if owner is cls or id(owner) not in self._seen:
+                self._seen[id(owner)] = owner
+                before = _names(owner)
+                self._undo.append(functools.partial(_restore_names, owner, before))
+                self._descend(before.items(), name)
+
+    def _is_users(self, module: str | None) -> bool:
+        """Whether a module is the users' own code: of the task's package, or of none that is installed."""
+        package = (module or "").partition(".")[0]
+        file = getattr(sys.modules.get(module or ""), "__file__", None)
+        if not file or package in _OURS:
+            return False
+        return package == self._package or not any(part in file for part in _LIBRARIES)
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return tuple(one for one in ((slots,) if isinstance(slots, str) else slots) if not one.startswith("__"))
+
+
+def _names(owner: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+
+
+def _restore_names(owner: Any, before: dict[str, Any]) -> None:
+    """Put back the names of a class or module, but not what was imported or defined since."""
+    now = _names(owner)
+    for name in now.keys() - before.keys():
+        if not isinstance(now[name], _DEFINED):
+            delattr(owner, name)
+    for name, value in before.items():
+        if now.get(name) is not value:
+            setattr(owner, name, value)
+
+
+def _container_undo(value: Any) -> Callable[[], None]:
+    """Return what puts the items of a dict, list, set or deque back where they differ, past methods of a subclass."""
+    if isinstance(value, set):
+        members = set(value)
+
+        def undo_set() -> None:
+            if value != members:
+                set.clear(value)
+                set.update(value, members)
+
+        return undo_set
+    base: Any = next(kind for kind in (OrderedDict, dict, list, deque) if isinstance(value, kind))
+    if not issubclass(base, dict):
+        before = list(value)
+
+        def undo() -> None:
+            if not _same(value, before):
+                base.clear(value)
+                base.extend(value, before)
+
+        return undo
+    keys, items = list(value), list(base.values(value))
+
+    def undo_dict() -> None:
+        if not (_same(value, keys) and _same(base.values(value), items)):
+            base.clear(value)
+            for key, item in zip(keys, items, strict=True):
+                base.__setitem__(value, key, item)
+
+    return undo_dict
+
+
+def _same(now: Any, before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _generator_undo(generator: Any) -> Callable[[], None]:
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    return functools.partial(generator.set_state, generator.get_state())
