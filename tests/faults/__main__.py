@@ -19,10 +19,9 @@ from pathlib import Path
 
 from tests.faults.cases import draw
 from tests.faults.runner import Row, Unavailable, run_case
-from tests.faults.scenarios import REPOSITORY
+from tests.faults.scenarios import WORKSPACE
 from tests.faults.table import keep, summary, tables
 
-WORKSPACE = REPOSITORY / "build" / "faults"
 _MAX_DRAWS = 8
 
 

@@ -16,7 +16,7 @@ _STEPWISE = ("forward", "backward", "loss")
 _LATER = {"transform": 40, "collate": 40, "metrics": 3, "evaluate": 3, "state_dict": 12}
 """Phases that come again and again: the latest occurrence that is drawn."""
 # How often each scenario is drawn: the slow ones less.
-_SHARES = {"local": 5, "loader": 2, "spawn": 6, "torchrun": 4, "ray": 4, "sweep": 4, "population": 1}
+_SHARES = {"local": 5, "loader": 2, "s3": 2, "spawn": 6, "torchrun": 4, "ray": 4, "sweep": 4, "population": 1}
 _PLAIN_SHARES = {"plain run": 3, "plain sweep": 1}
 _KINDS = {"signal": 10, "storage": 5, "raise": 5, "memory": 2, "nan": 1, "hang": 1, "clock": 1, "start": 1, "two": 3}
 # The plain scripts have no storage of ours to hook into: theirs is filled or deleted.
@@ -29,7 +29,7 @@ class Fault:
 
     name: str
     act: str
-    """signal, raise, oom, nan, hang, clock, errno, slow, stall, fill, delete, start or fresh."""
+    """signal, raise, oom, nan, hang, clock, errno, slow, stall, fill, delete, start, fresh or server."""
     target: str = "worker"
     """The role that a signal is sent to."""
     detail: str = ""
@@ -41,6 +41,8 @@ class Fault:
     rank: int | None = None
     victim: int | None = None
     """The rank that a signal to a worker is sent to."""
+    trial: int | None = None
+    """The trial of a sweep in which it happens; None: whichever is there first."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +108,20 @@ def draw(seed: int, number: int, plain: bool = False, only: str = "", attempt: i
     scenario = SCENARIOS[name]
     kinds = {kind: share for kind, share in _KINDS.items() if not (plain and kind == "start")}
     [kind] = [only] if only in kinds else chance.choices(list(kinds), list(kinds.values()))
-    faults = _two(chance, scenario) if kind == "two" else _one(chance, scenario, kind)
+    faults = _two(chance, scenario) if kind == "two" and not scenario.on_s3 else _one(chance, scenario, kind)
     return Case(f"{seed}-{number}", scenario, faults)
 
 
 def _one(chance: random.Random, scenario: Scenario, kind: str) -> tuple[Fault, ...]:
     rank, step = chance.randrange(scenario.world), chance.randrange(2, scenario.steps - 20)
-    at = Fault("", "", number=step, rank=rank)
+    at = Fault("", "", number=step, rank=rank, trial=_trial(chance, scenario))
     if kind == "signal":
         role, signal = chance.choice(scenario.roles), chance.choice(SIGNALS)
         return _signals(chance, scenario, at, role, signal)
+    if scenario.on_s3 and kind not in ("raise", "clock"):
+        detail = chance.choice(("503", "cut", "dawdle"))
+        number = chance.randint(5, 400)
+        return (Fault(f"S3: {_SERVER[detail]}", "server", "server", detail, event="request", number=number),)
     if kind == "storage":
         return (_storage(chance, scenario, at),)
     if kind == "raise":
@@ -133,6 +139,10 @@ def _one(chance: random.Random, scenario: Scenario, kind: str) -> tuple[Fault, .
     act = chance.choice(("start", "fresh"))
     words = "a second start beside it" + (" with --fresh" if act == "fresh" else "")
     return (replace(at, name=words, act=act),)
+
+
+def _trial(chance: random.Random, scenario: Scenario) -> int | None:
+    return chance.randrange(scenario.num_trials) if scenario.kind == "sweep" else None
 
 
 def _signals(chance: random.Random, scenario: Scenario, at: Fault, role: str, signal: str) -> tuple[Fault, ...]:
@@ -164,7 +174,7 @@ def _storage(chance: random.Random, scenario: Scenario, at: Fault) -> Fault:
     number = chance.randint(1, 250 if role == "worker" and scenario.kind == "run" else 12)
     if role == "worker" and scenario.kind == "sweep":  # its trials keep nothing
         role, number = "trial actor", chance.randint(1, 4)
-    at = replace(at, event="storage", number=number, role=role, rank=0 if role == "worker" else None)
+    at = replace(at, event="storage", number=number, role=role, rank=0 if role == "worker" else None, trial=None)
     if act == "killed":
         name = f"storage: {role} killed at an operation"
         return replace(at, name=name, act="signal", target=role, detail="SIGKILL", victim=0)
@@ -174,6 +184,7 @@ def _storage(chance: random.Random, scenario: Scenario, at: Fault) -> Fault:
     return replace(at, name=name, act=act, detail=detail)
 
 
+_SERVER = {"503": "answers 503", "cut": "cuts its answers", "dawdle": "is slow"}
 _DISK = {"fill": "storage: disk full", "delete": "storage: deleted in mid-run"}
 
 
@@ -184,7 +195,7 @@ def _in_phase(
         phases = tuple(phase for phase in phases if phase in ("setup", "model", *_STEPWISE)) or phases
     phase = chance.choice(phases)
     if phase not in _STEPWISE:
-        at = replace(at, number=chance.randint(1, _LATER.get(phase, 1)))
+        at = replace(at, number=chance.randint(1, _LATER.get(phase, 1)), trial=None)
     if phase == "setup":
         at = replace(at, rank=0)  # only one process of a node does it
     role = "loader" if phase == "collate" and "loader" in scenario.roles else "worker"
@@ -194,7 +205,7 @@ def _in_phase(
 def _two(chance: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
     """Two faults at the same moment of one process; what ends that process comes last."""
     rank, step = chance.randrange(scenario.world), chance.randrange(2, scenario.steps - 20)
-    at = Fault("", "", number=step, rank=rank)
+    at = Fault("", "", number=step, rank=rank, trial=_trial(chance, scenario))
     others = [role for role in scenario.roles if role not in ("worker", "loader") and role != scenario.root]
     if chance.random() < 0.5 and (others or scenario.world > 1):
         role = chance.choice([*others, *["worker"] * (scenario.world > 1)])
@@ -216,8 +227,12 @@ def _two(chance: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
 
 def expect(scenario: Scenario, fault: Fault) -> Expected:
     """What must follow a fault, by README.md and docs/training.md."""
-    if fault.act == "signal":
-        return _after_signal(scenario, fault)
+    found = _after_signal(scenario, fault) if fault.act == "signal" else _after(scenario, fault)
+    # Plain Ray starts again after whatever it is, or ends as Python does.
+    return found | Expected(frozenset({0, 1})) if scenario.plain and fault.target != scenario.root else found
+
+
+def _after(scenario: Scenario, fault: Fault) -> Expected:
     many = scenario.kind != "run"
     if fault.act in ("errno", "fill", "delete"):
         words = {
@@ -228,7 +243,7 @@ def expect(scenario: Scenario, fault: Fault) -> Expected:
             "delete": "could not|is gone|was deleted|is not there|no longer|No such file",
         }[fault.detail or fault.act]
         return Expected(frozenset({0, 1, 2}), words, redo=fault.act != "delete")
-    if fault.act in ("slow", "stall", "clock", "start", "fresh"):
+    if fault.act in ("slow", "stall", "clock", "start", "fresh", "server"):
         return Expected()
     if fault.act == "nan":
         return Expected(frozenset({0} if many else {1}), "NaN|diverged", statuses=frozenset({"diverged"}))
@@ -267,6 +282,8 @@ def _after_signal(scenario: Scenario, fault: Fault) -> Expected:
         return Expected(frozenset({0, 1}), "mailbox")
     if role == "trial actor":
         return Expected(frozenset({0, 1}), "actor|trial")
+    if role == "loader" and signal == "SIGSTOP":
+        return Expected(frozenset({1, 74}), "hung|made no step|silent|DataLoader")
     if role == "loader":
         words = f"DataLoader.*({signal}|{signal[3:].title()}|[Kk]illed)|{signal}"
         return Expected(frozenset({0, 1}), words, traceback=True)

@@ -153,6 +153,13 @@ def _belongs(entry: Path, token: str, command: str) -> bool:
 def _role(pid: int, command: str, root: int, root_role: str) -> str:
     if pid == root:
         return root_role
+    if "--multiprocessing-fork" in command or "-m trainers" in command:
+        return "worker"
+    return role_by_title(command)
+
+
+def role_by_title(command: str) -> str:
+    """What a process of Ray's is."""
     program = command.partition(" ")[0]
     if program.endswith("gcs_server"):
         return "gcs"
@@ -160,8 +167,6 @@ def _role(pid: int, command: str, root: int, root_role: str) -> str:
         return "raylet"
     if program.startswith("ray::"):
         return next((role for word, role in _TITLES.items() if word in command), "ray worker")
-    if "--multiprocessing-fork" in command or "-m trainers" in command:
-        return "worker"
     return "other"
 
 
@@ -192,6 +197,8 @@ def own_rank() -> int:
 
 def _is_here(fault: dict[str, Any]) -> bool:
     role = own_role()
+    if fault["trial"] is not None and fault["trial"] != trial:
+        return False
     return role == fault["role"] and (role != "worker" or fault["rank"] is None or own_rank() == fault["rank"])
 
 
@@ -323,6 +330,11 @@ def _watched(module: Any, name: str, original: Any) -> Any:
     return operation
 
 
+_MEETS = {
+    "ENOSPC": ("writer", "fsync"),
+    "EROFS": ("writer", "delete"),
+    "EIO": ("writer", "fsync", "delete", "reader", "exists", "names"),
+}
 _busy = threading.local()
 
 
@@ -346,7 +358,7 @@ def _storage_fault(name: str) -> OSError | None:
                 with contextlib.suppress(FileExistsError):
                     _write_new(_directory / f"stalled-{index}", "")
                     time.sleep(STALL_S)
-            elif name in ("writer", "fsync", "delete") or fault["detail"] == "EIO":
+            elif name in _MEETS[fault["detail"]]:
                 code = getattr(errno, fault["detail"])
                 return OSError(code, os.strerror(code))
     finally:

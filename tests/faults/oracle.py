@@ -25,6 +25,8 @@ from tests.faults.cases import Case
 from tests.faults.hook import Found
 from tests.faults.scenarios import INTERVAL, Scenario
 
+ORPHAN_S = 5.0
+"""Workers end within so many seconds of their driver."""
 _TRACEBACK = "Traceback (most recent call last)"
 # torchrun's agent ends in a traceback of its own, whatever its workers say.
 _AGENTS = re.compile(
@@ -181,7 +183,9 @@ def right_status(seen: Observed) -> Iterator[str]:
 
 
 def equal_weights(seen: Observed) -> Iterator[str]:
-    """The weights are those of the unbroken run, to the bit."""
+    """The weights are those of the unbroken run, to the bit; a population's curves those of their recorded courses."""
+    if seen.case.scenario.kind == "population":
+        yield from _replayed(seen)
     if seen.case.scenario.kind != "run":
         return
     found = read_weights(seen.directory, seen.case.scenario)
@@ -197,6 +201,18 @@ def equal_weights(seen: Observed) -> Iterator[str]:
                 yield f"{name} differs by {float((theirs - value).abs().max()):.2g}"
         elif not torch.equal(theirs, value):
             yield f"{name} differs by {float((theirs - value).abs().max()):.2g}"
+
+
+def _replayed(seen: Observed) -> Iterator[str]:
+    from tests.on_ray.test_population import replay, rows
+    from trainers.storage import Storage
+    from tune.sweep.spec import read_saved
+    from tune.trials.journal import Journal
+
+    uri = str(seen.directory / "runs" / "run")
+    for record in Journal(Storage(uri)).records():
+        if record.status == "done" and rows(record.curve) != replay(seen.directory, read_saved(uri).train, record):
+            yield f"trial {record.id} has another curve than its recorded course gives"
 
 
 def exact_samples(seen: Observed) -> Iterator[str]:
@@ -280,6 +296,9 @@ def nothing_left(seen: Observed) -> Iterator[str]:
         if left := end.left.found:
             counts = ", ".join(sorted({f"{one.role} ({one.command[:60]})" for one in left}))
             yield f"command {number + 1} left {len(left)} processes: {counts}"
+        late = last_step(seen.directory, end)
+        if late > ORPHAN_S:
+            yield f"workers of command {number + 1} trained on for {late:.1f} s after it"
     if not seen.case.scenario.plain:
         files = [path.name for path in (seen.directory / "tmp").glob("paceline*")]
         files += [str(path.relative_to(seen.directory)) for path in (seen.directory / "runs").rglob("*.tmp")]
@@ -352,14 +371,27 @@ def read_metrics(directory: Path, scenario: Scenario) -> dict[str, dict[str, flo
     return {_config_of(one): comparable(one["metrics"]) for one in found}
 
 
+def last_step(directory: Path, end: Ended) -> float:
+    """For how long processes of a command trained on after its end, s."""
+    times = [0.0]
+    for file in (directory / "samples").iterdir():
+        whens = [json.loads(text)["when"] for text in file.read_text().split("\n")[:-1]]
+        if whens and end.began <= whens[0] < end.ended:
+            times.append(whens[-1] - end.ended)
+    return max(times)
+
+
 def first_new(directory: Path, landed: dict[str, Any], since: float) -> float | None:
-    """When, after `since`, the first step began that nobody had done before; of the trial that the fault has hit."""
+    """When the first step began that nobody had done before; of the trial that the fault has hit. After a recovery,
+    which began at `since`, by a process of its own.
+    """
     old, new = set(), []
     for file in (directory / "samples").iterdir():
-        for text in file.read_text().split("\n")[:-1]:
-            line = json.loads(text)
+        lines = [json.loads(text) for text in file.read_text().split("\n")[:-1]]
+        is_old = bool(lines) and lines[0]["when"] <= since != landed["when"]
+        for line in lines:
             key = (line["trial"], line["step"])
-            if line["when"] <= since:
+            if is_old or line["when"] <= since:
                 old.add(key)
             elif line["trial"] == landed["trial"]:
                 new.append((line["when"], key))

@@ -11,13 +11,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
+from tests.faults import s3
 from tests.faults.cases import Case
 from tests.faults.hook import Found, processes
 from tests.faults.oracle import (
@@ -78,10 +80,10 @@ def run_case(case: Case, workspace: Path, broken: str = "", limit_s: float | Non
     reference = find_reference(case.scenario, workspace)
     limit_s = limit_s or budget_s(reference)
     began = time.monotonic()
-    with _directory(case, broken) as directory:
-        command = case.scenario.command(directory)
+    with _directory(case, broken) as (directory, storage):
+        command = case.scenario.command(directory, storage)
         beside: list[Ended] = []
-        first = _run(case, directory, command, 1, limit_s, _during(case, directory, limit_s, beside))
+        first = _run(case, directory, command, 1, limit_s, _during(case, directory, command, limit_s, beside))
         landed = [_read(directory / f"landed-{index}") for index in range(len(case.faults))]
         detail = "; ".join(f"{fault.name} at {fault.event} {fault.number}" for fault in case.faults)
         if None in landed:
@@ -118,8 +120,8 @@ def find_reference(scenario: Scenario, workspace: Path) -> Reference:
     file = workspace / "references" / f"{scenario.name.replace(' ', '-')}-{_digest()}.pt"
     if not file.exists():
         case = Case("reference", scenario, ())
-        with _directory(case, "") as directory:
-            end = _run(case, directory, scenario.command(directory), 1, 900)
+        with _directory(case, "") as (directory, storage):
+            end = _run(case, directory, scenario.command(directory, storage), 1, 900)
             if end.code != 0:
                 raise RuntimeError(f"{scenario.name} fails without a fault: {end.code}\n{end.out}\n{end.err}")
             samples = {key: indices for process in read_samples(directory) for key, indices in process.items()}
@@ -178,6 +180,8 @@ def _run(
     left = Leftovers(_alive(case, directory), GRACE_S if code is not None else 0.0)
     if code is None:
         left.await_end()
+    if case.scenario.on_s3:
+        s3.fetch(yaml.safe_load(Path(command[-1]).read_text())["storage_path"], directory / "runs")
     texts = [(directory / f"{name}-{number}").read_text(errors="replace") for name in ("out", "err")]
     return Ended(code, *texts, began, ended, left, read_records(directory, case.scenario))
 
@@ -194,7 +198,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _during(
-    case: Case, directory: Path, limit_s: float, beside: list[Ended]
+    case: Case, directory: Path, first: list[str], limit_s: float, beside: list[Ended]
 ) -> Callable[[subprocess.Popen[bytes]], None] | None:
     """What the runner itself does when a fault lands: gives up on a stopped command, or starts a second one."""
     stops = any(one.detail == "SIGSTOP" and one.target == case.scenario.root for one in case.faults)
@@ -209,7 +213,7 @@ def _during(
         if stops and time.monotonic() > landed["when"] + GIVE_UP_S:
             process.kill()
         if starts is not None and not beside:
-            command = [*case.scenario.command(directory), *["--fresh"] * (starts.act == "fresh")]
+            command = [*first, *["--fresh"] * (starts.act == "fresh")]
             began, environment = time.monotonic(), case.scenario.environment(directory)
             done: Any = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -224,7 +228,7 @@ def _during(
 
 
 @contextmanager
-def _directory(case: Case, broken: str) -> Iterator[Path]:
+def _directory(case: Case, broken: str) -> Iterator[tuple[Path, str]]:
     """A new directory for a case, with its plan; short, since Ray's sockets lie below it. Nothing of it is left."""
     directory = Path(tempfile.mkdtemp(prefix="plf-", dir="/tmp"))
     runs, mounted = directory / "runs", False
@@ -240,7 +244,10 @@ def _directory(case: Case, broken: str) -> Iterator[Path]:
         plan = {"faults": [asdict(fault) for fault in case.faults], "root": case.scenario.root, "break": broken}
         (directory / "plan.json").write_text(json.dumps(plan))
         (directory / "armed").touch()
-        yield directory
+        if case.scenario.on_s3 and not s3.installed():
+            raise Unavailable("there is no S3 server: pip install 'moto[server]'")
+        with s3.bucket(directory, case.faults) if case.scenario.on_s3 else nullcontext(str(runs)) as storage:
+            yield directory, storage
     finally:
         Leftovers(_alive(case, directory), 0.0).await_end()
         if mounted:

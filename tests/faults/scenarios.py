@@ -12,6 +12,8 @@ from typing import Any, Literal
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
+WORKSPACE = REPOSITORY / "build" / "faults"
+"""Unbroken runs, and the journals of campaigns."""
 SITE = Path(__file__).parent / "site"
 STEPS, INTERVAL, TRIALS, PLAIN_TRIALS = 180, 5, 6, 3
 TRIAL_STEPS = 60
@@ -46,6 +48,7 @@ class Scenario:
     sweep: dict[str, Any] | None = None
     launch: tuple[str, ...] = ("-m", "trainers")
     plain: bool = False
+    on_s3: bool = False
 
     @property
     def steps(self) -> int:
@@ -62,12 +65,12 @@ class Scenario:
         """Trials of a sweep."""
         return PLAIN_TRIALS if self.plain or self.kind == "population" else TRIALS
 
-    def command(self, directory: Path, storage: str | None = None) -> list[str]:
+    def command(self, directory: Path, storage: str) -> list[str]:
         """The command line, whose file is written into the directory; the same one goes on with the run."""
         if self.plain:
             return [sys.executable, "-m", "tests.faults.plain", self.kind, str(directory)]
         tree: dict[str, Any] = {**_TRAIN, **self.train}
-        place = {"name": "run", "storage_path": storage or str(directory / "runs")}
+        place = {"name": "run", "storage_path": storage}
         if self.sweep is not None:
             trial = {key: value for key, value in tree.items() if key not in ("checkpoint", "launcher")}
             tree = {"train": trial | {"max_steps": TRIAL_STEPS}, **self.sweep}
@@ -86,6 +89,8 @@ class Scenario:
             "TMPDIR": str(directory / "tmp"),
             "RAY_TMPDIR": str(directory / "r"),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
         }
@@ -120,6 +125,7 @@ SCENARIOS = {
             ("worker", "loader"),
             {**_ALONE, "data": {"num_workers": 1, "resident": False}},
         ),
+        Scenario("s3", "run", "worker", 1, ("worker",), _ALONE, on_s3=True),
         Scenario("spawn", "run", "driver", 2, ("driver", "worker"), {**_TWO, "launcher": "spawn"}),
         Scenario(
             "torchrun",

@@ -13,7 +13,6 @@ from tests.faults.scenarios import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "reliability.md"
 RESULTS = REPOSITORY / "benchmarks" / "results"
-_BEGIN, _END = "<!-- the campaign's output -->", "<!-- its end -->"
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -47,12 +46,17 @@ def _cells(rows: Sequence[Row]) -> str:
     return f"{len(rows) or ''} | {sum(row.held for row in rows) if rows else ''} | {median}"
 
 
+def write_page(part: str, text: str) -> None:
+    """Write the output of a command into its part of the page."""
+    begin, end = f"<!-- {part} -->\n", f"<!-- end of {part} -->"
+    page = PAGE.read_text()
+    before, rest = page.split(begin)
+    PAGE.write_text(f"{before}{begin}\n{text}\n\n{end}{rest.split(end)[1]}")
+
+
 def keep(kept: Mapping[str, Sequence[Row]]) -> Path:
     """Write the tables into the page, and every row beside the benchmarks' results."""
-    text = PAGE.read_text()
-    before, rest = text.split(_BEGIN)
-    after = rest.split(_END)[1]
-    PAGE.write_text(f"{before}{_BEGIN}\n{tables(kept)}\n{_END}{after}")
+    write_page("campaign", tables(kept))
     path = RESULTS / "faults.json"
     path.write_text(json.dumps({name: [asdict(row) for row in rows] for name, rows in kept.items()}, indent=1) + "\n")
     return path
