@@ -221,7 +221,7 @@ def exact_samples(seen: Observed) -> Iterator[str]:
         return
     done = set()
     for process in read_samples(seen.directory):
-        last = max(process, key=lambda key: (key[0], key[1]), default=None)
+        last = next(reversed(process), None)
         for key, indices in process.items():
             wanted = seen.reference.samples.get(key)
             # What a kill cut off in mid-step is the beginning of it.
