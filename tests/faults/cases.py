@@ -233,10 +233,10 @@ def _after(scenario: Scenario, fault: Fault) -> Expected:
     many = scenario.kind != "run"
     if fault.act in ("errno", "fill", "delete"):
         words = {
-            "ENOSPC": "No space left",
+            "ENOSPC": "No space left|disk is full",
             "EROFS": "[Rr]ead-only",
             "EIO": "[Ii]nput/output error",
-            "fill": "No space left",
+            "fill": "No space left|disk is full",
             "delete": "could not|is gone|was deleted|is not there|no longer|No such file",
         }[fault.detail or fault.act]
         return Expected(frozenset({0, 1, 2}), words, redo=fault.act != "delete")

@@ -131,14 +131,15 @@ def right_code(seen: Observed) -> Iterator[str]:
 
 
 def one_sentence(seen: Observed) -> Iterator[str]:
-    """A command that failed says so in one sentence on standard error."""
+    """A command that failed says so in one sentence on standard error; under torchrun each of its workers."""
     if seen.case.scenario.plain:
         return
+    most = seen.case.scenario.world if seen.case.scenario.root == "torchrun" else 1
     for end in [*seen.ends, *([seen.beside] if seen.beside else [])]:
         many = end.code == 2  # a configuration may have several mistakes
         if end.code is None or end.code <= 0 or end.code in (130, 143) or _is_agents(seen, end):
             continue
-        if not end.sentences or (len(end.sentences) > 1 and not many):
+        if not end.sentences or (len(end.sentences) > most and not many):
             yield f"{len(end.sentences)} sentences on standard error: {_tail(end)}"
 
 
