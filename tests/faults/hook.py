@@ -5,6 +5,7 @@ patched as they are imported. PACELINE_FAULTS names the plan; beside it, in the 
 
     root            the process that the command line started
     rank-R          the process that trains as rank R
+    missed-I        whom a signal was to be sent to was not there
     landed-I        fault I has happened: when (monotonic, s), to whom; claimed by one process, once
     samples/PID     a JSON line a step: trial, step, rank, indices of the samples, when
     armed           faults happen only while it is there: the runner takes it away before the recovery
@@ -236,7 +237,11 @@ def _send(index: int, fault: dict[str, Any]) -> None:
     """Send a signal to a live process of the role; without one nothing has landed."""
     assert _directory is not None
     target, (name, *rest) = _find(fault), fault["detail"].split()
-    if target is None or not _claim(index, target.pid, target.role, target.command):
+    if target is None:
+        seen = sorted({f"{one.role}: {one.command[:60]}" for one in processes(_directory, _plan["root"])})
+        (_directory / f"missed-{index}").write_text(f"nobody is a {fault['target']}, only {seen}")
+        return
+    if not _claim(index, target.pid, target.role, target.command):
         return
     if rest:  # continued after so many seconds, whatever becomes of this process
         script = f"sleep {rest[0]}; kill -CONT {target.pid}"

@@ -88,7 +88,8 @@ def run_case(case: Case, workspace: Path, broken: str = "", limit_s: float | Non
         detail = "; ".join(f"{fault.name} at {fault.event} {fault.number}" for fault in case.faults)
         if None in landed:
             wall_s, codes = time.monotonic() - began, [first.code]
-            return Row(case.name, case.title, case.scenario.name, detail, False, False, [], codes, None, wall_s)
+            why = [path.read_text() for path in directory.glob("missed-*")] + [f"the command ended with {first.code}"]
+            return Row(case.name, case.title, case.scenario.name, detail, False, False, why, codes, None, wall_s)
         ends = [first]
         (directory / "armed").unlink()
         (directory / "runs" / "ballast").unlink(missing_ok=True)
