@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all lint format bench bench-full bench-gpu docs dashboard audit clean
+.PHONY: install sweep test test-all lint format bench bench-full bench-gpu docs dashboard audit clean faults soak
 
 install: .venv/installed
 
@@ -29,9 +29,21 @@ test-all: install
 	@echo "=== 1 of 3: plain Python, in two processes"
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/gpu benchmarks/tests
 	@echo "=== 2 of 3: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/commands tests/distributed
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/commands tests/distributed tests/faults
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest tests/lab
+
+# A campaign of faults over real processes, hours long; goes on where it stopped. `make faults n=500 seed=1`; `only=spawn`
+# for a scenario or a kind of fault, `plain=1` for the same on plain Ray. docs/reliability.md says what it found.
+n ?= 500
+seed ?= 1
+faults: install
+	$(BIN)/python -m tests.faults --runs $(n) --seed $(seed) $(if $(only),--only "$(only)") $(if $(plain),--plain)
+
+# Lanes over random trials, valid and failing: nothing that they use may grow.
+hours ?= 2
+soak: install
+	$(BIN)/python -m tests.faults.soak --hours $(hours)
 
 lint: install
 	$(BIN)/ruff check .

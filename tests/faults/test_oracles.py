@@ -1,0 +1,56 @@
+"""Each check of the oracle notices a build that is deliberately broken in its own way; and lets the sound one pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.breaks import BREAKS
+from tests.faults.cases import Case, Fault
+from tests.faults.oracle import CHECKS
+from tests.faults.runner import run_case
+from tests.faults.scenarios import SCENARIOS, WORKSPACE
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+_AT = {"number": 57, "rank": 0}
+KILLED = Fault("SIGKILL: worker", "signal", "worker", "SIGKILL", victim=0, **_AT)
+STOPPED = Fault("SIGTERM: worker", "signal", "worker", "SIGTERM", victim=0, **_AT)
+RAISED = Fault("exception: forward", "raise", event="forward", **_AT)
+DRIVER_KILLED = Fault("SIGKILL: driver", "signal", "driver", "SIGKILL", number=45, rank=0, trial=4)
+SHOWN_BY = {
+    "samples": KILLED,
+    "weights": KILLED,
+    "redone": KILLED,
+    "hang": KILLED,
+    "left": KILLED,
+    "left files": KILLED,
+    "status": STOPPED,
+    "exit code": RAISED,
+    "one sentence": RAISED,
+    "cause": RAISED,
+    "traceback": Fault("NaN", "nan", event="loss", **_AT),
+    "trials": DRIVER_KILLED,
+    "trials again": DRIVER_KILLED,
+}
+
+
+def test_every_check_has_its_broken_build() -> None:
+    assert {name.removesuffix(" again").removesuffix(" files") for name in BREAKS} == set(CHECKS)
+    assert set(SHOWN_BY) == set(BREAKS)
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_build_is_noticed(name: str) -> None:
+    scenario = SCENARIOS["sweep" if name.startswith("trials") else "local"]
+    limit_s = 30.0 if name == "hang" else None
+    row = run_case(Case("broken", scenario, (SHOWN_BY[name],)), WORKSPACE, broken=name, limit_s=limit_s)
+    assert row.landed
+    check = name.removesuffix(" again").removesuffix(" files")
+    assert any(words.startswith(f"{check}: ") for words in row.violations), row.violations
+
+
+@pytest.mark.parametrize("fault", [KILLED, STOPPED, RAISED], ids=lambda fault: fault.name)
+def test_the_sound_build_passes(fault: Fault) -> None:
+    row = run_case(Case("sound", SCENARIOS["local"], (fault,)), WORKSPACE)
+    assert row.landed
+    assert row.held, row.violations
