@@ -46,6 +46,7 @@ def check_shape(value: Any, shape: Shape, field: str, how_to_write: str, source:
         fits, rule = (lambda value: isinstance(value, list) and None not in value), "must be a list without gaps"
         parts = [(index, part, shape[0]) for index, part in enumerate(value)] if isinstance(value, list) else []
     else:
+        assert isinstance(shape, Mapping)
         fits, rule, rest = (lambda value: isinstance(value, dict)), "must be a mapping", shape.get("*")
         found = value.items() if isinstance(value, dict) else ()
         parts = [(key, part, known) for key, part in found if (known := shape.get(key, rest)) is not None]
