@@ -45,7 +45,7 @@ class _Loader1_1(yaml.SafeLoader):  # noqa: N801
         self._seen: set[int] = set()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-        event = self.peek_event()
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         anchor, outer = event.anchor, self._reached
         if isinstance(event, yaml.AliasEvent):
             node = super().compose_node(parent, index)
@@ -154,12 +154,13 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def parse_documents(text: str, source: str) -> list[Any]:
     """Read all YAML 1.1 documents of a text, as Ray and Kubernetes do; `ConfigError` as in parse_yaml."""
-    return _parse(_Loader1_1, _all_documents, text, source)
+    documents: list[Any] = _parse(_Loader1_1, _all_documents, text, source)
+    return documents
 
 
 def _all_documents(loader: _Loader1_1) -> list[Any]:
     documents = []
-    while loader.check_data():
+    while loader.check_data():  # type: ignore[no-untyped-call]
         documents.append(loader.get_data())
     return documents
 
