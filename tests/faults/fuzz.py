@@ -182,7 +182,7 @@ def _set(tree: Any, path: list[str], value: Any) -> None:
 
 
 def _dump(tree: Any) -> str:
-    return str(yaml.dump(tree, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False))
+    return str(yaml.safe_dump(tree, sort_keys=False))
 
 
 @st.composite
