@@ -13,6 +13,7 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import os
 import resource
 import shutil
@@ -453,6 +454,7 @@ def main() -> int:
     given = [int(word) for word in sys.argv[1:]]
     examples, seed = (given + [20_000, 0][len(given) :])[:2]
     os.chdir(REPOSITORY)
+    logging.disable(logging.WARNING)
     failed = 0
     for target in (*TARGETS, *READ_BACK):
         try:
