@@ -38,7 +38,8 @@ def check_shape(value: Any, shape: Shape, field: str, how_to_write: str, source:
     if value is None:
         return
     if isinstance(shape, tuple):
-        shape = [shape[0]] if isinstance(value, list) else shape[0]
+        check_shape(value, [shape[0]] if isinstance(value, list) else shape[0], field, how_to_write, source)
+        return
     parts: list[tuple[Any, Any, Shape]] = []
     if isinstance(shape, str):
         fits, rule = _LEAVES[shape]

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import os
 import resource
 import shutil
@@ -182,7 +183,7 @@ def _set(tree: Any, path: list[str], value: Any) -> None:
 
 
 def _dump(tree: Any) -> str:
-    return str(yaml.dump(tree, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False))
+    return str(yaml.safe_dump(tree, sort_keys=False))
 
 
 @st.composite
@@ -453,6 +454,7 @@ def main() -> int:
     given = [int(word) for word in sys.argv[1:]]
     examples, seed = (given + [20_000, 0][len(given) :])[:2]
     os.chdir(REPOSITORY)
+    logging.disable(logging.WARNING)
     failed = 0
     for target in (*TARGETS, *READ_BACK):
         try:

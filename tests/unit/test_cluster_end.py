@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from tests.conftest import REPOSITORY
 
 # A driver's process without Ray: its cluster is what the node says.
 SCRIPT = """
-import socket, sys, threading, time
+import socket, subprocess, sys, threading, time
 from types import SimpleNamespace
 import ray
 import tune.sweep.cluster_end as end
@@ -22,8 +24,10 @@ dead = {"embedded": [("raylet", SimpleNamespace(returncode=-9))], "dashboard": [
 node = SimpleNamespace(
     dead_processes=lambda: dead.get(sys.argv[1], []) if found.is_set() else [],
     gcs_address="127.0.0.1:%d" % server.getsockname()[1],
-    kill_all_processes=lambda check_alive: print("the rest is killed"),
+    live_processes=lambda: [("gcs_server", head)],
 )
+head = subprocess.Popen(["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+print(head.stdout.readline().strip())
 found = threading.Event()
 ray._private.worker._global_node = node
 with end.ending_with_cluster(SimpleNamespace(close=lambda: print("no table")), "go on"):
@@ -33,19 +37,23 @@ with end.ending_with_cluster(SimpleNamespace(close=lambda: print("no table")), "
         server.close()
     time.sleep(2 if sys.argv[1] == "dashboard" else 60)
 print("alive")
+end._kill(node)
 """
 
 
 @pytest.mark.parametrize(("kind", "code", "out", "err"), [
-    ("embedded", 1, "no table\nthe rest is killed\n",
+    ("embedded", 1, "no table\n",
      "error: Ray's raylet was killed by SIGKILL, and with it the cluster of this process; go on\n"),
-    ("joined", 1, "no table\nthe rest is killed\n", "did not answer for 0.5 s; go on\n"),
+    ("joined", 1, "no table\n", "did not answer for 0.5 s; go on\n"),
     ("dashboard", 0, "alive\n", ""),
 ])  # fmt: skip
 def test_a_cluster_that_is_gone(kind: str, code: int, out: str, err: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, kind], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout) == (code, out), done.stderr
+    agent, _, rest = done.stdout.partition("\n")
+    assert (done.returncode, rest) == (code, out), done.stderr
+    with contextlib.suppress(psutil.NoSuchProcess):  # what the cluster's processes had started
+        psutil.Process(int(agent)).wait(60)
     assert done.stderr.endswith(err)
     assert done.stderr.count("error:") == code

@@ -55,7 +55,7 @@ def test_a_stopped_trial_may_win_and_a_failed_one_may_not() -> None:
 def test_the_sentence_says_the_margin_and_the_throughputs_winner() -> None:
     assert answer(config(), done()).sentence == (
         "global_batch_size 64 with bf16 reaches val_accuracy 0.97 in 3.12 s of training, but the next (32, bf16) needs "
-        "4.02 s: one run each cannot tell the first 6 apart, and they count as equal. "
+        "4.02 s: one run each cannot tell the first 7 apart, and they count as equal. "
         "The highest throughput, 12,300 samples/s, has global_batch_size 256 with fp32, which needs 5.23 s."
     )
     assert answer(config("val_accuracy"), done()).sentence.startswith(

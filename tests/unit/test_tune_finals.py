@@ -42,7 +42,7 @@ def test_the_fastest_that_one_run_each_cannot_tell_apart() -> None:
     found = contenders(config(), done())
     assert [record.time_to_target_s for record in found] == [3.12, 4.02]
     near = rivals(config(), done())
-    assert [record.time_to_target_s for record in near] == [3.12, 4.02, 4.31, 4.4, 4.48, 4.61]  # 5.23 is 1.7 times 3.12
+    assert [record.time_to_target_s for record in near] == [3.12, 4.02, 4.31, 4.4, 4.48, 4.61, 5.23]
     assert contenders(config(finalists={"count": 1}), done()) == found[:1]
     assert contenders(config(finalists={"count": 0}), done()) == []
     assert contenders(report_records.config(), done()) == []  # a grid's trials are its answer, unless it is asked for
@@ -52,6 +52,8 @@ def test_the_fastest_that_one_run_each_cannot_tell_apart() -> None:
 
 def test_a_clear_winner_is_not_repeated() -> None:
     records = [record for record in done() if record.time_to_target_s in (3.12, 5.23)]
+    assert len(contenders(config(), records)) == 2
+    records[1] = dataclasses.replace(records[1], time_to_target_s=5.6)
     assert contenders(config(), records) == []
 
 
@@ -78,12 +80,12 @@ def test_only_repeats_count_for_the_interval() -> None:
     first, second = finals(config(), repeated({0: [4.4, 4.5], 1: [4.0, 4.1]}))
     assert first.record.time_to_target_s == 4.02
     assert first.time_s.value == pytest.approx(math.sqrt(4.0 * 4.1))
-    assert first.time_s.low < 4.0 < 4.1 < first.time_s.high < 5.1
+    assert first.time_s.low < 4.0 < 4.1 < first.time_s.high < 5.5
     assert first.equal
     assert not second.equal or second.time_s.value < 1.1 * first.time_s.value
 
 
-@pytest.mark.parametrize(("other", "equal"), [(4.05, True), (4.3, True), (6.0, False)])
+@pytest.mark.parametrize(("other", "equal"), [(4.05, True), (4.3, True), (7.0, False)])
 def test_what_cannot_be_told_apart_is_called_equal(other: float, equal: bool) -> None:
     found = finals(config(), repeated({0: [4.0, 4.1], 1: [other, other]}))
     assert [final.equal for final in found] == [True, equal]
@@ -107,7 +109,7 @@ def test_fewer_than_two_repeats_say_nothing() -> None:
 
 
 def test_the_answer_is_the_one_that_is_fastest_alone() -> None:
-    records = repeated({0: [6.0, 6.1], 1: [4.0, 4.1]})
+    records = repeated({0: [7.0, 7.1], 1: [4.0, 4.1]})
     found = answer(config(), records)
     assert found.best is not None
     assert found.best.config == {"global_batch_size": 32, "precision": "bf16"}
@@ -117,9 +119,9 @@ def test_the_answer_is_the_one_that_is_fastest_alone() -> None:
     assert found.verdict.startswith(
         "global_batch_size 32 with bf16 reaches val_accuracy 0.97 in 4.05 s of training (95 % interval "
     )
-    assert "2 repeats alone), 1.49 times (1.1 to 2) faster than the next (64, bf16)." in found.verdict
+    assert "2 repeats alone), 1.74 times (1.2 to 2.6) faster than the next (64, bf16)." in found.verdict
     assert (
-        "One run each cannot exclude 32, fp32 and 64, fp32 and 128, bf16, which with 1 more were not" in found.verdict
+        "One run each cannot exclude 32, fp32 and 64, fp32 and 128, bf16, which with 2 more were not" in found.verdict
     )
 
 

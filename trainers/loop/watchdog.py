@@ -134,9 +134,9 @@ class Watchdog:
 
 
 def _waits_for_others(frame: traceback.FrameSummary) -> bool:
-    """Whether a stack that ends so waits in a collective; DDP's are part of the backward pass."""
+    """Whether a stack that ends so waits in a collective, or for one; DDP's are part of the backward pass."""
     in_torch = "/torch/distributed/" in frame.filename or frame.filename.endswith("/torch/nn/parallel/distributed.py")
-    return in_torch or frame.name == "_engine_run_backward"
+    return in_torch or frame.name == "_engine_run_backward" or "work.wait()" in (frame.line or "")
 
 
 _current: Watchdog | None = None

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -42,7 +43,7 @@ def ending_with_cluster(terminal: Terminal, words: str) -> Iterator[None]:
             elif what is not None or time.monotonic() - answered > _PATIENCE_S:
                 terminal.close()
                 complain(f"{what or f'Ray at {node.gcs_address} did not answer for {_PATIENCE_S:g} s'}; {words}")
-                node.kill_all_processes(check_alive=False)
+                _kill(node)
                 sys.stdout.flush()
                 os._exit(1)
 
@@ -63,6 +64,23 @@ def _dead(node: Any) -> str | None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
             return f"Ray's {kind} {how}, and with it the cluster of this process"
     return None
+
+
+def _kill(node: Any) -> None:
+    """Kill what is left of an embedded cluster: a raylet that is killed alone leaves its agents behind."""
+    for _, process in node.live_processes():
+        for pid in [*_descendants(process.pid), process.pid]:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes below a process, on Linux; none elsewhere."""
+    children: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            children += map(int, file.read_text().split())
+    return [*children, *(below for child in children for below in _descendants(child))]
 
 
 def _answers(address: str) -> bool:

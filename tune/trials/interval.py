@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-REPEATS = 0.15
+REPEATS = 0.2
 """Standard deviation of the logarithm of what repeats of one configuration need, until enough of them tell it: of the
-samples to the target 0.11 and 0.20 in benchmarks/results/ground-truth-*.json."""
+samples to the target 0.11 and 0.20 in benchmarks/results/ground-truth-*.json, of which this is the larger."""
 APART = math.exp(1.96 * math.sqrt(2) * REPEATS)
 """The ratio of two runs of one configuration is above it in 2.5 % of all cases."""
 REPEATS_WEIGHT = 4  # degrees of freedom that `REPEATS` counts for
