@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import secrets
@@ -53,6 +54,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_unconfigure() -> None:
     """In every process of the session: no temporary file is left."""
     shutil.rmtree(SCRATCH, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command that a test runs in this process sets up logging: the next test hears what it says, too."""
+    packages = [logging.getLogger(name) for name in ("trainers", "cluster", "tune")]
+    before = [(package.handlers[:], package.level, package.propagate) for package in packages]
+    yield
+    for package, (handlers, level, propagate) in zip(packages, before, strict=True):
+        package.handlers[:], package.propagate = handlers, propagate
+        package.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

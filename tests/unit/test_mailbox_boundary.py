@@ -96,7 +96,7 @@ async def test_a_trial_goes_to_another_lane_when_its_own_is_lost(mailbox: Mailbo
     assert taken.ticket == "a"
     state = await mailbox.watch()
     assert (state["lanes"], list(state["running"])) == ([1], [1])
-    assert state["notes"] == ["lane 0 died under trial a: the trial starts again"]
+    assert state["notes"] == ["lane 0 died under trial a, which starts again"]
     await mailbox.hello(0, CPU)  # it is back, and has lost nothing more
     assert list((await mailbox.watch())["running"]) == [1]
 

@@ -274,7 +274,7 @@ def test_a_damaged_file_of_the_run_is_named(user: Path, file: str, data: bytes) 
 
 def checkpoint(spec: RunSpec) -> str:
     """A checkpoint as its manifest describes it; where it is."""
-    entries = {name: FileEntry(0, "") for name in ("state.pt", "rank-00000.pt")}
+    entries = {name: FileEntry(0, "0" * 64) for name in ("state.pt", "rank-00000.pt")}
     kept = spec.storage.child("checkpoints", folder_name(2))
     for name in entries:
         kept.write(name, b"")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -241,7 +242,10 @@ def check_kept(storage: Storage, result: RunResult) -> None:
 
     if result.checkpoint is None:
         return
-    kept = storage.child("checkpoints", Storage(result.checkpoint).name)  # its run may have been moved since
+    name = Storage(result.checkpoint).name  # its run may have been moved since
+    if not re.fullmatch("step-[0-9]{12}", name):
+        raise CheckpointError(f"{storage.locate('result.json')} is damaged: it names no checkpoint")
+    kept = storage.child("checkpoints", name)
     lost = ["manifest.json"]
     if kept.exists("manifest.json"):
         lost = [file for file in Manifest.from_json(kept.read("manifest.json")).files if not kept.exists(file)]
