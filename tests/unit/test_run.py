@@ -296,7 +296,7 @@ def test_a_result_is_worth_no_more_than_its_checkpoint(user: Path, caplog: pytes
     with pytest.raises(StorageError, match=f"ended as `done`, but .*{lost or 'manifest.json'} was deleted since"):
         check_kept(spec.storage, result)
     assert prepare_storage(spec, fresh=False) is None
-    assert "was deleted since: it goes on from what is left" in caplog.text
+    assert "was deleted since; the run goes on from its newest checkpoint" in caplog.text
 
 
 def test_fresh_leaves_the_lease(user: Path) -> None:
