@@ -172,7 +172,7 @@ def _state_shapes(optimizer: Optimizer, options: Mapping[str, Any], dims: set[in
         for twin in twins:
             twin.grad = torch.zeros_like(twin)
         try:
-            stepped = kind([{**given, "params": twins}])  # type: ignore[call-arg]
+            stepped = kind([{**given, "params": twins}])
             stepped.step()
         except Exception:  # noqa: S112 (also where it wants sparse gradients, or a closure)
             continue
