@@ -394,11 +394,11 @@ READ_BACK = (
     Target("journal", lambda: kept("trials/*"), _read_back, 50),
 )
 TARGETS = (
-    Target("train.yaml", lambda: files((TRAIN,), TRAIN_KEYS), _train, 250),
-    Target("sweep.yaml", lambda: files((SWEEP, DRAWN, FRONTIER), SWEEP_KEYS), _sweep, 200),
-    Target("overrides", lambda: ARGS, _overrides, 200),
-    Target("ray up", lambda: files((LOCAL, *map(shipped, ("aws", "gcp", "azure", "onprem")))), _cluster, 80),
-    Target("kuberay", lambda: files((shipped("kuberay"), shipped("kuberay", 1))), _cluster, 120),
+    Target("train.yaml", lambda: files((TRAIN,), TRAIN_KEYS), _train, 280),
+    Target("sweep.yaml", lambda: files((SWEEP, DRAWN, FRONTIER), SWEEP_KEYS), _sweep, 220),
+    Target("overrides", lambda: ARGS, _overrides, 210),
+    Target("ray up", lambda: files((LOCAL, *map(shipped, ("aws", "gcp", "azure", "onprem")))), _cluster, 60),
+    Target("kuberay", lambda: files((shipped("kuberay"), shipped("kuberay", 1))), _cluster, 80),
     Target("arrow", lambda: _damaged(st.sampled_from(_tables())), _arrow, 150),
 )
 
