@@ -102,7 +102,7 @@ def test_a_target_met_at_the_first_evaluation_may_have_been_met_at_any_time() ->
 
 @pytest.mark.parametrize("spread", [0.05, 0.1, 0.15, 0.2])
 def test_repeats_claim_no_more_than_they_show(spread: float) -> None:
-    claims, wrong, covered, made = 0, 0, 0, 400
+    claims, wrong, made = 0, 0, 400
     machine, asked = Machine(spread, 0.0, 0.02), config(finalists={"count": 3})
     for true_s, rng in worlds(5, made):
         records = [machine.run(number, time_s, rng) for number, time_s in enumerate(true_s)]
@@ -119,6 +119,5 @@ def test_repeats_claim_no_more_than_they_show(spread: float) -> None:
         claims += 1
         assert f"{second.ratio.value:.3g} times (" in answer(asked, records).verdict
         wrong += truth[first.record.id] >= truth[second.record.id]
-        covered += second.ratio.low <= truth[second.record.id] / truth[first.record.id] <= second.ratio.high
     assert wrong <= LEVEL * made
-    print(spread, "claims", claims, "wrong", wrong, "covered", covered)  # TODO
+    assert wrong <= claims / 4  # few answers claim anything here, where most differences are small
