@@ -107,7 +107,7 @@ def test_a_drained_node_costs_no_step(
         scaling__num_workers=[1, 2],
         scaling__cpus_per_worker=2,
         max_steps=1500,
-        max_time_s=240.0,
+        max_time_s=480.0,
         log_every_steps=100,
         evaluate__every_steps=500,
         checkpoint__every_steps=100_000,
