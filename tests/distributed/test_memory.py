@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,7 +157,7 @@ def test_in_mid_training_the_next_smaller_microbatch_goes_on(workers: int, phase
 REAL = """
 import resource, sys, threading
 threading.stack_size(2**18)
-import torch
+import torch, torch._dynamo
 torch.set_num_threads(1)
 torch.ones(2, 2) @ torch.ones(2, 2)
 from tests.distributed.test_memory import Wide
@@ -190,7 +191,13 @@ class Wide(Blobs):
 
 def run_real(how: str) -> tuple[str, int, float]:
     done = subprocess.run(
-        [sys.executable, "-c", REAL, how], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", REAL, how],
+        cwd=REPOSITORY,
+        env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # a thread's own would take 64 MiB of the limit
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     status, size, loss = done.stdout.split()[-3:]
