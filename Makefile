@@ -33,11 +33,13 @@ test-all: install
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest tests/lab
 
-# A campaign of faults over real processes, hours long; goes on where it stopped. `make faults n=500 seed=1`; `only=spawn`
-# for a scenario or a kind of fault, `plain=1` for the same on plain Ray. docs/reliability.md says what it found.
+# 20,000 fuzzed inputs, then a campaign of faults over real processes, hours long, which goes on where it stopped.
+# `make faults n=500 seed=1`; `only=spawn` for a scenario or a kind of fault, `plain=1` for the same on plain Ray: these
+# without the inputs. docs/reliability.md says what it found.
 n ?= 500
 seed ?= 1
 faults: install
+	$(if $(only)$(plain),,$(BIN)/python -m tests.faults.fuzz 20000 $(seed))
 	$(BIN)/python -m tests.faults --runs $(n) --seed $(seed) $(if $(only),--only "$(only)") $(if $(plain),--plain)
 
 # Lanes over random trials, valid and failing: nothing that they use may grow.

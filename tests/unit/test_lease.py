@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import signal
@@ -51,9 +52,32 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
+class Objects:
+    """A filesystem that is not local: no exclusive creation, and a file appears whole when its stream is closed."""
+
+    def __init__(self, root: Path) -> None:
+        self._files = fs.SubTreeFileSystem(str(root), fs.LocalFileSystem())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def open_output_stream(self, path: str) -> io.BytesIO:
+        files = self._files
+
+        class Put(io.BytesIO):
+            def close(self) -> None:
+                if not self.closed:
+                    aside = f"{path}.{threading.get_ident()}"
+                    with files.open_output_stream(aside) as stream:
+                        stream.write(self.getvalue())
+                    files.move(aside, path)
+                super().close()
+
+        return Put()
+
+
 def object_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
-    """A directory on a filesystem that is not local: pyarrow's streams, no exclusive creation."""
-    resolved = property(lambda one: (fs.SubTreeFileSystem(str(root), fs.LocalFileSystem()), "bucket/run"))
+    resolved = property(lambda one: (Objects(root), "bucket/run"))
     monkeypatch.setattr(Storage, "_resolved", resolved)
     (root / "bucket" / "run").mkdir(parents=True)
     return Storage("s3://bucket/run")

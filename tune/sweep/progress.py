@@ -5,7 +5,6 @@ Sets the metrics `paceline_trials` and `paceline_lane_busy`, which Prometheus re
 
 import contextlib
 import logging
-import signal
 import textwrap
 import time
 from collections import Counter
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
@@ -21,7 +19,7 @@ from ray import tune
 from ray.util.metrics import Gauge
 
 from trainers.errors import STATUSES, PacelineError
-from trainers.launch.signals import stop_signals
+from trainers.launch.signals import StopSignals
 from tune.lanes.messages import Event
 from tune.report.answer import objective_value
 from tune.search.space import unwrap
@@ -111,24 +109,16 @@ class Progress(tune.Callback):
     def __reduce__(self) -> tuple[Any, ...]:
         return (tune.Callback, ())  # Tune pickles its callbacks for a restore that the journal replaces
 
-    @contextmanager
-    def heeding_signals(self) -> Iterator[None]:
-        """Note what asks to stop, to act on it between two of Tune's steps; a second Ctrl-C raises at once.
+    def heeding_signals(self) -> StopSignals:
+        """Note what asks to stop, to act on it between two of Tune's steps.
 
         Raising from the handler itself would be lost in whatever `except` happens to be running.
         """
 
-        def note(number: int, frame: FrameType | None) -> None:
-            if self.signal_name is not None and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.signal_name = signal.Signals(number).name
+        def note(name: str) -> None:
+            self.signal_name = name
 
-        before = {number: signal.signal(number, note) for number in stop_signals()}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return StopSignals(note)
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Called by Tune in its loop, several times a second."""
