@@ -75,7 +75,7 @@ def test_the_series_are_values_that_are_few() -> None:
     "settings",
     [
         lambda n: {"global_batch_size": 2 ** (n % 20), "optimizer.lr": 0.5 ** (n // 20)},
-        lambda n: {"optimizer.lr": (n + 1) / 1e4, "optimizer.weight_decay": n / 300},
+        lambda n: {"optimizer.lr": (n + 1) / 1e4, "optimizer.weight_decay": n % 30 / 300},
         lambda n: {"task_args.kind": f"kind {n}"},
     ],
 )
@@ -93,7 +93,7 @@ def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]]) -> None:
         )
         for number in range(300)
     ]
-    space = {key: [record.config[key] for record in records] for key in settings(0)}
+    space = {key: list(dict.fromkeys(record.config[key] for record in records)) for key in settings(0)}
     drawn = draw(config("val_loss", space=space, objective={"target": {"val_loss": 0.5}}), records)
     assert len(drawn) == 5
     assert all(len(texts(figure)) < 90 for figure in drawn.values())

@@ -43,6 +43,9 @@ def make(**changes: Any) -> SweepConfig:
     return build(SweepConfig, tree | changes, "sweep.yaml")
 
 
+CURVE = [{"step": 4.0, "epoch": 1.0, "train_time_s": 0.5, "val_loss": 0.5}]
+
+
 def stage(trial: str, number: int, **more: Any) -> Stage:
     return Stage(trial, number, {"optimizer.lr": 0.1}, 1.0, **more)
 
@@ -123,10 +126,10 @@ def test_stages_are_found_again_in_their_order(tmp_path: Path) -> None:
     journal = Journal(Storage(str(tmp_path)))
     assert journal.newest_stage("a") is None
     for number in (0, 9, 10, 100):
-        journal.write_stage(stage("a", number, source="b/00003", curve=[{"step": 4.0, "val_loss": 0.5}]))
+        journal.write_stage(stage("a", number, source="b/00003", curve=CURVE))
         journal.stage_directory(f"a/{number:05d}").write("file", b"")
     newest = journal.newest_stage("a")
-    assert newest == stage("a", 100, source="b/00003", curve=[{"step": 4.0, "val_loss": 0.5}])
+    assert newest == stage("a", 100, source="b/00003", curve=CURVE)
     ended = replace(newest, ended=True)
     journal.write_stage(ended)
     assert Journal(Storage(str(tmp_path))).newest_stage("a") == journal.stage("a/00100") == ended

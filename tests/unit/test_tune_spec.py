@@ -219,7 +219,8 @@ def test_a_population_is_another_sweep_than_one_of_single_trials(user: Path) -> 
     assert not is_complete(population)
     journal = Journal(population.storage)
     for name in [name for name, _ in members(population.config)]:
-        journal.append(TrialRecord(name, {"optimizer.lr": 0.15}, "done", 1.0, 2.0))
+        course = [{"trial": name, "step": 0, "epoch": 0, "config": {"optimizer.lr": 0.15}}]
+        journal.append(TrialRecord(name, {"optimizer.lr": 0.15}, "done", 1.0, 2.0, schedule=course))
     assert is_complete(population), "whatever values its trials have come to"
 
 

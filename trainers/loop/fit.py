@@ -20,7 +20,7 @@ from trainers.context import RunContext
 from trainers.errors import TooLargeError
 from trainers.loop.build import build_replica
 from trainers.loop.training import Training
-from trainers.loop.watchdog import LONGEST_S, Watchdog, watched
+from trainers.loop.watchdog import Watchdog, watched
 from trainers.measure.memory_report import memory_watched
 from trainers.measure.profiler import inspect_run
 from trainers.measure.result import RunResult
@@ -28,6 +28,8 @@ from trainers.step.ceiling import next_smaller
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 6e5  # the store's ends at 24 days
 
 
 def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
@@ -62,7 +64,7 @@ def _outlast(failure: FailureConfig, context: RunContext) -> None:
         budget_s = 2 * max(failure.hang_timeout_s, failure.of_phases_s, 900.0)
         # torch 2.11 has no public one
         set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-        set_timeout(timedelta(seconds=min(budget_s, LONGEST_S / 50)))  # the store's end at 24 days
+        set_timeout(timedelta(seconds=min(budget_s, _LONGEST_WAIT_S)))
 
 
 def _attempt(task: Task, config: TrainConfig, context: RunContext, watchdog: Watchdog) -> RunResult:

@@ -28,8 +28,6 @@ GRACE_S = 5.0
 """A rank that hangs soon stops all others: each has this long to save its stacks before any exits."""
 CAUSE_S, CAUSE_OF_NODE_S = 10.0, 60.0
 """How long a rank whose collective failed waits for its launcher to see which rank has died, and which node."""
-LONGEST_S = 3e7
-"""A year is for ever: the system's timers end at 292 of them."""
 
 _WAITING = ", waiting for other ranks"
 
@@ -73,9 +71,7 @@ class Watchdog:
             self._file.close()
 
     def _watch(self) -> None:
-        of_steps_s, of_phases_s = (
-            min(LONGEST_S, budget_s) for budget_s in (self._failure.hang_timeout_s, self._failure.of_phases_s)
-        )
+        of_steps_s, of_phases_s = self._failure.hang_timeout_s, self._failure.of_phases_s
         interval_s = min(10.0, max(0.01, min(of_steps_s, of_phases_s) / 4))
         while True:
             phase, steps = self._phase
