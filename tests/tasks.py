@@ -22,7 +22,8 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class Blobs(Task):
     """Four noisy clusters in D dimensions; an MLP. Every argument is one thing that a test needs to go wrong.
 
-    `fail_at` counts the forward passes of training on one rank, over restarts.
+    `fail_at` counts the forward passes of training on one rank, over restarts; of several, with `marker`, each fails
+    once.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Blobs(Task):
         samples: int = 203,
         features: int = 12,
         dtype: str = "float32",
-        fail_at: int | None = None,
+        fail_at: int | list[int] | None = None,
         failure: str = "raise",
         fits: int | None = None,
         marker: str | None = None,
@@ -38,7 +39,8 @@ class Blobs(Task):
         pause_s: float = 0.0,
     ) -> None:
         self.samples, self.features, self.dtype = samples, features, _DTYPES[dtype]
-        self.fail_at, self.failure, self.fits = fail_at, failure, fits
+        self.fail_at = [fail_at] if isinstance(fail_at, int) else fail_at or []
+        self.failure, self.fits = failure, fits
         self.marker = Path(marker) if marker else None
         self.pids = Path(pids) if pids else None
         self.forwards, self.pause_s = 0, pause_s
@@ -72,7 +74,7 @@ class Blobs(Task):
         if model.training:
             time.sleep(self.pause_s)
             self.forwards += 1
-            if self.forwards == self.fail_at:
+            if self.forwards in self.fail_at:
                 self._fail()
         return model(batch[0])
 
@@ -80,9 +82,11 @@ class Blobs(Task):
         if self.failure == "oom on rank 1" and os.environ.get("RANK") != "1":
             return
         if self.marker is not None:
-            if self.marker.exists():  # it failed once already
+            several = len(self.fail_at) > 1
+            marker = self.marker.with_name(f"{self.marker.name}-{self.forwards}") if several else self.marker
+            if marker.exists():  # it failed here already
                 return
-            self.marker.touch()
+            marker.touch()
         if self.failure == "raise":
             raise ValueError("injected: the task fails here")
         if self.failure == "oom on rank 1":
@@ -98,7 +102,7 @@ class Blobs(Task):
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         loss = F.cross_entropy(outputs, batch[1])
-        return loss * float("nan") if self.failure == "nan" and self.forwards >= (self.fail_at or 0) else loss
+        return loss * float("nan") if self.failure == "nan" and self.forwards >= min(self.fail_at, default=0) else loss
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
         return {"accuracy": outputs.argmax(1) == batch[1]}

@@ -24,6 +24,7 @@ from trainers.loop import watchdog
 from trainers.step.train_step import TrainStep
 from trainers.storage import Storage
 
+PLAN = "RECORDED_PLAN"
 SAMPLES, BATCH, EPOCHS = 99, 12, 8
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 
@@ -31,9 +32,10 @@ STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
 class Recorded(Blobs):
     """Writes down which samples each rank trains in each step, and kills its own process before a given step."""
 
-    def __init__(self, record: str, kill_rank: int, kill_after: int) -> None:
+    def __init__(self) -> None:
         super().__init__(samples=SAMPLES, dtype="float64")
-        self.record, self.kill_rank, self.kill_after = Path(record), kill_rank, kill_after
+        plan = json.loads(os.environ[PLAN])  # of one start: arguments are of the whole run
+        self.record, self.kill_rank, self.kill_after = Path(plan["record"]), plan["kill_rank"], plan["kill_after"]
         self.steps, self.rank = 0, 0
 
     def dataset(self, split: str) -> TensorDataset:
@@ -65,10 +67,9 @@ def count_steps() -> None:
     TrainStep.__call__ = counted  # type: ignore[method-assign]
 
 
-def spec(directory: Path, name: str, **args: Any) -> RunSpec:
+def spec(directory: Path, name: str) -> RunSpec:
     changes: dict[str, Any] = {
         "task": "tests.distributed.kills:Recorded",
-        "task_args": {"kill_rank": -1, "kill_after": -1, **args},
         "global_batch_size": BATCH,
         "max_steps": EPOCHS * STEPS_PER_EPOCH,
         "checkpoint__every_steps": 3,
@@ -88,6 +89,7 @@ def newest_step(run: Storage) -> int:
 def run_killed(directory: Path, name: str, worlds: list[int], kills: int) -> dict[str, Any]:
     """One run, killed `kills` times, on each number of workers in turn; which samples counted in the end."""
     chance = random.Random(f"20261121 {name}")
+    run = spec(directory, name)
     counted: dict[int, list[int]] = {}
     ends = []
     for attempt in range(kills + 1):
@@ -96,7 +98,8 @@ def run_killed(directory: Path, name: str, worlds: list[int], kills: int) -> dic
         record.mkdir()
         last = attempt == kills
         args = {"kill_rank": chance.randrange(world_size), "kill_after": chance.randint(1, 7)}
-        run = spec(directory, name, record=str(record), **({} if last else args))
+        plan = {"record": str(record), "kill_rank": -1, "kill_after": -1, **({} if last else args)}
+        os.environ[PLAN] = json.dumps(plan)
         start = newest_step(run.storage)
         codes = run_forked(run, world_size, record / "rendezvous")
         ends.append({"workers": world_size, "start": start, "codes": codes, **({} if last else args)})
@@ -109,15 +112,14 @@ def run_killed(directory: Path, name: str, worlds: list[int], kills: int) -> dic
         for step in [known for known in counted if known > start]:
             del counted[step]  # not in the checkpoint that this attempt started from
         counted |= steps
-    finished = spec(directory, name, record=str(directory))
     per_epoch: list[Counter[int]] = [Counter() for _ in range(EPOCHS)]
     for step, samples in counted.items():
         per_epoch[(step - 1) // STEPS_PER_EPOCH].update(samples)
     return {
         "ends": ends,
         "once": [sorted(epoch.elements()) == list(range(SAMPLES)) for epoch in per_epoch],
-        "losses": losses(finished),
-        "evaluations": evaluations(finished),
+        "losses": losses(run),
+        "evaluations": evaluations(run),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,29 @@ from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
 
 
-def spec(tmp_path: Path, name: str, workers: int, kill_at: int | None = None, **changes: Any) -> RunSpec:
+def spec(tmp_path: Path, name: str, workers: int, kill_at: Sequence[int] = (), **changes: Any) -> RunSpec:
     args: dict[str, Any] = {"dtype": "float64"}
-    if kill_at is not None:
-        args |= {"fail_at": kill_at, "failure": "kill", "marker": str(tmp_path / f"{name}-killed-{kill_at}")}
+    if kill_at:
+        args |= {"fail_at": list(kill_at), "failure": "kill", "marker": str(tmp_path / f"{name}-killed")}
     changes = {"name": name, "launcher": "spawn", "max_steps": 40, "checkpoint__every_steps": 3, **changes}
     made = tree(tmp_path, task_args=args, scaling__num_workers=workers, **changes)
     return make_spec(made, "test", REPOSITORY, own_workers=False)  # three workers on two cores will do
 
 
-def run_killed(killed: RunSpec) -> None:
+def run_killed(killed: RunSpec, marker: str) -> None:
     with pytest.raises(RunFailedError) as met:
         run_spawn(killed)
     assert met.value.status == "node_lost"
-    assert Path(killed.config.task_args["marker"]).exists()
+    assert Path(killed.config.task_args["marker"]).with_name(marker).exists()
 
 
 def test_killed_and_resumed_on_other_numbers_of_workers(tmp_path: Path) -> None:
     unbroken = spec(tmp_path, "unbroken", 1, launcher="local")
     run_local(unbroken)
-    for workers, kill_at in ((1, 8), (2, 9), (3, 10)):
-        run_killed(spec(tmp_path, "moved", workers, kill_at))
-    last = spec(tmp_path, "moved", 2)
+    kills = {1: 8, 2: 9, 3: 10}
+    for workers, kill_at in kills.items():
+        run_killed(spec(tmp_path, "moved", workers, [*kills.values()]), f"moved-killed-{kill_at}")
+    last = spec(tmp_path, "moved", 2, [*kills.values()])
     result = run_spawn(last)
 
     assert result.status == "done"
@@ -46,9 +48,9 @@ def test_killed_and_resumed_on_other_numbers_of_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_at_a_fixed_number_of_workers_the_curve_is_bit_equal(workers: int, tmp_path: Path) -> None:
-    unbroken, broken = spec(tmp_path, "unbroken", workers), spec(tmp_path, "broken", workers, kill_at=22)
+    unbroken, broken = spec(tmp_path, "unbroken", workers), spec(tmp_path, "broken", workers, kill_at=[22])
     run_spawn(unbroken)
-    run_killed(broken)
+    run_killed(broken, "broken-killed")
     run_spawn(broken)
     assert losses(broken) == losses(unbroken)
     assert evaluations(broken) == evaluations(unbroken)
