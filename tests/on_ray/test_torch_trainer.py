@@ -79,8 +79,8 @@ def test_elastic_workers_though_a_killed_driver_had_them(
 
     noted = SimpleNamespace(cancel_request=SimpleNamespace(remote=cancel))
 
-    options = {"launcher": "ray", "scaling__num_workers": [1, 2]}
-    endless = tree(tmp_path, **options, max_steps=1_000_000, task_args={"pause_s": 0.02})
+    options = {"launcher": "ray", "scaling__num_workers": [1, 2], "task_args": {"pause_s": 0.02}}
+    endless = tree(tmp_path, **options, max_steps=1_000_000)
     spec = make(tmp_path, **options)
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump(endless))

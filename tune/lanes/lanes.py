@@ -94,12 +94,11 @@ class Lanes:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if self.end():
-            self._free()
+        self.end()
 
-    def end(self, timeout_s: float = 20.0) -> bool:
-        """Kill the controllers of all lanes that still run; returns whether there were any. After this no thread calls
-        Ray, which would end the process once the connection is closed. Their reservations are freed with this process.
+    def end(self, timeout_s: float = 20.0) -> None:
+        """Kill the controllers of all lanes that still run, and free what they had reserved. After this no thread calls
+        Ray, which would end the process once the connection is closed.
         """
         self._closing.set()
         deadline, ended = time.monotonic() + timeout_s, False
@@ -116,7 +115,8 @@ class Lanes:
                     ray.kill(cloudpickle.loads(controller))
                     ended = True
             self._threads[alive.index(True)].join(_LOOK_S)
-        return ended
+        if ended:
+            self._free()
 
     def _free(self) -> None:
         """Free what killed controllers had reserved: Ray does so when the job ends, and this one may go on."""

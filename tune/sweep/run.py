@@ -96,6 +96,8 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
             progress.restore_records()
             save(spec)
         lanes.end()
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(mailbox)
         cause = progress.failure or error
         if isinstance(cause, LeaseError):
             raise cause from None
