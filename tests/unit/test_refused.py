@@ -19,7 +19,7 @@ from tests.unit.test_loop import RARE, Tiny, train
 from tests.unit.test_microbatch import Hungry, choose
 from trainers.__main__ import summary
 from trainers.config import TrainConfig
-from trainers.errors import ConfigError, DivergedError, advice, classify
+from trainers.errors import ConfigError, DivergedError, classify
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import set_training
 
@@ -230,7 +230,7 @@ class Spoilt(Tiny):
 def test_a_bad_loss_is_traced_to_what_held_it(where: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(DivergedError, match=words) as raised:
         train(tmp_path, Spoilt(where), **RARE)
-    assert ("optimizer.lr" in advice(raised.value)) == (where == "model")
+    assert ("optimizer.lr" in raised.value.advice) == (where == "model")
 
 
 class Refuses(Hungry):
