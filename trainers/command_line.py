@@ -22,6 +22,7 @@ from trainers.errors import MISSING, ConfigError, ConfigErrors, PacelineError, d
 from trainers.redaction import redact
 
 _SOURCE = "command line"
+_LONGEST = 2**15
 
 
 class Command:
@@ -46,6 +47,9 @@ class Command:
 
     def parse(self, args: Sequence[str]) -> dict[str, Any]:
         """What was typed as the function's parameters; raises ConfigError."""
+        if sum(map(len, args)) > _LONGEST:
+            rule = f"has more than {_LONGEST} characters"
+            raise ConfigError("the command", MISSING, rule, "write it into the file", _SOURCE)
         given: dict[str, Any] = {}
         overrides: dict[str, Any] = {}
         rest = list(args)

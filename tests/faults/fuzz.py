@@ -462,11 +462,10 @@ def main() -> int:
             _WORST[0] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             fuzz(target, examples * target.share // 1200, seed)
             print(f"{target.name}: held", flush=True)
-        except BaseException as error:
+        except Exception as error:
             failed += 1
             print(
-                f"{target.name}: {type(error).__name__}: {error}",
-                *getattr(error, "__notes__", ()),
+                *(text[:2000] for text in (f"{target.name}: {type(error).__name__}: {error}", *error.__notes__)),
                 sep="\n",
                 flush=True,
             )

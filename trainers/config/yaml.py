@@ -16,7 +16,7 @@ from trainers.errors import MISSING, ConfigError, first_line
 
 LONGEST = 2**19
 """Bytes of a file, and characters of a text."""
-MOST_VALUES = 20_000
+MOST_VALUES = 12_000
 """Values of a text, each alias counted as all that it stands for; every 64 characters of a scalar are one more."""
 DEEPEST = 64
 """Levels of mappings and lists in each other, through aliases as well."""

@@ -177,7 +177,8 @@ def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
         if rank == 0:
             Path(directory, "result.json").write_text(result.to_json())
     except BaseException as error:
-        _leave(RunFailedError.of(error, rank), traceback.format_exc(), context.failed)
+        trace = "" if isinstance(error, PacelineError) else traceback.format_exc()  # a sentence says it all
+        _leave(RunFailedError.of(error, rank), trace, context.failed)
         raise
 
 

@@ -6,6 +6,8 @@ from collections import Counter
 from typing import Any
 
 from ray.train import UserCallback
+from ray.train.v2._internal.execution.controller import controller
+from ray.train.v2._internal.execution.failure_handling import default
 
 from trainers.config.sections import FailureConfig
 from trainers.errors import POLICIES, RunFailedError
@@ -37,7 +39,10 @@ class FailurePolicy(UserCallback):
         budget = 0 if cause.config else self._budgets.get(cause.status, POLICIES[cause.status].restarts)
         if cause.smaller:  # sizes halve: this ends by itself
             budget = -1
+        # Ray's own words are tracebacks of its controller, and what ranks raised as it was, secrets too.
+        logging.getLogger(default.__name__).setLevel(logging.CRITICAL)
         if budget != -1 and self._met[cause.status] > budget:
+            logging.getLogger(controller.__name__).setLevel(logging.CRITICAL)
             raise cause
         restart = f"restart {self._met[cause.status]} of {'no limit' if budget == -1 else budget}"
         failed = f"worker group failed as {cause.status} ({cause.message})"

@@ -11,9 +11,10 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.v2._internal.execution.context
+import ray.train.v2._internal.util
 from ray.train.torch import TorchTrainer
 
-from trainers.errors import PreemptedError, RunFailedError
+from trainers.errors import PacelineError, PreemptedError, RunFailedError
 from trainers.launch.local import setup_logging
 from trainers.launch.signals import StopSignals
 from trainers.launch.spec import RunSpec
@@ -34,6 +35,7 @@ def _worker(loop_config: dict[str, Any]) -> None:
     """Run the loop as one worker of the TorchTrainer."""
     # A long line for every report, from every rank; the logger is named by its file.
     logging.getLogger(str(ray.train.v2._internal.execution.context.__file__)).setLevel(logging.WARNING)
+    logging.getLogger(ray.train.v2._internal.util.__name__).setLevel(logging.CRITICAL)  # a traceback, printed below
     spec = RunSpec(**loop_config)
     context = RayContext(spec.storage)
     setup_logging(context.rank)
@@ -47,7 +49,7 @@ def _worker(loop_config: dict[str, Any]) -> None:
             time.sleep(1)
     except Exception as error:
         failure = RunFailedError.of(error, context.rank)
-        if not (failure.config or failure.follows):
+        if not (isinstance(error, PacelineError) or failure.follows):
             print(redact(traceback.format_exc()), file=sys.stderr, end="")
         raise failure from None
 
