@@ -6,6 +6,7 @@ patched as they are imported. PACELINE_FAULTS names the plan; beside it, in the 
     root            the process that the command line started
     rank-R          the process that trains as rank R
     missed-I        whom a signal was to be sent to was not there
+    beside-ended    the second start has ended
     landed-I        fault I has happened: when (monotonic, s), to whom; claimed by one process, once
     samples/PID     a JSON line a step: trial, step, rank, indices of the samples, when
     armed           faults happen only while it is there: the runner takes it away before the recovery
@@ -35,6 +36,8 @@ _VARIABLE = "PACELINE_FAULTS"
 STALL_S = 25.0
 """How long a stalled operation takes: longer than `failure.hang_timeout_s` of every scenario."""
 SLOW_S = 0.05
+BESIDE_S = 12.0
+"""How long a run waits for a second start of itself: shorter than `failure.hang_timeout_s`."""
 _TITLES = {
     "TrainController": "controller",
     "RayTrainWorker": "worker",
@@ -226,6 +229,10 @@ def _fire(index: int, fault: dict[str, Any]) -> str | None:
     if act == "clock":
         now, offset = time.time, float(fault["detail"])
         time.time = lambda: now() + offset
+    if act in ("start", "fresh"):  # the second start meets a run that is under way
+        until = time.monotonic() + BESIDE_S
+        while time.monotonic() < until and not (_directory / "beside-ended").exists():
+            time.sleep(0.1)
     if act == "fill":
         _fill(_directory / "runs" / "ballast")
     if act == "delete":

@@ -224,6 +224,7 @@ def _during(
                 done.wait(limit_s)
             code = done.poll()
             _end(done)
+            (directory / "beside-ended").touch()
             beside.append(Ended(code, *done.communicate(), began, time.monotonic(), Leftovers([], 0.0)))
 
     return act

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import logging
 import os
 import secrets
 import threading
@@ -33,6 +34,7 @@ def bucket(directory: Path, faults: Sequence[Fault]) -> Iterator[str]:
     """The URI of a new bucket behind a proxy, which lets the faults happen while the case is armed."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:

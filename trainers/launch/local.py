@@ -5,6 +5,7 @@ Set, unless it is: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, where all ranks ar
 """
 
 import contextlib
+import fcntl
 import gc
 import json
 import logging
@@ -14,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,6 +39,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=1800)
 """How long a rank waits for the others, in a collective or for their meeting."""
 _LOOK_S = 0.2
+_PREFIX, _FRESH_S = "paceline-spawn-", 5.0  # a directory is not locked as soon as it is there
 
 
 class LocalContext(RunContext):
@@ -135,9 +138,32 @@ def run_spawn(job: Job[R]) -> R:
             logger.warning("%s; the workers start again with a smaller one", failure.message)
 
 
+@contextlib.contextmanager
+def _directory() -> Iterator[str]:
+    """A directory for the files of one group; those of groups that were killed, driver and all, are deleted."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's; or it is in use: its driver has locked it
+            if time.time() - left.stat().st_mtime > _FRESH_S:
+                with _locked(left):
+                    shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, _locked(Path(directory)):
+        yield directory
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock, which ends with this process; BlockingIOError where another does."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
+
+
 def _spawn_group(job: Job[R]) -> R:
     workers = job.config.scaling.max_workers
-    with tempfile.TemporaryDirectory(prefix="paceline-spawn-") as directory, StopSignals() as signals:
+    with _directory() as directory, StopSignals() as signals:
         arguments = (job, workers, directory)
         # Inherited until the workers listen: in their imports Ctrl-C would print a traceback of each.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -14,7 +14,7 @@ import ray.train.v2._internal.execution.context
 import ray.train.v2._internal.util
 from ray.train.torch import TorchTrainer
 
-from trainers.errors import PacelineError, PreemptedError, RunFailedError
+from trainers.errors import PacelineError, PreemptedError, RunFailedError, first_line
 from trainers.launch.local import setup_logging
 from trainers.launch.signals import StopSignals
 from trainers.launch.spec import RunSpec
@@ -85,6 +85,9 @@ def run_on_ray(spec: RunSpec) -> RunResult:
         _fit(trainer, spec.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
+    except ray.exceptions.RayActorError as error:
+        words = f"Ray's controller of the run, an actor, died: {first_line(error)}"
+        raise RunFailedError("node_lost", words, time.time()) from error
     return spec.storage.read_json("result.json", RunResult, finite=False)
 
 
