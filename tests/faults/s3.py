@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Proxy
 
     def _pass_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self._body()
         spoiled = self.server.fault()
         if spoiled == "503":
             self._answer(503, {"Content-Type": "application/xml"}, _SLOW_DOWN)
@@ -102,13 +102,25 @@ class _Handler(BaseHTTPRequestHandler):
         if spoiled == "dawdle":
             time.sleep(DAWDLE_S)
         connection = http.client.HTTPConnection(*self.server.backend)
-        connection.request(self.command, self.path, body, dict(self.headers))
+        passed = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_BY_HOP}
+        connection.request(self.command, self.path, body, passed | {"Content-Length": str(len(body))})
         answer = connection.getresponse()
         data = answer.read()
         dropped = _HOP_BY_HOP if self.command == "HEAD" else (*_HOP_BY_HOP, "content-length")
         headers = {name: value for name, value in answer.getheaders() if name.lower() not in dropped}
         self._answer(answer.status, headers, data, cut=spoiled == "cut")
         connection.close()
+
+    def _body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():  # trailers
+            pass
+        return body
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on  # noqa: N815 (the base class calls them)
 
