@@ -13,28 +13,31 @@ from tests.conftest import REPOSITORY
 
 # A driver's process without Ray: its cluster is what the node says.
 SCRIPT = """
-import socket, subprocess, sys, threading, time
+import subprocess, sys, threading, time
 from types import SimpleNamespace
 import ray
 import tune.sweep.cluster_end as end
 
 end._LOOK_S, end._PATIENCE_S = 0.05, 0.5
-server = socket.create_server(("127.0.0.1", 0))
 dead = {"embedded": [("raylet", SimpleNamespace(returncode=-9))], "dashboard": [("dashboard", None)]}
 node = SimpleNamespace(
     dead_processes=lambda: dead.get(sys.argv[1], []) if found.is_set() else [],
-    gcs_address="127.0.0.1:%d" % server.getsockname()[1],
+    gcs_address="127.0.0.1:1",
     live_processes=lambda: [("gcs_server", head)],
 )
 head = subprocess.Popen(["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
 print(head.stdout.readline().strip())
 found = threading.Event()
 ray._private.worker._global_node = node
+
+def asked(key, namespace, timeout):
+    if sys.argv[1] == "joined" and found.is_set():
+        raise ray.exceptions.RpcError("Deadline Exceeded")
+
+ray._private.worker.global_worker = SimpleNamespace(gcs_client=SimpleNamespace(internal_kv_exists=asked))
 with end.ending_with_cluster(SimpleNamespace(close=lambda: print("no table")), "go on"):
     time.sleep(0.2)
     found.set()
-    if sys.argv[1] == "joined":
-        server.close()
     time.sleep(2 if sys.argv[1] == "dashboard" else 60)
 print("alive")
 end._kill(node)

@@ -6,7 +6,6 @@ from C++ without a word. The processes of an embedded cluster never come back; t
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from trainers.command_line import complain
 from tune.sweep.terminal import Terminal
 
 _NEEDED = ("gcs_server", "raylet")
-_LOOK_S = 1.0
+_LOOK_S, _ANSWER_S = 1.0, 5.0
 _PATIENCE_S = 45.0  # with a GCS on another machine, less than Ray's own
 
 
@@ -33,12 +32,13 @@ def ending_with_cluster(terminal: Terminal, words: str) -> Iterator[None]:
     """
     over = threading.Event()
     node: Any = ray._private.worker._global_node
+    worker: Any = ray._private.worker.global_worker
 
     def look() -> None:
         answered = time.monotonic()
         while not over.wait(_LOOK_S):
             what = _dead(node)
-            if what is None and _answers(node.gcs_address):
+            if what is None and _answers(worker.gcs_client):
                 answered = time.monotonic()
             elif what is not None or time.monotonic() - answered > _PATIENCE_S:
                 terminal.close()
@@ -83,11 +83,10 @@ def _descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in _descendants(child))]
 
 
-def _answers(address: str) -> bool:
-    """Whether something listens at HOST:PORT."""
-    host, _, port = address.rpartition(":")
+def _answers(client: Any) -> bool:
+    """Whether the GCS does: that of a stopped process still accepts connections."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-    except OSError:
+        client.internal_kv_exists(b"paceline", None, timeout=_ANSWER_S)
+    except ray.exceptions.RayError:
         return False
     return True
