@@ -323,6 +323,13 @@ def test_advice_fits_every_launcher() -> None:
     assert StorageError("the bucket is away").advice == "", "there is no traceback that could name a line"
 
 
+def test_what_says_itself_what_to_do_gets_no_other_advice() -> None:
+    for words in ("`batch[0]` of training sample 17 is not finite; fix or leave out such samples", "the loss is NaN"):
+        error = DivergedError(words)
+        advice = "" if "fix" in words else POLICIES["diverged"].advice
+        assert error.advice == RunFailedError.of(error, 1).advice == advice
+
+
 class Broken(Dataset[int]):
     """Fails at a sample, in a DataLoader's worker."""
 

@@ -96,6 +96,21 @@ def test_a_record_of_any_shape_is_refused_or_reported(tmp_path: Path) -> None:
         assert table(config(), several, answer) is not None
 
 
+@pytest.mark.parametrize("name", ["step", "epoch", "train_time_s"])
+@pytest.mark.parametrize("value", [None, -1, float("nan"), float("inf"), 1e300])
+def test_an_evaluation_at_no_place_of_a_run_is_refused(name: str, value: float | None, tmp_path: Path) -> None:
+    """What searches and figures count with; None: it is not there."""
+    whole = asdict(done()[0])
+    rows = [row for row in whole["curve"] if row is not whole["curve"][-1]]
+    last = {key: one for key, one in (whole["curve"][-1] | {name: value}).items() if one is not None}
+    journal = Journal(Storage(str(tmp_path)))
+    journal.append(done()[0])
+    assert journal.find(whole["id"]) is not None
+    (tmp_path / f"trials/{whole['id']}.json").write_text(json.dumps(whole | {"curve": [*rows, last]}))
+    with pytest.raises(CheckpointError, match=f"{name} is no position in a run"):
+        journal.find(whole["id"])
+
+
 def test_a_stage_of_any_shape_is_refused_or_a_stage(tmp_path: Path) -> None:
     journal = Journal(Storage(str(tmp_path)))
     row = {"step": 4, "epoch": 1.0, "train_time_s": 0.5, "val_loss": 0.1}

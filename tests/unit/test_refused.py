@@ -27,7 +27,7 @@ torch.set_num_threads(1)
 
 
 class Scheduled(Tiny):
-    """Brings a scheduler: attached at once, or made in the first step, or by changing the rate in a hook."""
+    """Brings a scheduler: attached at once (it steps, or not yet), made in the first step, or a rate set in a hook."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -35,6 +35,8 @@ class Scheduled(Tiny):
 
     def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
         self.made = AdamW(model.parameters(), lr=0.01, fused=True)
+        if self.how == "idle":
+            self.scheduler = StepLR(self.made, step_size=1)
         if self.how == "attached":
             scheduler = StepLR(self.made, step_size=1)
             self.made.register_step_post_hook(lambda *_: scheduler.step())
@@ -53,7 +55,7 @@ class Scheduled(Tiny):
         return super().loss(outputs, batch)
 
 
-@pytest.mark.parametrize("how", ["attached", "late", "by hand"])
+@pytest.mark.parametrize("how", ["idle", "attached", "late", "by hand"])
 def test_a_scheduler_of_the_task_is_refused(how: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Scheduled.optimizer\(\).*`lr_schedule`"):
         train(tmp_path, Scheduled(how), **RARE)

@@ -299,6 +299,23 @@ def test_a_result_is_worth_no_more_than_its_checkpoint(user: Path, caplog: pytes
     assert "was deleted since; the run goes on from its newest checkpoint" in caplog.text
 
 
+def test_a_run_whose_checkpoint_is_gone_at_its_end_is_no_success(
+    user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainers.__main__ import main
+
+    def launch(spec: RunSpec, launcher: str, rank: int) -> RunResult:
+        result = replace(finish(spec), checkpoint=checkpoint(spec))
+        spec.storage.delete(f"checkpoints/{folder_name(2)}")
+        return result
+
+    monkeypatch.setattr("trainers.__main__._launch", launch)
+    assert main([str(user / "train.yaml"), "--storage_path", read(user).storage.parent.uri]) == 1
+    shown = capsys.readouterr()
+    assert f"{folder_name(2)}/manifest.json was deleted since" in shown.err
+    assert "done" not in shown.out
+
+
 def test_fresh_leaves_the_lease(user: Path) -> None:
     spec = read(user)
     with held(spec.storage, MARK) as token:

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.specs import REPOSITORY
-from trainers.launch import signals
+from trainers.__main__ import main
+from trainers.launch import local, signals
 from trainers.launch.signals import StopSignals, follow, stop_signals
 
 ALL = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -70,6 +73,80 @@ def test_a_script_that_sets_torchruns_variables_may_end_before_the_run(monkeypat
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     signals.follow_agent()
     assert len(followed) == 1
+
+
+def test_a_spawned_worker_ends_with_its_driver_and_takes_the_directory_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, done = threading.Event(), threading.Event()
+    monkeypatch.setattr(local.multiprocessing, "parent_process", lambda: SimpleNamespace(join=over.wait))
+    monkeypatch.setattr(signals.os, "_exit", lambda code: done.set())
+    monkeypatch.setattr(local, "setup_logging", lambda rank: None)
+
+    def trains(*args: object) -> None:
+        over.set()  # its driver is killed
+        assert done.wait(60), "it trains on"
+
+    monkeypatch.setattr(local, "_run_in_group", trains)
+    directory = tmp_path / "paceline-spawn-x"
+    directory.mkdir()
+    local._spawned(1, SimpleNamespace(storage=None), 2, str(directory))  # type: ignore[arg-type]
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("args", [["a.yaml"], ["evaluate", "run"], ["predict", "run", "--out=x"]])
+def test_every_command_of_torchruns_follows_its_agent(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Followed(Exception):  # noqa: N818
+        pass
+
+    def follow_agent() -> None:
+        raise Followed
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr("trainers.__main__.follow_agent", follow_agent)
+    with pytest.raises(Followed):
+        main(args)
+
+
+class Ranks:
+    """A group of spawn's in which every rank that is asked to stop keeps its state and leaves."""
+
+    def __init__(self, directory: str) -> None:
+        self.processes = [self, self]
+        self.directory, self.looks, self.told, self.exitcode = directory, 0, 0, 0
+
+    def join(self, timeout: float | None = None) -> bool:
+        self.looks += 1
+        assert self.looks < 9, "nobody has told them"
+        if self.looks == 1:
+            signal.raise_signal(signal.SIGTERM)  # to the driver alone
+        if self.told == 2:
+            Path(self.directory, "result.json").write_text("kept")
+        return self.told == 2
+
+    def terminate(self) -> None:
+        self.told += 1
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def test_a_driver_of_spawn_s_passes_sigterm_on_and_waits_for_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Ranks] = []
+
+    def start(function: object, arguments: tuple[object, int, str], **options: object) -> Ranks:
+        groups.append(Ranks(arguments[2]))
+        return groups[0]
+
+    monkeypatch.setattr(local, "start_processes", start)
+    config = SimpleNamespace(scaling=SimpleNamespace(max_workers=2))
+    job = SimpleNamespace(config=config, read_result=lambda data: data)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert local.run_spawn(job) == b"kept"  # type: ignore[arg-type, comparison-overlap]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not Path(groups[0].directory).exists()
 
 
 WORKER = """

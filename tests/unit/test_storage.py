@@ -13,7 +13,7 @@ import pytest
 from pyarrow import fs
 
 from trainers.errors import CheckpointError, ConfigError, StorageError
-from trainers.storage import Storage, storage_uri
+from trainers.storage import Storage, parse_json, storage_uri
 
 
 @pytest.fixture
@@ -328,6 +328,14 @@ def test_json_that_is_something_else_is_one_sentence(tmp_path: Path, data: bytes
     assert words.startswith(f"{tmp_path}/file.json is damaged: ")
     assert "\n" not in words
     assert len(words) < len(str(tmp_path)) + 300
+
+
+def test_json_of_any_type_is_nested_no_deeper_than_what_copies_it_can_go() -> None:
+    """Where a part may be anything, its type refuses nothing."""
+    for opened, closed in ((b"[", b"]"), (b'{"a":', b"}")):
+        assert parse_json(b'{"a":' + opened * 98 + b"[]" + closed * 98 + b"}", dict[str, Any])
+        with pytest.raises(CheckpointError, match="it is nested more than 100 deep"):
+            parse_json(b'{"a":' + opened * 99 + b"[]" + closed * 99 + b"}", dict[str, Any])
 
 
 def test_json_comes_back_typed(tmp_path: Path) -> None:

@@ -320,6 +320,22 @@ def test_it_claims_no_more_than_it_knows() -> None:
     assert statistics.fmean(wrong) <= statistics.fmean(stated) + 0.05  # as far as 60 worlds can tell
 
 
+def test_the_chance_that_it_states_is_that_any_of_the_others_is_faster() -> None:
+    stated = []
+    for seed in range(8):
+        base = odd(seed)
+        world = CoarseWorld(base.noise, base.half_speed, base.top, seed=seed)
+        _, seen, reason = world.search()
+        belief = Belief(world.places, seen)
+        rest = [index for index, place in enumerate(world.places) if place not in belief.closed]
+        if "chance that any of the" not in reason or belief.best is None:
+            continue
+        faster = belief.draws[rest] < belief.draws[belief.best] + math.log(0.95)
+        stated.append(max(0.01, float(faster.any(axis=0).mean())))
+        assert reason.endswith(f"is {stated[-1]:.0%}")
+    assert max(stated) > 0.05, "it is not the chance of one of them"
+
+
 def test_with_too_few_trials_nothing_is_claimed_of_the_others() -> None:
     """Probes that reach the target show where, and no trial was trained to it."""
     places = [Place("fp32", "all", size) for size in (16, 64, 256)]

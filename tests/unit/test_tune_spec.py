@@ -10,9 +10,10 @@ import pytest
 
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
+from trainers.lease import LEASE, held
 from trainers.storage import Storage
 from tune.search.population import population as members
-from tune.sweep.spec import SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.sweep.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 
@@ -206,6 +207,24 @@ def test_another_sweep_of_the_same_name_is_refused(user: Path, overrides: dict[s
     assert raised.value.field == field
     assert prepare(read(user, **overrides), fresh=True) == 0
     assert prepare(read(user, name="other"), fresh=False) == 0
+
+
+def test_a_live_sweep_is_neither_started_again_nor_deleted(
+    user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tune.__main__ import main
+
+    monkeypatch.setattr("tune.__main__._run", lambda *args: pytest.fail("it has started"))
+    spec = read(user)
+    with held(spec.storage, SAVED):
+        prepare(spec, fresh=False)
+        before = spec.storage.read(LEASE), spec.storage.names()
+        again = [str(user / "sweep.yaml"), "--storage_path", spec.storage.parent.uri]
+        for args in (again, [*again, "--fresh"], ["resume", spec.uri]):
+            assert main(args) == 2
+            [line] = capsys.readouterr().err.splitlines()
+            assert "is in use: process " in line
+        assert (spec.storage.read(LEASE), spec.storage.names()) == before
 
 
 def test_a_population_is_another_sweep_than_one_of_single_trials(user: Path) -> None:

@@ -1,0 +1,102 @@
+"""A trial between its Tune actor and its lane, without Ray: what is handed over, adopted, and ended at its target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import ray.train
+
+from tests.specs import BASE
+from tests.unit.report_records import config
+from trainers.errors import RunFailedError
+from trainers.storage import Storage
+from tune.lanes import worker
+from tune.lanes.messages import Assignment
+from tune.lanes.worker import LaneContext
+from tune.search.space import Suggestion, wrap
+from tune.sweep.trial import LaneTrial
+from tune.trials.record import Until
+
+ROW = {"step": 10, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}
+TARGET = Until(("val_accuracy", 0.97))
+
+
+class Box:
+    """A mailbox that keeps what it is told."""
+
+    def __init__(self, orphan: str | None = None) -> None:
+        self.told: list[tuple[str, Any]] = []
+        self.orphan = orphan
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *args: self._answer(name, args))
+
+    def _answer(self, name: str, args: Any) -> Any:
+        self.told.append((name, args))
+        return {"report": True, "adopt": self.orphan}.get(name)
+
+
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"world_rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
+    context = SimpleNamespace(**{f"get_{name}": lambda n=number: n for name, number in place.items()})
+    monkeypatch.setattr(ray, "get", lambda value: value)
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    monkeypatch.setattr("trainers.on_ray.context.own_gpu", lambda: 0)
+
+
+def lane(box: Box, until: Until) -> LaneContext:
+    gauges: Any = SimpleNamespace(set=lambda figures: None)
+    return LaneContext(box, 3, Assignment("t/1", "t", {}, until=until), gauges)
+
+
+@pytest.mark.parametrize(("until", "stops"), [(TARGET, True), (Until(), False)])
+def test_a_lane_ends_its_trial_at_the_target(until: Until, stops: bool) -> None:
+    context = lane(Box(), until)
+    context.report(ROW, None, 1.0)
+    assert not context.should_stop(1.0)
+    context.report(ROW | {"val_accuracy": 0.98}, None, 2.0)
+    assert context.should_stop(2.0) is stops
+
+
+def test_a_hang_in_a_lane_is_told_to_the_mailbox() -> None:
+    box, failure = Box(), RunFailedError("hung", "rank 0 made no step for 5 s in setup")
+    lane(box, Until()).hung(failure, "the stack")
+    assert box.told == [("hung", (3, "t/1", failure, "the stack"))]
+
+
+def test_a_worker_whose_mailbox_is_gone_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver ends the sweep then, and says why."""
+
+    def serve(loop_config: object) -> None:
+        raise ray.exceptions.ActorDiedError
+
+    monkeypatch.setattr(worker, "_serve", serve)
+    worker.serve_trials({})
+
+
+def begun(tmp_path: Path, box: Box) -> LaneTrial:
+    trial = LaneTrial.__new__(LaneTrial)
+    given: dict[str, Any] = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
+    trial.setup(wrap(Suggestion({"seed": 1})), **given, objective=config("time_to_target").objective.model_dump())
+    return trial
+
+
+def test_a_trial_is_handed_over_with_what_ends_it(tmp_path: Path) -> None:
+    box = Box()
+    begun(tmp_path, box)
+    [_, (name, [assignment])] = box.told
+    assert name == "submit"
+    assert assignment.until == TARGET
+    assert assignment.tree["seed"] == 1
+
+
+def test_an_actor_goes_on_with_what_the_dead_one_before_it_has_submitted(tmp_path: Path) -> None:
+    box = Box(orphan="t/1")
+    trial = begun(tmp_path, box)
+    assert [name for name, _ in box.told] == ["adopt"]
+    assert trial._ticket == "t/1"
