@@ -32,7 +32,7 @@ class Driver:
         plan = SimpleNamespace(is_independent=True, num_lanes=1, num_at_once=1, total=1, use_gpu=False)
         plan.train = SimpleNamespace(scaling=scaling)
         ask = SimpleNamespace(remote=lambda: RESTARTS)
-        lanes = {name: lambda *args: None for name in ("grow", "await_first", "close", "end")}
+        lanes = {name: lambda *args: None for name in ("grow", "await_first", "settle", "close", "end")}
         replaced: dict[str, Any] = {
             "_plan": lambda spec, checked: plan,
             "start_mailbox": lambda sweep: SimpleNamespace(restarts=ask),

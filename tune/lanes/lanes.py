@@ -62,7 +62,8 @@ class Lanes:
     """Whether the others start only where the sweep is likely to last."""
 
     def __post_init__(self) -> None:
-        self._closing = threading.Event()
+        self._closing, self._settled = threading.Event(), threading.Event()
+        self._begun: set[int] = set()
         self._threads: list[threading.Thread] = []
 
     @property
@@ -84,6 +85,12 @@ class Lanes:
         deadline = time.monotonic() + timeout_s
         while not (cancelled() or ray.get(self.mailbox.starts.remote("workers"))) and time.monotonic() < deadline:
             self._closing.wait(_LOOK_S)
+
+    def settle(self) -> bool:
+        """Let no further lane begin to start; returns whether those that have begun are up."""
+        self._settled.set()
+        alive = {lane for lane in self._begun if self._threads[lane].is_alive()}
+        return alive <= set(ray.get(self.mailbox.watch.remote())["lanes"])
 
     def close(self, timeout_s: float = 45.0) -> None:
         """Let the lanes end. One that is still starting comes up first and finds nothing to do, since killing it would
@@ -140,6 +147,10 @@ class Lanes:
     def _keep_up(self, lane: int) -> None:
         failed = 0
         self._wait_for_turn(lane)
+        self._begun.add(lane)
+        if self._settled.is_set():
+            self._begun.discard(lane)
+            return
         while not self._closing.is_set():
             try:
                 self._fit(lane)

@@ -16,16 +16,22 @@ from tune.sweep.spec import SweepSpec
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, Until, make_record
 
-_QUIET_S = 60.0  # that a trial which the search has stopped may take to notice
+_QUIET_S = 60.0  # that a trial which the search has stopped may take to notice, or a lane to come up
 _LOOK_S = 0.5
 
 
 def run_repeats(
-    spec: SweepSpec, plan: SweepPlan, mailbox: Any, check: Callable[[], None], say: Callable[[str], None]
+    spec: SweepSpec,
+    plan: SweepPlan,
+    mailbox: Any,
+    settle: Callable[[], bool],
+    check: Callable[[], None],
+    say: Callable[[str], None],
 ) -> dict[str, TrialRecord]:
     """Run the repeats that have no record yet; returns the records of all, by id.
 
-    `check` is called often, and raises where the sweep shall end.
+    `settle` returns whether no lane is starting, from which on none does: a start takes as much of the machine as a
+    trial. `check` is called often, and raises where the sweep shall end.
     """
     journal = Journal(spec.storage)
     records = journal.records()
@@ -36,7 +42,7 @@ def run_repeats(
     names = labels(spec.config, records)
     say(f"{len(wanted)} repeats of the finalists, alone and in turn")
     deadline = time.monotonic() + _QUIET_S
-    while ray.get(mailbox.watch.remote())["running"] and time.monotonic() < deadline:
+    while (not settle() or ray.get(mailbox.watch.remote())["running"]) and time.monotonic() < deadline:
         check()
         time.sleep(_LOOK_S)
     for number, (finalist, seed) in enumerate(wanted, 1):

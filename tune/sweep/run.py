@@ -83,7 +83,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
             is_over_budget = time.monotonic() - began >= (spec.config.time_budget_s or math.inf)
             progress.record_rest(is_over_budget)
             if not is_over_budget:
-                progress.records |= run_repeats(spec, plan, mailbox, progress.tick, progress.terminal.say)
+                progress.records |= run_repeats(spec, plan, mailbox, lanes.settle, progress.tick, progress.terminal.say)
             progress.restore_records()
             save(spec)
             if words := _restarts(ray.get(mailbox.restarts.remote())):

@@ -1,0 +1,41 @@
+"""Which lanes start, without Ray: none beside the repeats of the finalists, which are measured alone."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.waits import when
+from trainers.config.sections import ScalingConfig
+from trainers.storage import Storage
+from tune.lanes import lanes as module
+from tune.lanes.lanes import Lanes
+
+
+def test_a_settled_sweep_starts_no_lane_and_awaits_those_that_are_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up: list[int] = []
+    mailbox: Any = SimpleNamespace(watch=SimpleNamespace(remote=lambda: {"lanes": up}))
+    monkeypatch.setattr(module.ray, "get", lambda value: value)
+    lanes = Lanes(mailbox, ScalingConfig(), False, (), False, Storage(str(tmp_path)), 1, is_patient=False)
+    turns, over, begun = {lane: threading.Event() for lane in range(2)}, threading.Event(), list[int]()
+    monkeypatch.setattr(lanes, "_wait_for_turn", lambda lane: turns[lane].wait(60))
+    monkeypatch.setattr(lanes, "_fit", lambda lane: (begun.append(lane), over.wait(60)))
+    lanes.grow(2)
+    turns[0].set()
+    when(lambda: begun == [0], lambda: None).join()
+    assert not lanes.settle(), "lane 0 is starting"
+    turns[1].set()
+    lanes._threads[1].join(60)
+    up.append(0)
+    assert lanes.settle()
+    over.set()
+    lanes._threads[0].join(60)
+    assert begun == [0]
+    up.clear()
+    assert lanes.settle(), "a lane that has ended is not starting"
