@@ -67,7 +67,7 @@ def answer(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, 
         verdict = _verdict(config, records, ranked) if ranked else _why_none(config, records)
     ranking = [record for _, record in ranked]
     best = ranking[0] if ranking else None
-    fastest, notes = _fastest(config, records, best, found), _notes(records, best)
+    fastest, notes = _fastest(config, records, best, found), _notes(config, records, best, found)
     ended = _ended(config, records, train) if train is not None and config.search == "frontier" else ""
     return Answer(ranking, found, printable(verdict), printable(fastest), notes, ended)
 
@@ -141,26 +141,22 @@ def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[
         f"{_price(first.record, time_s.value)})"
     )
     equal = [f"{in_short(names, final.record)}: {duration(final.time_s.value)}" for final in found[1:] if final.equal]
-    repeated = [final.record.id for final in found]
-    left = [in_short(names, one) for one in rivals(config, records) if one.id not in repeated]
-    rest = f" One run each cannot exclude {' and '.join(left[:3])}, which {_were(left)} not repeated." if left else ""
     if equal:
-        return f"{head}; it cannot be told apart from {' and '.join(equal)}: they count as equal.{rest}"
+        return f"{head}; it cannot be told apart from {' and '.join(equal)}: they count as equal."
     ratio = found[1].ratio
     return (
         f"{head}, {number(ratio.value, 3)} times ({number(ratio.low, 2)} to {number(ratio.high, 2)}) faster than "
-        f"the next ({in_short(names, found[1].record)}).{rest}"
+        f"the next ({in_short(names, found[1].record)})."
     )
 
 
-def _were(left: list[str]) -> str:
-    return f"with {len(left) - 3} more were" if len(left) > 3 else "were" if len(left) > 1 else "was"
-
-
-def _notes(records: list[TrialRecord], best: TrialRecord | None) -> str:
+def _notes(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, found: list[Final]) -> str:
     """Return what the reader must know of how this was measured."""
-    ratio = crowding(records)
+    ratio, names, repeated = crowding(records), labels(config, records), [final.record.id for final in found]
     notes = []
+    if left := [in_short(names, one) for one in rivals(config, records) if found and one.id not in repeated]:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        notes.append(f"One run each cannot exclude what was not repeated: {'; '.join(left[:3])}{more}.")
     if best is not None and best.exploited_from is not None:
         notes.append(
             f"The best trial's values are its last: its weights went on from trial {best.exploited_from}'s at epoch "
