@@ -84,9 +84,9 @@ def lookup(rank: int, world_size: int, path: str) -> list[Any]:
 def test_two_ranks_keep_the_best_and_resume_bit_equal_after_a_kill(tmp_path: Path) -> None:
     settings = {"checkpoint__async": True, "checkpoint__best": "val_accuracy", "checkpoint__keep": 1}
     unbroken = spec(tmp_path, "unbroken", 2, checkpoint__keep=1, checkpoint__best="val_accuracy")
-    broken = spec(tmp_path, "broken", 2, kill_at=22, **settings)
+    broken = spec(tmp_path, "broken", 2, kill_at=[22], **settings)
     run_spawn(unbroken)
-    run_killed(broken)
+    run_killed(broken, "broken-killed")
     result = run_spawn(broken)
     assert (result.status, result.steps) == ("done", 40)
     assert losses(broken) == losses(unbroken)
