@@ -29,7 +29,7 @@ test-all: install
 	@echo "=== 1 of 3: plain Python, in two processes"
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/gpu benchmarks/tests
 	@echo "=== 2 of 3: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/commands tests/distributed tests/faults
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/commands tests/faults tests/distributed
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest tests/lab
 

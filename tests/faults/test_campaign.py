@@ -1,4 +1,4 @@
-"""A short campaign of fixed cases: a role and a kind of fault each, mostly where no cluster is to be started."""
+"""A short campaign of fixed cases, a role and a kind of fault each; those that need a cluster are in tests/on_ray."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ CASES = {
     "spawn raises": (Fault("exception: transform", "raise", event="transform", number=30, rank=1),),
     "torchrun worker": (Fault("SIGKILL: worker", "signal", "worker", "SIGKILL", victim=1, **_AT),),
     "torchrun agent": (Fault("SIGKILL: torchrun", "signal", "torchrun", "SIGKILL", **_AT),),
-    "ray": (Fault("SIGKILL: worker", "signal", "worker", "SIGKILL", victim=1, **_AT),),
-    "sweep": (Fault("SIGKILL: trial actor", "signal", "trial actor", "SIGKILL", number=20, rank=0, trial=3),),
 }
 
 
