@@ -54,6 +54,7 @@ def test_evaluate_says_what_training_said(num_workers: int, digits: Path, comman
     assert json.loads((digits / "result.json").read_text())["metrics"]["val_accuracy"] == last["val_accuracy"]
 
 
+@pytest.mark.full
 def test_predict_writes_the_same_bytes(digits: Path, tmp_path: Path, command: Callable[..., Done]) -> None:
     files = [tmp_path / f"{num_workers}.parquet" for num_workers in (1, 2, 3)]
     for num_workers, file in enumerate(files, 1):

@@ -42,6 +42,7 @@ def test_an_embedded_cluster_has_only_what_trains(
     assert {"raylet", "gcs_server", "ray::DashboardAgent"} <= set(found["ports"]["127.0.0.1"])
 
 
+@pytest.mark.full
 def test_a_dead_controller_costs_its_trial_s_restart(tmp_path: Path, driver: Any) -> None:
     """On a cluster that was there before, and with a group of two ranks that leaves no processor for another."""
     pids = tmp_path / "pids"

@@ -108,6 +108,7 @@ def test_resume_runs_only_what_has_no_record(tmp_path: Path, driver: Any) -> Non
     assert all(again[trial] == first[trial] for trial in first if trial not in gone)
 
 
+@pytest.mark.full
 def test_fresh_isolation_gives_every_trial_its_own_process(tmp_path: Path, driver: Any) -> None:
     ran = tmp_path / "pids"
     spec = sweep(tmp_path, {"precision": ["fp32", "bf16"]}, {"task_args": {"pids": str(ran)}}, isolation="fresh")
@@ -164,6 +165,7 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
     assert "in _fail" in by_name["hangs in setup"].traceback
 
 
+@pytest.mark.full
 def test_a_lane_of_two_workers_and_asha(tmp_path: Path, driver: Any) -> None:
     """A failing rank restarts its group; ASHA's stopped trials are recorded as stopped, with their curves."""
     train = {"scaling": {"num_workers": 2}, "max_steps": 60, "evaluate": {"every_steps": 5}}
