@@ -17,10 +17,11 @@ from pydantic import Field
 
 from trainers.command_line import complain, run
 from trainers.errors import CheckpointError
+from trainers.json_data import validated
 from trainers.launch.imports import without_collection
 from trainers.lease import held
 from trainers.redaction import redact
-from trainers.storage import Storage, validated
+from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.sweep.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal

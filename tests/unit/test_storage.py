@@ -13,7 +13,8 @@ import pytest
 from pyarrow import fs
 
 from trainers.errors import CheckpointError, ConfigError, StorageError
-from trainers.storage import Storage, parse_json, storage_uri
+from trainers.json_data import parse_json
+from trainers.storage import Storage, storage_uri
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pydantic import Field, FiniteFloat
 from trainers.config.sections import CheckpointConfig
 from trainers.config.train import IDENTITY
 from trainers.errors import CheckpointError, ConfigError, show
-from trainers.storage import parse_json, validated
+from trainers.json_data import parse_json, validated
 
 FORMAT = 2
 """Of manifests that end in a seal; 1 had none."""

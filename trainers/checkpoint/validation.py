@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, first_line
-from trainers.storage import validated
+from trainers.json_data import validated
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
 _MOST_DEPTH, _MOST_PARTS = 100, 4_000_000

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from trainers.errors import Status
+from trainers.json_data import parse_json
 from trainers.measure.clock import Throughput
 from trainers.measure.ranks import RankFigures
-from trainers.storage import parse_json
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trainers.errors import CheckpointError
-from trainers.storage import Storage, parse_json
+from trainers.json_data import parse_json
+from trainers.storage import Storage
 
 _POSITION = ("step", "epoch", "train_time_s")
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 from trainers.config import TrainConfig
 from trainers.config.model import build, plain
 from trainers.config.sections import Positive
-from trainers.storage import validated
+from trainers.json_data import validated
 
 # All of task_args, since only the task knows which shape the model; deterministic algorithms have other workspaces.
 _MEMORY_KEYS = ("task", "task_args", "precision", "compile", "cuda_graphs", "channels_last", "deterministic")
