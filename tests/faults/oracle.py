@@ -389,6 +389,12 @@ def last_step(directory: Path, end: Ended) -> float:
     return max(times)
 
 
+def newest_start(directory: Path) -> float | None:
+    """When the newest process that trained began its first step."""
+    heads = [file.read_text().partition("\n")[0] for file in (directory / "samples").iterdir()]
+    return max((json.loads(head)["when"] for head in heads if head.endswith("}")), default=None)
+
+
 def first_new(directory: Path, landed: dict[str, Any], since: float) -> float | None:
     """When the first step began that nobody had begun before, and that is not the one amid which the fault came; of
     the trial that it has hit. After a recovery, which began at `since`, by a process of its own.

@@ -28,6 +28,7 @@ from tests.faults.oracle import (
     Observed,
     Reference,
     first_new,
+    newest_start,
     read_metrics,
     read_records,
     read_samples,
@@ -86,9 +87,11 @@ def run_case(case: Case, workspace: Path, broken: str = "", limit_s: float | Non
         first = _run(case, directory, command, 1, limit_s, _during(case, directory, command, limit_s, beside))
         landed = [_read(directory / f"landed-{index}") for index in range(len(case.faults))]
         detail = "; ".join(f"{fault.name} at {fault.event} {fault.number}" for fault in case.faults)
-        if None in landed:
+        too_late = bool(beside) and beside[0].code == 0 and first.ended < (newest_start(directory) or 0.0)
+        if None in landed or too_late:
             wall_s, codes = time.monotonic() - began, [first.code]
             why = [path.read_text() for path in directory.glob("missed-*")] + [f"the command ended with {first.code}"]
+            why += ["the second start came when the first had ended"] * too_late
             return Row(case.name, case.title, case.scenario.name, detail, False, False, why, codes, None, wall_s)
         ends = [first]
         (directory / "armed").unlink()

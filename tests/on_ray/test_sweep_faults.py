@@ -20,6 +20,7 @@ from tests.on_ray.test_lanes import TRAIN, run, sweep
 from tests.specs import REPOSITORY
 from tests.waits import when
 from trainers.errors import PacelineError
+from trainers.on_ray import vital_signs
 from trainers.storage import Storage
 from tune.sweep.spec import read_saved
 from tune.trials.journal import Journal
@@ -27,12 +28,12 @@ from tune.trials.journal import Journal
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
-def kill(class_name: str) -> None:
-    """SIGKILL to the actors of a class."""
+def kill(class_name: str, how: int = signal.SIGKILL) -> None:
+    """A signal to the actors of a class."""
     found = [actor for actor in actors(("state", "=", "ALIVE")) if actor.class_name.rpartition(".")[2] == class_name]
     assert found
     for actor in found:
-        os.kill(actor.pid, signal.SIGKILL)
+        os.kill(actor.pid, how)
 
 
 def lines(file: Path) -> int:
@@ -52,6 +53,19 @@ def test_a_killed_trial_actor_costs_nothing(tmp_path: Path, driver: Any, schedul
     assert not any("stopped" in record.message for record in records if record.status == "done")
 
 
+@pytest.mark.parametrize("class_name", ["ResourceTrainable", "TrainController"])
+def test_a_stopped_actor_is_killed_and_costs_no_trial(
+    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, class_name: str
+) -> None:
+    monkeypatch.setattr(vital_signs, "_LOOKS", 3)
+    pids = tmp_path / "pids"
+    spec = sweep(tmp_path, {"seed": [1, 2, 3]}, {"task_args": {"pids": str(pids), "pause_s": 0.5}})
+    thread = when(lambda: lines(pids) == 2, lambda: kill(class_name, signal.SIGSTOP))
+    records = run(spec)
+    thread.join()
+    assert [record.status for record in records] == ["done"] * 3
+
+
 def test_a_killed_actor_of_a_population(tmp_path: Path, driver: Any) -> None:
     pids = tmp_path / "pids"
     train = {"task_args": {"pids": str(pids), "pause_s": 0.1}, "epochs": 3, "max_steps": None, "evaluate": {}}
@@ -64,10 +78,14 @@ def test_a_killed_actor_of_a_population(tmp_path: Path, driver: Any) -> None:
     assert all(record.curve[-1]["epoch"] == 3 for record in records)
 
 
-def test_a_killed_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_on(tmp_path: Path, driver: Any) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_on(
+    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, how: int
+) -> None:
+    monkeypatch.setattr(vital_signs, "_LOOKS", 3)
     pids = tmp_path / "pids"
     spec = sweep(tmp_path, {"seed": [1, 2, 3]}, {"task_args": {"pids": str(pids), "pause_s": 0.1}})
-    thread = when(lambda: lines(pids) == 2, lambda: kill("Mailbox"))
+    thread = when(lambda: lines(pids) == 2, lambda: kill("Mailbox", how))
     with pytest.raises(PacelineError, match="mailbox, an actor, has died") as error:
         run(spec)
     thread.join()

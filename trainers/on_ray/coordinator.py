@@ -11,6 +11,9 @@ from typing import Any
 import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2._internal.execution.controller.state import PreemptingState, ReschedulingState, RestartingState
+from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client
+
+from trainers.on_ray.vital_signs import show_life
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,12 @@ class NodeCount(ControllerCallback):
     seconds before it misses them.
     """
 
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Called by Ray in the controller's constructor."""
+        show_life()
+        # A busy coordinator misses a request, which is sent again: a line, not a traceback.
+        logging.getLogger(autoscaling_coordinator_client.__name__).addFilter(_without_traceback)
+
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Called by Ray in its control loop, with no other group to look after."""
         if not isinstance(current_state, (RestartingState, ReschedulingState)):
@@ -34,6 +43,11 @@ class NodeCount(ControllerCallback):
             while taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
                 time.sleep(0.2)
         count_nodes()
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    record.exc_info = None
+    return True
 
 
 def count_nodes() -> None:

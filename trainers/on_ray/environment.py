@@ -3,6 +3,7 @@
 RAY_TRAIN_ENABLE_STATE_TRACKING         runs are visible in the dashboard
 RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the size of the group is chosen anew
 RAY_TRAIN_HEALTH_CHECK_INTERVAL_S       a run's end is noticed sooner than after 2 s
+RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S a worker that was stopped is noticed sooner than after 600 s
 RAY_USAGE_STATS_ENABLED                 nothing is sent anywhere
 RAY_AIR_NEW_OUTPUT                      the terminal is Paceline's, not Tune's
 TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
@@ -25,6 +26,7 @@ _ALWAYS = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "180",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",

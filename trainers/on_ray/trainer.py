@@ -25,6 +25,7 @@ from trainers.on_ray.context import RayContext, request_stop
 from trainers.on_ray.coordinator import NodeCount, free_dead_runs
 from trainers.on_ray.failures import FailurePolicy, as_failure
 from trainers.on_ray.process_group import GroupConfig
+from trainers.on_ray.vital_signs import VitalSigns
 from trainers.redaction import redact
 from trainers.storage import Storage
 
@@ -82,7 +83,8 @@ def run_on_ray(spec: RunSpec) -> RunResult:
         ),
     )
     try:
-        _fit(trainer, spec.storage)
+        with VitalSigns():
+            _fit(trainer, spec.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
     except ray.exceptions.RayActorError as error:

@@ -14,6 +14,7 @@ from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 from trainers.errors import RunFailedError
 from trainers.on_ray.failures import as_failure
+from trainers.on_ray.vital_signs import show_life
 
 
 class LaneCallback(ControllerCallback, WorkerGroupCallback):
@@ -28,6 +29,7 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray in the controller's constructor."""
+        show_life()
         handle = cloudpickle.dumps(ray.get_runtime_context().current_actor)  # it would import Ray Train in the mailbox
         ray.get(self._mailbox.note_start.remote(self._lane, "controller", handle))
 

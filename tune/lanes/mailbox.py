@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainers.errors import RunFailedError, StorageError
+from trainers.on_ray.vital_signs import show_life
 from trainers.step.ceiling import next_smaller
 from trainers.storage import Storage
 from tune.lanes.messages import Assignment, Event, Submission
@@ -32,6 +33,7 @@ class Mailbox:
 
     def __init__(self, sweep: Storage | None = None) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept."""
+        show_life()
         self._starts: dict[str, dict[int, Any]] = defaultdict(dict)
         self._sweep = sweep
         self._boundary = Boundary() if sweep is None else read_boundary(sweep)

@@ -21,6 +21,7 @@ from trainers.errors import ConfigError, LeaseError, PacelineError, first_line, 
 from trainers.launch.spec import RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.connect import check_cluster, connect
+from trainers.on_ray.vital_signs import VitalSigns
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
 from tune.report.words import duration
@@ -74,7 +75,8 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
     progress.seen.update({record.id: record.config for record in before})
     progress.records.update({record.id: record for record in before})
     try:
-        with ending_with_cluster(progress.terminal, _goes_on(spec)), progress.heeding_signals(), progress.terminal:
+        ending = ending_with_cluster(progress.terminal, _goes_on(spec))
+        with ending, progress.heeding_signals(), progress.terminal, VitalSigns():
             lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
             began = time.monotonic()
@@ -112,7 +114,8 @@ def _restarts(restarts: Sequence[tuple[float, str]]) -> str:
     """What lanes that started again have cost, and why they did; empty where none has."""
     reasons = Counter(re.sub(r"\d+", "#", why) for _, why in restarts)  # threads and trials are numbered
     shown = "; ".join(f"{why} ({count})" for why, count in reasons.most_common(5))
-    return f"{len(restarts)} times, {duration(sum(time_s for time_s, _ in restarts))}: {shown}" if restarts else ""
+    times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
+    return f"{times}, {duration(sum(time_s for time_s, _ in restarts))}: {shown}" if restarts else ""
 
 
 def _goes_on(spec: SweepSpec) -> str:

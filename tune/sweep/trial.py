@@ -11,6 +11,7 @@ from ray.tune import Trainable
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.errors import StorageError
+from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.config import TO_TARGET, Objective
 from tune.lanes.messages import Assignment, Event, new_ticket
@@ -38,6 +39,7 @@ class LaneTrial(Trainable):
         usd_per_hour: float | None = None,
     ) -> None:
         """Called by Tune once for each actor; the keyword arguments are the sweep's."""
+        show_life()
         self._mailbox, self._train, self._usd_per_hour = mailbox, train or {}, usd_per_hour
         assert sweep is not None  # Tune's signature wants a default
         self._journal = Journal(sweep)

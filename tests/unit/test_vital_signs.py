@@ -1,0 +1,97 @@
+"""Who among a driver's actors counts as silent, and what then happens to it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray import cloudpickle
+
+from trainers.on_ray import vital_signs
+from trainers.on_ray.vital_signs import VitalSigns, show_life
+
+PREFIX = "paceline/alive/01/"
+LOOKS = vital_signs._LOOKS
+
+
+class Store:
+    """The key-value store of a cluster of one job, with the actors' states and who was killed."""
+
+    def __init__(self) -> None:
+        self.data: dict[bytes, bytes] = {}
+        self.states: dict[str, str] = {}
+        self.killed: list[str] = []
+
+    def beat(self, actor: str, count: int) -> None:
+        self.states.setdefault(actor, "ALIVE")
+        self.data[f"{PREFIX}{actor}".encode()] = str(count).encode()
+        self.data[f"{PREFIX}{actor}/handle".encode()] = cloudpickle.dumps(actor)
+
+    def delete(self, name: str | bytes, del_by_prefix: bool) -> None:
+        prefix = name if isinstance(name, bytes) else name.encode()
+        self.data = {key: value for key, value in self.data.items() if not key.startswith(prefix)}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    made = Store()
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(vital_signs, "_prefix", lambda: PREFIX)
+    monkeypatch.setattr(vital_signs, "_internal_kv_list", lambda prefix: list(made.data))
+    monkeypatch.setattr(vital_signs, "_internal_kv_get", lambda key: made.data.get(key))
+    monkeypatch.setattr(vital_signs, "_internal_kv_del", made.delete)
+    monkeypatch.setattr(ray._private.state, "actors", lambda name: {"State": made.states[name]})
+    monkeypatch.setattr(ray, "kill", lambda handle: made.killed.append(handle))
+    return made
+
+
+def test_an_actor_that_falls_silent_is_killed_once_and_no_other(store: Store) -> None:
+    signs = VitalSigns()
+    for count in range(2 * LOOKS):
+        store.beat("speaks", count)
+        if count == 0:
+            store.beat("silent", count)
+        signs.look()
+        assert store.killed == (["silent"] if count >= LOOKS else [])
+
+
+def test_one_that_speaks_again_before_the_last_look_lives(store: Store) -> None:
+    signs = VitalSigns()
+    for round_number in range(3):
+        store.beat("slow", round_number)
+        for _ in range(LOOKS):
+            signs.look()
+    assert not store.killed
+
+
+def test_one_that_has_ended_is_forgotten_without_a_word(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    signs = VitalSigns()
+    store.beat("ended", 0)
+    store.states["ended"] = "DEAD"
+    for _ in range(LOOKS + 1):
+        signs.look()
+    assert not store.killed
+    assert not store.data
+    assert not caplog.records
+
+
+def test_the_end_of_the_watch_leaves_nothing_in_the_store(store: Store) -> None:
+    with VitalSigns():
+        store.beat("any", 0)
+    assert not store.data
+
+
+def test_a_store_that_cannot_be_asked_ends_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(prefix: str) -> Any:
+        raise ConnectionError("the GCS is away")
+
+    monkeypatch.setattr(vital_signs, "_internal_kv_list", gone)
+    monkeypatch.setattr(vital_signs, "_BEAT_S", 0.01)
+    signs = VitalSigns()
+    with signs:
+        signs._closing.wait(0.1)
+        assert signs._thread.is_alive()
+
+
+def test_outside_of_an_actor_nothing_is_shown() -> None:
+    show_life()
