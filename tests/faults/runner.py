@@ -28,7 +28,7 @@ from tests.faults.oracle import (
     Observed,
     Reference,
     first_new,
-    newest_start,
+    one_after_the_other,
     read_metrics,
     read_records,
     read_samples,
@@ -87,7 +87,7 @@ def run_case(case: Case, workspace: Path, broken: str = "", limit_s: float | Non
         first = _run(case, directory, command, 1, limit_s, _during(case, directory, command, limit_s, beside))
         landed = [_read(directory / f"landed-{index}") for index in range(len(case.faults))]
         detail = "; ".join(f"{fault.name} at {fault.event} {fault.number}" for fault in case.faults)
-        too_late = bool(beside) and beside[0].code == 0 and first.ended < (newest_start(directory) or 0.0)
+        too_late = bool(beside) and beside[0].code == 0 and one_after_the_other(directory)
         if None in landed or too_late:
             wall_s, codes = time.monotonic() - began, [first.code]
             why = [path.read_text() for path in directory.glob("missed-*")] + [f"the command ended with {first.code}"]
