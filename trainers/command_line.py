@@ -18,7 +18,7 @@ from pydantic import create_model
 from trainers.config.model import Settings, build, child_model, keys_of
 from trainers.config.reference import reference
 from trainers.config.yaml import parse_yaml
-from trainers.errors import MISSING, ConfigError, ConfigErrors, PacelineError, did_you_mean, show
+from trainers.errors import MISSING, ConfigError, ConfigErrors, PacelineError, did_you_mean, first_line, show
 from trainers.redaction import redact
 
 _SOURCE = "command line"
@@ -165,6 +165,10 @@ def run(
     except KeyboardInterrupt:
         complain("interrupted")
         return 130
+    except Exception as error:  # the user's own, from a constructor; or one of ours that nobody has foreseen
+        sys.excepthook(type(error), error, error.__traceback__)
+        complain(f"{type(error).__name__}: {first_line(error)}", every_rank=True)
+        return PacelineError.exit_code
 
 
 def complain(sentences: str, level: str = "error", every_rank: bool = False) -> None:

@@ -248,3 +248,16 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(trainers.__main__, "read_spec", interrupted)
     assert trainers.__main__.main() == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_what_nobody_has_foreseen_ends_in_a_sentence_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise LookupError("no such host\nin the task's constructor")
+
+    monkeypatch.setattr(trainers.__main__, "read_spec", fail)
+    assert trainers.__main__.main(["train.yaml"]) == 1
+    *trace, sentence = capsys.readouterr().err.strip().splitlines()
+    assert trace[0].startswith("Traceback")
+    assert sentence == "error: LookupError: no such host"
