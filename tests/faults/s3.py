@@ -61,6 +61,7 @@ def fetch(uri: str, directory: Path) -> None:
     os.environ |= {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
     place, path = fs.FileSystem.from_uri(uri)
     if place.get_file_info(f"{path}/run").type != fs.FileType.NotFound:
+        (directory / "run").mkdir(exist_ok=True)  # copy_files makes only those below it
         fs.copy_files(f"{path}/run", str(directory / "run"), source_filesystem=place)
 
 
