@@ -178,6 +178,8 @@ class RunFailedError(PacelineError):
             return error
         if isinstance(error, ConfigError):
             return RunFailedError("error", str(error), time.time(), config=True)
+        if isinstance(error, KeyboardInterrupt):
+            return RunFailedError("stopped", f"rank {rank} was interrupted by a second SIGINT", time.time())
         status, words = _explain(error)
         follows = broke_with_others(error)
         lost = "a collective failed, as it does where another rank ends: " if follows else ""

@@ -350,7 +350,8 @@ def read_samples(directory: Path, after: float = 0.0) -> list[Samples]:
         for text in file.read_text().split("\n")[:-1]:
             line = json.loads(text)
             at = (line["trial"], line["step"])
-            if at[0] == before[0] and at[1] < before[1]:
+            twice = set(line["indices"]) & set(current.get((*at, line["rank"]), ()))
+            if at[0] == before[0] and (at[1] < before[1] or twice):
                 found.append(current)
                 current = {}
             before = at

@@ -37,7 +37,7 @@ from tests.faults.oracle import (
 )
 from tests.faults.scenarios import REPOSITORY, Scenario
 
-GRACE_S = 15.0
+GRACE_S = 30.0
 """Within so many seconds of a command's end all of its processes are gone; the next starts at once, beside them."""
 GIVE_UP_S = 8.0
 """A command whose own process was stopped is killed after so long, as its user would."""

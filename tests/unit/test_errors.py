@@ -184,6 +184,7 @@ def test_the_cause_is_a_lost_worker_else_the_earliest() -> None:
         (RunFailedError.died(2, -signal.SIGKILL, 4711), "node_lost"),
         (RunFailedError.died(2, -signal.SIGSEGV), "node_lost"),
         (RunFailedError.died(2, 3), "node_lost"),
+        (RunFailedError.of(KeyboardInterrupt(), 2), "stopped"),
         (RunFailedError.of(ValueError("its own"), 2), "error"),
         (RunFailedError.of(ConfigError("a", 1, "is bad", "mend it"), 2), "error"),
         (RunFailedError.of(MemoryError(), 2), "out_of_host_memory"),

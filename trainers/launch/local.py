@@ -203,7 +203,8 @@ def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
         if rank == 0:
             Path(directory, "result.json").write_text(result.to_json())
     except BaseException as error:
-        trace = "" if isinstance(error, PacelineError) else traceback.format_exc()  # a sentence says it all
+        is_said = isinstance(error, PacelineError | KeyboardInterrupt)  # a sentence says it all
+        trace = "" if is_said else traceback.format_exc()
         _leave(RunFailedError.of(error, rank), trace, context.failed)
         raise
 
