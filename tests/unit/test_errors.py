@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -359,8 +360,10 @@ class Broken(Dataset[int]):
     ],
 )
 def test_a_data_loaders_worker_s_error_is_its_cause(act: str, status: Status, words: str) -> None:
+    batches: Any = iter(DataLoader(Broken(act), num_workers=1))
     with pytest.raises(Exception, match="DataLoader worker") as met:
-        list(DataLoader(Broken(act), num_workers=1))
+        list(batches)
+    batches._shutdown_workers()
     failure = RunFailedError.of(met.value, 0)
     assert failure.status == status
     assert words in failure.message
