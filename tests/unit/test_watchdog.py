@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from tests.specs import REPOSITORY
@@ -219,6 +221,15 @@ def test_a_rank_whose_collective_failed_waits_until_the_cause_is_seen(monkeypatc
 def test_stacks_that_cannot_be_saved_do_not_keep_the_process(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where the directory should be")
     assert run(tmp_path, "time.sleep(3600)").returncode == HUNG_EXIT_CODE
+
+
+def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> None:
+    fork = "p = multiprocessing.get_context('fork').Process(target=time.sleep, args=[99]); p.start()"
+    stop = "os.kill(p.pid, signal.SIGSTOP); print(p.pid, flush=True)"
+    done = run(tmp_path, f"import multiprocessing, os, signal; {fork}; {stop}; time.sleep(3600)")
+    assert done.returncode == HUNG_EXIT_CODE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout.split()[0])).wait(timeout=60)
 
 
 @pytest.mark.parametrize("waits", ["", ", waiting for other ranks"])

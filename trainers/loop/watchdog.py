@@ -8,6 +8,7 @@ writes the stacks and ends the process instead.
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -90,6 +91,9 @@ class Watchdog:
             faulthandler.dump_traceback_later(10 * GRACE_S, exit=True)
             self._tell(where, budget)
         finally:
+            with contextlib.suppress(Exception):
+                for child in multiprocessing.active_children():  # a loader's process that was stopped notices nothing
+                    child.kill()
             os._exit(HUNG_EXIT_CODE)
 
     def _tell(self, where: str, budget: str) -> None:
