@@ -96,7 +96,7 @@ def test_a_spawned_worker_ends_with_its_driver_and_takes_the_directory_along(
 
 @pytest.mark.parametrize("args", [["a.yaml"], ["evaluate", "run"], ["predict", "run", "--out=x"]])
 def test_every_command_of_torchruns_follows_its_agent(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    class Followed(Exception):  # noqa: N818
+    class Followed(BaseException):
         pass
 
     def follow_agent() -> None:
