@@ -390,13 +390,6 @@ def last_step(directory: Path, end: Ended) -> float:
     return max(times)
 
 
-def one_after_the_other(directory: Path) -> bool:
-    """Whether some processes began their first step when all that were there before had made their last."""
-    whole = (file.read_text().rpartition("\n")[0].split("\n") for file in (directory / "samples").iterdir())
-    spans = sorted((json.loads(lines[0])["when"], json.loads(lines[-1])["when"]) for lines in whole if lines[0])
-    return any(max(last for _, last in spans[:at]) < spans[at][0] for at in range(1, len(spans)))
-
-
 def first_new(directory: Path, landed: dict[str, Any], since: float) -> float | None:
     """When the first step began that nobody had begun before, and that is not the one amid which the fault came; of
     the trial that it has hit. After a recovery, which began at `since`, by a process of its own.

@@ -1,5 +1,6 @@
 """Who among a driver's actors counts as silent, and what then happens to it."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,3 +96,5 @@ def test_a_store_that_cannot_be_asked_ends_nothing(store: Store, monkeypatch: py
 
 def test_outside_of_an_actor_nothing_is_shown() -> None:
     show_life()
+    assert not ray.is_initialized()
+    assert not any(thread.name == "vital-signs" for thread in threading.enumerate())
