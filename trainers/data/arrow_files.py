@@ -32,7 +32,7 @@ Entry = tuple[str, ...]
 
 DAMAGED = (pa.ArrowException, EOFError, ValueError, LookupError, TypeError, ArithmeticError)
 """What Arrow raises for a file that says what cannot be, besides OSError."""
-_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
+SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 _FORMAT = 1  # of the cached files: part of their names
 _ROWS = 65_536  # of one converted record batch
 
@@ -42,34 +42,45 @@ def find_files(files: str | Path | Sequence[str | Path]) -> list[Storage]:
 
     Raises ConfigError when there is none.
     """
+    return [Storage(directory.locate(name)) for directory, name, _ in listed(files, SUFFIXES)]
+
+
+def listed(
+    files: str | Path | Sequence[str | Path], suffixes: tuple[str, ...]
+) -> list[tuple[Storage, str, fs.FileInfo]]:
+    """Return a directory, the name in it, and what the filesystem says of each file; of a directory those that end in
+    `suffixes`.
+    """
     locations = [files] if isinstance(files, (str, Path)) else list(files)
-    found = [file for location in locations for file in _found(str(location))]
+    found = [file for location in locations for file in _found(str(location), suffixes)]
     if not found:
-        raise ConfigError("files", locations, "names no file", f"give files that end in {', '.join(_SUFFIXES)}")
+        raise ConfigError("files", locations, "names no file", f"give files that end in {', '.join(suffixes)}")
     return found
 
 
-def _found(location: str) -> list[Storage]:
+def _found(location: str, suffixes: tuple[str, ...]) -> list[tuple[Storage, str, fs.FileInfo]]:
     remote = "://" in location
+    location, mark, options = location.partition("?") if remote else (location, "", "")
     place = location if remote else os.path.abspath(os.path.expanduser(location))  # noqa: PTH100, PTH111 (no symlink is resolved)
-    magic = "*" if remote else "*?["  # in a URI, `?` begins the options
+    magic = "*" if remote else "*?["
     parts = place.split("/")
     first = next((i for i, part in enumerate(parts) if any(sign in part for sign in magic)), len(parts))
-    base, pattern = Storage("/".join(parts[:first]) or "/"), PurePosixPath(*parts[first:])
+    base, pattern = Storage(("/".join(parts[:first]) or "/") + mark + options), PurePosixPath(*parts[first:])
     with _explained(base.uri):
         info = base.filesystem.get_file_info(base.path or "/")
         if info.type == fs.FileType.File and first == len(parts):
-            return [base]
+            return [(base.parent, base.name, info)]
         if info.type == fs.FileType.NotFound:
             raise ConfigError("files", location, "is not there", "check its name")
         inside = base.filesystem.get_file_info(fs.FileSelector(base.path or "/", recursive=True))
-    names = sorted(i.path[len(base.path) :].lstrip("/") for i in inside if i.type == fs.FileType.File)
+    infos = {i.path[len(base.path) :].lstrip("/"): i for i in inside if i.type == fs.FileType.File}
+    names = sorted(infos)
     if first == len(parts):
-        chosen = [name for name in names if name.endswith(_SUFFIXES)]
+        chosen = [name for name in names if name.endswith(suffixes)]
     else:
         depth = len(pattern.parts)
         chosen = [n for n in names if len(PurePosixPath(n).parts) == depth and PurePosixPath(n).match(str(pattern))]
-    return [Storage(base.locate(name)) for name in chosen]
+    return [(base, name, infos[name]) for name in chosen]
 
 
 @contextlib.contextmanager
@@ -92,21 +103,25 @@ def _opened(file: Storage) -> Iterator[Any]:
     with file.parent.reader(file.name) as stream, _explained(file.uri):
         head = stream.read(6)
         stream.seek(0)
-        yield _reader(stream, head)
+        yield open_reader(stream, head)
 
 
-def _reader(source: Any, head: bytes) -> Any:
+def open_reader(source: Any, head: bytes) -> Any:
+    """Return a pq.ParquetFile, or a reader of an Arrow IPC file or stream, by the first bytes of `source`."""
     if head[:4] == b"PAR1":
         return pq.ParquetFile(source)
     return (pa.ipc.open_file if head == b"ARROW1" else pa.ipc.open_stream)(source)
 
 
-def mapped_batches(whole: pa.Buffer, names: Sequence[str]) -> list[pa.RecordBatch]:
-    """Return the columns `names` of an Arrow IPC file's record batches, in place; raise ArrowInvalid for another."""
+def mapped_batches(whole: pa.Buffer, names: Sequence[str] | None = None) -> list[pa.RecordBatch]:
+    """Return the columns `names` (None: all) of an Arrow IPC file's record batches, in place.
+
+    Raises ArrowInvalid for another file.
+    """
     head = whole.slice(0, min(6, whole.size)).to_pybytes()
     if head[:4] == b"PAR1":
         raise pa.ArrowInvalid("Parquet cannot be mapped")
-    batches = list(_batches(_reader(whole, head), names, full=False))
+    batches = list(read_batches(open_reader(whole, head), names, full=False))
     if sum(batch.num_rows for batch in batches) > 8 * whole.size:
         raise pa.ArrowInvalid("more rows than bits")
     return batches
@@ -128,9 +143,9 @@ def check_columns(file: Storage, wanted: Sequence[str]) -> None:
             raise ConfigError("columns", name, rule, has if name in names else did_you_mean(name, names, has))
 
 
-def _default_cache() -> Path:
+def own_directory(name: str) -> Path:
     """Make a directory of this user's own below the system's temporary one: on the node, and not kept for ever."""
-    directory = Path(tempfile.gettempdir(), f"paceline-arrow-{os.getuid()}")
+    directory = Path(tempfile.gettempdir(), f"{name}-{os.getuid()}")
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.is_symlink() or directory.stat().st_uid != os.getuid():
         raise ConfigError("cache", str(directory), "belongs to another user", "give `cache=` a directory of your own")
@@ -147,7 +162,7 @@ def converted(file: Storage, entries: Sequence[Entry], cache: Path | None) -> Pa
         info = file.filesystem.get_file_info(file.path)
     key = json.dumps([_FORMAT, file.uri, info.size, info.mtime_ns, entries])
     name = f"{PurePosixPath(file.name).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.arrow"
-    directory = cache or _default_cache()
+    directory = cache or own_directory("paceline-arrow")
     target = directory / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -166,7 +181,7 @@ def _convert(file: Storage, entries: Sequence[Entry], target: Path) -> None:
     try:
         with _opened(file) as reader:
             writer = None
-            for batch in _batches(reader, names, full=True):
+            for batch in read_batches(reader, names, full=True):
                 columns = [_column(batch, entry, file) for entry in entries]
                 made = pa.RecordBatch.from_arrays(columns, [str(index) for index in range(len(entries))])
                 writer = writer or pa.ipc.new_file(str(aside), made.schema)
@@ -178,16 +193,21 @@ def _convert(file: Storage, entries: Sequence[Entry], target: Path) -> None:
     logger.info("%s is kept as %s (%.0f MB)", file.uri, target, target.stat().st_size / 1e6)
 
 
-def _batches(reader: Any, names: Sequence[str], full: bool) -> Iterator[pa.RecordBatch]:
-    """Those with rows; `full` looks at every value, not only at the sizes that a damaged file may claim."""
+def read_batches(
+    reader: Any, names: Sequence[str] | None, full: bool, most_rows: int = _ROWS
+) -> Iterator[pa.RecordBatch]:
+    """Yield those with rows, of Parquet `most_rows` at once.
+
+    `full` looks at every value, not only at the sizes that a damaged file may claim.
+    """
     if isinstance(reader, pq.ParquetFile):
-        batches = reader.iter_batches(batch_size=_ROWS, columns=names)
+        batches = reader.iter_batches(batch_size=most_rows, columns=names)
     elif isinstance(reader, pa.ipc.RecordBatchFileReader):
         batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
     else:
         batches = reader
     for batch in batches:
-        chosen = batch.select(names)
+        chosen = batch if names is None else batch.select(names)
         if chosen.num_rows:
             chosen.validate(full=full)
             for column in chosen.columns if not full else ():

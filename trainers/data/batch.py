@@ -4,7 +4,9 @@ A dataset gives a whole batch at once by `gather(rows)` (an int64 array to a bat
 it), by torch's `__getitems__(indices)`, or by being a TensorDataset; any other is asked for a sample at a time.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,20 +15,20 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 Batch = Any
-"""Any nesting of tensors (tuple, list, dict, dataclass) whose first dimension counts samples."""
+"""Any nesting of tensors (tuple, list, mapping, dataclass); as a rule their first dimension counts samples."""
 Collate = Callable[[list[Any]], Batch]
 """Makes a batch from a list of samples."""
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
-    """Return key and value of each item of a tuple, list, dict or dataclass; None for a leaf."""
-    if isinstance(batch, dict):
-        return list(batch.items())
+    """Return key and value of each item of a tuple, list, mapping or dataclass; None for a leaf."""
     if isinstance(batch, (tuple, list)):
         return list(enumerate(batch))
+    if isinstance(batch, Mapping):
+        return list(batch.items())
     if hasattr(batch, "__dataclass_fields__") and not isinstance(batch, type):
-        return [(name, getattr(batch, name)) for name in batch.__dataclass_fields__]
+        return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
     return None
 
 
@@ -50,19 +52,34 @@ def num_samples(batch: Batch) -> int:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Apply `function` to every tensor and keep the nesting; other leaves stay as they are."""
+    """Apply `function` to every tensor and keep the nesting; other leaves stay as they are.
+
+    A mapping comes back as a copy of its own type with all that it holds beside its items (a BatchEncoding's
+    encodings); one that cannot be changed, as a dict.
+    """
     if isinstance(batch, Tensor):
         return function(batch)
     parts = parts_of(batch)
     if parts is None:
         return batch
     mapped = [(key, map_tensors(function, value)) for key, value in parts]
-    if isinstance(batch, dict):
-        return type(batch)(mapped)
-    if not isinstance(batch, (tuple, list)):
-        return type(batch)(**dict(mapped))
-    values = [value for _, value in mapped]
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if isinstance(batch, (tuple, list)):
+        values = [value for _, value in mapped]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    if isinstance(batch, Mapping):
+        return _with_items(batch, mapped)
+    given = {field.name for field in dataclasses.fields(batch) if field.init}
+    return dataclasses.replace(batch, **{name: value for name, value in mapped if name in given})
+
+
+def _with_items(mapping: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Mapping[Any, Any]:
+    """Return a mapping like the given one with other values; constructors take what they like, and are not called."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return dict(items)
+    copied = copy.copy(mapping)
+    for key, value in items:
+        copied[key] = value
+    return copied
 
 
 def concatenate(batches: list[Batch]) -> Batch:

@@ -1,7 +1,9 @@
 """Batches on the device: resident tensors that are indexed there, or whole batches fetched here or by a DataLoader."""
 
+import itertools
+import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,12 +12,24 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, leaves_of, map_tensors
+from trainers.data.fed_dataset import FedDataset
 from trainers.data.transfer import Pinnable, to_device
-from trainers.devices.device import seed_all, total_memory_bytes
+from trainers.devices.device import seed_all, seed_host, total_memory_bytes
 from trainers.errors import ConfigError
 
 _RESIDENT_SHARE = 0.1  # of the device's memory, over all workers of the device: leaves the rest to training
+_END = object()
 _FETCH = 4096  # samples fetched at once while a dataset is made resident
+
+
+class _Asked:
+    """What a DataLoader with persistent workers reads anew each epoch: the batches that are asked for then."""
+
+    def __init__(self) -> None:
+        self.batches: Iterable[tuple[Rows, int | None]] = ()
+
+    def __iter__(self) -> Iterator[tuple[Rows, int | None]]:
+        return iter(self.batches)
 
 
 class _WholeBatches(Dataset[Any]):
@@ -29,8 +43,15 @@ class _WholeBatches(Dataset[Any]):
     def __getitem__(self, asked: tuple[Rows, int | None]) -> Pinnable:
         rows, seed = asked
         if seed is not None:
-            seed_all(seed)
-        return Pinnable(fetch(self.dataset, rows, self.collate))
+            seed_host(seed)
+        batch = fetch(self.dataset, rows, self.collate)
+        return Pinnable(batch, self.dataset.send() if isinstance(self.dataset, FedDataset) else None)
+
+
+def _leave_signals_to_parent(number: int) -> None:
+    """A terminal sends Ctrl-C to the loader's processes, too, while the loop writes its last checkpoint."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 class Feed:
@@ -54,28 +75,38 @@ class Feed:
         self.dataset, self.device, self._collate, self._transform = dataset, device, collate, transform
         self.beat: Callable[[], None] = lambda: None
         """Called for every batch: the loop's sign of life."""
+        self.most: int | None = None
+        """Samples that an evaluation takes at once, where more ran out of memory."""
         self.resident = self._make_resident(config, sharers)
-        # Of the coming batches: a DataLoader with persistent workers reads it each epoch.
-        self._rows: list[tuple[Rows, int | None]] = []
-        self._loader: DataLoader[Any] | None = None
+        self._fed = dataset if isinstance(dataset, FedDataset) else None
+        self._source, self._asked = _WholeBatches(dataset, collate), _Asked()
         self._pins = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
         if self._pins and self.resident is None and not torch.accelerator.is_available():
             warnings.warn("`data.pin_memory` is true, but there is no accelerator: memory is not pinned", stacklevel=2)
             self._pins = False
-        if self.resident is None and config.num_workers > 0:
-            self._loader = DataLoader(
-                _WholeBatches(dataset, collate),
-                batch_size=None,
-                sampler=self._rows,
-                num_workers=config.num_workers,
-                prefetch_factor=config.prefetch_factor,
-                pin_memory=self._pins,
-                persistent_workers=True,
-                generator=torch.Generator().manual_seed(seed),
-            )
+        self._loader = self._make_loader(config, seed) if self.resident is None and config.num_workers > 0 else None
+
+    def _make_loader(self, config: DataConfig, seed: int) -> DataLoader[Any]:
+        one_process = self._fed is not None and self._fed.one_process
+        return DataLoader(
+            self._source,
+            batch_size=None,
+            sampler=self._asked,
+            num_workers=1 if one_process else config.num_workers,
+            prefetch_factor=config.prefetch_factor,
+            pin_memory=self._pins,
+            persistent_workers=True,
+            worker_init_fn=_leave_signals_to_parent,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
     def _make_resident(self, config: DataConfig, sharers: int) -> Batch | None:
-        length = len(self.dataset)  # type: ignore[arg-type]
+        if not hasattr(self.dataset, "__len__"):
+            if config.resident is True:
+                rule = "needs data of a known size, which a stream has not"
+                raise ConfigError("data.resident", True, rule, "set `data.resident: false`")
+            return None
+        length = len(self.dataset)
         if config.resident is False or length == 0 or (config.resident == "auto" and config.num_workers > 0):
             return None
         data: Batch = self.dataset.tensors if type(self.dataset) is TensorDataset else None
@@ -92,19 +123,21 @@ class Feed:
         return map_tensors(lambda tensor: tensor.to(self.device), data)
 
     def batches(
-        self, microbatches: Sequence[Tensor], training: bool, seeds: Sequence[int] | None = None
+        self, microbatches: Iterable[Tensor], training: bool, seeds: Iterable[int] | None = None
     ) -> Iterator[Batch]:
         """Yield one transformed batch on the device for each int64 index tensor, in order.
 
-        With `seeds`, one a batch, what is drawn for a batch, here or in a loader's process, follows from its own alone.
+        With `seeds`, one a batch, what a loader's process draws for a batch follows from its own alone; in evaluation
+        so does what is drawn here.
         """
         resident = self.resident is not None
         source = self._resident_batches(microbatches) if resident else self._loaded_batches(microbatches, seeds)
-        each: Sequence[int | None] = seeds or [None] * len(microbatches)
-        for seed in each:
+        for seed in itertools.repeat(None) if training or seeds is None else seeds:
             if seed is not None:
                 seed_all(seed)
-            batch = next(source)
+            batch = next(source, _END)
+            if batch is _END:
+                return
             self.beat()
             if self._transform is not None:
                 with torch.no_grad():
@@ -112,23 +145,35 @@ class Feed:
             yield batch
         next(source, None)  # the loader ends its epoch
 
-    def _resident_batches(self, microbatches: Sequence[Tensor]) -> Iterator[Batch]:
-        if not microbatches:
+    def _resident_batches(self, microbatches: Iterable[Tensor]) -> Iterator[Batch]:
+        if not (batches := list(microbatches)):
             return
-        rows = torch.cat(list(microbatches)).to(self.device)  # one copy for the whole epoch
-        for indices in rows.split([len(indices) for indices in microbatches]):
+        rows = torch.cat(batches).to(self.device)  # one copy for the whole epoch
+        for indices in rows.split([len(indices) for indices in batches]):
             yield map_tensors(lambda tensor, at=indices: tensor.index_select(0, at), self.resident)  # type: ignore[misc]
 
-    def _loaded_batches(self, microbatches: Sequence[Tensor], seeds: Sequence[int] | None) -> Iterator[Batch]:
-        if self._loader is None:
-            host: Iterator[Batch] = (fetch(self.dataset, at.numpy(), self._collate) for at in microbatches)
-            if self._pins:
-                host = (Pinnable(batch).pin_memory().batch for batch in host)
+    def _loaded_batches(self, microbatches: Iterable[Tensor], seeds: Iterable[int] | None) -> Iterator[Batch]:
+        rows: Iterator[Rows] = (indices.numpy() for indices in microbatches)
+        if self._fed is not None:
+            rows = self._fed.held(rows)
+        host: Iterator[Batch]
+        if self._loader is not None:
+            self._asked.batches = zip(rows, itertools.repeat(None) if seeds is None else seeds, strict=False)
+            host = map(self._taken, self._loader)
+        elif self._fed is not None:
+            host = (self._taken(self._source[at, None]) for at in rows)
         else:
-            each: Sequence[int | None] = seeds or [None] * len(microbatches)
-            self._rows[:] = [(indices.numpy(), seed) for indices, seed in zip(microbatches, each, strict=True)]
-            host = (loaded.batch for loaded in self._loader)
+            host = (fetch(self.dataset, at, self._collate) for at in rows)
+        if self._loader is None and self._pins:
+            host = (Pinnable(batch).pin_memory().batch for batch in host)
         yield from to_device(host, self.device, ahead=self._loader is not None)
+
+    def _taken(self, loaded: Pinnable) -> Batch:
+        """Return the batch, after what came beside it was told."""
+        if self._fed is not None:
+            self._fed.receive(loaded.beside)
+            self._fed.release()
+        return loaded.batch
 
     def close(self) -> None:
         """End the loader's processes."""
@@ -136,3 +181,5 @@ class Feed:
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
         self._loader, self.resident = None, None
+        if self._fed is not None:
+            self._fed.close()

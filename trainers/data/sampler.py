@@ -1,7 +1,7 @@
 """Which samples belong to which step: a function of seed, epoch and global batch size, never of the machines.
 
-Epoch e is one seeded permutation; step t takes the next `global_batch_size` samples of it; ranks and microbatches
-only split that set. So a run goes on mid-epoch on another number of workers and still uses each sample once.
+Epoch e is one order, by default a seeded permutation; step t takes its next `global_batch_size` samples; ranks and
+microbatches only split that set. So a run goes on mid-epoch on another number of workers and uses the same samples.
 """
 
 from collections.abc import Sized
@@ -9,6 +9,9 @@ from collections.abc import Sized
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
+
+from trainers.data.order import Drawn, digest
+from trainers.data.shard_order import ShardOrder
 
 
 class StepSampler(DistributedSampler[int]):
@@ -28,14 +31,30 @@ class StepSampler(DistributedSampler[int]):
         drop_last: bool = False,
         *,
         global_batch_size: int,
+        drawn: Drawn | None = None,
+        of_shards: ShardOrder | None = None,
+        of_stream: bool = False,
     ) -> None:
-        """`num_replicas` and `rank` default to the process group's, as in torch's class."""
+        """`num_replicas` and `rank` default to the process group's, as in torch's class.
+
+        `drawn`: steps are dealt out of its orders instead; it may give a sample twice, or never. `of_shards` takes the
+        place of a permutation, which would be as long as the dataset; with `of_stream` the samples are dealt out as
+        they come, and the length is that of the run.
+        """
         if not isinstance(dataset, Sized):
             raise TypeError("the training dataset has no length: Paceline needs a map-style dataset (`__len__`)")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.global_batch_size = global_batch_size
-        self.length = len(dataset)
+        self.drawn, self._of_shards = drawn, of_shards if shuffle and drawn is None else None
+        self.length = len(dataset) if drawn is None else drawn.length
+        self._of_stream = of_stream
         self._permutation: tuple[int, Tensor] | None = None
+        self._step: tuple[int, int, Tensor] | None = None
+
+    @property
+    def known_length(self) -> int:
+        """Samples of one epoch; 0 of a stream, of which nobody knows them."""
+        return 0 if self._of_stream else self.length
 
     @property
     def steps_per_epoch(self) -> int:
@@ -43,16 +62,39 @@ class StepSampler(DistributedSampler[int]):
         full, rest = divmod(self.length, self.global_batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
-    def permutation(self) -> Tensor:
-        """int64 [length]: this epoch's order, the same on every rank."""
+    def rows(self, start: int, stop: int) -> Tensor:
+        """int64 [stop - start]: this epoch's samples from one place to another, the same on every rank and not to be
+        changed.
+        """
+        if self._of_shards is not None:
+            return self._of_shards.rows(self.epoch, start, stop)
+        if self.drawn is None and not self.shuffle:
+            return torch.arange(start, min(stop, self.length))
         if self._permutation is None or self._permutation[0] != self.epoch:
-            if self.shuffle:
+            if self.drawn is not None:
+                order = self.drawn(self.epoch)
+            else:
                 generator = torch.Generator().manual_seed(self.seed + self.epoch)  # as torch's class seeds it
                 order = torch.randperm(self.length, generator=generator)
-            else:
-                order = torch.arange(self.length)
             self._permutation = (self.epoch, order)
-        return self._permutation[1]
+        return self._permutation[1][start:stop]
+
+    def name(self) -> str:
+        """What this epoch's order is, for a checkpoint: a run that goes on must go on in it."""
+        if self._of_stream:
+            return "stream"
+        if self._of_shards is not None:
+            return self._of_shards.name(self.epoch)
+        if self.drawn is not None:
+            return f"{self.drawn.name} {digest(self.rows(0, self.length))}"
+        return "shuffled" if self.shuffle else "in order"
+
+    def samples(self, step: int) -> Tensor:
+        """int64 [n]: the samples of a step over all ranks."""
+        if self._step is None or self._step[:2] != (self.epoch, step):
+            start = step * self.global_batch_size
+            self._step = (self.epoch, step, self.rows(start, start + self.step_size(step)))
+        return self._step[2]
 
     def step_size(self, step: int) -> int:
         """Samples of a step of this epoch over all ranks."""
@@ -60,16 +102,14 @@ class StepSampler(DistributedSampler[int]):
 
     def share(self, step: int) -> Tensor:
         """int64 [n]: this rank's samples of a step; n differs by at most one between ranks and may be 0."""
-        size = self.step_size(step)
-        start = step * self.global_batch_size
-        first = start + size * self.rank // self.num_replicas
-        last = start + size * (self.rank + 1) // self.num_replicas
-        return self.permutation()[first:last]
+        size, start = self.step_size(step), step * self.global_batch_size
+        first, last = size * self.rank // self.num_replicas, size * (self.rank + 1) // self.num_replicas
+        # A step of shards is sorted as a whole.
+        return self.rows(start + first, start + last) if self._of_shards is None else self.samples(step)[first:last]
 
     def anchor(self, step: int) -> Tensor:
         """int64 [1]: a sample of the step, for a rank without a share to take part with at weight zero."""
-        start = step * self.global_batch_size
-        return self.permutation()[start : start + 1]
+        return self.samples(step)[:1]
 
     def plan(self, step: int, microbatch_size: int, even: bool = False) -> tuple[list[Tensor], list[int]]:
         """Return this rank's microbatches of a step, and how many samples each of them counts: 0 for an anchor.
@@ -79,7 +119,8 @@ class StepSampler(DistributedSampler[int]):
         share = self.share(step)
         largest = -(-self.step_size(step) // self.num_replicas) if even else len(share)
         chunks = split_share(share, microbatch_size, largest)
-        return [chunk if len(chunk) else self.anchor(step) for chunk in chunks], [len(chunk) for chunk in chunks]
+        idle = share[-1:] if len(share) else self.anchor(step)  # no row before its own: a stream only goes forward
+        return [chunk if len(chunk) else idle for chunk in chunks], [len(chunk) for chunk in chunks]
 
 
 def split_share(share: Tensor, microbatch_size: int, largest: int | None = None) -> list[Tensor]:

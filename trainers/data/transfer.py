@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,14 @@ _copy_stream = functools.cache(torch.cuda.Stream)  # one of a device: torch keep
 class Pinnable:
     """A batch that a DataLoader pins right: torch skips dataclasses, and in some versions makes lists of tuples."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, beside: Any = None) -> None:
+        self.batch, self.beside = batch, beside
 
     def pin_memory(self) -> Pinnable:
         """Return the same batch in page-locked memory (torch's protocol)."""
-        return Pinnable(map_tensors(lambda tensor: tensor.pin_memory() if _strided(tensor) else tensor, self.batch))
+        return Pinnable(
+            map_tensors(lambda tensor: tensor.pin_memory() if _strided(tensor) else tensor, self.batch), self.beside
+        )
 
 
 class Copies:

@@ -1,0 +1,217 @@
+"""One instance of a stream, read pass after pass in one process, from its start or a state of its own."""
+
+import contextlib
+import copy
+import io
+import logging
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data._utils import worker
+
+from trainers.data.sample_digest import digest
+from trainers.devices.device import seed_host
+from trainers.devices.group import as_one_rank
+from trainers.devices.rng import get_rng_state, set_rng_state
+from trainers.errors import ConfigError, first_line
+
+logger = logging.getLogger(__name__)
+
+MOST_MARKS = 1 << 16  # that are kept: far more than a loader's process is ahead
+PROOF = 32  # samples that are compared; more than the shards that are commonly interleaved
+END = object()
+_EVERY = 1000  # samples from one recorded state to the next
+_MARK_EVERY = 32  # samples from one mark of the trail to the next: a digest of each would cost as much as its decoding
+_SEED = 0
+_HOST = torch.device("cpu")
+
+Mark = tuple[int, str]
+"""How many rows were read, and what tells them from others: a digest over every 32nd of them, and all such before."""
+
+
+class StreamReader:
+    """A process's reading of one instance of a stream, pass after pass, from its first sample or a state of its own on.
+
+    `row` is read next; `head` has those before it that are kept.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str, kept: Mapping[str, Any] | None = None) -> None:
+        self.source, self.head = make(), deque[Any]()
+        self._make, self._name, self._pid = make, name, os.getpid()
+        self.records = self.is_iterator = self._is_told = False
+        self.beat: Callable[[], None] = lambda: None
+        self.load(kept)
+
+    def load(self, kept: Mapping[str, Any] | None) -> None:
+        """Go on from a state that the stream has given, or from the start."""
+        start = kept or {"row": 0, "passes": 0, "in_pass": 0, "state": None, "trail": ""}
+        self.row, self.passes, self._in_pass, self._start, self._trail = (
+            start[key] for key in ("row", "passes", "in_pass", "state", "trail")
+        )
+        self._marks: deque[Mark] = deque(maxlen=MOST_MARKS)
+        self.kept, self._loaded, self._began = kept, kept is not None, self.row
+        self._random: dict[str, Any] | None = None
+        self._samples: Iterator[Any] | None = None
+        self._candidate: dict[str, Any] | None = None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Read as in a process that is no loader's and the only rank, with random numbers of the stream's own: the same
+        in every process, whatever else draws there.
+        """
+        info, worker._worker_info = worker._worker_info, None
+        outside = get_rng_state(_HOST)
+        if self._random is None:
+            seed_host(_SEED)
+        else:
+            set_rng_state(self._random, _HOST)
+        try:
+            with as_one_rank():
+                yield
+        finally:
+            self._random = get_rng_state(_HOST)
+            set_rng_state(outside, _HOST)
+            worker._worker_info = info
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this process may read on."""
+        return self._pid == os.getpid() or (self.is_iterator and not hasattr(self.source, "__dict__"))
+
+    def advance(self) -> Any:
+        """Return the next sample of this pass, or END."""
+        try:
+            if self._samples is None:
+                self._samples = self._begin_pass()
+            sample = next(self._samples, END)
+        except Exception as error:
+            error.add_note(f"at row {self.row} of the stream {self._name}")
+            raise
+        if sample is not END:
+            self.row, self._in_pass = self.row + 1, self._in_pass + 1
+        return sample
+
+    def _begin_pass(self) -> Iterator[Any]:
+        if hasattr(self.source, "set_epoch"):
+            self.source.set_epoch(self.passes)
+        if self._start is not None:
+            self.source.load_state_dict(copy.deepcopy(self._start))
+            self._start = None
+        # Ray's Dataset has an __iter__ that raises.
+        samples: Iterator[Any] = iter(self.source.iter_rows() if hasattr(self.source, "iter_rows") else self.source)
+        self.is_iterator = samples is self.source
+        return samples
+
+    def read(self) -> Any:
+        """Return the next sample, of the next pass where this one has ended."""
+        if self.row % _EVERY == 0:
+            self.beat()
+            if self.records and self.row:
+                self._record()
+        while (sample := self.advance()) is END:
+            if not self._in_pass:
+                rule = f"ended after {self.row} samples, and gives none when it is begun again"
+                fix = "give an object whose `__iter__` begins anew, or lower `max_steps`"
+                raise ConfigError("stream", self._name, rule if self.row else "gives no sample", fix)
+            if self._loaded and not hasattr(self.source, "set_epoch"):
+                self._recount()
+                continue
+            self.passes, self._in_pass, self._samples = self.passes + 1, 0, None
+        if self.row % _MARK_EVERY == 1:
+            self._trail = digest([self._trail, sample])
+            self._marks.append((self.row, self._trail))
+        if self._candidate is not None:
+            self._candidate["next"].append(digest(sample))
+            if len(self._candidate["next"]) == PROOF:
+                self.kept, self._candidate = self._candidate, None
+        return sample
+
+    def _record(self) -> None:
+        """Begin to record the stream's own state, where it can be kept; else the last one that can stays."""
+        try:
+            state = self.state()
+            as_kept(state)
+        except Exception as error:
+            if not self._is_told:
+                self._is_told = True
+                words = "the stream %s gives no state at row %d that can be kept (%s): the last one that can stays"
+                logger.warning(words, self._name, self.row, first_line(error))
+        else:
+            self._candidate = state | {"next": []}
+
+    def take_marks(self) -> list[Mark]:
+        """Return the marks since the last call."""
+        marks = [*self._marks]
+        self._marks.clear()
+        return marks
+
+    def comes_by(self, mark: Mark) -> bool:
+        """Read up to a mark, and return whether it is there; true where this reading began behind it."""
+        row, _ = mark
+        if self._began >= row:
+            return True
+        if self.row < row:
+            with self.alone():
+                self.sample(row - 1, frees=True)
+        found = mark in self._marks
+        while self._marks and self._marks[0][0] < row:
+            self._marks.popleft()
+        return found
+
+    def _recount(self) -> None:
+        """Read again up to here from the start: what a pass is may follow from all before it, which no state of one
+        pass need have.
+        """
+        words = "the stream %s has no set_epoch: to begin its next pass, its %d samples so far are read again"
+        logger.info(words, self._name, self.row)
+        counted = StreamReader(self._make, self._name)
+        with counted.alone():
+            while counted.row < self.row:
+                counted.read()
+            drawn = get_rng_state(_HOST)
+        set_rng_state(drawn, _HOST)
+        self.source, self.passes, self._in_pass = counted.source, counted.passes, counted._in_pass
+        self._samples, self._loaded = counted._samples, False
+
+    def look(self, count: int) -> None:
+        """Read until `count` samples are kept; fewer of a stream that has no more."""
+        try:
+            with self.alone():
+                while len(self.head) < count:
+                    self.head.append(self.read())
+        except ConfigError:
+            if not self.head:
+                raise
+
+    def sample(self, row: int, frees: bool) -> Any:
+        """Return the sample of a row; with `frees`, those before it are dropped."""
+        if row < self.row - len(self.head):
+            raise IndexError(f"row {row} of the stream {self._name} was dropped: it is at row {self.row}")
+        while self.row <= row:
+            if frees:
+                self.head.clear()
+            self.head.append(self.read())
+        if frees:
+            while len(self.head) > self.row - row:
+                self.head.popleft()
+        return self.head[row - self.row]
+
+    def state(self) -> dict[str, Any]:
+        """The stream's own state here, as plain data, and where here is."""
+        state = copy.deepcopy(self.source.state_dict())
+        place = {"row": self.row, "passes": self.passes, "in_pass": self._in_pass}
+        return {**place, "state": state, "trail": self._trail}
+
+
+def as_kept(state: Mapping[str, Any]) -> Any:
+    """A state as it comes back from a checkpoint; raises what writing or reading it there would."""
+    saved = io.BytesIO()
+    torch.save(state, saved)
+    try:
+        return torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError("it holds more than tensors and plain data") from error
