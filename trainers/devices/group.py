@@ -1,12 +1,16 @@
 """The ranks of one run, and the few collectives that the loop needs."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import os
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupMember
 
 T = TypeVar("T")
 
@@ -34,6 +38,17 @@ class Group:
         moved = tensor.detach().to(self.device, copy=True)
         dist.all_reduce(moved, operation)
         return moved.to(tensor.device)
+
+    def concatenated(self, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Return a tensor [counts[r], ...] of every rank r, in rank order, on every rank; no gradient goes through."""
+        if self.world_size == 1:
+            return [tensor]
+        padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor.detach()
+        parts = [torch.empty_like(padded) for _ in counts]
+        # As bytes: not every backend sends every dtype.
+        dist.all_gather([part.view(-1).view(torch.uint8) for part in parts], padded.view(-1).view(torch.uint8))
+        return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
     def gather(self, value: T) -> list[T]:
         """Return plain data of every rank, in rank order, on every rank."""
@@ -89,3 +104,39 @@ def answered_locally() -> Iterator[None]:
     finally:
         for group, device, kind in swapped:
             group._register_backend(device, kind, None)  # the one that it has of this kind
+
+
+_RANKS = re.compile(
+    "((LOCAL|GROUP|NODE|ROLE)_)?(RANK|WORLD_SIZE)|(OMPI_COMM_WORLD|PMI)_(RANK|SIZE)|SLURM_(PROCID|NTASKS|LOCALID)"
+)
+"""The names by which launchers tell a process its place."""
+
+
+@contextlib.contextmanager
+def as_one_rank() -> Iterator[None]:
+    """Let what runs inside find one rank, in torch.distributed as in the environment: many a library of data gives each
+    rank its share unasked. Only for a thread beside which no other uses either.
+    """
+    world: Any = GroupMember.WORLD if dist.is_initialized() else None
+    places = {name: os.environ.pop(name) for name in [*os.environ] if _RANKS.fullmatch(name)}
+    if world is not None:
+        GroupMember.WORLD = _alone()
+    try:
+        yield
+    finally:
+        if world is not None:
+            GroupMember.WORLD = world
+        os.environ.update(places)
+
+
+@functools.cache
+def _alone() -> Any:
+    """A group of one rank, which answers every collective."""
+    from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+
+    group: Any = dist.ProcessGroup(HashStore(), 0, 1)
+    for device in ("cpu", "cuda"):
+        local: Any = FakeProcessGroup._create_internal(0, 1)
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, local)
+    group._set_group_name("one rank")
+    return group

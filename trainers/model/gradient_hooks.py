@@ -5,17 +5,21 @@ a few hundred kilobytes that waiting is the larger part of a step. There every r
 once and adds up what comes in the order of ranks: one turn, and the same bits on every rank (with two those of gloo).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+
+from trainers.devices.group import Group
 
 Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 MAX_BYTES = 1 << 20
 """What a rank may receive of one step; above this all-reduce moves less (2 / n of it)."""
+_BUCKET_BYTES = 25 << 20  # DDP's own
 
 
 def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -23,6 +27,19 @@ def all_reduced(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer()
     buffer.mul_(1.0 / dist.get_world_size())  # as the reducer does it: dividing rounds otherwise
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def average_gradients(gradients: Sequence[Tensor], group: Group) -> None:
+    """Replace gradients by their averages over ranks, for what is trained without DDP. Every rank must call it with as
+    many, of the same shapes.
+    """
+    if group.world_size == 1:
+        return
+    for bucket in _take_tensors(gradients, _BUCKET_BYTES):
+        flat = _flatten_dense_tensors(bucket)
+        flat.mul_(1.0 / group.world_size)
+        dist.all_reduce(flat)
+        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 
 def exchanged(rank: int, world_size: int) -> Hook:

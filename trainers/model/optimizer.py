@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from trainers.config import TrainConfig
 from trainers.config.sections import ScheduleConfig
 from trainers.errors import MISSING, ConfigError
+from trainers.model.joined_optimizer import optimizers_of
+from trainers.model.moving_average import MovingAverage
 from trainers.model.sharding import is_shard
 
 _CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -50,7 +52,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 def check_optimizer(optimizer: Optimizer, task: str) -> None:
     """Raise ConfigError where a torch LR scheduler has been attached: the run sets the learning rate in every step."""
     marked = any("initial_lr" in group for group in optimizer.param_groups)
-    if marked or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    if marked or any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers_of(optimizer)):
         raise _overruled(f"{task}.optimizer()", "comes with a torch LR scheduler, which `lr_schedule` overrules")
 
 
@@ -63,7 +65,7 @@ def check_lr(optimizer: Optimizer, task: str, lrs: Sequence[float]) -> None:
 
 
 def _overruled(field: str, rule: str) -> ConfigError:
-    fix = "describe the course with `lr_schedule` (constant, linear or cosine, with `warmup`), without a scheduler"
+    fix = "name the scheduler in `lr_schedule`, or return it from the task's schedule()"
     return ConfigError(field, MISSING, rule, fix)
 
 
@@ -71,18 +73,27 @@ def set_training(optimizer: Any, training: bool) -> None:
     """Tell a schedule-free optimizer (Defazio et al. 2024, arXiv 2405.15682) which of its weights the model is to have:
     those that it trains, or their average, which is what is evaluated and kept. Others have no such modes.
     """
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        (optimizer.train if training else optimizer.eval)()
+    one: Any
+    for one in optimizers_of(optimizer):
+        if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None)):
+            (one.train if training else one.eval)()
 
 
 @contextlib.contextmanager
-def averaged(optimizer: Optimizer) -> Iterator[None]:
-    """Let the model have the weights inside that are evaluated and kept."""
+def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
+    """Let the model have the weights inside that are evaluated and kept: the optimizer's own average, or `ema`'s."""
     set_training(optimizer, False)
     try:
-        yield
+        with ema.in_place() if ema is not None else contextlib.nullcontext():
+            yield
     finally:
         set_training(optimizer, True)
+
+
+def warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
+    """Return how many steps of `total_steps` are the warm-up."""
+    warmup = schedule.warmup
+    return math.ceil(warmup * total_steps) if isinstance(warmup, float) else warmup
 
 
 def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
@@ -91,8 +102,7 @@ def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
     Warm-up rises linearly and reaches 1 at its last step; then constant, or linear or half a cosine to 0 after the
     last step.
     """
-    warmup = schedule.warmup
-    steps = math.ceil(warmup * total_steps) if isinstance(warmup, float) else warmup
+    steps = warmup_steps(schedule, total_steps)
     if step < steps:
         return (step + 1) / steps
     if schedule.name == "constant":

@@ -121,7 +121,7 @@ def apply_matmul(spec: PrecisionSpec) -> None:
     """
     lower = spec.matmul == "tf32"
     backends: Any = torch.backends
-    for inherited in (backends, backends.mkldnn, backends.mkldnn.conv, backends.mkldnn.rnn):
+    for inherited in (backends, backends.cudnn, backends.mkldnn, backends.mkldnn.conv, backends.mkldnn.rnn):
         inherited.fp32_precision = "none"
     torch.set_float32_matmul_precision("high" if lower else "highest")
     torch.backends.cudnn.allow_tf32 = lower

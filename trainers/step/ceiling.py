@@ -24,7 +24,11 @@ _Ceilings = dict[str, Annotated[int, Field(ge=1)]]
 
 def _setting(config: TrainConfig, context: RunContext, device_name: str) -> str:
     """Return what a ceiling holds for: another device, strategy or number of workers has its own."""
-    return f"{context.world_size} x {device_name}, {config.strategy}, compile {config.compile}"
+    words = [f"{context.world_size} x {device_name}", config.strategy, f"compile {config.compile}"]
+    if config.activation_checkpointing != "none":
+        words.append(f"activation_checkpointing {config.activation_checkpointing}")
+    words += [f"fsdp.{key} {value}" for key, value in config.fsdp.model_dump(exclude_defaults=True).items()]
+    return ", ".join(words)
 
 
 def next_smaller(microbatch_size: int) -> int:

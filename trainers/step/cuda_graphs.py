@@ -14,6 +14,7 @@ captured or run as they are.
 
 import functools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainers.causes import classify
 from trainers.data.batch import Batch, map_tensors, parts_of, tensors_of
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, classify, first_line
+from trainers.errors import ConfigError, first_line
+from trainers.model.schedule import Schedule
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
@@ -33,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 CAPTURE_AFTER_STEPS = 3
 """Steps of a shape before it is captured (torch's own number for models without DDP)."""
+_failed = threading.Event()  # set once a capture of this process has
 _MOST_SHAPES = 64  # that are counted: more of them never come back
 _capture_stream = functools.cache(torch.cuda.Stream)  # one of a device: cuBLAS keeps a workspace for each that it sees
 
@@ -113,12 +117,19 @@ class GraphedStep(TrainStep):
         self._count(shape, list(sizes))
         self._capture.run(lambda: TrainStep.__call__(self, iter(held), sizes, step_samples, idle))
 
-    def set_lr(self, factor: float) -> None:
-        """Multiply every group's base learning rate, in place on the device."""
-        self._lr_factor = factor
-        for param_group, base, lr in zip(self.optimizer.param_groups, self._base_lrs, self._lrs, strict=True):
-            lr.fill_(base * factor)
+    def set_lrs(self, lrs: list[float]) -> None:
+        """Set every group's learning rate, in place on the device."""
+        self._wanted_lrs = lrs
+        for param_group, wanted, lr in zip(self.optimizer.param_groups, lrs, self._lrs, strict=True):
+            lr.fill_(wanted)
             param_group["lr"] = lr  # a checkpoint that was loaded since has brought a tensor of its own
+
+    def follow(self, schedule: Schedule, step: int) -> None:
+        """Set the learning rates that a scheduler says of `step`; ConfigError where it changes what is captured."""
+        self.set_lrs(schedule.lrs(step))
+        if schedule.cycled(self.optimizer):
+            rule = "keeps the momentum that it has captured, and the scheduler cycles it"
+            raise _impossible(rule, "set `cycle_momentum: false` in `lr_schedule.args`")
 
     def _record(
         self, shape: Hashable, held: list[Batch], sizes: Sequence[int], step_samples: int, idle: bool
@@ -133,6 +144,7 @@ class GraphedStep(TrainStep):
                 param_group["capturable"] = True
             replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
         except RuntimeError as error:
+            _failed.set()
             if classify(error) in OUT_OF_MEMORY:
                 raise
             cause = error.__context__ or error  # ending a capture that failed raises once more
@@ -154,6 +166,13 @@ class GraphedStep(TrainStep):
         if len(self._seen) >= _MOST_SHAPES:
             self._seen.clear()
         self._seen[shape] += 1
+
+
+def capture_failed() -> bool:
+    """Whether a capture of this process has failed: torch 2.11 leaves its memory pool open then, and its random
+    generators capturing, so that nothing more should be trained here.
+    """
+    return _failed.is_set()
 
 
 def layout(batch: Batch) -> Hashable:

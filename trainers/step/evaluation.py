@@ -5,22 +5,29 @@ ranks (to zeros, so exactly) and then summed without rounding. For torchmetrics 
 """
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from trainers.causes import classify
+from trainers.data.batch import Batch
 from trainers.data.feed import Feed
 from trainers.devices.group import Group
 from trainers.devices.rng import get_rng_state, set_rng_state
-from trainers.errors import ConfigError
+from trainers.errors import FIX, MISSING, ConfigError, RunFailedError, first_line
 from trainers.model.precision import PrecisionSpec
 from trainers.model.sharding import is_sharded
+from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
 from trainers.step.forward import ForwardPass
 from trainers.step.metric_states import MetricStates
-from trainers.task import Task
+from trainers.task import Task, weight_of
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -34,48 +41,52 @@ def evaluate(
     seeds: tuple[int, ...] = (0,),
     collective: bool = False,
 ) -> dict[str, float]:
-    """`val_loss` and the task's metrics as `val_<name>`, over every sample once. Every rank must call it.
+    """`val_loss` (unless the task's loss is None here) and its metrics as `val_<name>`, over every sample once. Every
+    rank must call it.
 
     `model` is the bare module: nothing here is a collective until the end, but the forwards of a sharded one, and of a
     task of which `collective` says so. Those are equally many on every rank: a rank with a batch less runs one whose
     result is left out. What is drawn for a batch follows from `seeds` and its number; random state is put back.
+
+    A batch that runs out of memory is taken in halves, from then on: the figures are the same but for rounding. Where
+    forwards are collectives, or one sample is too large, RunFailedError says so.
     """
     length = len(feed.dataset)  # type: ignore[arg-type]
     batches = list(torch.arange(length).split(microbatch_size))
     mine = range(group.rank, len(batches), group.world_size)
     rounds = -(-len(batches) // group.world_size)
-    idle = batches[:1] if (collective or is_sharded(model)) and len(mine) < rounds else []
-    drawn = [batch_seed(*seeds, index) for index in [*mine, *([0] * len(idle))]]
-    forward = ForwardPass(model, task, spec, group.device)
-    rows: list[torch.Tensor] = []
-    names: list[str] = []
-    states = MetricStates()
-    exact = torch.float32 if group.device.type == "mps" else torch.float64
-    batch, random_state = None, get_rng_state(group.device)
+    together = collective or is_sharded(model)
+    idle = [_Piece(0, 0, batches[0])] if together and len(mine) < rounds else []
+    todo = [_Piece(index, 0, batches[index]) for index in mine]
+    if feed.most is not None:
+        todo = _halved(todo, feed.most)
+    measured = _Measured(ForwardPass(model, task, spec, group.device))
+    random_state = get_rng_state(group.device)
     try:
         with torch.no_grad(), evaluating(model):
-            for batch in feed.batches([batches[index] for index in mine] + idle, training=False, seeds=drawn):
-                if len(rows) == len(mine):
-                    forward(batch, with_loss=collective)
-                    continue
-                outputs, loss = forward(batch)
-                index = mine[len(rows)]
-                found = task.metrics(outputs, batch)
-                check_names(found, type(task).__name__)
-                values = states.take(found, index, len(batches[index]), type(task).__name__)
-                names = list(values)
-                weight = task.weight(batch).to(loss.device, exact)
-                sums = [value.to(exact).sum() for value in values.values()]
-                rows.append(torch.stack([loss.to(exact) * weight, weight, *sums]))
-    except RuntimeError as error:
-        forward.explain(error, batch)
-        raise
+            while todo or idle:
+                error, size = measured.take(feed, todo, idle, seeds, with_loss=collective)
+                if error is None:
+                    break
+                if together or size == 1:
+                    raise too_large(error, size, group, next_smaller(microbatch_size)) from error
+                feed.most = next_smaller(size)
+                logger.info(
+                    "an evaluation batch of %d does not fit (%s): %d at once", size, first_line(error), feed.most
+                )
+                todo = _halved(todo[measured.done :], feed.most)
     finally:
         set_rng_state(random_state, group.device)
-    names = next(filter(None, group.gather(names)), names)
+    names, has_loss, states = measured.names, measured.has_loss, measured.states
+    said = group.gather((names, has_loss))
+    names = next((of_rank for of_rank, _ in said if of_rank), names)
+    has_loss = has_loss.union(*(of_rank for _, of_rank in said))
+    if len(has_loss) == 2:
+        rule, fix = "is None for some batches of an evaluation alone", "return None for all of them, or for none"
+        raise ConfigError(f"{type(task).__name__}.loss()", MISSING, rule, fix)
     table = torch.zeros(len(batches), 2 + len(names), dtype=torch.float64)
-    if rows:
-        table[list(mine)] = torch.stack(rows).cpu().double()
+    if measured.sums:
+        table[list(measured.sums)] = torch.stack(list(measured.sums.values())).cpu().double()
     columns = group.sum(table).T.tolist()
     loss_sum, weight_sum, *sums_of = [math.fsum(column) for column in columns]
     figures = {name: total / length for name, total in zip(names, sums_of, strict=True)}
@@ -83,8 +94,94 @@ def evaluate(
     if both := sorted(figures.keys() & of_states.keys()):
         raise _taken(both[0], "is the name of two figures", type(task).__name__)
     figures |= of_states
-    val_loss = loss_sum / weight_sum if weight_sum else math.nan
-    return {"val_loss": val_loss, **{f"val_{name}": figure for name, figure in figures.items()}}
+    val_loss = {} if has_loss == {False} else {"val_loss": loss_sum / weight_sum if weight_sum else math.nan}
+    return {**val_loss, **{f"val_{name}": figure for name, figure in figures.items()}}
+
+
+def too_large(error: BaseException, size: int, group: Group, smaller: int) -> RunFailedError:
+    """Return what to raise where a batch of `size`, that nothing is learnt from, ran out of memory."""
+    words = f"rank {group.rank}: an evaluation batch of {size} ran out of memory ({first_line(error)})"
+    return RunFailedError(classify(error), f"{words}{FIX}set `evaluate.microbatch_size` to {smaller}")
+
+
+class _Piece(NamedTuple):
+    """What is evaluated at once: a batch, or a part of it."""
+
+    batch: int
+    start: int
+    """Of the part, within the batch."""
+    rows: Tensor
+    """int64 [samples]."""
+
+
+def _halved(pieces: Sequence[_Piece], most: int) -> list[_Piece]:
+    """Split what has more than `most` samples."""
+    return [
+        _Piece(piece.batch, piece.start + offset, rows)
+        for piece in pieces
+        for offset, rows in zip(range(0, len(piece.rows), most), piece.rows.split(most), strict=True)
+    ]
+
+
+class _Measured:
+    """What one rank has measured of its batches."""
+
+    def __init__(self, forward: ForwardPass) -> None:
+        self.sums: dict[int, Tensor] = {}
+        """By the batch's number: the loss times its weight, the weight, and each metric's sum."""
+        self.names: list[str] = []
+        self.has_loss: set[bool] = set()
+        self.states = MetricStates()
+        self.done = 0
+        """Pieces of the last `take`."""
+        self._forward = forward
+        self._exact = torch.float32 if forward.device.type == "mps" else torch.float64
+
+    def take(
+        self, feed: Feed, pieces: Sequence[_Piece], idle: Sequence[_Piece], seeds: tuple[int, ...], *, with_loss: bool
+    ) -> tuple[BaseException | None, int]:
+        """Measure the pieces, and run the `idle` ones; return the error of one that ran out of memory, and its size.
+
+        Only a forward pass may: a metric that has seen a batch would see it again.
+        """
+        self.done, forward, batch = 0, self._forward, None
+        every = [*pieces, *idle]
+        drawn = [batch_seed(*seeds, piece.batch, *([piece.start] * (piece.start > 0))) for piece in every]
+        found = feed.batches([piece.rows for piece in every], training=False, seeds=drawn)
+        for piece in every:
+            is_idle = self.done == len(pieces)
+            try:
+                batch = next(found)
+                outputs, loss = forward(batch, with_loss=with_loss or not is_idle)
+            except (RuntimeError, MemoryError) as error:
+                if classify(error) in OUT_OF_MEMORY:
+                    return error.with_traceback(None), len(piece.rows)  # its frames hold what did not fit
+                if isinstance(error, RuntimeError):
+                    forward.explain(error, batch)
+                raise
+            if not is_idle:
+                self._add(piece, batch, outputs, loss)
+                self.done += 1
+        next(found, None)  # a loader ends its epoch
+        return None, 0
+
+    def _add(self, piece: _Piece, batch: Batch, outputs: Any, loss: Tensor | None) -> None:
+        task, samples = self._forward.task, len(piece.rows)
+        try:
+            found = task.metrics(outputs, batch)
+        except RuntimeError as error:
+            self._forward.explain(error, batch)
+            raise
+        check_names(found, type(task).__name__)
+        values = self.states.take(found, piece[:2], samples, type(task).__name__)
+        self.names = list(values)
+        self.has_loss.add(loss is not None)
+        loss = torch.zeros((), device=self._forward.device) if loss is None else loss
+        weight = weight_of(task, batch, samples).to(loss.device, self._exact)
+        sums = [value.to(self._exact).sum() for value in values.values()]
+        weighed = (loss.to(self._exact) * weight).masked_fill(weight == 0, 0.0)  # as in training
+        row = torch.stack([weighed, weight, *sums])
+        self.sums[piece.batch] = self.sums[piece.batch] + row if piece.batch in self.sums else row
 
 
 def check_names(names: Iterable[str], task: str) -> None:

@@ -5,9 +5,11 @@ Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the 
 row has no utilisation: nothing is guessed.
 """
 
+import contextlib
 import csv
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainers.data.batch import fetch, map_tensors
+from trainers.devices.device import no_autotune
+from trainers.model.activations import activations_kept
 from trainers.step.forward import ForwardPass
 from trainers.step.throwaway import throwaway
 from trainers.task import Task
@@ -27,13 +31,15 @@ PEAKS = Path(__file__).with_name("peaks.csv")
 _LIKE_SAMPLES = 8  # of samples that are all of one shape, a few are enough; two or more, for BatchNorm
 
 
-def count_flops(forward: ForwardPass, dataset: Dataset[Any], microbatch: Tensor) -> float | None:
+def count_flops(
+    forward: ForwardPass, dataset: Dataset[Any], microbatch: Tensor, phases: Sequence[ForwardPass] = ()
+) -> float | None:
     """Count the FLOPs of the forward and backward pass for one sample: matrix products, convolutions and attention, an
-    addition and a multiplication each counted. None when they cannot be counted.
+    addition and a multiplication each counted. None when they cannot be counted, or differ from step to step.
 
     A throw-away pass over the samples `microbatch` (int64 [n]) of the training split, real ones because padding costs
     too: not the memory probe's worst case. `forward` is that of the bare module, neither compiled nor wrapped, so one
-    rank may count alone. A recomputed activation counts again.
+    rank may count alone. What activation checkpointing computes again is not counted.
     """
     task, device = forward.task, forward.device
     if device.type == "cuda" and any(isinstance(module, nn.RNNBase) for module in forward.model.modules()):
@@ -41,21 +47,28 @@ def count_flops(forward: ForwardPass, dataset: Dataset[Any], microbatch: Tensor)
     if type(task).worst_case_batch is Task.worst_case_batch:
         microbatch = microbatch[:_LIKE_SAMPLES]
     counter = FlopCounterMode(display=False)
-    autotune, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # not for a shape met once
-    with throwaway(forward, dataset=dataset):
+    counter.mod_tracker = _AllModules()  # type: ignore[assignment]
+    with no_autotune(), throwaway(forward, dataset=dataset):
         try:
             with torch.no_grad():
                 batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))
                 batch = task.transform(batch, True)
-            with counter:
-                forward.loss(batch).backward()
+            with counter, activations_kept():
+                for one in phases or (forward,):
+                    with one.alone():
+                        one.loss(batch).backward()
         except Exception as error:
             # Training meets an error of the task too, and says it better; one of the counter's own must not end it.
             logger.warning("FLOPs cannot be counted (%s: %s): utilisation is left out", type(error).__name__, error)
             return None
-        finally:
-            torch.backends.cudnn.benchmark = autotune
-    return counter.get_total_flops() / len(microbatch) or None
+    differs = phases and type(task).phases is not Task.phases
+    return None if differs else counter.get_total_flops() / len(microbatch) or None
+
+
+class _AllModules(contextlib.nullcontext[None]):
+    """In place of torch's own tracker, which counts by module, and whose hooks refuse a gradient by an input."""
+
+    parents = frozenset({"Global"})
 
 
 def utilisation(

@@ -1,5 +1,6 @@
 """The forward pass: a task's outputs and loss of a batch, in the run's precision."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,15 @@ class ForwardPass:
         except RuntimeError as error:
             self.explain(error, batch)
             raise
+
+    @property
+    def said(self) -> str:
+        """The task's method that gives the loss, for a sentence."""
+        return "loss()"
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context for forward and backward, in which only what this loss trains requires a gradient."""
+        return contextlib.nullcontext()
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss alone."""

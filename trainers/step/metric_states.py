@@ -15,6 +15,8 @@ from trainers.data.batch import map_tensors
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 
+_Place = tuple[int, int]
+"""The number of a batch, and where in it a part of it starts."""
 _ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")  # torchmetrics' names; exact for whole numbers
 
 
@@ -23,10 +25,10 @@ class MetricStates:
 
     def __init__(self) -> None:
         self._metrics: dict[str, Any] = {}  # torchmetrics.Metric by name
-        self._states: dict[str, dict[str, dict[int, Any]]] = {}  # tensors or lists of them, by metric, state and batch
+        self._states: dict[str, dict[str, dict[_Place, Any]]] = {}  # tensors or lists of them, by metric and state
 
-    def take(self, values: Mapping[str, Any], batch: int, samples: int, task: str) -> dict[str, Tensor]:
-        """Keep and reset the metrics among `values`, which batch number `batch` has updated; return the tensors.
+    def take(self, values: Mapping[str, Any], place: _Place, samples: int, task: str) -> dict[str, Tensor]:
+        """Keep and reset the metrics among `values`, which a part of a batch has updated; return the tensors.
 
         Raises ConfigError, which names the class `task`, for what is neither a tensor [samples] nor a metric.
         """
@@ -44,7 +46,7 @@ class MetricStates:
             self._metrics[name] = value
             states = self._states.setdefault(name, {attribute: {} for attribute in value._reductions})
             for attribute, state in value.metric_state.items():
-                _keep(states[attribute], batch, state, value._reductions[attribute])
+                _keep(states[attribute], place, state, value._reductions[attribute])
             value.reset()
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -85,17 +87,17 @@ class MetricStates:
         return figures
 
 
-def _keep(kept: dict[int, Any], batch: int, state: Any, reduction: Callable[[Any], Any] | None) -> None:
+def _keep(kept: dict[_Place, Any], place: _Place, state: Any, reduction: Callable[[Any], Any] | None) -> None:
     """Keep a batch's state; whole numbers that are summed are one state for all of a rank's batches."""
     if isinstance(state, list):
-        kept[batch] = [item.detach() for item in state]
+        kept[place] = [item.detach() for item in state]
         return
     exact = not state.is_floating_point() and getattr(reduction, "__name__", "") in _ORDERLESS
     if reduction is not None and exact and kept:
         first = next(iter(kept))
         kept[first] = reduction(torch.stack([kept[first], state]))
     else:
-        kept[batch] = state.detach().clone()
+        kept[place] = state.detach().clone()
 
 
 def _reduced(states: list[Any], reduction: Callable[[Any], Any] | None) -> Any:

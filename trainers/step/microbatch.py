@@ -6,8 +6,10 @@ module first: worst-case batch, forward, backward and optimizer step, everything
 
 import contextlib
 import gc
+import itertools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +17,30 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from trainers.data.batch import map_tensors, tensors_of
-from trainers.devices.device import synchronize
+from trainers.causes import classify
+from trainers.data.batch import Batch, map_tensors, tensors_of
+from trainers.devices.device import (
+    memory_figures,
+    no_autotune,
+    reset_peak_memory,
+    room_bytes,
+    synchronize,
+    take_spare,
+)
 from trainers.devices.group import Group
-from trainers.errors import classify
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import no_sync
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.forward import ForwardPass
+from trainers.step.phased_step import PhasePass
 from trainers.step.throwaway import throwaway
 
 logger = logging.getLogger(__name__)
 
 _REFUSED = "cannot be trained: "
+_SMALL_PART = 16
+_BAND = 0.1
+"""What small microbatches say of large ones is wrong by less."""
 
 
 @dataclass(frozen=True)
@@ -40,39 +53,87 @@ class Probe:
     """A fresh one."""
     dataset: Dataset[Any]
     group: Group
+    phases: Sequence[PhasePass] = ()
+    """Of a step that has some: each is taken."""
 
-    def run(self, size: int, passes: int) -> BaseException | None:
-        """Take steps of `passes` times `size` samples; return the out-of-memory error that this rank met, if any."""
-        error = self._error(size, passes)
+    @property
+    def passes(self) -> Sequence[ForwardPass]:
+        """What a step may take: the forward pass of each phase, or the only one."""
+        return self.phases or (self.forward,)
+
+    def run(self, size: int, accumulates: bool, with_spare: bool) -> BaseException | None:
+        """Take steps of microbatches of `size` samples, as one that `accumulates` several of them would find memory;
+        return the out-of-memory error that this rank met, if any. `with_spare`: it fits only if a little is left.
+        """
+        error = self._error(size, accumulates, with_spare)
         if self.forward.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
         return error
 
-    def _error(self, size: int, passes: int) -> BaseException | None:
-        forward, optimizer, batch = self.forward, self.optimizer, None
-        with throwaway(forward, optimizer, self.dataset):
+    def hopeless(self, share: int) -> int | None:
+        """Return the smallest size that cannot fit, by a line through what two small ones take: a peak grows at least
+        as fast as between them. None where the device names no limit, or `share` is small itself.
+        """
+        device, room, small = self.forward.device, room_bytes(self.forward.device), share // _SMALL_PART
+        if room is None or small < 2:
+            return None
+        taken: list[int] = []
+        with no_autotune():
+            for size in (small, 2 * small):
+                reset_peak_memory(device)
+                before = memory_figures(device)["allocated_bytes"]
+                if self.run(size, accumulates=False, with_spare=False) is not None:
+                    return size
+                taken.append(memory_figures(device)["peak_bytes"] - before)
+        each = (taken[1] - taken[0]) / small
+        return None if each <= 0 else small + max(0, math.ceil(((1 + _BAND) * room - taken[0]) / each))
+
+    def _error(self, size: int, accumulates: bool, with_spare: bool) -> BaseException | None:
+        device = self.forward.device
+        with throwaway(self.forward, self.optimizer, self.dataset):
             try:
-                for _ in range(2):  # the second with the optimizer's state in memory, as every step but the first
-                    optimizer.zero_grad(set_to_none=True)
-                    for index in range(passes):
-                        with torch.no_grad():
-                            batch = forward.task.worst_case_batch(self.dataset, size)
-                            batch = map_tensors(lambda tensor: tensor.to(forward.device), batch)
-                            batch = forward.task.transform(batch, True)
-                        with contextlib.nullcontext() if index == passes - 1 else no_sync(forward.model):
-                            forward.loss(batch).backward()
-                    optimizer.step()
-                    if not tensors_of(list(optimizer.state.values())):
-                        break
-                synchronize(forward.device)
+                spare = take_spare(device) if with_spare else None
+                self.take_steps(size, accumulates)
+                synchronize(device)
+                del spare
             except (RuntimeError, MemoryError) as error:
                 if classify(error) in OUT_OF_MEMORY:
                     return error.with_traceback(None)  # its frames hold the tensors that did not fit
-                if isinstance(error, RuntimeError):
-                    forward.explain(error, batch)
                 raise
         return None
+
+    def take_steps(self, size: int, accumulates: bool) -> None:
+        """Take the first two steps, or one where the second needs no more; the model and the optimizer change."""
+        optimizer = self.optimizer
+        sharded = is_sharded(self.forward.model)
+        # The whole gradient of a sharded model is there only while microbatches accumulate: two of them show it. Any
+        # other is there beside the activations then, and always as DDP's buckets: it is left for the second step.
+        passes = 2 if sharded and accumulates else 1
+        stays = not sharded and (accumulates or self.group.world_size > 1)
+        for number in range(2):  # the second with the optimizer's state in memory, as every step but the first
+            if number == 0 or not stays:
+                optimizer.zero_grad(set_to_none=True)
+            for one, index in itertools.product(self.passes, range(passes)):
+                batch = None
+                try:
+                    batch = self.batch(size)
+                    with one.alone(), contextlib.nullcontext() if index == passes - 1 else no_sync(one.model):
+                        one.loss(batch).backward()
+                except RuntimeError as error:
+                    if classify(error) not in OUT_OF_MEMORY:
+                        one.explain(error, batch)
+                    raise
+            optimizer.step()
+            if not stays and not tensors_of(list(optimizer.state.values())):
+                break
+
+    @torch.no_grad()
+    def batch(self, size: int) -> Batch:
+        """Return the batch of `size` samples that takes most memory, as a step gets it."""
+        forward = self.forward
+        batch = forward.task.worst_case_batch(self.dataset, size)
+        return forward.task.transform(map_tensors(lambda tensor: tensor.to(forward.device), batch), True)
 
 
 def choose_microbatch(
@@ -96,6 +157,10 @@ def choose_microbatch(
     """
     known_fit, known_misfit = bounds
     sharded = is_sharded(probe.forward.model)
+    hopeless = None
+    names_limit = room_bytes(probe.forward.device) is not None
+    if names_limit and wanted == "auto" and not sharded and (known_fit or 0) < share:
+        hopeless = min(filter(None, probe.group.gather(probe.hopeless(share))), default=None)
     too_large = "a larger microbatch ran out of memory" if accumulates and wanted == "auto" and share == 1 else ""
     kind: type[BaseException] = torch.OutOfMemoryError
 
@@ -110,10 +175,12 @@ def choose_microbatch(
             return False
         if known_fit is not None and size <= known_fit:
             return True
-        # The whole gradient of a sharded model is there only while microbatches accumulate: two of them show it.
+        if hopeless is not None and size >= hopeless and not last:
+            logger.info("a microbatch of %d is not tried: by what small ones take it cannot fit", size)
+            return False
         refused = ""
         try:
-            error = probe.run(size, passes=2 if sharded and (accumulates or size < share) else 1)
+            error = probe.run(size, accumulates or size < share, with_spare=not last)
         except Exception as other:
             if not too_large:
                 raise

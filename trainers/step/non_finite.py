@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from trainers.data.batch import Batch, fetch, map_tensors
+from trainers.data.stream import Stream
 from trainers.errors import FIX
 from trainers.model.sharding import local
 from trainers.step.device_mismatch import named_tensors
@@ -22,7 +23,8 @@ def find_non_finite(parts: Replica, task: Task, steps: range) -> str | None:
     """
     try:
         with throwaway(parts.step.forward, dataset=parts.train_feed.dataset):
-            if (found := next(filter(None, (_in_step(parts, task, step) for step in steps)), None)) is not None:
+            again = () if isinstance(parts.train_feed.dataset, Stream) else steps  # a stream only goes forward
+            if (found := next(filter(None, (_in_step(parts, task, step) for step in again)), None)) is not None:
                 return found
         for name, parameter in parts.model.named_parameters():
             if not bool(torch.isfinite(local(parameter)).all()):

@@ -9,7 +9,9 @@ from torch.optim import Optimizer
 from trainers.data.feed import Feed
 from trainers.data.sampler import StepSampler
 from trainers.devices.group import Group
+from trainers.model.moving_average import MovingAverage
 from trainers.model.precision import PrecisionSpec
+from trainers.model.schedule import Schedule
 from trainers.step.train_step import TrainStep
 
 
@@ -26,15 +28,26 @@ class Replica:
     step: TrainStep
     sampler: StepSampler
     train_feed: Feed
-    val_feed: Feed
+    val_feed: Feed | None
+    """None where the task has no validation split."""
     total_steps: int
     microbatch_size: int
     accumulation: int
     flops_per_sample: float | None
+    schedule: Schedule | None
+    """A scheduler of torch's; None where the learning rate is a function of the step."""
+    ema: MovingAverage | None
+    frozen: dict[str, str] | None
+    """Digests of the parameters that checkpoints leave out; None where they have them all."""
     even: bool = False
     """Whether forward is a collective, FSDP's or one of the task's: every rank takes as many microbatches."""
 
+    @property
+    def feeds(self) -> list[Feed]:
+        """Those of all splits that there are."""
+        return [feed for feed in (self.train_feed, self.val_feed) if feed is not None]
+
     def close(self) -> None:
         """End loader processes and let go of the data."""
-        self.train_feed.close()
-        self.val_feed.close()
+        for feed in self.feeds:
+            feed.close()

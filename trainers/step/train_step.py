@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch.optim import SGD, Optimizer
 
 from trainers.data.batch import Batch
 from trainers.devices.group import Group
+from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.optimizer import check_lr
+from trainers.model.schedule import Schedule
+from trainers.model.sharding import is_shard
 from trainers.model.strategy import no_sync
 from trainers.step.forward import ForwardPass
 from trainers.step.noise_scale import NoiseScale
@@ -42,17 +46,26 @@ class TrainStep:
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
+        self.number = 0
+        """Of the next step, from 0: counted by steps that are not all alike."""
+        self.phase_losses: dict[str, float] = {}
+        """By the name under which each is logged, where a step has several."""
+        self.copies_gradients = False
+        """Whether the model's next pass overwrites the gradients of this one, as CUDA graphs do: they are copied."""
+        self.carry: Any = None
+        """What goes from one step to the next; None where nothing does."""
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self._weighs_samples = type(forward.task).weight is Task.weight
         self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
         self._base_lrs = [float(param_group["lr"]) for param_group in optimizer.param_groups]
-        self._lr_factor = 1.0
+        self._wanted_lrs = self._base_lrs
         self._fused = all(param_group.get("fused") for param_group in optimizer.param_groups)
         # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it in some versions only.
         narrow = any(parameter.dtype is torch.bfloat16 for parameter in self._parameters)
         self._one_pass = device.type == "cpu" or (device.type == "cuda" and not narrow)
-        if forward.spec.scaler and self._fused and isinstance(optimizer, SGD):
-            _start_momentum(optimizer)
+        for one in optimizers_of(optimizer):
+            if forward.spec.scaler and self._fused and isinstance(one, SGD):
+                _start_momentum(one)
 
     @property
     def bad(self) -> Tensor:
@@ -74,13 +87,18 @@ class TrainStep:
             noise.begin(shares, self.scaler.scale(self._one) if self.scaler.is_enabled() else None)
         for index, share in enumerate(shares):
             batch = next(batches)
+            known = [p.grad for p in self._parameters] if self.copies_gradients and index < last else []
             with contextlib.nullcontext() if index == last else no_sync(self.forward.model):
                 loss = self.forward.loss(batch)
                 self._backward(loss, share)
+            for parameter, before in zip(self._parameters, known, strict=False):
+                if before is None and parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
             if index == 0 and noise is not None:
                 noise.first(self._gradients())
             if isinstance(share, Tensor):
-                self.loss_sum += loss.detach() * share
+                # A microbatch without a label counts for nothing: torch's mean over none is NaN, its gradient zero.
+                self.loss_sum += (loss.detach() * share).masked_fill(share == 0, 0.0)
             else:
                 self.loss_sum.add_(loss.detach(), alpha=share)
         self._update(step_samples)
@@ -126,16 +144,20 @@ class TrainStep:
         gradients = self._gradients()
         if self.noise is not None:
             self.noise.end(gradients, step_samples)
+        checked = gradients
         if self.clip_grad_norm is not None:
-            clip_grads_with_norm_(self._parameters, self.clip_grad_norm, get_total_norm(gradients))
+            norm = get_total_norm(gradients)
+            clip_grads_with_norm_(self._parameters, self.clip_grad_norm, norm)
+            if not is_shard(norm):  # else each rank has only its part of it
+                checked = [norm]
         if scaled:  # for infinite gradients the scaler skips the step and lowers the scale
             self.scaler.step(self.optimizer)
             self.scaler.update()
             return
         if gradients and self._one_pass:  # it multiplies by one and sets the flag, which no step clears
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found_inf, self._one)
+            torch._amp_foreach_non_finite_check_and_unscale_(checked, self._found_inf, self._one)
         elif gradients:
-            bad = (~torch.isfinite(get_total_norm(gradients))).to(self._found_inf)
+            bad = (~torch.isfinite(get_total_norm(checked))).to(self._found_inf)
             torch.maximum(self._found_inf, bad, out=self._found_inf)
         if self._fused:
             self.optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
@@ -146,14 +168,23 @@ class TrainStep:
 
     def set_lr(self, factor: float) -> None:
         """Multiply every group's base learning rate."""
-        for param_group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            param_group["lr"] = base * factor
-        self._lr_factor = factor
+        self.set_lrs([base * factor for base in self._base_lrs])
+
+    def set_lrs(self, lrs: list[float]) -> None:
+        """Set every group's learning rate."""
+        for param_group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            param_group["lr"] = lr
+        self._wanted_lrs = lrs
+
+    def follow(self, schedule: Schedule, step: int) -> None:
+        """Set what a scheduler says of `step`, from 0: learning rates, and momenta where it cycles them."""
+        self.set_lrs(schedule.lrs(step))
+        for param_group, name, value in schedule.cycled(self.optimizer):
+            param_group[name] = value
 
     def check_lr(self) -> None:
         """Raise ConfigError where something else has changed the learning rate since `set_lr`."""
-        wanted = [base * self._lr_factor for base in self._base_lrs]
-        check_lr(self.optimizer, type(self.forward.task).__name__, wanted)
+        check_lr(self.optimizer, type(self.forward.task).__name__, self._wanted_lrs)
 
     def take_loss(self) -> float:
         """Sum the mean losses since the last call, over steps and ranks. Waits; every rank must call it."""

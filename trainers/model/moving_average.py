@@ -1,0 +1,143 @@
+"""An exponential moving average of what a model learns, kept beside it: evaluated, kept and exported in its place."""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainers.config.sections import EmaConfig
+from trainers.errors import CheckpointError
+from trainers.model.sharding import local, shard_like
+
+
+class MovingAverage:
+    """Averages of the optimizer's parameters and, as torchvision's reference has it, of the model's floating buffers
+    that a state_dict holds; whole numbers (BatchNorm's count) stay the model's own.
+
+    They begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 - decay) W_t after the optimizer's
+    step t, or every `every_steps` of them; up to step `warmup` A_t = W_t. A step that the loss scaler skips does not
+    count. Averages are float32 or wider, since small steps vanish in narrower formats. Of a sharded model each rank
+    averages its own part.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, config: EmaConfig, without: Collection[str] = ()
+    ) -> None:
+        """`without`: parameters by name that checkpoints leave out, for they do not move."""
+        assert config.decay is not None
+        self._decay, self._every_steps, self._warmup = config.decay, config.every_steps or 1, config.warmup or 0
+        self._average = get_ema_multi_avg_fn(config.decay)
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        kept = model.state_dict().keys()
+        named = [(name, one) for name, one in model.named_parameters() if name not in without]
+        parameters = {name: one for name, one in named if id(one) in trained}
+        buffers = {name: one for name, one in model.named_buffers() if name in kept and one.is_floating_point()}
+        self._values: dict[str, Tensor] = {**parameters, **buffers}
+        self._averages = {name: _widened(value) for name, value in self._values.items()}
+        self._own: dict[str, Tensor] = {}  # the model's values, while it has the averages
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._scaler: GradScaler | None = None
+        self._scale: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Its own tensors, beside the model's."""
+        return list(self._averages.values())
+
+    def follow(self, scaler: GradScaler) -> None:
+        """Tell by this loss scaler, which lowers its scale then, that a step has changed nothing."""
+        if scaler.is_enabled() and self._every_steps == 1:
+            self._scaler, self._scale = scaler, torch.tensor(scaler.get_scale())
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the values after the optimizer's step `step`, counted from 1. Does not wait for the device."""
+        if step % self._every_steps:
+            return
+        moved = self._moved()
+        for averages, values in self._grouped():
+            taken = [value.to(averages[0].dtype) for value in values]
+            if step <= self._warmup:
+                torch._foreach_copy_(averages, taken)
+            elif moved is None:
+                self._average(averages, taken, 0)
+            else:
+                weight = moved.to(averages[0]) * (1 - self._decay)
+                for average, value in zip(averages, taken, strict=True):
+                    average.lerp_(value, weight)
+
+    def _moved(self) -> Tensor | None:
+        """Whether the last step has changed the parameters; None where no scaler may have skipped it."""
+        if self._scaler is None or self._scale is None:
+            return None
+        now = self._scaler._get_scale_async()
+        assert now is not None
+        self._scale = self._scale.to(now.device)
+        moved = now >= self._scale
+        self._scale.copy_(now)
+        return moved
+
+    def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Averages and values by format and device, as torch's function takes them; this rank's parts."""
+        if not self._groups:
+            by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+            for name, value in self._values.items():
+                averages, values = by_kind.setdefault((value.dtype, value.device), ([], []))
+                averages.append(local(self._averages[name]))
+                values.append(local(value))
+            self._groups = list(by_kind.values())
+        return self._groups
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model have the averages inside; its own values come back to the bit."""
+        self._own = {name: value.detach().clone() for name, value in self._values.items()}
+        self._copy(self._averages)
+        try:
+            yield
+        finally:
+            self._copy(self._own)
+            self._own = {}
+
+    @torch.no_grad()
+    def _copy(self, source: Mapping[str, Tensor]) -> None:
+        for name, value in self._values.items():
+            local(value).copy_(local(source[name]))
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return, inside `in_place`, what the model's state_dict does not hold then: its own values, and averages that
+        are wider than they are.
+        """
+        assert self._own
+        return {"own": self._own, "averages": self._wider()}
+
+    def _wider(self) -> dict[str, Tensor]:
+        return {name: one for name, one in self._averages.items() if one.dtype != self._values[name].dtype}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless `state` is one of this model's `state_dict`."""
+        for part, ours in (("own", self._values), ("averages", self._wider())):
+            theirs = state.get(part)
+            shapes = (
+                {name: getattr(one, "shape", None) for name, one in theirs.items()} if isinstance(theirs, dict) else {}
+            )
+            if shapes != {name: one.shape for name, one in ours.items()}:
+                raise CheckpointError("it does not fit this model: its moving average is one of other tensors")
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, dict[str, Tensor]], scaler: GradScaler) -> None:
+        """Take back what `state_dict` gave, whole, once the model has its own part of it and `scaler` its state."""
+        averages = {**self._values, **shard_like(state["averages"], self._wider())}
+        for name, average in self._averages.items():
+            local(average).copy_(local(averages[name]))
+        self._copy(shard_like(state["own"], self._values))
+        self.follow(scaler)
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)

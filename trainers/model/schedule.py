@@ -1,0 +1,141 @@
+"""Schedulers of torch's: made by name or by the task, stepped by the loop, and kept in checkpoints.
+
+A scheduler never sees the run's optimizer but a stand-in with the same groups and options, whose learning rates (and
+momenta, where it cycles them) are handed on before every step. So nothing is hooked into the step, which may be
+captured, compiled or skipped, and the rates stay exact numbers of the host.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainers.config import TrainConfig
+from trainers.config.sections import OWN_SCHEDULES
+from trainers.errors import MISSING, CheckpointError, ConfigError
+from trainers.model.optimizer import warmup_steps
+
+_CYCLED = ("momentum", "betas")
+
+
+class StandIn(Optimizer):
+    """The groups and options of an optimizer, with its parameters, which no step of this one changes."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        groups = [{**group, "lr": float(group["lr"])} for group in optimizer.param_groups]
+        super().__init__(groups, dict(optimizer.defaults))
+        self._given = [group.keys() for group in optimizer.param_groups]
+
+    def written(self) -> list[dict[str, Any]]:
+        """Return, of each group, the options that a scheduler writes: the learning rate and its own; momenta only
+        where it cycles them.
+        """
+        return [
+            {
+                name: value
+                for name, value in group.items()
+                if name == "lr" or name not in given or (name in _CYCLED and "max_momentum" in group)
+            }
+            for group, given in zip(self.param_groups, self._given, strict=True)
+        ]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Count as a step for the scheduler, which warns where there was none before its own."""
+
+
+def build_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler | None:
+    """Build the class of torch.optim.lr_scheduler that `lr_schedule` names; None for a schedule of ours.
+
+    Raises ConfigError where the class does not take its arguments.
+    """
+    chosen = config.lr_schedule
+    if chosen.name in OWN_SCHEDULES:
+        return None
+    arguments = chosen.args or {}
+    try:
+        scheduler: LRScheduler = getattr(lr_scheduler, chosen.name)(optimizer, **arguments)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        rule, fix = f"is not what {chosen.name} takes ({error})", f"see torch.optim.lr_scheduler.{chosen.name}"
+        raise ConfigError("lr_schedule.args", arguments, rule, fix) from error
+    return scheduler
+
+
+class Schedule:
+    """A scheduler at its stand-in: when it is stepped, and what comes of it for the run's optimizer.
+
+    After a linear warm-up (`lr_schedule.warmup`) it is stepped after every step or epoch, or, where it reduces on a
+    plateau, after every evaluation. Ranks do the same, so nothing has to be agreed.
+    """
+
+    def __init__(self, scheduler: LRScheduler, stand_in: StandIn, config: TrainConfig, total_steps: int) -> None:
+        chosen = self._config = config.lr_schedule
+        self.scheduler, self._stand_in = scheduler, stand_in
+        self._warmup = warmup_steps(chosen, total_steps)
+        self._bases = [float(group["lr"]) for group in stand_in.param_groups]
+        self.by_figure = isinstance(scheduler, ReduceLROnPlateau)
+        name = type(scheduler).__name__
+        if scheduler.optimizer is not stand_in:
+            rule = "gives a scheduler of another optimizer than the one that it was given"
+            raise ConfigError("schedule()", name, rule, "make it with `optimizer`, its first argument")
+        if self.by_figure and chosen.every is not None:
+            rule = f"has no effect with {name}, which is stepped by evaluations"
+            raise ConfigError("lr_schedule.every", chosen.every, rule, "remove it, and set `evaluate`")
+        if not self.by_figure and chosen.every is None:
+            rule = f"is needed: whether {name} is stepped after each step or each epoch"
+            raise ConfigError("lr_schedule.every", MISSING, rule, "add `every: epoch` or `every: step`")
+        if not self.by_figure and chosen.metric is not None:
+            rule = f"has no effect with {name}"
+            raise ConfigError("lr_schedule.metric", chosen.metric, rule, "remove it, or choose ReduceLROnPlateau")
+
+    def lrs(self, step: int) -> list[float]:
+        """Return each group's learning rate in `step`, from 0."""
+        share = min(1.0, (step + 1) / self._warmup) if self._warmup else 1.0
+        return [float(group["lr"]) * share for group in self._stand_in.param_groups]
+
+    def cycled(self, optimizer: Optimizer) -> list[tuple[dict[str, Any], str, Any]]:
+        """Return group, name and value of each momentum that the scheduler has changed."""
+        return [
+            (group, name, written[name])
+            for group, written in zip(optimizer.param_groups, self._stand_in.written(), strict=True)
+            for name in _CYCLED
+            if name in written and group[name] != written[name]
+        ]
+
+    def stepped(self, step: int, steps_per_epoch: int) -> None:
+        """Step the scheduler where it is due after so many steps of training."""
+        if step > self._warmup and not self.by_figure and (self._config.every == "step" or step % steps_per_epoch == 0):
+            self._stand_in.step()
+            self.scheduler.step()
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Step a scheduler that goes by a figure; ConfigError where it is not among those of an evaluation."""
+        if not self.by_figure or step <= self._warmup:
+            return
+        metric = self._config.metric or "val_loss"
+        if metric not in figures:
+            rule, fix = "is no metric of this task's evaluation", f"use one of {', '.join(sorted(figures))}"
+            raise ConfigError("lr_schedule.metric", metric, rule, fix)
+        self.scheduler.step(figures[metric])  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data: the scheduler's own, and the options that it writes."""
+        return {"scheduler": self.scheduler.state_dict(), "groups": self._stand_in.written(), "bases": self._bases}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError unless `state` is such a scheduler's, ConfigError where it began at other rates."""
+        ours = self.state_dict()
+        theirs, groups = state.get("scheduler"), state.get("groups")
+        fits = isinstance(theirs, dict) and theirs.keys() == ours["scheduler"].keys() and isinstance(groups, list)
+        keys = [group.keys() if isinstance(group, dict) else None for group in groups or ()]
+        if not fits or keys != [group.keys() for group in ours["groups"]]:
+            raise CheckpointError(f"its schedule is none of a {type(self.scheduler).__name__}")
+        if state.get("bases") != self._bases:
+            rule = f"keeps to the rates that it began with, {state.get('bases')}, and they are {self._bases} now"
+            raise ConfigError("lr_schedule.name", self._config.name, rule, f"use {', '.join(OWN_SCHEDULES)}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self.scheduler.load_state_dict(state["scheduler"])
+        for group, saved in zip(self._stand_in.param_groups, state["groups"], strict=True):
+            group.update(saved)

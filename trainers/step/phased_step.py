@@ -1,0 +1,192 @@
+"""Steps of several phases, each with a loss and an optimizer of its own: adversarial training, gradient penalties."""
+
+import contextlib
+import functools
+import logging
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainers.data.batch import Batch, map_tensors
+from trainers.devices.group import Group
+from trainers.errors import ConfigError
+from trainers.model.gradient_hooks import average_gradients
+from trainers.model.joined_optimizer import JoinedOptimizer
+from trainers.model.strategy import share_buffers, shorten, unused_parameters
+from trainers.step.forward import ForwardPass
+from trainers.step.train_step import TrainStep
+from trainers.task import Task
+
+logger = logging.getLogger(__name__)
+
+ONLY = "train"
+"""The phase of a task that has one optimizer."""
+
+
+def is_phased(task: Task) -> bool:
+    """Whether the task says itself what a step does; else all of its optimizers go by one backward of its loss."""
+    return any(getattr(type(task), name) is not getattr(Task, name) for name in ("training_step", "phases"))
+
+
+@dataclass(frozen=True)
+class PhasePass(ForwardPass):
+    """The bare model in one phase, and what it trains."""
+
+    phase: str
+    optimizer: Optimizer
+    others: tuple[nn.Parameter, ...]
+    """What the optimizers of other phases train."""
+
+    @property
+    def said(self) -> str:
+        """The task's method, for a sentence."""
+        return f"training_step() in phase {self.phase}"
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let no parameter of another phase require a gradient inside: gradients only go through it."""
+        for parameter in self.others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in self.others:
+                parameter.requires_grad_(True)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of the phase."""
+        # Tensors of its own: a gradient that this phase asks for by them is none of the next.
+        given = map_tensors(Tensor.detach, self.spec.convert_batch(batch))
+        try:
+            with self.spec.autocast_context(self.device):
+                loss = self.task.training_step(self.model, given, self.phase)
+        except RuntimeError as error:
+            self.explain(error, batch)
+            raise
+        if not loss.requires_grad:
+            rule = "gives a loss that depends on no parameter of that phase's optimizer"
+            raise ConfigError(f"{type(self.task).__name__}.training_step()", self.phase, rule, "return one that does")
+        return loss
+
+
+def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
+    """Return the phases of a task, in the order of its optimizers; none where its steps are the usual ones."""
+    task, given = forward.task, {item.name: getattr(forward, item.name) for item in fields(forward)}
+    if not is_phased(task):
+        return []
+    parts = optimizer.parts if isinstance(optimizer, JoinedOptimizer) else {ONLY: optimizer}
+    trained = {
+        name: [one for group in part.param_groups for one in group["params"] if one.requires_grad]
+        for name, part in parts.items()
+    }
+    for name, parameters in trained.items():
+        if not parameters:
+            rule, fix = "has no parameter that requires a gradient", "leave it out, or give it what it trains"
+            raise ConfigError(f"{type(task).__name__}.optimizer()", name, rule, fix)
+    return [
+        PhasePass(
+            **given,
+            phase=name,
+            optimizer=part,
+            others=tuple(one for other, theirs in trained.items() if other != name for one in theirs),
+        )
+        for name, part in parts.items()
+    ]
+
+
+class PhasedStep(TrainStep):
+    """Takes, for each phase of a step in turn, a whole step of that phase's optimizer over all microbatches.
+
+    The model stays bare: a phase's gradients are averaged over ranks once they are complete, so that a loss may have
+    gradients in it. Buffers are rank 0's when a step begins, as DDP has it. A gradient that is not finite in one phase
+    ends the updates of all.
+    """
+
+    def __init__(
+        self,
+        forward: ForwardPass,
+        optimizer: Optimizer,
+        group: Group,
+        clip_grad_norm: float | None,
+        phases: Sequence[PhasePass],
+    ) -> None:
+        super().__init__(forward, optimizer, group, clip_grad_norm)
+        self.phases = {one.phase: _Phase(one, self) for one in phases}
+
+    @property
+    def bad(self) -> Tensor:
+        """As TrainStep's, of any phase."""
+        return functools.reduce(operator.or_, (phase.bad for phase in self.phases.values()))
+
+    def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
+        """As TrainStep's; holds all its microbatches."""
+        names = self._due()
+        share_buffers(self.forward.model, self.group)
+        held = [next(batches) for _ in sizes]
+        for name in names:
+            phase = self.phases[name]
+            with phase.forward.alone():
+                phase(iter(held), sizes, step_samples, idle)
+        self.number += 1
+
+    def _due(self) -> Sequence[str]:
+        """The phases of this step."""
+        names = self.forward.task.phases(self.number)
+        if names is None:
+            return list(self.phases)
+        if isinstance(names, str) or not names or len({*names}) < len(names) or not {*names} <= self.phases.keys():
+            rule = f"must be different ones among {', '.join(self.phases)}, in a sequence, and one at least"
+            fix = "name what optimizer() returns, or return None for all of them"
+            raise ConfigError(f"{type(self.forward.task).__name__}.phases({self.number})", names, rule, fix)
+        return names
+
+    def take_loss(self) -> float:
+        """As TrainStep's, of all phases together; the mean of each phase's own steps is in `phase_losses` then."""
+        total, self.phase_losses = 0.0, {}
+        for name, phase in self.phases.items():
+            total += (loss := phase.take_loss())
+            if phase.steps and len(self.phases) > 1:
+                self.phase_losses[f"train_loss_{name}"] = loss / phase.steps
+            phase.steps = 0
+        return total
+
+
+class _Phase(TrainStep):
+    """The steps of one phase."""
+
+    forward: PhasePass
+
+    def __init__(self, forward: PhasePass, whole: PhasedStep) -> None:
+        super().__init__(forward, forward.optimizer, whole.group, whole.clip_grad_norm)
+        self.scaler, self._found_inf = whole.scaler, whole._found_inf
+        self.steps = 0
+        """Since the loss was last taken."""
+        self._has_gradient: list[bool] | None = None
+
+    def _update(self, step_samples: int) -> None:
+        self.steps += 1
+        if self.group.world_size > 1 or self._has_gradient is None:
+            self._require_gradients()
+        average_gradients(self._gradients(), self.group)
+        super()._update(step_samples)
+
+    def _require_gradients(self) -> None:
+        """Raise ConfigError unless the loss depends on the same parameters in every step and on every rank, as DDP has
+        it: what one rank sends the others wait for.
+        """
+        found = [parameter.grad is not None for parameter in self._parameters]
+        if self._has_gradient is None:
+            if (names := unused_parameters(self.forward.model)) and self.group.rank == 0:
+                words = "the loss of phase %s does not depend on %s: they are not trained"
+                logger.warning(words, self.forward.phase, shorten(names))
+            self._has_gradient = self.group.first(found)
+            differs = any(self.group.gather(found != self._has_gradient))
+        else:
+            differs = found != self._has_gradient
+        if differs:
+            rule = "depends on other parameters in another step or on another rank, and ranks add up their gradients"
+            fix = "let every batch use them, or train on one worker"
+            raise ConfigError(f"the loss of {self.forward.said}", self.forward.phase, rule, fix)
