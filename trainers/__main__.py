@@ -18,6 +18,7 @@ from pydantic import Field
 
 from trainers.command_line import run
 from trainers.config import TrainConfig
+from trainers.errors import counted
 from trainers.launch.imports import without_collection
 from trainers.launch.signals import follow_agent
 from trainers.launch.spec import MARK, check_kept, check_precision, prepare_storage, read_spec, torchrun_world_size
@@ -98,9 +99,34 @@ def export(
     return 0
 
 
+def memory(
+    location: Annotated[str, Field(title="CONFIG.yaml", description="a file, or a URI")],
+    overrides: dict[str, Any],
+    *,
+    gpu: Annotated[
+        str | None, Field(title="NAME", description='with its memory, as "H100 80GB"; default: what is here')
+    ] = None,
+) -> int:
+    """Predict the memory that steps will take, and the largest microbatch; trains nothing, and takes none."""
+    spec = read_spec(location, overrides, own_workers=False)
+    from trainers.launch.local import setup_logging
+    from trainers.launch.memory_page import memory_page
+
+    setup_logging(0)
+    for line in memory_page(spec, gpu):
+        print(redact(line), flush=True)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    commands: dict[str, Callable[..., int]] = {"": train, "evaluate": evaluate, "predict": predict, "export": export}
+    commands: dict[str, Callable[..., int]] = {
+        "": train,
+        "evaluate": evaluate,
+        "predict": predict,
+        "export": export,
+        "memory": memory,
+    }
     return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)
 
 
@@ -129,24 +155,31 @@ def _launch(job: Any, launcher: str, rank: int) -> Any:
     from trainers.launch import local
 
     starts: dict[str, Any] = {"local": local.run_local, "spawn": local.run_spawn, "torchrun": local.run_torchrun}
-    if launcher == "ray":
-        from trainers.on_ray.trainer import run_on_ray
+    with contextlib.ExitStack() as stack:
+        if launcher == "ray":
+            from trainers.on_ray.connect import disconnect
+            from trainers.on_ray.trainer import run_on_ray
 
-        starts["ray"] = run_on_ray
-    with local.failing_as_run(rank):
+            starts["ray"] = run_on_ray
+            stack.callback(disconnect)  # Ray prints what its workers say, amid lines of ours, until then
+        stack.enter_context(local.failing_as_run(rank))
         return starts[launcher](job)
 
 
 def summary(result: RunResult) -> str:
     """The result as the user reads it."""
     own_s, earlier_s = result.train_time_s - result.earlier_time_s, result.earlier_time_s
-    done = f"{result.status}: {result.steps} steps, {result.epochs:.4g} epochs, {own_s:.1f} s of training"
+    steps = counted(result.steps, "step")
+    if result.epochs is not None:
+        steps += f", {counted(result.epochs, 'epoch', '.4g')}"
+    done = f"{result.status}: {steps}, {own_s:.1f} s of training"
     before = f"; {earlier_s:.1f} s of training before this start" if earlier_s else ""
-    arithmetic = f"microbatch {result.microbatch_size} x accumulation {result.accumulation} x {result.world_size}"
+    workers = counted(result.world_size, "worker")
+    arithmetic = f"microbatch {result.microbatch_size} x accumulation {result.accumulation} x {workers}"
     lines = [
         f"{done} ({result.wall_time_s:.1f} s with evaluation and checkpoints{before})",
         "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items())),
-        f"  global batch {result.global_batch_size} = {arithmetic} worker{'s' * (result.world_size > 1)}",
+        f"  global batch {result.global_batch_size} = {arithmetic}",
     ]
     if (speed := result.throughput) is not None:
         lines.append(

@@ -24,6 +24,9 @@ class RunContext:
     until_epoch: float | None = None
     """Where the launcher ends its part of the run, with an evaluation and a checkpoint; None: at the last step."""
 
+    watches: tuple[str, ...] = ()
+    """Metrics that the launcher decides by: where they need an evaluation, a run without one is refused."""
+
     def __init__(
         self,
         storage: Storage | None,
@@ -56,7 +59,12 @@ class RunContext:
         """Take note of what this rank has found out: by a probe, which all ranks agree on, or by a step."""
 
     def too_large(self, microbatch_size: int) -> None:
-        """This rank ran out of memory in mid-training; the group will start again with a smaller microbatch."""
+        """This rank ran out of memory in mid-training; a group of several starts again with a smaller microbatch."""
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether what `hung` and a failed loop say comes to standard error by another process."""
+        return False
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
         """This rank makes no step any more: its process ends after this call, which may block; with the stack."""

@@ -6,19 +6,12 @@ a run gets by default when it ends that way, and what to tell the user.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
 import json
-import re
-import signal
-import sysconfig
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trainers.redaction import redact
@@ -49,8 +42,7 @@ POLICIES: dict[Status, Policy] = {
     "node_lost": Policy(-1, _AGAIN),
     "error": Policy(0, "the traceback names the line in the task"),
 }
-
-
+_DISK_FULL = ("No space left on device", "Disk quota exceeded", "Local disk is full", "the disk is full")
 FIX = "; fix "
 """What a message has that says itself what to do."""
 
@@ -67,7 +59,7 @@ class PacelineError(Exception):
     @property
     def advice(self) -> str:
         """What the user can do about it; empty where the sentence says it."""
-        if _disk_is_full(self):
+        if disk_is_full(self):
             return f"free space there or raise the quota, then {_AGAIN}"
         return POLICIES[self.status].advice if self.status != "error" and FIX not in str(self) else ""
 
@@ -120,6 +112,18 @@ class CheckpointError(PacelineError):
     """What was read back from storage is incomplete, damaged, or of another program or run."""
 
 
+class ClusterError(PacelineError):
+    """A Ray cluster that could not be started, or joined."""
+
+
+class ShardError(PacelineError):
+    """A file of samples that is damaged, or not what its name says."""
+
+
+class SampleError(ShardError):
+    """One sample of such a file."""
+
+
 class DeviceMismatchError(PacelineError):
     """Tensors of one computation lie on different devices; names those that are not where they belong."""
 
@@ -170,40 +174,6 @@ class RunFailedError(PacelineError):
         self.status, self.message, self.when = status, message, when
         self.config, self.smaller, self.follows = config, smaller, follows
         self.exit_code = ConfigError.exit_code if config else PacelineError.exit_code
-
-    @staticmethod
-    def of(error: BaseException, rank: int) -> RunFailedError:
-        """A worker's exception as plain data: crosses processes whatever the exception holds."""
-        if isinstance(error, RunFailedError):
-            return error
-        if isinstance(error, ConfigError):
-            return RunFailedError("error", str(error), time.time(), config=True)
-        if isinstance(error, KeyboardInterrupt):
-            return RunFailedError("stopped", f"rank {rank} was interrupted by a second SIGINT", time.time())
-        status, words = _explain(error)
-        follows = broke_with_others(error)
-        lost = "a collective failed, as it does where another rank ends: " if follows else ""
-        smaller = isinstance(error, TooLargeError)
-        return RunFailedError(status, f"rank {rank}: {lost}{words}", time.time(), smaller=smaller, follows=follows)
-
-    @staticmethod
-    def died(rank: int, code: int, pid: int | None = None, ended: bool = False) -> RunFailedError:
-        """A rank whose process left this exit code (negative: a signal) and no exception.
-
-        `ended`: maybe the launcher ended it, after another rank had failed.
-        """
-        try:
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        except ValueError:
-            how = f"by signal {-code}"
-        who = f"rank {rank} died {how}" + (f" (pid {pid})" if pid is not None else "")
-        if ended:
-            return RunFailedError("node_lost", f"rank {rank} did not answer and was ended {how}", follows=True)
-        if code == -signal.SIGKILL and _kernel_killed():
-            who += ", as the kernel ends processes where memory runs out"
-            return RunFailedError("out_of_host_memory", who, time.time())
-        # NCCL aborts a process whose peers are gone: that follows, unless nothing else is known.
-        return RunFailedError("node_lost", who, time.time(), follows=code == -signal.SIGABRT)
 
     @staticmethod
     def first(errors: Sequence[RunFailedError]) -> RunFailedError:
@@ -264,6 +234,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in redact(text))
 
 
+def counted(number: float, noun: str, form: str = "") -> str:
+    """Return how many there are of something, in words: "1 epoch", "2.5 epochs"; `form` is the number's format."""
+    shown = f"{number:{form}}"
+    return f"{shown} {noun}{'s' * (shown != '1')}"
+
+
 def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Callable[[str], str] = str) -> str:
     """Return the fix for a name that is not known: the nearest of the `known` as `shown`, else `otherwise`."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
@@ -275,119 +251,13 @@ def first_line(error: BaseException) -> str:
     return printable((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
-def line_of_task(frames: list[tuple[str, int]]) -> tuple[str, int]:
-    """Return the innermost of some frames (file and line) that is no library's, else the innermost."""
-    own = [frame for frame in frames if not any(part in frame[0] for part in _LIBRARIES)]
-    return (own or frames)[-1]
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error's message, the cause where it is a traceback; its class's name where empty."""
+    return redact((str(error).strip().splitlines() or [type(error).__name__])[-1].strip())
 
 
-# torch 2.15's own words for a failed host allocation (c10/core/impl/alloc_cpu.cpp).
-_HOST_ALLOCATION = ("DefaultCPUAllocator", "can't allocate memory", "Cannot allocate memory")
-# Shared memory, through which a DataLoader's workers send batches, is a file system with names such as </torch_1_2_3>.
-_SHARED_MEMORY = re.compile(r"</torch_\w*>.*(No space left|Cannot allocate)|shared memory\(shm\)|out of shared memory")
-_DISK_FULL = ("No space left on device", "Disk quota exceeded", "Local disk is full", "the disk is full")
-_LOADER_DIED = re.compile(
-    r"DataLoader worker \(pid\S* ([\d, ]+)\) (?:is killed by signal: ([^.]+)|(exited unexpectedly.*))"
-)
-_CARRIED = re.compile(r"Caught \w+ in (.+?)\.\nOriginal (Traceback .*)", re.DOTALL)
-_FRAME = re.compile(r'^  File "(.+?)", line (\d+), in .*\n(?:    .*\n)*', re.MULTILINE)
-# Words of gloo, NCCL and torch.distributed's store where the exception is a bare RuntimeError.
-_COLLECTIVE = re.compile(
-    r"\bgloo\b|\bNCCL\b|\bc10d\b|ProcessGroup|Connection closed by peer|Socket Timeout", re.IGNORECASE
-)
-_LIBRARIES = (
-    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *("site-packages", "dist-packages", "<frozen"),
-)
-
-
-def classify(error: BaseException) -> Status:
-    """The status that an exception ends a run with; needs neither torch nor Ray to be imported."""
-    return _explain(error)[0]
-
-
-def broke_with_others(error: BaseException) -> bool:
-    """Whether a collective failed: what happens to the other ranks when one of them fails or dies."""
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if names & {"DistError", "CollectiveTimeoutError"}:  # torch's; Ray Train's
-        return True
-    return type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
-
-
-def _explain(error: BaseException) -> tuple[Status, str]:
-    """The status that an exception ends a run with, and what happened in words: the cause itself, where another
-    exception only carries it.
-    """
-    words = f"{type(error).__name__}: {first_line(error) if str(error) else ''}{_at(error)}"
-    if isinstance(error, PacelineError):
-        return error.status, f"the disk is full: {words}" if _disk_is_full(error) else words
-    texts = [str(link) for link in _chain(error)]
-    died = [match for text in texts if (match := _LOADER_DIED.search(text))]
-    if died:
-        return _loader_died(*min(died, key=lambda match: match[2] is None).groups())
-    if any(_SHARED_MEMORY.search(text) for text in texts):
-        return "out_of_host_memory", f"{_SHM_FULL}: {words}"
-    if (carried := _CARRIED.match(texts[0].strip("'\""))) is not None:
-        words = _unwrap(*carried.groups()) or words
-    if _disk_is_full(error):
-        return "error", f"the disk is full: {words}"
-    return _status(error), words
-
-
-def _status(error: BaseException) -> Status:
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if "OutOfMemoryError" in names and type(error).__module__.startswith("torch"):
-        return "out_of_memory"
-    failed_on_host = isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_ALLOCATION)
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in names or failed_on_host:
-        return "out_of_host_memory"
-    if getattr(error, "preempted", False):
-        return "preempted"
-    if names & {"ActorDiedError", "NodeDiedError", "ActorUnavailableError", "WorkerCrashedError"}:
-        return "node_lost"
-    if "WorkerHealthCheckTimeoutError" in names:  # a process that is stopped, or holds the interpreter's lock
-        return "hung"
-    return "error"
-
-
-_SHM_FULL = "shared memory is full (give /dev/shm more, docker run --shm-size, or lower data.num_workers)"
-
-
-def _loader_died(pids: str, by_signal: str | None, otherwise: str | None) -> tuple[Status, str]:
-    """What the death of a DataLoader's worker means; `by_signal` is the signal's name as the C library has it."""
-    worker = f"DataLoader worker (pid {pids})"
-    if by_signal is None:
-        return "error", f"its {worker} {otherwise}"
-    if by_signal == "Bus error":
-        return "out_of_host_memory", f"its {worker} died by SIGBUS: {_SHM_FULL}"
-    if by_signal not in ("Killed", "Terminated"):
-        return "error", f"its {worker} crashed: {by_signal}"
-    if by_signal == "Killed" and _kernel_killed():
-        return "out_of_host_memory", f"its {worker} was killed by the kernel: the host's memory ran out"
-    return "node_lost", f"its {worker} was ended by {'SIGKILL' if by_signal == 'Killed' else 'SIGTERM'}"
-
-
-def _unwrap(where: str, trace: str) -> str | None:
-    """The exception whose traceback torch sent home as text from a DataLoader's worker or another thread."""
-    frames = list(_FRAME.finditer(trace))
-    if not frames:
-        return None
-    raised = [line for line in trace[frames[-1].end() :].splitlines() if line and not line.startswith(" ")]
-    file, line = line_of_task([(frame[1], int(frame[2])) for frame in frames])
-    return f"{raised[0] if raised else ''} ({Path(file).name}:{line}, in {where})"
-
-
-def _at(error: BaseException) -> str:
-    """Where an exception was raised."""
-    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    if not frames:
-        return ""
-    file, line = line_of_task(frames)
-    return f" ({Path(file).name}:{line})"
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that it came from."""
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that it came from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -395,34 +265,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _disk_is_full(error: BaseException) -> bool:
+def disk_is_full(error: BaseException) -> bool:
+    """Whether an exception comes from a disk, or a quota, without space."""
     return any(
         getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(words in str(link) for words in _DISK_FULL)
-        for link in _chain(error)
+        for link in chain(error)
     )
-
-
-def count_kernel_kills() -> int:
-    """Return how many processes this machine's kernel has killed for memory since it started; 0 where it says none."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError):  # not Linux
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-
-_kills_before = count_kernel_kills()
-
-
-def forget_kernel_kills() -> None:
-    """From now on only later ones count as what ended a process of this run."""
-    global _kills_before
-    _kills_before = count_kernel_kills()
-
-
-def _kernel_killed() -> bool:
-    return count_kernel_kills() > _kills_before
-
-
-def last_line(error: BaseException) -> str:
-    """Return the last line of an error's message, the cause where it is a traceback; its class's name where empty."""
-    return redact((str(error).strip().splitlines() or [type(error).__name__])[-1].strip())

@@ -185,6 +185,7 @@ def held(storage: Storage, mark: str) -> Iterator[str]:
     try:
         storage.prove_writable()
         lease = _Lease(storage)
+        storage.clear_aside()  # of starts that are over: what is written from here on is this one's
         try:
             yield lease.token
             Fence(storage, mark, lease.token)()

@@ -1,19 +1,25 @@
 """Task: what a user writes. A model, its data and its loss; everything else has a default."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset, default_collate
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from trainers.config import TrainConfig
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, fetch, map_tensors, num_samples, tensors_of
 from trainers.data.feed import Feed
+from trainers.data.stream import Rereadable, Stream
+from trainers.devices.group import as_one_rank
+from trainers.errors import ConfigError
 from trainers.model.optimizer import build_optimizer
+from trainers.model.schedule import build_schedule
 
-__all__ = ["Batch", "Task", "map_tensors", "num_samples", "task_feed", "tensors_of"]
+__all__ = ["Batch", "Task", "carries", "load_split", "map_tensors", "num_samples", "task_feed", "tensors_of"]
 
 
 class Task:
@@ -27,24 +33,87 @@ class Task:
         """Return a new model on the CPU; called once, under the run's seed."""
         raise _missing(self, "model")
 
-    def dataset(self, split: str) -> Dataset[Any]:
-        """Return the map-style dataset of `split`: "train" or "val"."""
-        raise _missing(self, "dataset")
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        """Return the map-style dataset of `split`: "train" or "val"; None for "val" where nothing is evaluated."""
+        if type(self).stream is Task.stream:
+            raise _missing(self, "dataset")
+        return None
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+    def stream(self, split: str) -> Iterable[Any] | None:
+        """Return the samples of `split` where they are too many, or too far, for a dataset: Shards, or whatever can be
+        iterated; None for `dataset` to say.
+        """
+        return None
+
+    def sampler(self, dataset: Dataset[Any], config: TrainConfig) -> Iterable[int] | None:
+        """Return the order of the training samples, such as WeightedRandomSampler; None: as `data.shuffle` says.
+
+        Iterating it gives the samples of an epoch, in which one may come twice or never; all ranks get the same, and
+        split each step of it. It is asked under a seed of the run and the epoch (trainers/data/order.py).
+        """
+        return None
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor | None:
         """Return a scalar: the mean over the batch's weight (see `weight`).
 
-        Where a batch may weigh nothing (all its tokens are padding), divide the sum by `weight.clamp(min=1)`: a mean
-        over nothing is NaN, and so is its gradient.
+        None in evaluation, where `model.training` is false, leaves val_loss out: some models give losses in training
+        alone, and predictions to `metrics`.
+        Where a batch may weigh nothing (all its tokens are padding), F.cross_entropy's mean is NaN with a gradient of
+        zero, and is left out; a division of your own wants `weight.clamp(min=1)`, for its gradient is NaN, too.
         """
-        raise _missing(self, "loss")
+        if type(self).joint_loss is Task.joint_loss:
+            raise _missing(self, "loss")
+        return self.joint_loss(outputs)
+
+    def joint_loss(self, outputs: Any) -> Tensor:
+        """Return a scalar: the loss of all samples of a step together, for what is no mean over them, such as a
+        contrastive loss; training then calls it in place of `loss`, once a step.
+
+        `outputs`: those of `forward`, with a row a sample, of all ranks and microbatches in the samples' order.
+        """
+        raise _missing(self, "joint_loss")
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the model's outputs: `model(**batch)` for a dict, else `model(batch[0])`."""
-        return model(**batch) if isinstance(batch, dict) else model(batch[0])
+        """Return the model's outputs: `model(**batch)` for a mapping, else `model(batch[0])`; of a task that carries
+        something from step to step, those of `forward_carried` with the initial carry.
+        """
+        if carries(self):
+            return self.forward_carried(model, batch, self.initial_carry(model, batch))[0]
+        return model(**batch) if isinstance(batch, Mapping) else model(batch[0])
+
+    def forward_carried(self, model: nn.Module, batch: Batch, carry: Batch) -> tuple[Any, Batch]:
+        """Return the outputs, and what the next step's samples in the same places go on with: truncated
+        backpropagation through time. Training then calls it in place of `forward`.
+
+        `carry`: any nesting of tensors with a row a sample, [B, ...], without a graph; as `initial_carry` gives it in
+        the first step of an epoch, later what the step before has returned.
+        """
+        raise _missing(self, "forward_carried")
+
+    def initial_carry(self, model: nn.Module, batch: Batch) -> Batch:
+        """Return what the samples of a batch begin with, [B, ...]: a task that defines `forward_carried` has one."""
+        raise _missing(self, "initial_carry")
+
+    def training_step(self, model: nn.Module, batch: Batch, phase: str) -> Tensor:
+        """Return the loss of a batch in a phase of a step, such as a critic's with its gradient penalty: a scalar, the
+        mean over the batch's weight. A task that defines it says itself what a step does.
+
+        `model` is the bare one, whose parts may be called, and gradients may be part of the loss (`create_graph=True`).
+        `phase` is the name of the optimizer that takes a step by it, "train" where there is one; parameters of the
+        others do not require a gradient meanwhile.
+        """
+        return cast(Tensor, self.loss(self.forward(model, batch), batch))
+
+    def phases(self, step: int) -> Sequence[str] | None:
+        """Return the phases of optimizer step `step`, from 0, in their order; None: one for each optimizer. All of them
+        have the samples of the step; ranks must get the same.
+        """
+        return None
 
     def weight(self, batch: Batch) -> Tensor:
-        """Return a scalar: what the loss of this batch is a mean over. Samples; override it for tokens."""
+        """Return a scalar: what the loss of this batch is a mean over. Samples as dealt out; override it for tokens,
+        and where `collate` leaves samples out.
+        """
         return torch.tensor(float(num_samples(batch)))
 
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, Any]:
@@ -55,38 +124,111 @@ class Task:
 
     def predictions(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return what `predict` writes, by column: [B] or [B, ...], of one shape in all batches."""
-        return dict(outputs) if isinstance(outputs, dict) else {"output": outputs}
+        return dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
 
     def transform(self, batch: Batch, training: bool) -> Batch:
         """Change the whole batch, on the device, before the model: augmentation, normalisation."""
         return batch
 
     def collate(self, samples: list[Any]) -> Batch:
-        """Make a batch of a list of samples; override it for what does not stack."""
+        """Make a batch of a list of samples; override it for what does not stack. A collator of transformers is one
+        as it is: `self.collate = DataCollatorWithPadding(tokenizer)` in the constructor.
+        """
         return default_collate(samples)
 
-    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
-        """Return the optimizer that `config.optimizer` describes, at the scaled learning rate."""
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer | Mapping[str, Optimizer]:
+        """Return the optimizer that `config.optimizer` describes, at the scaled learning rate; `model` may be a part of
+        the task's own.
+
+        Several optimizers, by name, each take a step in a phase of their own where the task defines `training_step` or
+        `phases`; else all of them, after one backward of the loss.
+        """
         return build_optimizer(model, config)
+
+    def schedule(self, optimizer: Optimizer, config: TrainConfig) -> LRScheduler | None:
+        """Return a scheduler of torch's for `optimizer`, a stand-in with the groups of the run's own; None for
+        `config.lr_schedule` to say. It is stepped as `lr_schedule.every` has it, or ReduceLROnPlateau by each
+        evaluation's `lr_schedule.metric`, and its state is kept in checkpoints: the task does not step it.
+        """
+        return build_schedule(optimizer, config)
 
     def worst_case_batch(self, dataset: Dataset[Any], size: int) -> Batch:
         """Return the batch of `size` samples that takes most memory: the first ones; override it for sequences."""
-        length = len(dataset)  # type: ignore[arg-type]
+        length = len(dataset) if isinstance(dataset, Sized) else size
         return fetch(dataset, [index % length for index in range(size)], self.collate)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        """Act on the bare model after the optimizer's step `step`, counted from 1, without autograd: clip weights,
+        update a target network. On every rank, before a moving average takes the weights in; never in a pass that is
+        thrown away.
+        """
+
+    def on_evaluate(self, metrics: dict[str, float], step: int) -> None:
+        """Act on the figures of an evaluation, which are the same on every rank: move a curriculum on."""
 
     def setup(self) -> None:
         """Prepare a node, once, before any worker reads data: download, decompress."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the task's own state (EMA, curriculum): tensors and plain data, kept in checkpoints."""
+        """Return the task's own state (a curriculum, a queue): tensors and plain data, kept in checkpoints."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave."""
 
 
+def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
+    """Return what the loss of a batch made of so many samples is a mean over: they are counted as they were dealt out,
+    for not every batch shows it (packed sequences, graphs, lists of images), unless the task says something else.
+    """
+    return torch.tensor(float(samples)) if type(task).weight is Task.weight else task.weight(batch)
+
+
+def carries(task: Task) -> bool:
+    """Whether something goes from one step of this task to the next."""
+    return type(task).forward_carried is not Task.forward_carried
+
+
 def _missing(task: Task, method: str) -> TypeError:
     return TypeError(f"{type(task).__name__} must define `{method}()`: see trainers/task.py for what a task is")
+
+
+def load_split(task: Task, split: str, training: bool) -> Any:
+    """Return the dataset of a split, or its stream as one; None where the task has none. Raises ConfigError."""
+
+    def stream() -> Any:
+        with as_one_rank():
+            return task.stream(split)
+
+    found = stream()
+    if found is None:
+        dataset: Any = task.dataset(split)
+        _refuse_splits(f'dataset("{split}")', dataset)
+        # A length of its own (MosaicML's and LitData's have one) may mean this rank's share.
+        if isinstance(dataset, IterableDataset):
+            rule = f"is given by {type(task).__name__}.dataset(), which is for map-style datasets"
+            raise ConfigError(f'dataset("{split}")', type(dataset).__name__, rule, "return it from stream()")
+        return dataset
+    _refuse_splits(f'stream("{split}")', found)
+    if not any(hasattr(found, name) for name in ("__iter__", "__getitem__", "iter_rows")):
+        fix = "return Shards, or an object with `__iter__`"
+        raise ConfigError(f'stream("{split}")', type(found).__name__, "cannot be iterated", fix)
+    if hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, IterableDataset):
+        return found
+    made = [found]
+
+    def make() -> Any:
+        return made.pop() if made else stream()
+
+    name = f'{type(task).__name__}.stream("{split}")'
+    return Stream(make, name) if training else Rereadable(make, name)
+
+
+def _refuse_splits(field: str, found: Any) -> None:
+    """Raise ConfigError for splits by name, as `load_dataset` of Hugging Face gives them."""
+    if isinstance(found, Mapping) and 0 not in found:
+        rule = f"has no sample 0, but {', '.join(map(str, list(found)[:5])) or 'nothing'}"
+        raise ConfigError(field, type(found).__name__, rule, "return the samples of one split")
 
 
 def task_feed(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
-from trainers.config.sections import CheckpointConfig
+from trainers.config.sections import CheckpointConfig, is_small_good
 from trainers.config.train import IDENTITY
 from trainers.errors import CheckpointError, ConfigError, show
 from trainers.json_data import parse_json, validated
@@ -112,8 +112,7 @@ class Best:
         """As the configuration has it; None when it names no metric."""
         if config.best is None:
             return None
-        smaller = config.best_mode == "min" if config.best_mode else config.best.endswith(("loss", "error"))
-        return Best(config.best, smaller)
+        return Best(config.best, is_small_good(config.best, config.best_mode))
 
     def improves(self, figures: Mapping[str, float], before: float | None) -> bool:
         """Whether an evaluation is strictly better than the value that was best `before`; NaN never is.

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainers.causes import classify
 from trainers.checkpoint.checkpoints import Checkpoints, Loaded
 from trainers.checkpoint.manifest import Best
 from trainers.checkpoint.validation import check_dtypes, check_optimizer, check_rng_state, check_scaler, check_state
 from trainers.config import TrainConfig
 from trainers.devices.rng import get_rng_state, set_rng_state
-from trainers.errors import CheckpointError, ConfigError, classify
+from trainers.errors import CheckpointError, ConfigError
 from trainers.measure.run_log import RunLog
+from trainers.model.frozen import check_frozen, load_model
 from trainers.model.sharding import is_sharded, shard_like, whole
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.replica import Replica
@@ -55,6 +57,8 @@ class Keeper:
         self.storage = storage
         keep = config.checkpoint
         self.checkpoints = Checkpoints(storage, parts.group, keep.keep, Best.of(keep), config.tree())
+        named = dict(parts.model.named_parameters(remove_duplicate=False))
+        self._frozen = {name: (named[name], named[name]._version) for name in parts.frozen or ()}
         self.kept_step = -1
         self._kept_at = time.monotonic()
 
@@ -125,20 +129,50 @@ class Keeper:
             "task": self.task.state_dict(),
             "position": position,
         }
+        if parts.frozen is not None:
+            self._require_frozen()
+            state["frozen"] = parts.frozen
+            state["model"] = {name: one for name, one in state["model"].items() if name not in parts.frozen}
+        if parts.schedule is not None:
+            state["schedule"] = parts.schedule.state_dict()
+        if parts.ema is not None:
+            state["ema"] = parts.ema.state_dict()
+        if parts.step.carry is not None:
+            state["carry"] = parts.step.carry.state_dict(int(position["step"]))
         return whole(state, parts.group) if is_sharded(parts.model) else state
+
+    def _require_frozen(self) -> None:
+        """Raise ConfigError where what is left out is trained after all, or was changed by hand."""
+        for name, (parameter, version) in self._frozen.items():
+            if parameter.requires_grad or parameter._version != version:
+                rule = f"leaves out `{name}`, which model() has frozen, and which changes all the same"
+                raise ConfigError("checkpoint.parameters", "trained", rule, "set `checkpoint.parameters: all`")
 
     def _check(self, loaded: Loaded) -> None:
         """Raise CheckpointError when a checkpoint does not fit, ConfigError when it was trained on other steps."""
         parts, config, state = self.parts, self.config, loaded.state
         position = check_state(state, loaded.name)
         state["position"] = asdict(position)
+        check_frozen(state.get("frozen"), parts.frozen)
         check_dtypes(state["model"], parts.model.state_dict())
         check_optimizer(state["optimizer"], parts.optimizer)
+        for name, part in (("ema", parts.ema), ("schedule", parts.schedule), ("carry", parts.step.carry)):
+            if (part is None) != (name not in state):
+                raise CheckpointError(f"it has {'no' if part is not None else 'a'} {name}, unlike this run")
+            if part is not None:
+                part.check(state[name])
         check_scaler(state["scaler"], parts.step.scaler.state_dict())
         if loaded.rank_state is not None:
             check_rng_state(loaded.rank_state, parts.device)
-        for name, now in (("global_batch_size", config.batch_size), ("train_samples", parts.sampler.length)):
-            then = getattr(position, name)
+        sampler = parts.sampler
+        pairs: list[tuple[str, int | str, int | str]] = [
+            ("global_batch_size", position.global_batch_size, config.batch_size),
+            ("train_samples", position.train_samples, sampler.known_length),
+        ]
+        if position.order:
+            sampler.set_epoch((position.step - 1) // sampler.steps_per_epoch)
+            pairs.append(("order of samples", position.order, sampler.name()))
+        for name, then, now in pairs:
             if then != now:
                 rule = f"differs from the {then} that checkpoint {loaded.name} was trained with"
                 raise ConfigError(name, now, rule, "train under another `name`, or start anew with --fresh")
@@ -162,10 +196,16 @@ class Keeper:
         now = config.tree()["optimizer"]
         then = loaded.config.get("optimizer") or now
         own = (*_HOW, *(name for name in now if then.get(name) != now[name]))
-        parts.model.load_state_dict(model_state)
+        load_model(parts.model, model_state, parts.frozen)
         parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, state["optimizer"], own))
         match_layout(parts.optimizer)
         parts.step.scaler.load_state_dict(state["scaler"])
+        if parts.schedule is not None:
+            parts.schedule.load_state_dict(state["schedule"])
+        if parts.ema is not None:
+            parts.ema.load_state_dict(state["ema"], parts.step.scaler)
+        if parts.step.carry is not None:
+            parts.step.carry.load_state_dict(state["carry"])
         self.task.load_state_dict(task_state)
         if loaded.rank_state is not None:
             set_rng_state(loaded.rank_state, parts.device)

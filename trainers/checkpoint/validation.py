@@ -8,7 +8,7 @@ than its parameter's would crash the process.
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any
 
@@ -20,11 +20,26 @@ from torch.optim import Optimizer
 from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, first_line
 from trainers.json_data import validated
+from trainers.model.joined_optimizer import optimizers_of
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
+_OPTIONAL = {"carry", "ema", "frozen", "schedule"}
 _MOST_DEPTH, _MOST_PARTS = 100, 4_000_000
 _Count = Annotated[int, Field(ge=0, lt=10**12)]
 _Shapes = Mapping[int, Mapping[str, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class StreamPlace:
+    """A state that a stream gave of itself, as trainers/data/stream.py goes on from it."""
+
+    row: _Count
+    passes: _Count
+    in_pass: _Count
+    state: Any
+    next: list[str]
+    trail: str = ""
+    """Of the samples before it; nothing in checkpoints of the first versions, from which a run counts."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +48,20 @@ class Position:
 
     step: _Count
     global_batch_size: Annotated[int, Field(ge=1)]
-    train_samples: Annotated[int, Field(ge=1)]
+    train_samples: Annotated[int, Field(ge=0)]
+    """0 of a stream, of which nobody knows them."""
     train_time_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     metrics: dict[str, float]
     """Not all finite: an evaluation may have diverged."""
     evaluated_step: Annotated[int, Field(ge=-1, lt=10**12)]
+    order: str = ""
+    """Of the samples in its epoch; checkpoints of the first versions do not say."""
+    stopping: dict[str, int | float | str | None] = field(default_factory=dict)
+    """Of early stopping; nothing in checkpoints of versions or runs without it."""
+    stream: StreamPlace | None = None
+    """Of a stream's own state, where it has an exact one."""
+    stream_mark: tuple[_Count, str] | None = None
+    """What tells the samples of a stream up to a row from others."""
 
 
 def check_state(state: Mapping[str, Any], name: str) -> Position:
@@ -45,11 +69,11 @@ def check_state(state: Mapping[str, Any], name: str) -> Position:
 
     The task's own part is left to the task.
     """
-    if wrong := sorted(_SECTIONS ^ set(map(str, state))):
+    if wrong := sorted(_SECTIONS ^ (set(map(str, state)) - _OPTIONAL)):
         raise CheckpointError(
             f"it is no checkpoint of ours: it has {'no' if wrong[0] in _SECTIONS else 'a'} {wrong[0][:80]}"
         )
-    for section in sorted(_SECTIONS - {"task"}):
+    for section in sorted(set(state) - {"task"}):
         if not isinstance(state[section], dict):
             raise CheckpointError(f"its {section} is no mapping")
         check_plain(state[section], section)
@@ -96,7 +120,8 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     if not isinstance(groups, list) or not isinstance(state, dict) or len(groups) != len(optimizer.param_groups):
         raise CheckpointError(f"it does not fit this optimizer, which has {len(optimizer.param_groups)} groups")
     parameters: dict[int, tuple[Tensor, _Shapes]] = {}
-    for theirs, ours in zip(groups, optimizer.param_groups, strict=True):
+    owned = [(owner, group) for owner in optimizers_of(optimizer) for group in owner.param_groups]
+    for theirs, (owner, ours) in zip(groups, owned, strict=True):
         numbers = theirs.get("params") if isinstance(theirs, dict) else None
         first = len(parameters)
         if numbers != list(range(first, first + len(ours["params"]))):
@@ -104,7 +129,7 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
         for name, value in ours.items():
             if name != "params" and name in theirs and not _is_like(theirs[name], value):
                 raise CheckpointError(f"it does not fit this optimizer: its {name} is {_shown(theirs[name])}")
-        shapes = _state_shapes(optimizer, theirs, {parameter.dim() for parameter in ours["params"]})
+        shapes = _state_shapes(owner, theirs, {parameter.dim() for parameter in ours["params"]})
         parameters |= dict(zip(numbers, ((parameter, shapes) for parameter in ours["params"]), strict=True))
     for number, entries in state.items():
         if type(number) is not int or number not in parameters or not isinstance(entries, dict):

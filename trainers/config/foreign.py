@@ -21,7 +21,7 @@ _NAMES = {
     "clip_grad_norm": "gradient_clip_val max_grad_norm grad_clip gradient_clipping clip_norm max_norm",
     "precision": "amp fp16 bf16 tf32 dtype torch_dtype mixed_precision use_amp half amp_level",
     "compile": "torch_compile jit compile_mode torchdynamo",
-    "strategy": "ddp_backend distributed_backend parallelism fsdp deepspeed zero_stage zero_optimization backend",
+    "strategy": "ddp_backend distributed_backend parallelism deepspeed zero_stage zero_optimization backend",
     "scaling.num_workers": "world_size nproc_per_node num_gpus gpus n_gpus devices num_devices num_processes num_nodes "
     "nnodes workers",
     "data.num_workers scaling.num_workers": "num_workers",
@@ -42,6 +42,10 @@ _NAMES = {
     "task_args": "model_args model_kwargs model_config hparams hyperparameters",
     "task": "model module model_name dataset datamodule train_func trainer trainer_class",
     "profile_steps": "profiler profile",
+    "early_stopping.patience": "patience early_stop early_stopping_patience early_stopping_rounds",
+    "ema.decay": "ema_decay model_ema model_ema_decay use_ema moving_average swa",
+    "ema.every_steps": "model_ema_steps ema_interval update_interval",
+    "ddp.sync_batchnorm": "sync_bn sync_batchnorm syncbn use_sync_bn",
     "failure.error": "max_failures max_retries max_restarts retries",
     "noise_scale": "gradient_noise_scale gns",
 }
@@ -55,10 +59,6 @@ def by_name(names: Mapping[str, str]) -> dict[str, tuple[str, ...] | str]:
 FOREIGN = by_name(_NAMES)
 """By the other tool's name: our dotted keys, or a sentence where there is none."""
 for _names, _sentence in (
-    (
-        "early_stopping early_stop early_stopping_patience patience",
-        "a single run has none, but a sweep's `scheduler: asha` stops bad trials early",
-    ),
     (
         "sampler batch_sampler train_sampler shuffle",
         "there is none: every sample is used once an epoch, in an order that follows from `seed` alone",

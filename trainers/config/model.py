@@ -54,11 +54,13 @@ class Settings(BaseModel):
 def plain(settings: Settings) -> Tree:
     """Plain data that builds the same settings again: keys without a value are left out, what users nest is kept."""
     values = {field.alias or name: getattr(settings, name) for name, field in type(settings).model_fields.items()}
-    return {
+    found = {
         name: plain(value) if isinstance(value, Settings) else copy.deepcopy(value)
         for name, value in values.items()
         if value is not None
     }
+    # A section without any: as in files of a version that did not have it.
+    return {name: value for name, value in found.items() if value != {} or not isinstance(values[name], Settings)}
 
 
 S = TypeVar("S", bound=Settings)

@@ -1,6 +1,6 @@
 """The sections of `train.yaml`: each a strict model of its own, without torch; see train.py on their descriptions."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -47,15 +47,49 @@ class OptimizerConfig(Settings):
         return self
 
 
-class ScheduleConfig(Settings):
-    """The learning rate's course; a pure function of the step."""
+OWN_SCHEDULES = ("constant", "linear", "cosine")
+"""Pure functions of the step; the other schedules are classes of torch.optim.lr_scheduler."""
 
-    name: Literal["constant", "linear", "cosine"] = Field(default="constant")
-    """Course after the warm-up: constant, or falling to zero at the last step."""
+
+class ScheduleConfig(Settings):
+    """The learning rate's course."""
+
+    name: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "StepLR",
+        "MultiStepLR",
+        "ConstantLR",
+        "LinearLR",
+        "ExponentialLR",
+        "PolynomialLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "CyclicLR",
+        "OneCycleLR",
+        "ReduceLROnPlateau",
+    ] = Field(default="constant")
+    """Course after the warm-up: constant, or falling to zero at the last step; or a class of torch.optim.lr_scheduler.
+    Those that take functions or other schedulers come from the task's `schedule()`."""
+    args: dict[str, Any] | None = Field(default=None, examples=[{"step_size": 30, "gamma": 0.1}])
+    """Arguments of torch's class, but for the optimizer."""
+    every: Literal["step", "epoch"] | None = Field(default=None, examples=["epoch"])
+    """What a scheduler of torch's counts; required with one, but for ReduceLROnPlateau, which counts evaluations."""
+    metric: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
+    """The figure of an evaluation that ReduceLROnPlateau goes by (val_loss when not set)."""
     warmup: int | float = Field(
         default=0, ge=0, examples=[100], json_schema_extra={"rule": "must be a number of steps, or a share below 1"}
     )
     """Linear warm-up: a whole number of steps, or a share of all steps (0.05)."""
+
+    @model_validator(mode="after")
+    def _torchs_own(self) -> Self:
+        own, by_figure = self.name in OWN_SCHEDULES, self.name == "ReduceLROnPlateau"
+        self.refuse_if(own and self.args is not None, "args", f"has no effect with {self.name}", "remove it")
+        uncounted = not own and not by_figure and self.every is None
+        self.refuse_if(uncounted, "every", f"is what {self.name} counts", "add `every: epoch` or `every: step`")
+        return self
 
     @model_validator(mode="after")
     def _steps_or_share(self) -> Self:
@@ -79,6 +113,25 @@ class ScalingRule(Settings):
         return self
 
 
+class EmaConfig(Settings):
+    """An exponential moving average of the weights; off without a `decay`."""
+
+    decay: float | None = Field(default=None, gt=0, lt=1, examples=[0.999])
+    """Share of the average that an update keeps. The average of parameters and floating buffers is what is evaluated,
+    kept, exported and predicted with."""
+    every_steps: Positive | None = Field(default=None, examples=[32])
+    """Steps between two updates (1 when not set)."""
+    warmup: Count | None = Field(default=None, examples=[1000])
+    """Steps at the start in which the average is the weights themselves (none when not set)."""
+
+    @model_validator(mode="after")
+    def _on(self) -> Self:
+        for name in ("every_steps", "warmup"):
+            alone = self.decay is None and getattr(self, name) is not None
+            self.refuse_if(alone, name, "has no effect without a decay", "add `decay: 0.999`")
+        return self
+
+
 class EvaluateConfig(Settings):
     """When, and in which batches, the validation split is evaluated."""
 
@@ -92,9 +145,46 @@ class EvaluateConfig(Settings):
     """Samples of one evaluation batch; fixed, so that figures do not depend on the number of workers."""
 
 
+class EarlyStoppingConfig(Settings):
+    """When a run ends before its last step; off without a `metric`."""
+
+    metric: str | None = Field(default=None, min_length=1, examples=["val_loss"])
+    """The figure of an evaluation that has to improve: else the run ends, as done."""
+    mode: Literal["min", "max"] | None = Field(default=None)
+    """Whether a small or a large one is good (min when its name ends in loss or error, else max)."""
+    patience: Positive | None = Field(default=None, examples=[5])
+    """Evaluations without an improvement after which it ends; required with a metric."""
+    min_delta: float | None = Field(default=None, ge=0, examples=[0.001])
+    """What counts as an improvement is more than this (0 when not set)."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        for name in ("mode", "patience", "min_delta"):
+            alone = self.metric is None and getattr(self, name) is not None
+            self.refuse_if(alone, name, "has no effect without a metric", "add `metric: val_loss`")
+        endless = self.metric is not None and self.patience is None
+        self.refuse_if(endless, "patience", "is required with a metric", "add `patience: 5`")
+        return self
+
+    @property
+    def smaller(self) -> bool:
+        """Whether a small value is good."""
+        return is_small_good(self.metric or "", self.mode)
+
+
+def is_small_good(metric: str, mode: Literal["min", "max"] | None) -> bool:
+    """Whether a small value of a metric is good, by its name where no `mode` says it."""
+    return mode == "min" if mode else metric.endswith(("loss", "error"))
+
+
 class DataConfig(Settings):
     """How samples reach the device."""
 
+    shuffle: bool = Field(default=True)
+    """Train each epoch in an order of its own; false: as the dataset has it. A task's `sampler` goes before."""
+    skip_bad: bool = Field(default=False)
+    """Train on past samples and shards of Shards that are damaged or missing, with the next good one in the place of
+    each; they are named and counted."""
     num_workers: int = Field(default=0, ge=0, le=1024)
     """DataLoader processes of each worker; 0 loads in the worker itself."""
     prefetch_factor: Positive | None = Field(default=None, examples=[2])
@@ -159,7 +249,7 @@ class CheckpointConfig(Settings):
     every_steps: Positive | None = Field(default=None, examples=[1000])
     """Steps between two checkpoints."""
     every_epochs: Positive | None = Field(default=None)
-    """Epochs between two checkpoints (1 when no key is set)."""
+    """Epochs between two checkpoints (1 when no key is set; of a stream without epochs, `every_s: 600`)."""
     every_s: Seconds | None = Field(default=None, examples=[600])
     """Seconds between two checkpoints."""
     keep: Positive = Field(default=2)
@@ -168,6 +258,9 @@ class CheckpointConfig(Settings):
     """A metric of evaluation whose best checkpoint is kept too."""
     best_mode: Literal["min", "max"] | None = Field(default=None)
     """Whether a small or a large `best` is good (min when its name ends in loss or error, else max)."""
+    parameters: Literal["all", "trained"] = Field(default="all")
+    """What of the model is written. trained: without what the task's `model()` has frozen, which a run that goes on,
+    `evaluate` and `predict` take from `model()`; where it is not the same any more, the checkpoint is refused."""
     async_: bool = Field(default=False, alias="async")
     """Copy the state to host memory in the loop, and write it to storage while training goes on."""
 
@@ -185,6 +278,20 @@ class DdpConfig(Settings):
     """The model uses the same parameters in every step: DDP may order its work once. Not with accumulation."""
     compression: Literal["none", "bf16"] = Field(default="none")
     """Format in which gradients travel between workers; bf16 halves the traffic and rounds the sum."""
+    bucket_cap_mb: Positive | None = Field(default=None, examples=[100])
+    """MiB of gradients that are sent at once, while the backward pass goes on (torch's 25 when not set)."""
+    sync_batchnorm: bool = Field(default=False)
+    """BatchNorm by the statistics of all workers' microbatches together (torch's SyncBatchNorm). GPUs only."""
+
+
+class FsdpConfig(Settings):
+    """What only `strategy: fsdp` has."""
+
+    param_dtype: Literal["fp32", "bf16"] = Field(default="fp32")
+    """Format in which a block's parameters are gathered, for `precision: bf16`; bf16 halves traffic and memory of it.
+    Gradients are reduced in fp32, and blocks with BatchNorm stay in fp32."""
+    reshard_after_forward: bool = Field(default=True)
+    """Free a block's gathered parameters after its forward pass, and gather them again for the backward pass."""
 
 
 class FailureConfig(Settings):

@@ -17,6 +17,8 @@ from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, AutoOrBoo
 from trainers.errors import MISSING, ConfigError
 
 _SMALLEST_HALF = 2.0**-24
+CAPTURING = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that replay CUDA graphs: each pass overwrites outputs and gradients of the one before."""
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]
 
 IDENTITY = (
@@ -30,6 +32,7 @@ IDENTITY = (
     "lr_schedule",
     "lr_scaling",
     "clip_grad_norm",
+    "ema",
 )
 """Keys that decide what is learned. A run that goes on must not have changed them."""
 
@@ -82,6 +85,8 @@ class TrainConfig(Settings):
     """Seconds until the run writes a checkpoint and leaves; the same command goes on."""
     evaluate: sections.EvaluateConfig = Field(default_factory=sections.EvaluateConfig)
     """Evaluation of the validation split."""
+    early_stopping: sections.EarlyStoppingConfig = Field(default_factory=sections.EarlyStoppingConfig)
+    """When a run ends before its last step."""
     log_every_steps: Positive = Field(default=50)
     """Steps whose mean loss makes one line of the log."""
 
@@ -106,6 +111,10 @@ class TrainConfig(Settings):
     """Capture whole steps as CUDA graphs and replay them: for small models that the host cannot feed. One worker, any
     precision (fp16's loss scaler is captured too), a fused optimizer; steps of other shapes, as the short last one of
     an epoch, run without. A replay runs no Python code of the task; activations may take their memory twice."""
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(default="none")
+    """Compute activations again in the backward pass instead of keeping them, in the blocks that a ModuleList or
+    Sequential of the model repeats. full: all of a block, for one more forward pass; selective: matrix products,
+    convolutions and attention are kept. Losses stay the same."""
     channels_last: AutoOrBool = Field(default="auto")
     """Memory format of 4-D parameters and batches; auto: channels last for convolutions on CUDA."""
     strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
@@ -113,6 +122,8 @@ class TrainConfig(Settings):
     on all its GPUs; none: a single worker, no wrapper."""
     ddp: sections.DdpConfig = Field(default_factory=sections.DdpConfig)
     """What only `strategy: ddp` has."""
+    fsdp: sections.FsdpConfig = Field(default_factory=sections.FsdpConfig)
+    """What only `strategy: fsdp` has."""
 
     optimizer: sections.OptimizerConfig = Field(examples=[{"name": "adamw", "lr": 0.001}])
     """The optimizer."""
@@ -122,6 +133,8 @@ class TrainConfig(Settings):
     """How the learning rate follows the batch size."""
     clip_grad_norm: float | None = Field(default=None, gt=0, examples=[1.0])
     """Largest norm of the gradient; larger ones are scaled down to it."""
+    ema: sections.EmaConfig = Field(default_factory=sections.EmaConfig)
+    """Moving average of the weights."""
 
     data: sections.DataConfig = Field(default_factory=sections.DataConfig)
     """How samples reach the device."""
@@ -157,18 +170,26 @@ class TrainConfig(Settings):
         strategy, compiled, graphs = self.strategy, self.compile, self.cuda_graphs
         device, launcher = self.device, self.launcher
         workers, elastic = self.scaling.max_workers, isinstance(self.scaling.num_workers, list)
-        captures, num_workers = compiled in ("reduce-overhead", "max-autotune"), "scaling.num_workers"
+        captures, num_workers = compiled in CAPTURING, "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
         too_many = self.batch_size > sections.LARGEST
         unused = strategy != "ddp" and self.ddp != sections.DdpConfig()
+        unsharded = strategy != "fsdp" and self.fsdp != sections.FsdpConfig()
+        narrow = self.fsdp.param_dtype == "bf16" and self.precision != "bf16"
         moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
+        again = self.activation_checkpointing != "none"
         ddp, default, uncaptured = "set `strategy: ddp`", "set `compile: default`", "set `cuda_graphs: false`"
+        given = self.lr_schedule.name in ("CyclicLR", "OneCycleLR") and self.lr_scaling.rule != "none"
         spawn, total = "set `launcher: spawn` or `launcher: ray`", "set `global_batch_size`"
         for condition, key, rule, fix in (
             (workers > 1 and strategy in ("none", "dp"), "strategy", "is for one worker", ddp),
             (unused, "ddp", f"has no effect with strategy {strategy}", "remove it"),
+            (unsharded, "fsdp", f"has no effect with strategy {strategy}", "set `strategy: fsdp`"),
+            (narrow, "fsdp.param_dtype", f"is for precision bf16, not for {self.precision}", "set `precision: bf16`"),
             (strategy == "dp" and compiled != "off", "compile", "cannot follow the replicas of strategy dp", ddp),
             (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
+            (again and strategy == "dp", "activation_checkpointing", "cannot follow the replicas of strategy dp", ddp),
+            (again and graphs, "activation_checkpointing", "reads random state, which no CUDA graph may", uncaptured),
             (self.fullgraph and compiled == "off", "fullgraph", "needs a compiled model", default),
             (graphs and captures, "cuda_graphs", f"is what compile {compiled} does by itself", uncaptured),
             (graphs and device in ("cpu", "mps"), "cuda_graphs", f"needs CUDA, not device {device}", uncaptured),
@@ -177,6 +198,12 @@ class TrainConfig(Settings):
             (workers > 1 and launcher == "local", num_workers, "must be 1 with `launcher: local`", spawn),
             (elastic and launcher != "ray", num_workers, "is elastic, which needs Ray", "set `launcher: ray`"),
             (by_worker, "batch_size_per_worker", "has no fixed meaning with elastic workers", total),
+            (
+                given,
+                "lr_scaling.rule",
+                f"does not reach the rates in {self.lr_schedule.name}'s args",
+                "set `rule: none`",
+            ),
             (too_many, "batch_size_per_worker", f"makes {self.batch_size} samples of all workers", "write fewer"),
         ):
             self.refuse_if(condition, key, rule, fix)

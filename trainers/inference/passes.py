@@ -15,23 +15,27 @@ import torch
 from pyarrow import fs
 from torch import nn
 
+from trainers.causes import classify
 from trainers.checkpoint.store import Archive
 from trainers.checkpoint.validation import check_dtypes
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.context import RunContext
+from trainers.data.shards import Shards
+from trainers.data.stream import Rereadable, same_on_ranks
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, ConfigError, classify
+from trainers.errors import CheckpointError, ConfigError, counted
 from trainers.inference.predict import predict
 from trainers.inference.saved_run import SavedRun
 from trainers.launch.spec import Job, RunSpec, make_spec
+from trainers.model.frozen import check_frozen, frozen_digests, load_model
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.strategy import compile_model
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.evaluation import evaluate
 from trainers.storage import Storage
-from trainers.task import Task, task_feed
+from trainers.task import Task, load_split, task_feed
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,10 @@ class InferenceResult:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        plural = "s" if self.world_size > 1 else ""
-        where = f"{self.world_size} worker{plural}, {self.device}, {self.precision}"
+        where = f"{counted(self.world_size, 'worker')}, {self.device}, {self.precision}"
         return "\n".join(
             [
-                f"step {self.step} on the {self.samples:,} samples of {self.split}: {self.checkpoint}",
+                f"step {self.step} on the {counted(self.samples, 'sample', ',')} of {self.split}: {self.checkpoint}",
                 *(f"  {name} {value!r}" for name, value in sorted(self.metrics.items())),
                 f"  {self.samples / self.time_s:,.0f} samples/s ({self.time_s:.2f} s; {where})",
                 *([f"  predictions {self.out}"] if self.out else []),
@@ -99,7 +102,13 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
     if context.local_rank == 0:
         task.setup()
     group.barrier()
-    dataset: Any = task.dataset(job.split)
+    dataset: Any = load_split(task, job.split, training=False)
+    if isinstance(dataset, Shards):
+        dataset.prepare(group, None, config.data.skip_bad, lambda: None)
+    if isinstance(dataset, Rereadable):
+        same_on_ranks(dataset, group, config.task)
+    if dataset is None:
+        raise ConfigError("--split", job.split, "is none of this task's: dataset() gives None", "name another split")
     if not hasattr(dataset, "__len__") or len(dataset) == 0:
         raise ConfigError("--split", job.split, "has no sample, or a dataset without length", "name another split")
     checkpoint, step, model, spec = _model(task, config, group, spec, job)
@@ -139,12 +148,14 @@ def _model(
     state = found.state if found else archive.read(name, "state.pt")
     seed_all(config.seed)
     model = task.model()
+    frozen = frozen_digests(model) if "frozen" in state else None
     spec = spec.with_layout(config.channels_last, model, group.device)
     model = spec.convert_model(model).to(group.device)
     try:
         step = int(state["position"]["step"])
+        check_frozen(state.get("frozen"), frozen)
         check_dtypes(state["model"], model.state_dict())
-        model.load_state_dict(state["model"])
+        load_model(model, state["model"], frozen)
         task.load_state_dict(state["task"])
     except Exception as error:
         if classify(error) in OUT_OF_MEMORY:

@@ -10,10 +10,13 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 
+from trainers.causes import classify
 from trainers.data.feed import Feed
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.precision import PrecisionSpec
+from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
+from trainers.step.evaluation import too_large
 from trainers.step.forward import ForwardPass
 from trainers.storage import Storage
 from trainers.task import Task
@@ -51,8 +54,13 @@ def predict(
             made = []
             for rows in part:
                 batch = next(source)
-                with torch.no_grad():
-                    outputs, _ = forward(batch, with_loss=False)
+                try:
+                    with torch.no_grad():
+                        outputs, _ = forward(batch, with_loss=False)
+                except (RuntimeError, MemoryError) as error:
+                    if classify(error) in OUT_OF_MEMORY:
+                        raise too_large(error, len(rows), group, next_smaller(len(rows))) from error
+                    raise
                 made.append(_record(rows, task.predictions(outputs, batch), task))
             for received in group.collect(made):
                 yield from received

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from trainers.causes import death_of, failure_of
 from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
 from trainers.launch.signals import StopSignals, follow
@@ -59,6 +60,11 @@ class LocalContext(RunContext):
         self._signals = StopSignals(lambda name: log("asked to stop (%s): writing a checkpoint first", name))
         return self._signals
 
+    @property
+    def is_heard(self) -> bool:
+        """By the process that has spawned this one."""
+        return self.failed is not None
+
     def hung(self, failure: RunFailedError, stack: str) -> None:
         """Leave it for the process that started this one."""
         _leave(failure, stack, self.failed)
@@ -86,10 +92,10 @@ def failing_as_run(rank: int) -> Iterator[None]:
     try:
         yield
     except PacelineError as error:
-        _leave(RunFailedError.of(error, rank), "", None)
+        _leave(failure_of(error, rank), "", None)
         raise
     except Exception as error:
-        failure = RunFailedError.of(error, rank)
+        failure = failure_of(error, rank)
         _leave(failure, traceback.format_exc(), None)
         if not failure.follows:
             print(redact(traceback.format_exc()), file=sys.stderr, end="")
@@ -205,7 +211,7 @@ def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
     except BaseException as error:
         is_said = isinstance(error, PacelineError | KeyboardInterrupt)  # a sentence says it all
         trace = "" if is_said else traceback.format_exc()
-        _leave(RunFailedError.of(error, rank), trace, context.failed)
+        _leave(failure_of(error, rank), trace, context.failed)
         raise
 
 
@@ -223,7 +229,7 @@ def _failure(directory: Path, error: ProcessException, exits: dict[int, int | No
         is_first = rank == error.error_index
         # The others are ended once one has failed: first asked to, then, where they do not answer, killed.
         ended = not is_first and code in (-signal.SIGTERM, -signal.SIGKILL)
-        failures.append(RunFailedError.died(rank, code, error.error_pid if is_first else None, ended))
+        failures.append(death_of(rank, code, error.error_pid if is_first else None, ended))
     if not failures:
         return RunFailedError("node_lost", last_line(error))
     first = RunFailedError.first(failures)
@@ -266,8 +272,19 @@ def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
             dist.broadcast_object_list(box, src=0)
             job = replace(job, token=box[0])
             context.storage = job.storage
-        return job.execute(context)
-    finally:
-        # A DDP reducer in a reference cycle would outlive the group: the process then aborts one time in eight.
-        gc.collect()
+        result = job.execute(context)
+    except BaseException:
+        leave_group(failed=True)
+        raise
+    leave_group(failed=False)
+    return result
+
+
+def leave_group(failed: bool) -> None:
+    """Leave the run's process group; where this rank has `failed`, without waiting for others that wait for it."""
+    # A DDP reducer in a reference cycle would outlive the group: the process then aborts one time in eight.
+    gc.collect()
+    if failed and dist.get_backend() == "nccl":  # whose destroy waits for the kernels in flight (pytorch issue 163546)
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()

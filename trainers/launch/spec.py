@@ -153,16 +153,19 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
     return parse_mapping(_read(storage, name, source), source)
 
 
-def read_spec(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec:
+def read_spec(
+    location: str, overrides: Mapping[str, Any], world_size: int | None = None, own_workers: bool = True
+) -> RunSpec:
     """Read and check a training file; ConfigError says what is wrong, before torch or Ray is imported.
 
-    `world_size` is given by a launcher that has decided it already (torchrun).
+    `world_size` is given by a launcher that has decided it already (torchrun). `own_workers`: those of a run that is
+    started from here must fit on this machine.
     """
     text, directory = read_file(location)
     tree = override(TrainConfig, parse_mapping(text, location), overrides)
     if world_size is not None:
         tree = override(TrainConfig, tree, {"scaling.num_workers": world_size, "launcher": "spawn"})
-    return make_spec(tree, location, directory, own_workers=world_size is None)
+    return make_spec(tree, location, directory, own_workers and world_size is None)
 
 
 def make_spec(tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True) -> RunSpec:
@@ -268,7 +271,7 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
                 rule = f"differs from {before.get(key)} in {storage.uri}"
                 fix = "train under another `--name`, or start anew with --fresh"
                 raise ConfigError(key, spec.tree.get(key), rule, fix, spec.source)
-        same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps"))
+        same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps", "early_stopping"))
         if same_length and (result := _finished(storage)) is not None:
             return result
         storage.delete("result.json")  # of a shorter run: it must not be taken for this one's

@@ -4,36 +4,46 @@ import contextlib
 import io
 import logging
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from trainers.causes import classify
 from trainers.config import TrainConfig
+from trainers.config.sections import OWN_SCHEDULES
+from trainers.config.train import CAPTURING
 from trainers.context import RunContext
 from trainers.data.batch import fetch, map_tensors
-from trainers.data.sampler import StepSampler, split_share
+from trainers.data.feed import Feed
+from trainers.data.sampler import split_share
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
-from trainers.errors import ConfigError, classify
+from trainers.errors import ConfigError
+from trainers.loop.data import load_data, make_sampler
+from trainers.loop.trained import make_trained
 from trainers.loop.watchdog import enter
-from trainers.model.optimizer import check_optimizer, set_training
 from trainers.model.precision import apply_matmul, resolve_precision
+from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
-from trainers.model.strategy import check_static_graph, compile_model, place_model, wrap_model
+from trainers.model.strategy import check_static_graph, compile_model, wrap_model
+from trainers.step.carry import CarriedPass, CarriedStep, Carry
 from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
 from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.flops import count_flops
-from trainers.step.forward import ForwardPass
+from trainers.step.joint_step import JointStep
 from trainers.step.microbatch import Probe, choose_microbatch
 from trainers.step.noise_scale import NoiseScale, noise_scale
+from trainers.step.phased_step import PhasedStep, is_phased, make_phases
 from trainers.step.replica import Replica
-from trainers.step.splitting import check_loss
+from trainers.step.splitting import SAMPLES, check_loss
 from trainers.step.throwaway import CollectiveWatch, throwaway
 from trainers.step.train_step import TrainStep
-from trainers.task import Task, task_feed
+from trainers.task import Task, carries, task_feed
 
 logger = logging.getLogger(__name__)
 
@@ -42,97 +52,124 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     """Build the device, data, model, optimizer and step of this worker. Every rank must call it."""
     device = resolve_device(config.device, context.device_index)
     group = Group(context.rank, context.world_size, device)
+    set_flags(device, config.scaling.cpus_per_worker, config.deterministic)  # before any collective: it binds the GPU
+    apply_matmul(resolve_precision(config.precision, device))
     if context.local_world_size != context.world_size:
         check_peers(group, context.storage)
-    spec = resolve_precision(config.precision, device)
-    set_flags(device, config.scaling.cpus_per_worker, config.deterministic)
-    apply_matmul(spec)
 
-    train, val = _load_data(task, config, context, group)
-    sampler = _make_sampler(train, config, context)
+    train, val = load_data(task, config, context, group)
+    sampler = make_sampler(train, task, config, group)
+    joint = _is_joint(task, config)
+    _refuse_with_phases(task, config, evaluates=val is not None)
+    _refuse_with_carry(task, config, in_order=sampler.drawn is not None or not sampler.shuffle)
+    sharers = context.local_world_size if device.type == "cpu" else 1
+
+    def feed(dataset: Dataset[Any]) -> Feed:
+        return task_feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed)
+
+    train_feed, val_feed = feed(train), None if val is None else feed(val)
     seed_all(config.seed)
     enter("model")
-    model = task.model()
-    spec = spec.with_layout(config.channels_last, model, device)
-    model = place_model(spec.convert_model(model), group, config.strategy)
-    model.train()
-    optimizer = task.optimizer(model, config)
-    check_optimizer(optimizer, type(task).__name__)
-    set_training(optimizer, True)
+    trained = make_trained(task, task.model(), config, group)
+    model, optimizer, ema, forward = trained.model, trained.optimizer, trained.ema, trained.forward
     _check_state(task, group)
     enter("probe")
-    probe = Probe(ForwardPass(model, task, spec, device), optimizer, train, group)
+    probe = Probe(forward, optimizer, train, group, make_phases(forward, optimizer))
     microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
     noise = noise_scale(config, group, model, accumulation)
     pieces = max(group.world_size * accumulation, 2 if noise is not None and noise.halves_every_steps else 1)
     watch = CollectiveWatch()
     with watch if group.world_size > 1 else contextlib.nullcontext():  # throw-away passes, of every rank alike
-        flops_per_sample = count_flops(probe.forward, train, sampler.permutation()[:microbatch_size])
-        warning = check_loss(probe.forward, train, sampler.permutation(), microbatch_size, pieces)
-    if warning and group.rank == 0:
+        flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
+        checked = () if joint else probe.passes
+        found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in checked]
+    for warning in filter(None, found if group.rank == 0 else ()):
         logger.warning("%s", warning)
-    even = is_sharded(model) or any(group.gather(watch.seen))
+    # Named beside what was seen, since not every model is counted.
+    syncs = group.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+    even = is_sharded(model) or any(group.gather(watch.seen or syncs))
 
     enter("wrapping and compiling the model")
-    step = _make_step(probe, config, noise, accumulation)
-    sharers = context.local_world_size if device.type == "cpu" else 1
-    train_feed, val_feed = (
-        task_feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed) for dataset in (train, val)
-    )
+    carry = Carry(group, config.batch_size, sampler.steps_per_epoch) if carries(task) else None
+    step = _make_step(probe, config, noise, accumulation, joint, carry)
+    if ema is not None:
+        ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
+    total_steps = config.max_steps or (config.epochs or 0) * sampler.steps_per_epoch
     replica = Replica(
         device=device,
         group=group,
-        spec=spec,
+        spec=forward.spec,
         model=model,
         optimizer=optimizer,
         step=step,
         sampler=sampler,
         train_feed=train_feed,
         val_feed=val_feed,
-        total_steps=config.max_steps or (config.epochs or 0) * sampler.steps_per_epoch,
+        total_steps=total_steps,
         microbatch_size=microbatch_size,
         accumulation=accumulation,
         flops_per_sample=flops_per_sample,
+        schedule=_make_schedule(task, optimizer, config, total_steps, evaluates=val is not None),
+        ema=ema,
+        frozen=trained.frozen,
         even=even,
     )
     if isinstance(step.forward.model, DistributedDataParallel):
-        _settle_buckets(replica)
+        _settle_buckets(replica, config, context)
     return replica
 
 
-def _load_data(task: Task, config: TrainConfig, context: RunContext, group: Group) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Load the datasets of both splits and refuse an empty one."""
-    seed_all(config.seed)  # data that draws without a generator of its own is the same in every process
-    enter("setup")
-    if context.local_rank == 0:
-        task.setup()
-    enter("the barrier after setup")
-    group.barrier()
-    enter("dataset")
-    train, val = splits = [task.dataset(split) for split in ("train", "val")]
-    for split, found in zip(("train", "val"), cast("list[object]", splits), strict=True):
-        if found is None:
-            rule = f'gives no dataset for its "{split}" split, and every run needs one'
-            fix = "return one from dataset(); for val a few samples that are held back will do"
-            raise ConfigError("task", config.task, rule, fix)
-    if not hasattr(train, "__len__") or not hasattr(val, "__len__"):
-        raise ConfigError("task", config.task, "has a dataset without length", "give map-style datasets (`__len__`)")
-    for split, dataset in (("train", train), ("val", val)):
-        if len(dataset) == 0:
-            raise ConfigError("task", config.task, f'has no sample in its "{split}" split', "check its files")
-    return train, val
+def _is_joint(task: Task, config: TrainConfig) -> bool:
+    """Whether the loss is of all samples of a step together; ConfigError for what goes by a mean over samples then."""
+    joint = type(task).joint_loss is not Task.joint_loss
+    for key in ("cuda_graphs", "noise_scale"):
+        if joint and getattr(config, key):
+            rule = "is for a loss that is a mean over samples, and the task defines joint_loss()"
+            raise ConfigError(key, True, rule, f"set `{key}: false`")
+    return joint
 
 
-def _make_sampler(train: Dataset[Any], config: TrainConfig, context: RunContext) -> StepSampler:
-    size, drop_last = config.batch_size, config.drop_last
-    sampler = StepSampler(
-        train, context.world_size, context.rank, seed=config.seed, drop_last=drop_last, global_batch_size=size
-    )
-    if sampler.steps_per_epoch == 0:
-        rule = f"gives no whole step of the {sampler.length} training samples with drop_last"
-        raise ConfigError("global_batch_size", size, rule, "lower it, or set `drop_last: false`")
-    return sampler
+def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:
+    """Raise ConfigError for what does not go with steps that the task makes itself, of the bare model."""
+    if not is_phased(task):
+        return
+    name = type(task).__name__
+    rule = f"is for steps of one loss, and {name} defines training_step() or phases()"
+    buckets = config.ddp.bucket_cap_mb
+    for key, value, refused, fix in (
+        ("strategy", config.strategy, ("fsdp", "dp"), "set `strategy: ddp`"),
+        ("cuda_graphs", config.cuda_graphs, (True,), "set `cuda_graphs: false`"),
+        ("noise_scale", config.noise_scale, (True,), "set `noise_scale: false`"),
+        ("ddp.static_graph", config.ddp.static_graph, (True,), "remove it: gradients are averaged without DDP"),
+        ("ddp.compression", config.ddp.compression, ("bf16",), "remove it: gradients are averaged without DDP"),
+        ("ddp.bucket_cap_mb", buckets, () if buckets is None else (buckets,), "remove it: there are no buckets"),
+    ):
+        if value in refused:
+            raise ConfigError(key, value, rule, fix)
+    if _is_joint(task, config):
+        raise ConfigError("task", config.task, "defines joint_loss() beside training_step() or phases()", "remove one")
+    if evaluates and type(task).loss is Task.loss:
+        fix = 'define it, or return None from dataset("val")'
+        raise ConfigError("task", config.task, 'has no loss() for the samples of its "val" split', fix)
+
+
+def _refuse_with_carry(task: Task, config: TrainConfig, in_order: bool) -> None:
+    """Raise ConfigError where a sample would not go on with the one before it in its place."""
+    if not carries(task):
+        return
+    rule = "is not for a task that carries something from step to step (forward_carried)"
+    if not in_order:
+        fix = "set `data.shuffle: false`, or give the order of the samples by sampler()"
+        raise ConfigError("data.shuffle", True, rule, fix)
+    for key in ("cuda_graphs", "noise_scale"):
+        if getattr(config, key):
+            raise ConfigError(key, True, rule, f"set `{key}: false`")
+    if config.strategy in ("fsdp", "dp"):
+        raise ConfigError("strategy", config.strategy, rule, "set `strategy: ddp`")
+    if is_phased(task) or _is_joint(task, config):
+        rule = "defines forward_carried() beside a step of another kind (training_step, phases or joint_loss)"
+        raise ConfigError("task", config.task, rule, "remove one")
 
 
 def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context: RunContext) -> tuple[int, int]:
@@ -160,20 +197,58 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
     return size, accumulation
 
 
-def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int) -> TrainStep:
+def _make_step(
+    probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int, joint: bool, carry: Carry | None
+) -> TrainStep:
     """Compile and wrap the model, and make its step, with the noise scale where that is asked for."""
     model, group = probed.forward.model, probed.group
     if config.compile != "off":
-        compile_model(model, config.compile, config.fullgraph)
+        for module in (model, *(model.children() if probed.phases else ())):  # which a phase may call by themselves
+            compile_model(module, config.compile, config.fullgraph)
+    captures = config.compile in CAPTURING
+    if probed.phases:
+        phased = PhasedStep(probed.forward, probed.optimizer, group, config.clip_grad_norm, probed.phases)
+        for phase in phased.phases.values():
+            phase.copies_gradients = captures
+        return phased
     watch = noise.hook if noise is not None and accumulation == 1 else None
     wrapped = wrap_model(model, group, config.strategy, config.ddp, watch)
-    kind = GraphedStep if config.cuda_graphs else TrainStep
-    step = kind(replace(probed.forward, model=wrapped), probed.optimizer, group, config.clip_grad_norm)
-    step.noise = noise
+    step: TrainStep
+    if carry is not None:
+        of = probed.forward
+        carried = CarriedPass(wrapped, of.task, of.spec, of.device, carry)
+        step = CarriedStep(carried, probed.optimizer, group, config.clip_grad_norm)
+    else:
+        kind = GraphedStep if config.cuda_graphs else JointStep if joint else TrainStep
+        step = kind(replace(probed.forward, model=wrapped), probed.optimizer, group, config.clip_grad_norm)
+    step.noise, step.copies_gradients = noise, captures
     return step
 
 
-def _settle_buckets(replica: Replica) -> None:
+def _make_schedule(
+    task: Task, optimizer: Optimizer, config: TrainConfig, total_steps: int, evaluates: bool
+) -> Schedule | None:
+    """Make the task's scheduler, or the one that is named; None where neither is one of torch's."""
+    chosen, is_tasks = config.lr_schedule, type(task).schedule is not Task.schedule
+    stand_in = StandIn(optimizer) if is_tasks or chosen.name not in OWN_SCHEDULES else None
+    scheduler = None if stand_in is None else task.schedule(stand_in, config)
+    if stand_in is None or scheduler is None:
+        unused = [(name, value) for name in ("every", "metric") if (value := getattr(chosen, name)) is not None]
+        for name, value in unused:
+            raise ConfigError(f"lr_schedule.{name}", value, f"has no effect with {chosen.name}", "remove it")
+        return None
+    if is_tasks and chosen.name != "constant":
+        rule = f"is overruled by {type(task).__name__}.schedule(), which gives a scheduler of its own"
+        raise ConfigError("lr_schedule.name", chosen.name, rule, "remove one of the two")
+    schedule = Schedule(scheduler, stand_in, config, total_steps)
+    _require_plain(schedule.state_dict(), type(scheduler).__name__)
+    if schedule.by_figure and not evaluates:
+        rule = 'goes by a figure of the validation split, and dataset("val") gives none'
+        raise ConfigError("lr_schedule.name", type(scheduler).__name__, rule, "return a few samples that are held back")
+    return schedule
+
+
+def _settle_buckets(replica: Replica, config: TrainConfig, context: RunContext) -> None:
     """Run two throw-away passes: DDP rebuilds its buckets after the first backward, and a resumed run must sum
     gradients in the order in which the unbroken one does.
     """
@@ -187,12 +262,20 @@ def _settle_buckets(replica: Replica) -> None:
             with torch.no_grad():
                 batch = map_tensors(lambda tensor: tensor.to(forward.device, copy=True), fetched)
                 batch = forward.task.transform(batch, True)
-            (forward.loss(batch) * 0.0).backward()
+            try:
+                (forward.loss(batch) * 0.0).backward()
+            except (RuntimeError, MemoryError) as error:
+                if classify(error) in OUT_OF_MEMORY:
+                    refuse_microbatch(error, replica.microbatch_size, config, context, device_name(replica.device))
+                raise
 
 
 def _check_state(task: Task, group: Group) -> None:
     """A task's own state must come back from a checkpoint: say so before training, not after a crash."""
-    state: dict[str, Any] = whole(task.state_dict(), group)
+    _require_plain(whole(task.state_dict(), group), type(task).__name__)
+
+
+def _require_plain(state: dict[str, Any], owner: str) -> None:
     data = io.BytesIO()
     try:
         torch.save(state, data)
@@ -201,4 +284,4 @@ def _check_state(task: Task, group: Group) -> None:
     except Exception as error:
         rule = "has a state_dict with more than tensors and plain data, which cannot be loaded safely"
         fix = "keep numbers, text, lists, dicts and tensors in it"
-        raise ConfigError("task", type(task).__name__, rule, fix) from error
+        raise ConfigError("task", owner, rule, fix) from error

@@ -18,7 +18,9 @@ from trainers.config import TrainConfig
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
 from trainers.errors import TooLargeError
+from trainers.loop.attempt import Attempt
 from trainers.loop.build import build_replica
+from trainers.loop.torch_limits import torch_limits_explained
 from trainers.loop.training import Training
 from trainers.loop.watchdog import Watchdog, watched
 from trainers.measure.memory_report import memory_watched
@@ -68,11 +70,12 @@ def _outlast(failure: FailureConfig, context: RunContext) -> None:
 
 
 def _attempt(task: Task, config: TrainConfig, context: RunContext, watchdog: Watchdog) -> RunResult:
-    with contextlib.ExitStack() as stack:
+    with torch_limits_explained(config), contextlib.ExitStack() as stack:
         inspection = inspect_run(config, context)
         if inspection is not None:
             stack.callback(inspection.close)
         parts = build_replica(task, config, context)
         stack.callback(parts.close)
-        parts.train_feed.beat = parts.val_feed.beat = watchdog.beat
-        return Training(task, config, context, parts, watchdog, inspection, stack).run()
+        for feed in parts.feeds:
+            feed.beat = watchdog.beat
+        return Training(Attempt(task, config, context, parts, watchdog), inspection, stack).run()

@@ -17,10 +17,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from trainers.causes import broke_with_others, forget_kernel_kills, line_of_task
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
-from trainers.errors import RunFailedError, broke_with_others, forget_kernel_kills, line_of_task
+from trainers.errors import RunFailedError
 from trainers.storage import Storage
 
 HUNG_EXIT_CODE = 74
@@ -43,6 +45,7 @@ class Watchdog:
         self._closed = threading.Event()
         # Without a name: nothing is left of it though the process is killed.
         self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open until `close`)
+        self._stderr = self._duplicate_stderr()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -70,16 +73,27 @@ class Watchdog:
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
             self._file.close()
+            os.close(self._stderr)
+
+    def _duplicate_stderr(self) -> int:
+        """A descriptor for `faulthandler`, open until `close`; a notebook's standard error may have none."""
+        streams: tuple[Any, ...] = (sys.stderr, sys.__stderr__)
+        for stream in streams:
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                return os.dup(stream.fileno())
+        return os.dup(self._file.fileno())
 
     def _watch(self) -> None:
         of_steps_s, of_phases_s = self._failure.hang_timeout_s, self._failure.of_phases_s
         interval_s = min(10.0, max(0.01, min(of_steps_s, of_phases_s) / 4))
+        silent_s = 0.0
         while True:
             phase, steps = self._phase
             budget_s = of_steps_s if steps else of_phases_s
             # The timer runs out only when this thread cannot wind it up again.
-            faulthandler.dump_traceback_later(budget_s + 2 * GRACE_S + interval_s, exit=True)
-            if self._closed.wait(interval_s):
+            faulthandler.dump_traceback_later(budget_s + 2 * GRACE_S + interval_s, exit=True, file=self._stderr)
+            # Looks when the budget ends: ranks that hang at one moment say so at one.
+            if self._closed.wait(min(interval_s, max(0.01, budget_s - silent_s))):
                 return
             silent_s = time.monotonic() - self._last
             if silent_s > budget_s and self._phase == (phase, steps):
@@ -88,7 +102,7 @@ class Watchdog:
 
     def _end(self, where: str, budget: str) -> None:
         try:
-            faulthandler.dump_traceback_later(10 * GRACE_S, exit=True)
+            faulthandler.dump_traceback_later(10 * GRACE_S, exit=True, file=self._stderr)
             self._tell(where, budget)
         finally:
             with contextlib.suppress(Exception):
@@ -120,7 +134,7 @@ class Watchdog:
                 storage.write(name, stacks.encode())
 
         tellers = [
-            threading.Thread(target=say, daemon=True),
+            *([] if self._context.is_heard else [threading.Thread(target=say, daemon=True)]),
             threading.Thread(target=save, daemon=True),
             threading.Thread(
                 target=self._context.hung, args=(failure, "".join(traceback.format_list(stack[-20:]))), daemon=True

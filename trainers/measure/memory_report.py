@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from trainers.causes import classify
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import resolve_device
-from trainers.errors import StorageError, classify
+from trainers.errors import StorageError
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ class RunResult:
 
     status: Status
     steps: int
-    epochs: float
-    """Epochs done, with the part of the last one."""
+    epochs: float | None
+    """Epochs done, with the part of the last one; None of a stream, whose length nobody knows."""
     world_size: int
     global_batch_size: int
     microbatch_size: int

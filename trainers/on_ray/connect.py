@@ -3,25 +3,37 @@
 Environment read: RAY_ADDRESS names the cluster; without it an embedded one starts on this machine.
 """
 
+import atexit
+import contextlib
 import logging
 import math
 import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
 
 import ray
 import ray.train
+from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
 
 from trainers.config import TrainConfig
 from trainers.config.sections import ScalingConfig
-from trainers.errors import ConfigError
+from trainers.errors import ClusterError, ConfigError, first_line
 from trainers.launch.spec import RunSpec
+from trainers.on_ray import reaper
 from trainers.on_ray.capacity import capacity
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_S = 20.0  # with all alive Ray takes one or two
+
 
 def connect(show_workers: bool = True) -> None:
-    """Join the cluster that RAY_ADDRESS names, or start an embedded one on this machine.
+    """Join the cluster that RAY_ADDRESS names, or start an embedded one on this machine; ClusterError where neither is
+    possible.
 
     `show_workers`: what workers print comes to this terminal.
     """
@@ -33,11 +45,66 @@ def connect(show_workers: bool = True) -> None:
         # As Ray has it on macOS and Windows: all of its ports, those for metrics too, are on the loopback alone.
         ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
+        with _keeping_sigterm():
+            context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
+    except Exception as error:  # Ray raises whatever it meets, often a plain Exception
+        raise ClusterError(_unreached(address, error)) from error
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = several_nodes
+    if address == "local":
+        atexit.register(disconnect)
+        if sys.platform == "linux":
+            reaper.start(_node().get_session_dir_path())
     if url := context.dashboard_url:
         logger.info("dashboard: http://%s (it asks for the token that `ray get-auth-token` prints)", url)
+
+
+def disconnect() -> None:
+    """Leave the cluster. An embedded one ends, even where a process of it was stopped: Ray would wait for that."""
+    if not ray.is_initialized():
+        return
+    processes = [process for _, process in _node().live_processes()]
+
+    def kill() -> None:
+        logger.warning("Ray's processes do not answer: they are killed")
+        for process in processes:
+            process.kill()
+
+    impatient = threading.Timer(_LEAVE_S, kill)
+    impatient.start()
+    try:
+        with _keeping_sigterm(until_over=True):
+            ray.shutdown()
+    finally:
+        impatient.cancel()
+
+
+def _unreached(address: str, error: Exception) -> str:
+    if address == "local":
+        where = f"its newest logs in {get_default_ray_temp_dir()} say why; on a machine that is busy, try again"
+        return f"Ray did not start on this machine: {first_line(error)} ({where})"
+    rule = "it names the head of a running cluster, as host:6379; without it one starts on this machine"
+    return f"Ray could not be joined at RAY_ADDRESS {address}: {first_line(error)} ({rule})"
+
+
+@contextlib.contextmanager
+def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
+    """Put SIGTERM back: Ray takes it when it starts, and when it ends leaves it to the system, which ends the process
+    though Python still names a handler. `until_over` holds back what a thread of this process sends meanwhile, as a
+    lost lease does; not while Ray starts, whose processes would inherit that.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM] if until_over else [])
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _node() -> Any:
+    return ray._private.worker._global_node
 
 
 def check_cluster(spec: RunSpec) -> str:

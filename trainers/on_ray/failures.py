@@ -9,6 +9,7 @@ from ray.train import UserCallback
 from ray.train.v2._internal.execution.controller import controller
 from ray.train.v2._internal.execution.failure_handling import default
 
+from trainers.causes import failure_of
 from trainers.config.sections import FailureConfig
 from trainers.errors import POLICIES, RunFailedError
 from trainers.loop.watchdog import read_hang, saved_hangs
@@ -59,7 +60,7 @@ def as_failure(rank: int, error: BaseException) -> RunFailedError:
         # A worker that died is reported as a failed health check, whose cause Ray keeps in an attribute.
         inner = getattr(seen, "health_check_failure", None) or getattr(seen, "cause", None) or seen.__cause__
         seen = inner if isinstance(inner, BaseException) and inner is not seen else None
-    failure = RunFailedError.of(error, rank)
+    failure = failure_of(error, rank)
     why = re.search(r"(?:is dead|died) because (.+?)(?:\.|$)", str(error), re.MULTILINE)
     if failure.status not in ("node_lost", "preempted") or why is None:
         return failure

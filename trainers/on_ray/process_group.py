@@ -8,6 +8,8 @@ the store in which the ranks meet listen on every address of rank 0's node.
 import logging
 import os
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ import ray.util
 from ray.train.backend import Backend, BackendConfig
 
 from trainers.launch.imports import without_collection
+from trainers.on_ray.gpus import hide_unassigned_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,11 @@ class GroupConfig(BackendConfig):
     def backend_cls(self) -> type[Backend]:
         """Read by Ray."""
         return _GroupBackend
+
+    @property
+    def train_func_context(self) -> Callable[[], AbstractContextManager[None]]:
+        """Read by Ray: what it runs the training function in."""
+        return _on_own_gpu if self.backend == "nccl" else nullcontext
 
 
 class _GroupBackend(Backend):
@@ -77,6 +85,7 @@ def _listen() -> tuple[str, int]:
 
 def _join(address: str, port: int, backend: str) -> None:
     """On every worker at once."""
+    hide_unassigned_gpus()
     with without_collection(own_process=True):
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
 
@@ -97,6 +106,17 @@ def _join(address: str, port: int, backend: str) -> None:
     server = _listening.pop().detach() if rank == 0 else None
     store = TCPStore(address, port, world_size, rank == 0, TIMEOUT, master_listen_fd=server)
     join_group(backend, store, rank, world_size, own_gpu())
+
+
+@contextmanager
+def _on_own_gpu() -> Iterator[None]:
+    """The current CUDA device is each thread's own, and Ray trains in another thread than the one that has joined."""
+    import torch
+
+    from trainers.on_ray.context import own_gpu
+
+    torch.cuda.set_device(own_gpu())
+    yield
 
 
 def _leave() -> None:

@@ -14,12 +14,14 @@ import ray.train.v2._internal.execution.context
 import ray.train.v2._internal.util
 from ray.train.torch import TorchTrainer
 
+from trainers.causes import failure_of
 from trainers.errors import PacelineError, PreemptedError, RunFailedError, first_line
 from trainers.launch.local import setup_logging
 from trainers.launch.signals import StopSignals
 from trainers.launch.spec import RunSpec
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
+from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import ray_scaling, wants_gpu
 from trainers.on_ray.context import RayContext, request_stop
 from trainers.on_ray.coordinator import NodeCount, free_dead_runs
@@ -49,7 +51,7 @@ def _worker(loop_config: dict[str, Any]) -> None:
         while True:  # returning would end the run, raising would start it again on the very node that is leaving
             time.sleep(1)
     except Exception as error:
-        failure = RunFailedError.of(error, context.rank)
+        failure = failure_of(error, context.rank)
         if not (isinstance(error, PacelineError) or failure.follows):
             print(redact(traceback.format_exc()), file=sys.stderr, end="")
         raise failure from None
@@ -83,7 +85,7 @@ def run_on_ray(spec: RunSpec) -> RunResult:
         ),
     )
     try:
-        with VitalSigns():
+        with ending_with_cluster("the same command goes on from the newest checkpoint"), VitalSigns():
             _fit(trainer, spec.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None

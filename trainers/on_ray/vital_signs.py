@@ -16,6 +16,8 @@ import ray
 from ray import cloudpickle
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
+from trainers.on_ray.cluster_end import is_alive
+
 logger = logging.getLogger(__name__)
 
 _BEAT_S = 5.0
@@ -45,6 +47,14 @@ def _beat(name: str, handle: bytes) -> None:
                 _internal_kv_put(f"{name}/handle", handle)
             _internal_kv_put(name, str(count))
         time.sleep(_BEAT_S)
+
+
+def end_actors() -> None:
+    """Kill every actor of this driver that has shown life, where who started it is gone and can name it no more."""
+    if is_alive():
+        for name in _internal_kv_list(_prefix()):
+            if name.endswith(b"/handle"):
+                ray.kill(cloudpickle.loads(_internal_kv_get(name)))
 
 
 class VitalSigns:

@@ -1,0 +1,83 @@
+"""One worker's attempt at a run: what it trains with, and how far it is. Its parts share it."""
+
+import logging
+import math
+import time
+from typing import Any
+
+from trainers.config import TrainConfig
+from trainers.context import RunContext
+from trainers.data.stream import Stream
+from trainers.data.stream_reader import Mark
+from trainers.loop.early_stopping import EarlyStopping
+from trainers.loop.watchdog import Watchdog
+from trainers.measure.clock import StepClock
+from trainers.measure.run_log import RunLog
+from trainers.step.replica import Replica
+from trainers.task import Task
+
+logger = logging.getLogger(__name__)
+
+
+class Attempt:
+    """From the newest checkpoint to the end, a stop or an error."""
+
+    def __init__(
+        self, task: Task, config: TrainConfig, context: RunContext, parts: Replica, watchdog: Watchdog
+    ) -> None:
+        self.task, self.config, self.context, self.parts, self.watchdog = task, config, context, parts, watchdog
+        self.compiles = config.compile != "off" or config.cuda_graphs
+        self.stopping = EarlyStopping(config.early_stopping)
+        self.clock = StepClock(parts.device)
+        storage = context.storage
+        self.log = RunLog(storage, config.tensorboard) if storage and context.rank == 0 else None
+        self.began = time.monotonic()
+        self.step = 0
+        """Steps done, in earlier attempts as well."""
+        self.end = parts.total_steps
+        """The step after which this attempt ends."""
+        if context.until_epoch is not None:
+            self.end = min(self.end, math.ceil(round(context.until_epoch * parts.sampler.steps_per_epoch, 6)))
+        self.metrics: dict[str, float] = {}
+        """The newest value of each."""
+        self.logged_step, self.evaluated_step = 0, -1
+        self.checkpoint: str | None = None
+        """Where the newest one is."""
+        self.elapsed_s = 0.0
+        """Of this attempt, as the ranks have last agreed on it."""
+        self.earlier_time_s = 0.0
+        """Training time of the launches before this one."""
+
+    @property
+    def epochs(self) -> float | None:
+        """Epochs done, with the part of the last one; None of a stream, whose length nobody knows."""
+        sampler = self.parts.sampler
+        return self.step / sampler.steps_per_epoch if sampler.known_length else None
+
+    def due(self, every_steps: int | None, every_epochs: int | None) -> bool:
+        """Return whether the step that has just ended completes such an interval."""
+        interval = every_steps or (every_epochs or 1) * self.parts.sampler.steps_per_epoch
+        return self.step % interval == 0
+
+    def end_early(self) -> None:
+        """Make this step the last one where early stopping says so."""
+        if (words := self.stopping.words) is not None:
+            self.end = self.step
+            if self.context.rank == 0:
+                logger.info("%s", words)
+
+    def position(self) -> dict[str, Any]:
+        """Return where the run is, for logs and reports; without an epoch where there are none."""
+        epoch = {} if self.epochs is None else {"epoch": self.epochs}
+        return {"step": self.step, **epoch, "train_time_s": self.clock.train_time_s}
+
+    def stream_mark(self) -> Mark | None:
+        """Return what tells a stream's samples from others, up to a row that every rank has read: the first one of the
+        last step.
+        """
+        stream = self.parts.train_feed.dataset
+        return stream.mark_at((self.step - 1) * self.config.batch_size + 1) if isinstance(stream, Stream) else None
+
+    def report(self, checkpoint: str | None) -> None:
+        """Tell the launcher where the run is, with its figures and maybe a checkpoint that is complete."""
+        self.context.report({**self.position(), **self.metrics}, checkpoint, self.elapsed_s)

@@ -1,0 +1,125 @@
+"""A run's checkpoints in its loop: when one is due, where the run stood in it, and going on from the newest."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from trainers.checkpoint.run_state import Keeper
+from trainers.data.stream import Stream
+from trainers.loop.attempt import Attempt
+from trainers.model.optimizer import averaged, set_training
+
+logger = logging.getLogger(__name__)
+
+STREAM_S = 600.0
+"""Between two checkpoints of a stream, which has no epochs, where nothing was chosen."""
+
+
+class Checkpointing:
+    """Keeps an attempt's checkpoints; without storage there are none, and nothing is ever due."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        storage, config, chosen = attempt.context.storage, attempt.config, attempt.config.checkpoint
+        if attempt.epochs is None and chosen.every_steps is chosen.every_s is None:
+            config = config.model_copy(update={"checkpoint": chosen.model_copy(update={"every_s": STREAM_S})})
+        self._every = config.checkpoint
+        self._keeper: Keeper | None = None
+        if storage:
+            self._keeper = Keeper(storage, attempt.parts, attempt.task, config, attempt.log, self._kept)
+
+    def due(self) -> bool:
+        """Return whether one is due after this step, by steps or epochs."""
+        by_steps = self._keeper is not None and self._every.every_s is None
+        return by_steps and self.attempt.due(self._every.every_steps, self._every.every_epochs)
+
+    def wanted(self, preempted: bool) -> bool:
+        """Return whether this rank wants one: by `every_s`, or before its node is taken away."""
+        return self._keeper is not None and (self._keeper.due() or preempted)
+
+    def improves(self, figures: Mapping[str, float]) -> bool:
+        """Return whether an evaluation is the best so far, by `checkpoint.best`."""
+        return self._keeper is not None and self._keeper.checkpoints.improves(figures)
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written in the background."""
+        return self._keeper is not None and self._keeper.checkpoints.busy
+
+    def keep(self, at_once: bool) -> None:
+        """Write a checkpoint and the log up to it; with `checkpoint.async` and not `at_once` while training goes on."""
+        assert self._keeper is not None
+        attempt, position = self.attempt, self._position()
+        figures = attempt.metrics if attempt.evaluated_step == attempt.step else {}
+        with attempt.watchdog.phase("checkpoint"), averaged(attempt.parts.optimizer, attempt.parts.ema):
+            self._keeper.keep(position, figures, at_once)
+
+    def _position(self) -> dict[str, Any]:
+        attempt, parts = self.attempt, self.attempt.parts
+        samples, stream = attempt.step * attempt.config.batch_size, parts.train_feed.dataset
+        return {
+            "step": attempt.step,
+            "global_batch_size": attempt.config.batch_size,
+            "train_samples": parts.sampler.known_length,
+            "train_time_s": attempt.clock.train_time_s,
+            "metrics": dict(attempt.metrics),
+            "evaluated_step": attempt.evaluated_step,
+            "order": parts.sampler.name(),
+            "stopping": attempt.stopping.state_dict(),
+            "stream": stream.state_at(samples) if isinstance(stream, Stream) else None,
+            "stream_mark": attempt.stream_mark(),
+        }
+
+    def _kept(self, where: str) -> None:
+        """Report a checkpoint that is complete."""
+        self.attempt.checkpoint = where
+        self.attempt.watchdog.beat()
+        self.attempt.report(where)
+
+    def advance(self) -> None:
+        """Go on with the one that is being written, where no rank is busy with it."""
+        if self._keeper is not None:
+            self._keeper.advance()
+
+    def settle(self) -> None:
+        """Wait for the one that is being written."""
+        if self._keeper is not None:
+            self.attempt.watchdog.enter("checkpoint")
+            self._keeper.settle()
+
+    def keep_end(self) -> None:
+        """Keep the last step, and wait until it is."""
+        if self._keeper is not None and self._keeper.kept_step != self.attempt.step:
+            self.keep(at_once=True)
+        self.settle()
+
+    def resume(self) -> None:
+        """Go back to the newest complete checkpoint, if there is one, and begin a stream where it was in it."""
+        attempt = self.attempt
+        position = self._keeper.resume(attempt.context.source) if self._keeper is not None else None
+        if position is not None:
+            self._go_back(position)
+        if isinstance(stream := attempt.parts.train_feed.dataset, Stream):
+            kept = (None, None) if position is None else (position["stream"], position["stream_mark"])
+            stream.begin(attempt.step * attempt.config.batch_size, *kept)
+
+    def _go_back(self, position: Mapping[str, Any]) -> None:
+        assert self._keeper is not None
+        attempt = self.attempt
+        set_training(attempt.parts.optimizer, True)
+        attempt.step = attempt.logged_step = attempt.parts.step.number = int(position["step"])
+        attempt.clock.train_time_s = attempt.earlier_time_s = float(position["train_time_s"])
+        attempt.metrics = dict(position["metrics"])
+        attempt.evaluated_step = int(position["evaluated_step"])
+        attempt.stopping.load_state_dict(position["stopping"])
+        attempt.end_early()
+        if self._keeper.kept_step == attempt.step:
+            attempt.checkpoint = self._keeper.checkpoints.locate(attempt.step)
+        if attempt.context.rank == 0:
+            logger.info("resumed at step %d from %s", attempt.step, attempt.checkpoint or attempt.context.source)
+
+    def close(self) -> None:
+        """Leave what is being written, which may have to be waited for."""
+        if self._keeper is not None:
+            self.attempt.watchdog.enter("checkpoint")
+            self._keeper.checkpoints.abandon()

@@ -1,0 +1,121 @@
+"""A run's data: both splits as the task gives them, and the order of the training samples."""
+
+import logging
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from trainers.config import TrainConfig
+from trainers.context import RunContext
+from trainers.data.order import Drawn
+from trainers.data.sampler import StepSampler
+from trainers.data.shards import Shards
+from trainers.data.stream import Rereadable, Stream, same_on_ranks
+from trainers.devices.device import seed_all
+from trainers.devices.group import Group
+from trainers.errors import MISSING, ConfigError
+from trainers.loop.watchdog import enter
+from trainers.task import Task, load_split
+
+logger = logging.getLogger(__name__)
+
+
+def load_data(
+    task: Task, config: TrainConfig, context: RunContext, group: Group
+) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """Load the datasets of both splits and refuse an empty one; the second is None where nothing is evaluated."""
+    seed_all(config.seed)  # data that draws without a generator of its own is the same in every process
+    enter("setup")
+    if context.local_rank == 0:
+        task.setup()
+    enter("the barrier after setup")
+    group.barrier()
+    enter("dataset")
+    train, val = (load_split(task, split, split == "train") for split in ("train", "val"))
+    if train is None:
+        rule = 'gives no data for its "train" split, and every run needs some'
+        raise ConfigError("task", config.task, rule, "return a dataset from dataset(), or shards from stream()")
+    for one in (train, val):
+        if isinstance(one, Shards):
+            one.prepare(group, context.storage, config.data.skip_bad, lambda: enter("counting samples"))
+    if config.data.skip_bad and not isinstance(train, Shards):
+        raise ConfigError("data.skip_bad", True, "is for Shards, which this task's training data is not", "remove it")
+    if isinstance(train, Stream) and context.until_epoch is not None:
+        rule = "counts epochs, and nobody knows how many a stream has had"
+        raise ConfigError("pbt.perturbation_interval", MISSING, rule, "give Shards, or take another `scheduler`")
+    if isinstance(val, Rereadable):
+        same_on_ranks(val, group, config.task)
+    if val is None:
+        _refuse_what_evaluates(config, context)
+    found = {split: one for split, one in (("train", train), ("val", val)) if not isinstance(one, Stream | None)}
+    if not all(hasattr(dataset, "__len__") for dataset in found.values()):
+        fix = "give map-style datasets (`__len__`), or return what is read forward from stream()"
+        raise ConfigError("task", config.task, "has a dataset without length", fix)
+    for split, dataset in found.items():
+        if len(dataset) == 0:
+            raise ConfigError("task", config.task, f'has no sample in its "{split}" split', "check its files")
+    return train, val
+
+
+def _refuse_what_evaluates(config: TrainConfig, context: RunContext) -> None:
+    """Raise ConfigError where a task without a validation split meets what goes by an evaluation."""
+    needs = [("checkpoint.best", config.checkpoint.best), ("early_stopping.metric", config.early_stopping.metric)]
+    needs += [("objective", name) for name in context.watches if name.startswith("val_")]
+    for field, metric in needs:
+        if metric is not None:
+            rule = 'is a figure of the validation split, and dataset("val") gives none'
+            raise ConfigError(field, metric, rule, "return a few samples that are held back, or go by another metric")
+
+
+def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> StepSampler:
+    """Return what deals the training samples out, in the task's own order where it gives one."""
+    size, drop_last, given = config.batch_size, config.drop_last, task.sampler(train, config)
+    drawn, order, of_stream = None, None, isinstance(train, Stream)
+    if isinstance(train, Stream):
+        _look_into(train, given is not None, config, group)
+        train = range(size * (config.max_steps or 0))  # as far as this run reads it
+    elif given is not None:
+        drawn = Drawn(given, len(train), config.seed, group.device)
+    elif isinstance(train, Shards):
+        order = train.order(config.seed)
+    sampler = StepSampler(
+        train,
+        group.world_size,
+        group.rank,
+        config.data.shuffle and not of_stream,
+        config.seed,
+        drop_last,
+        global_batch_size=size,
+        drawn=drawn,
+        of_shards=order,
+        of_stream=of_stream,
+    )
+    if drawn is not None and len(set(group.gather(sampler.name()))) > 1:
+        fix = "give the order of all samples: the ranks split each step of it"
+        raise ConfigError("sampler", drawn.name, "gives each rank another order", fix)
+    if sampler.steps_per_epoch == 0:
+        rule = f"gives no whole step of the {sampler.length} training samples with drop_last"
+        raise ConfigError("global_batch_size", size, rule, "lower it, or set `drop_last: false`")
+    return sampler
+
+
+def _look_into(stream: Stream, has_sampler: bool, config: TrainConfig, group: Group) -> None:
+    """Read as much of a stream as any throw-away pass may; ConfigError where it cannot be trained on so."""
+    for key, value, instead in (
+        ("epochs", config.epochs, "`max_steps`"),
+        ("evaluate.every_epochs", config.evaluate.every_epochs, "`every_steps`"),
+        ("checkpoint.every_epochs", config.checkpoint.every_epochs, "`every_steps` or `every_s`"),
+        ("lr_schedule.every", "epoch" if config.lr_schedule.every == "epoch" else None, "`every: step`"),
+    ):
+        if value is not None:
+            rule = "counts what nobody knows: a stream does not say how many samples it has"
+            raise ConfigError(key, value, rule, f"give {instead} in its place")
+    if has_sampler:
+        fix = "give Shards, or a map-style dataset"
+        raise ConfigError("sampler", type(stream).__name__, "is for data that can be read in any order", fix)
+    stream.digest(-(-config.batch_size // group.world_size))
+    same_on_ranks(stream, group, config.task)
+    if group.rank == 0:
+        logger.info("%s", stream.words)
+        if (workers := config.data.num_workers) > 1:
+            logger.warning("`data.num_workers` is %d, and has the effect of 1: one process reads a stream", workers)

@@ -1,0 +1,41 @@
+"""The log window: the figures of the steps between two lines of a run's log."""
+
+import logging
+from dataclasses import asdict
+
+from trainers.loop.attempt import Attempt
+from trainers.loop.monitor import Monitor
+
+logger = logging.getLogger(__name__)
+
+
+def end_window(attempt: Attempt, monitor: Monitor) -> None:
+    """Log the mean loss of the steps since the last window, and tell the terminal and the launcher."""
+    parts, clock = attempt.parts, attempt.clock
+    steps = attempt.step - attempt.logged_step
+    if steps == 0:
+        return
+    clock.end_span()
+    loss = parts.step.take_loss() / steps
+    losses = {"train_loss": loss, **parts.step.phase_losses}
+    attempt.metrics |= losses
+    attempt.logged_step = attempt.step
+    parts.step.check_lr()
+    lr = float(parts.optimizer.param_groups[0]["lr"])
+    record = {**attempt.position(), "lr": lr, **losses, **monitor.window()}
+    noise = parts.step.noise
+    if noise is not None:
+        noise.take()
+        record |= noise.recent()
+    ranks = monitor.compare(attempt.elapsed_s)
+    throughput = clock.throughput()
+    if throughput is not None:
+        figures = {"loss": loss, "progress": attempt.step / parts.total_steps, **asdict(throughput)}
+        attempt.context.observe(figures | ({"mfu": record["mfu"]} if "mfu" in record else {}))
+    if attempt.log is not None:
+        attempt.log.add(record | ({"ranks": ranks} if ranks else {}))
+        done = f"step {attempt.step}/{parts.total_steps}"
+        if attempt.epochs is not None:
+            done += f"  epoch {attempt.epochs:.2f}"
+        speed = f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
+        logger.info("%s  loss %.4f  %s", done, loss, speed)

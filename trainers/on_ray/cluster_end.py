@@ -1,0 +1,75 @@
+"""The end of this process, with a sentence, when the cluster under it is gone.
+
+Ray itself waits for its GCS to come back (a minute, RAY_gcs_rpc_server_reconnect_timeout_s), and then ends the process
+from C++ without a word. The processes of an embedded cluster never come back; those of any other may.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from trainers.command_line import complain
+
+_NEEDED = ("gcs_server", "raylet")
+_LOOK_S, _ANSWER_S = 1.0, 5.0
+_PATIENCE_S = 45.0  # with a GCS on another machine, less than Ray's own
+
+
+@contextmanager
+def ending_with_cluster(words: str, close: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within the block, `close` and end this process (exit code 1) once its cluster is gone; `words` come last.
+
+    Nothing can be cleaned up then: every call of Ray's waits for the dead. What an embedded cluster leaves is killed by
+    trainers/on_ray/reaper.py.
+    """
+    over = threading.Event()
+    node: Any = ray._private.worker._global_node
+
+    def look() -> None:
+        answered = time.monotonic()
+        while not over.wait(_LOOK_S):
+            what, alive = _dead(node), is_alive()
+            if alive is False:
+                what = what or "Ray's GCS has given up the node of this process, whose raylet does not answer"
+            if what is None and alive:
+                answered = time.monotonic()
+            elif what is not None or time.monotonic() - answered > _PATIENCE_S:
+                close()
+                complain(f"{what or f'Ray at {node.gcs_address} did not answer for {_PATIENCE_S:g} s'}; {words}")
+                sys.stdout.flush()
+                os._exit(1)
+
+    watch = threading.Thread(target=look, name="cluster-end", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watch.join()
+
+
+def _dead(node: Any) -> str | None:
+    """How a process that this one's own cluster cannot be without has ended; None where all live."""
+    for kind, process in node.dead_processes():
+        if kind in _NEEDED:
+            code = process.returncode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+            return f"Ray's {kind} {how}, and with it the cluster of this process"
+    return None
+
+
+def is_alive() -> bool | None:
+    """Whether the GCS counts this process's node as alive; None where it does not answer, as one that was stopped."""
+    worker: Any = ray._private.worker.global_worker
+    try:
+        alive: bool = worker.gcs_client.check_alive([worker.current_node_id], timeout=_ANSWER_S)[0]
+    except ray.exceptions.RayError:
+        return None
+    return alive

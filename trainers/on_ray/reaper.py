@@ -1,0 +1,58 @@
+"""A script that runs beside the driver of an embedded cluster: once the driver is gone, in whatever way, nothing stays.
+
+Ray's agents outlive a raylet that was killed by a minute, in which they tell a GCS that is dead too
+(ray/_private/process_watcher.py); a worker that was stopped notices nothing at all. Needs Linux.
+
+Run as: reaper.py SESSION, with Ray's directory of the session; it begins when its standard input ends.
+"""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+GRACE_S = 3.0
+"""Ray's other processes end by themselves within this."""
+_started: list[subprocess.Popen[bytes]] = []
+"""Their pipes are closed by the end of this process."""
+
+
+def start(session: str) -> None:
+    """Start one beside this process."""
+    command, nowhere = [sys.executable, "-I", "-S", __file__, session], subprocess.DEVNULL
+    pipe = subprocess.PIPE
+    _started.append(
+        subprocess.Popen(  # noqa: S603 (our own file)
+            command, stdin=pipe, stdout=nowhere, stderr=nowhere, cwd="/", start_new_session=True
+        )
+    )
+
+
+def processes(session: str) -> list[int]:
+    """The raylet and all below it: they have its log open, to write. Their command lines are titles of Ray's."""
+    log, found = Path(session, "logs", "raylet.out"), []
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):  # it has ended, or is another user's
+            links = (process / "fd").iterdir()
+            if any(link.readlink() == log and link.lstat().st_mode & stat.S_IWUSR for link in links):
+                found.append(int(process.name))
+    return found
+
+
+def main(session: str) -> None:
+    """Wait for the driver's end; what has not ended by itself is killed."""
+    sys.stdin.read()
+    deadline = time.monotonic() + GRACE_S
+    while processes(session) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in processes(session):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
