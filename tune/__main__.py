@@ -98,15 +98,20 @@ def _run(spec: SweepSpec, token: str, fresh: bool, checked: bool) -> int:
     if before:
         print(f"{spec.uri} holds {before} trials that have ended: only the others run")
     with without_collection(own_process=True):
+        from trainers.on_ray.connect import disconnect
         from tune.sweep.progress import Interrupted
-        from tune.sweep.run import disconnect, environment, run_sweep
+        from tune.sweep.run import environment, run_sweep
 
     facts: dict[str, str] = {}
+    records: list[TrialRecord] | None = None
     try:
         records = run_sweep(spec, checked, facts)
         versions = environment() | facts
     except (Interrupted, KeyboardInterrupt):
+        pass
+    finally:
         disconnect()
+    if records is None:
         kept = prepare(spec, False)
         python = Path(sys.executable)
         if python.is_relative_to(Path.cwd()):
@@ -114,7 +119,6 @@ def _run(spec: SweepSpec, token: str, fresh: bool, checked: bool) -> int:
         command = f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
         print(f"interrupted: {kept} trials are kept; go on with\n    {command}", flush=True)
         return 130
-    disconnect()
     return _answer(spec, records, versions)
 
 

@@ -90,6 +90,11 @@ class Objective(Settings):
         assert mode is not None
         return mode
 
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The metrics that decide: its own and the target's."""
+        return self.metric, *(self.target or {})
+
     def reached(self, metrics: dict[str, float]) -> bool:
         """Whether an evaluation's metrics meet the target."""
         for name, value in (self.target or {}).items():

@@ -171,6 +171,17 @@ def size_for(target_s: float, probe_n: int, probe_s: float) -> int:
     return max((n for n in _SIZES if probe_s * (n / probe_n) ** 3 <= target_s), default=_SIZES[0])
 
 
+def _largest(target_s: float, precision: str, device: torch.device) -> int:
+    """Return the largest size within the time; looked for again from each that was measured, since the first product is
+    too small for a GPU: its time is that of a launch.
+    """
+    n, larger = 0, _SIZES[0]
+    while larger > n:
+        n = larger
+        larger = size_for(target_s, n, min(matmul_times(precision, device, n)))
+    return n
+
+
 def _rates(shown: Device, before: Sequence[ProductRate]) -> list[ProductRate]:
     """The rates of one device: fp32 at the CPU's size too, for the comparison."""
     device = torch.device(shown.device)
@@ -180,8 +191,7 @@ def _rates(shown: Device, before: Sequence[ProductRate]) -> list[ProductRate]:
         # A CPU multiplies fp16 hundreds of times slower than fp32: nothing that one waits for.
         if precision not in shown.precisions or (on_cpu and precision == "fp16"):
             continue
-        probe_s = min(matmul_times(precision, device, _SIZES[0]))
-        sizes = {size_for(_CPU_TARGET_S if on_cpu else _GPU_TARGET_S, _SIZES[0], probe_s)}
+        sizes = {_largest(_CPU_TARGET_S if on_cpu else _GPU_TARGET_S, precision, device)}
         if precision == "fp32":
             sizes |= {rate.n for rate in before if (rate.device, rate.precision) == ("cpu", "fp32")}
         for n in sorted(sizes):

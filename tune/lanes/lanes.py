@@ -19,14 +19,14 @@ from typing import Any
 import ray
 import ray.train
 from ray import cloudpickle
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.state import list_placement_groups
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
 from trainers.launch.imports import without_collection
 from trainers.on_ray.connect import ray_scaling
 from trainers.on_ray.process_group import GroupConfig
+from trainers.on_ray.vital_signs import end_actors
 from trainers.storage import Storage
 from tune.lanes.controller import LaneCallback
 from tune.lanes.mailbox import Mailbox
@@ -34,7 +34,7 @@ from tune.lanes.mailbox import Mailbox
 logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 3
-_START_S, _LOOK_S, _STATE_S = 60.0, 0.2, 10
+_START_S, _LOOK_S = 60.0, 0.2
 
 
 def start_mailbox(sweep: Storage) -> Any:
@@ -101,42 +101,45 @@ class Lanes:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self.end()
+        if any(thread.is_alive() for thread in self._threads):
+            self.end()
 
     def end(self, timeout_s: float = 20.0) -> None:
         """Kill the controllers of all lanes that still run, and free what they had reserved. After this no thread calls
         Ray, which would end the process once the connection is closed.
+
+        Where the mailbox has died, a lane may have ended by itself, and have left what it had reserved.
         """
         self._closing.set()
-        deadline, ended = time.monotonic() + timeout_s, False
+        deadline = time.monotonic() + timeout_s
         while any(alive := [thread.is_alive() for thread in self._threads]):
             if time.monotonic() > deadline:
                 logger.warning("lanes %s do not end", [lane for lane, is_alive in enumerate(alive) if is_alive])
                 break
             try:
                 controllers = ray.get(self.mailbox.starts.remote("controller"), timeout=timeout_s)
-            except ray.exceptions.RayError:  # the cluster is gone, and the controllers with it
+            except ray.exceptions.RayError:  # the mailbox has died, or all of the cluster
                 controllers = {}
+                end_actors()
             for lane, controller in controllers.items():
                 if alive[lane]:
                     ray.kill(cloudpickle.loads(controller))
-                    ended = True
             self._threads[alive.index(True)].join(_LOOK_S)
-        if ended:
-            self._free()
+        self._free()
 
     def _free(self) -> None:
-        """Free what killed controllers had reserved: Ray does so when the job ends, and this one may go on."""
-        here = ray.get_runtime_context()
+        """Free what killed controllers had reserved: Ray does so when the job ends, and this one may go on.
+
+        The GCS has all that there ever was; the state API of Ray's dashboard lists any hundred of them.
+        """
+        job = ray.get_runtime_context().get_job_id()
         own = {"CPU": float(self.scaling.cpus_per_worker)}
         try:
-            filters: Any = [("creator_job_id", "=", here.get_job_id())]
-            for group in list_placement_groups(here.gcs_address, filters, detail=True, timeout=_STATE_S):
-                bundles = group.bundles or []
-                if group.state != "REMOVED" and all(own.items() <= one["unit_resources"].items() for one in bundles):
-                    name = ray.PlacementGroupID(bytes.fromhex(group.placement_group_id))
-                    remove_placement_group(PlacementGroup(name))
-        except Exception as error:  # a cluster without dashboard, or one that is gone: the sweep is over all the same
+            for name, group in placement_group_table().items():
+                is_own = name.endswith(job) and all(own.items() <= one.items() for one in group["bundles"].values())
+                if is_own and group["state"] != "REMOVED":
+                    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
+        except Exception as error:  # the cluster is gone: the sweep is over all the same
             logger.warning("what lanes had reserved is free when this process ends: %s", error)
 
     def _keep(self, lane: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainers.errors import RunFailedError, StorageError
+from trainers.loop.watchdog import GRACE_S
 from trainers.on_ray.vital_signs import show_life
 from trainers.step.ceiling import next_smaller
 from trainers.storage import Storage
@@ -21,9 +22,9 @@ from tune.trials.microbatch_bounds import Boundary
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S, _HANG_S = 0.01, 2.0
-MAX_LOSSES = 2
-"""A trial whose lane has died under it this often is not started again."""
+_LOOK_S = 0.01
+MAX_LOSSES = 3
+"""A trial whose lane has died under it this often is not started again: two deaths may befall one trial by chance."""
 
 
 class Mailbox:
@@ -191,12 +192,16 @@ class Mailbox:
         trial.assignment = replace(trial.assignment, microbatch_ceiling=next_smaller(microbatch_size))
         trial.restarting = True
 
-    async def hung(self, lane: int, ticket: str, failure: RunFailedError, stack: str) -> None:
-        """Note that a rank of a trial hangs, and end the trial once the other ranks had time to say where they are."""
+    async def hung(self, lane: int, ticket: str, failure: RunFailedError, stack: str, num_ranks: int) -> None:
+        """Note that a rank of a trial hangs, and end the trial once each of its ranks has said where it is; they have
+        `GRACE_S` to do so, then the first of them exits.
+        """
         hangs = self._trials[ticket].hangs
         hangs.append((failure, stack))
         if len(hangs) == 1:
-            await asyncio.sleep(_HANG_S)
+            deadline = time.monotonic() + GRACE_S
+            while len(hangs) < num_ranks and time.monotonic() < deadline:
+                await asyncio.sleep(_LOOK_S)
             cause = RunFailedError.first([hang for hang, _ in hangs])
             stacks = "\n".join(f"{hang.message}\n{stack}" for hang, stack in hangs)
             await self.end(lane, ticket, {"status": "hung", "message": cause.message, "traceback": stacks})

@@ -27,6 +27,8 @@ class Assignment:
     """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
     until: Until = field(default_factory=Until)
     """What ends it before its last step."""
+    watches: tuple[str, ...] = ()
+    """Metrics that the sweep decides by."""
     storage: Storage | None = None
     """Directory of its run; None: it keeps nothing."""
     source: str | None = None

@@ -33,6 +33,7 @@ from torch.nn.modules import module as hooks
 
 import trainers.loop.fit  # noqa: F401 (all that a run imports belongs to the baseline)
 from trainers.devices.rng import get_rng_state, set_rng_state
+from trainers.step.cuda_graphs import capture_failed
 
 _THREAD_GRACE_S = 0.5
 _MEMORY_TOLERANCE_BYTES = 2**20
@@ -138,7 +139,8 @@ def _torch_settings() -> Iterator[Setting]:
     yield "fp32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     yield "TF32 in cuDNN", core._get_cudnn_allow_tf32, core._set_cudnn_allow_tf32
     mkldnn = [("mkldnn", operation) for operation in ("all", "matmul", "conv", "rnn")]
-    for key in (("generic", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), *mkldnn):
+    cuda = [("cuda", operation) for operation in ("all", "matmul", "conv", "rnn")]
+    for key in (("generic", "all"), *cuda, *mkldnn):
         read, write = partial(core._get_fp32_precision_getter, *key), partial(core._set_fp32_precision_setter, *key)
         yield f"fp32 precision ({' '.join(key)})", read, write
     for name in ("enabled", "benchmark", "deterministic", "benchmark_limit"):
@@ -201,6 +203,8 @@ class Baseline:
                 yield f"{name}: {now!s:.80} in place of {value!s:.80}"
         if (dist.group.WORLD if dist.is_initialized() else None) is not self._group:
             yield "the process group is another"
+        if capture_failed():
+            yield "a capture of CUDA graphs that failed, and what torch has not put back after it"
         memory_bytes = self._memory_bytes()
         if memory_bytes > self._floor_bytes + _MEMORY_TOLERANCE_BYTES:
             yield f"{(memory_bytes - self._floor_bytes) / 2**20:.1f} MiB of the device's memory are still held"

@@ -11,6 +11,7 @@ import ray
 import ray.train
 import torch
 
+from trainers.causes import failure_of
 from trainers.config.yaml import dump_yaml
 from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, total_memory_bytes
@@ -35,7 +36,7 @@ class LaneContext(WorkerContext):
         self._ticket, self._stop, self._until = assignment.ticket, False, assignment.until
         self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds
         self.source = None if assignment.source is None else Storage(assignment.source)
-        self.until_epoch = assignment.until_epoch
+        self.until_epoch, self.watches = assignment.until_epoch, assignment.watches
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Rank 0 tells the mailbox of an evaluation, and hears whether the trial should go on."""
@@ -62,12 +63,13 @@ class LaneContext(WorkerContext):
             ray.get(self._mailbox.observe.remote(self._lane, self._ticket, microbatch_size, fits))
 
     def too_large(self, microbatch_size: int) -> None:
-        """The mailbox gives the trial out again with a smaller microbatch."""
-        ray.get(self._mailbox.too_large.remote(self._ticket, microbatch_size))
+        """The mailbox gives the trial out again with a smaller microbatch; a single worker goes on by itself."""
+        if self.world_size > 1:
+            ray.get(self._mailbox.too_large.remote(self._ticket, microbatch_size))
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
         """The trial ends here; the lane starts again."""
-        ray.get(self._mailbox.hung.remote(self._lane, self._ticket, failure, stack))
+        ray.get(self._mailbox.hung.remote(self._lane, self._ticket, failure, stack, self.world_size))
 
 
 def serve_trials(loop_config: Mapping[str, Any]) -> None:
@@ -123,7 +125,7 @@ def _run(assignment: Assignment, context: LaneContext, path: tuple[str, ...]) ->
     try:
         result = spec.execute(context)
     except Exception as error:
-        failure = RunFailedError.of(error, context.rank)
+        failure = failure_of(error, context.rank)
         outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}
         if not isinstance(error, PacelineError) and failure.status == "error":
             outcome["traceback"] = traceback.format_exc(limit=-20)

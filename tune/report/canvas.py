@@ -69,6 +69,7 @@ class Canvas:
         self.sheet = Sheet(figsize=(_SIZE_IN[0], height_in), layout="constrained")
         self.axes = self.sheet.add_subplot()
         self.axes.grid(visible=False, axis="x")
+        self.axes.locator_params(axis="x", nbins=5)  # as many as have room for six digits each
         self._tips: dict[str, str] = {}
 
     def tip(self, text: str) -> str:

@@ -247,7 +247,7 @@ def course(data: FigureData) -> Figure | None:
         return None
     canvas = Canvas("course")
     for record in sorted(data.records, key=data.is_best):
-        if not record.schedule or not record.curve:
+        if not record.schedule or "epoch" not in (record.curve or [{}])[-1]:
             continue
         ends = [*(part["epoch"] for part in record.schedule[1:]), record.curve[-1]["epoch"]]
         values = [part["config"][key] for part in record.schedule]

@@ -14,7 +14,7 @@ from tune.trials.record import TrialRecord
 
 # What changes how fast the same training runs. Anything else may change what is learned.
 _SPEED = ("precision", "compile", "fullgraph", "cuda_graphs", "channels_last", "deterministic", "strategy",
-          "device", "microbatch_size", "data", "ddp")  # fmt: skip
+          "device", "microbatch_size", "data", "ddp", "fsdp", "activation_checkpointing")  # fmt: skip
 
 
 class Frontier:

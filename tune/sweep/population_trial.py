@@ -115,6 +115,7 @@ class PopulationTrial(LaneTrial):
             self._ticket,
             self._trial,
             override(TrainConfig, self._train, stage.config),
+            watches=self._objective.watched,
             storage=directory,
             source=None if stage.source is None else self._journal.stage_directory(stage.source).uri,
             until_epoch=self._until_epoch,

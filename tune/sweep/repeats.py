@@ -63,7 +63,8 @@ def _repeat(
     ticket = new_ticket(trial)
     tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
     objective, started = spec.config.objective, time.time()
-    ray.get(mailbox.submit.remote(Assignment(ticket, trial, tree, until=Until.of(objective))))
+    assignment = Assignment(ticket, trial, tree, until=Until.of(objective), watches=objective.watched)
+    ray.get(mailbox.submit.remote(assignment))
     curve: list[dict[str, float]] = []
     while True:
         reference = mailbox.next_event.remote(ticket, len(curve))

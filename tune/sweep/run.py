@@ -20,13 +20,13 @@ from cluster.health.check import require_sound
 from trainers.errors import ConfigError, LeaseError, PacelineError, first_line, last_line
 from trainers.launch.spec import RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
+from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, connect
 from trainers.on_ray.vital_signs import VitalSigns
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
 from tune.report.words import duration
 from tune.search import ray_search
-from tune.sweep.cluster_end import ending_with_cluster
 from tune.sweep.plan import SweepPlan
 from tune.sweep.population_trial import PopulationTrial
 from tune.sweep.progress import Interrupted, Pace, Progress
@@ -75,7 +75,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
     progress.seen.update({record.id: record.config for record in before})
     progress.records.update({record.id: record for record in before})
     try:
-        ending = ending_with_cluster(progress.terminal, _goes_on(spec))
+        ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
         with ending, progress.heeding_signals(), progress.terminal, VitalSigns():
             lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
@@ -229,8 +229,3 @@ def environment() -> dict[str, str]:
         "cluster_cpus": f"{totals.get('CPU', 0):g}",
         "cluster_gpus": f"{totals.get('GPU', 0):g}",
     }
-
-
-def disconnect() -> None:
-    """Leave the cluster; an embedded one ends."""
-    ray.shutdown()

@@ -1,5 +1,6 @@
 """A sweep as plain data: read from a file, checked before Ray is imported, kept with the sweep for its resume."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,13 +161,13 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
-        then = before["train"] if isinstance(before.get("train"), dict) else {}
+        then, train = (_with_defaults(saved.get("train"), storage.locate(SAVED)) for saved in (before, now))
         is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
         keys = ["space", "search", "seed", "objective", *(["scheduler"] if is_population else [])]
         pairs = {key: (before.get(key), now.get(key)) for key in keys}
         for key in TrainConfig.model_fields:
             if key not in ("task_dir", "scaling"):
-                pairs[f"train.{key}"] = (then.get(key), now["train"].get(key))
+                pairs[f"train.{key}"] = (then.get(key), train.get(key))
         for key, (was, value) in pairs.items():
             if was != value:
                 fix = "sweep under another `--name`, or start anew with --fresh"
@@ -174,3 +175,11 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     else:
         save(spec)
     return sum(name.endswith(".json") for name in storage.names("trials"))
+
+
+def _with_defaults(train: Any, source: str) -> dict[str, Any]:
+    """`train` as an older version saved it, with the defaults of the keys that it did not have yet."""
+    tree = train if isinstance(train, dict) else {}
+    with contextlib.suppress(ConfigError):  # that of a task that is compared, not run
+        tree = build(TrainConfig, tree, source).tree()
+    return tree

@@ -68,7 +68,9 @@ class LaneTrial(Trainable):
                 tree = override(TrainConfig, tree, {"noise_scale": True, **every})
             until = Until.of(self._objective, is_probe)
             self._ticket = new_ticket(self._trial)
-            ray.get(self._mailbox.submit.remote(Assignment(self._ticket, self._trial, tree, until=until)))
+            watches = self._objective.watched
+            assignment = Assignment(self._ticket, self._trial, tree, until=until, watches=watches)
+            ray.get(self._mailbox.submit.remote(assignment))
 
     def _adopts(self, name: str) -> bool:
         """Whether this actor goes on with what another that died has submitted: it hears all of it again."""

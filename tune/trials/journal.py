@@ -17,7 +17,7 @@ from pydantic import Field
 from trainers.errors import CheckpointError, StorageError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
-from tune.trials.record import Name, Part, Purpose, Row, TrialRecord, UnixTime
+from tune.trials.record import Name, Part, Purpose, StageRow, TrialRecord, UnixTime
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Stage:
     """The stage, of this trial or of another, whose last checkpoint it begins with; None: it begins the training."""
     schedule: list[Part] = field(default_factory=list)
     """The course of its weights."""
-    curve: list[Row] = field(default_factory=list)
+    curve: list[StageRow] = field(default_factory=list)
     """Evaluations of its weights: up to its beginning, or to its end once it has `ended`."""
     ended: bool = False
 

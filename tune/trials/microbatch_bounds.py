@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from trainers.config import TrainConfig
-from trainers.config.model import build, plain
+from trainers.config.model import build
 from trainers.config.sections import Positive
 from trainers.json_data import validated
 
 # All of task_args, since only the task knows which shape the model; deterministic algorithms have other workspaces.
-_MEMORY_KEYS = ("task", "task_args", "precision", "compile", "cuda_graphs", "channels_last", "deterministic")
+_MEMORY_KEYS = (
+    *("task", "task_args", "precision", "compile", "cuda_graphs", "channels_last", "deterministic"),
+    "activation_checkpointing",
+)
 
 
 def key_of(tree: Mapping[str, Any], device_name: str) -> str:
@@ -36,13 +39,16 @@ def key_of(tree: Mapping[str, Any], device_name: str) -> str:
     settings = {key: getattr(config, key) for key in _MEMORY_KEYS} | {
         "device": device_name,
         "strategy": config.strategy,
-        "ddp": plain(config.ddp),
+        "ddp": config.ddp.model_dump(exclude={"sync_batchnorm"}),  # its statistics are a few numbers a channel
+        "fsdp": config.fsdp.model_dump(),
         "workers": [config.scaling.min_workers, config.scaling.max_workers],
         "gpus_per_worker": config.scaling.gpus_per_worker,  # below 1, workers share a GPU's memory
         "optimizer": [optimizer.name, bool(optimizer.momentum)],  # decides how much state a parameter has
         "resident": config.data.resident,
         "evaluation": config.evaluate.microbatch_size,  # it runs on the same device, between steps
     }
+    if config.ema.decay is not None:
+        settings["ema"] = True  # a copy of the weights
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -23,14 +23,23 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _placed(row: dict[str, float]) -> dict[str, float]:
-    for name in ("step", "epoch", "train_time_s"):
-        if not 0 <= row.get(name, -1.0) < 1e12:
+    for name, otherwise in (("step", -1.0), ("epoch", 0.0), ("train_time_s", -1.0)):
+        if not 0 <= row.get(name, otherwise) < 1e12:
             raise ValueError(f"{name} is no position in a run")
     return row
 
 
+def _in_epoch(row: dict[str, float]) -> dict[str, float]:
+    if "epoch" not in row:
+        raise ValueError("epoch is no position in a run")
+    return row
+
+
 Row = Annotated[dict[str, float], AfterValidator(_placed)]
-"""An evaluation: step, epoch, train_time_s, train_loss, val_loss, ...; only figures may be NaN or infinite."""
+"""An evaluation: step, epoch (not over a stream), train_time_s, train_loss, val_loss, ...; only figures may be NaN or
+infinite."""
+StageRow = Annotated[Row, AfterValidator(_in_epoch)]
+"""One in a population, whose stages count epochs."""
 
 
 def _noise(scale: dict[str, float | None]) -> dict[str, float | None]:
