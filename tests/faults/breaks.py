@@ -13,26 +13,28 @@ from typing import Any
 
 def _skip_a_batch(module: Any) -> None:
     """After a resume the samples are those of the step after."""
-    resume = module.Training.resume
+    resume = module.Checkpointing.resume
 
-    def skipped(self: Any) -> None:
-        resume(self)
-        if self.step:
-            self.parts.sampler.seed += 1
+    def skipped(self: Any) -> Any:
+        stream_state = resume(self)
+        if self.attempt.step:
+            self.attempt.parts.sampler.seed += 1
+        return stream_state
 
-    module.Training.resume = skipped
+    module.Checkpointing.resume = skipped
 
 
 def _lose_weights(module: Any) -> None:
     """A resume forgets a little of the model."""
-    resume = module.Training.resume
+    resume = module.Checkpointing.resume
 
-    def forgetful(self: Any) -> None:
-        resume(self)
-        if self.step:
-            next(self.parts.model.parameters()).data[0, 0] += 1e-12
+    def forgetful(self: Any) -> Any:
+        stream_state = resume(self)
+        if self.attempt.step:
+            next(self.attempt.parts.model.parameters()).data[0, 0] += 1e-12
+        return stream_state
 
-    module.Training.resume = forgetful
+    module.Checkpointing.resume = forgetful
 
 
 def _resume_older(module: Any) -> None:
@@ -102,29 +104,35 @@ def _leave_a_file(module: Any) -> None:
 
 def _hang_at_the_end(module: Any) -> None:
     """The command does not end."""
-    summary = module.Training.finish
+    finish = module.finish
 
-    def endless(self: Any, status: Any) -> Any:
-        summary(self, status)
-        self.watchdog.close()
+    def endless(status: Any, attempt: Any, *args: Any) -> Any:
+        finish(status, attempt, *args)
+        attempt.watchdog.close()
         time.sleep(600)
 
-    module.Training.finish = endless
+    module.finish = endless
 
 
 def _claim_to_be_done(module: Any) -> None:
     """A run that was stopped says that it is done."""
-    finish = module.Training.finish
-    module.Training.finish = lambda self, status: finish(self, "done")
+    finish = module.finish
+    module.finish = lambda status, *args: finish("done", *args)
+
+
+def _take_any_lease(module: Any) -> None:
+    """A second start takes over from a live run."""
+    module._Lease._may_take = lambda self, found: True
 
 
 BREAKS: dict[str, dict[str, Callable[[Any], None]]] = {
-    "samples": {"trainers.loop.training": _skip_a_batch},
-    "weights": {"trainers.loop.training": _lose_weights},
+    "samples": {"trainers.loop.checkpointing": _skip_a_batch},
+    "weights": {"trainers.loop.checkpointing": _lose_weights},
     "redone": {"trainers.checkpoint.store": _resume_older},
     "trials": {"tune.trials.journal": _drop_a_record},
     "trials again": {"tune.trials.journal": _forget_records},
     "exit code": {"trainers.command_line": _exit_zero},
+    "exit code beside": {"trainers.lease": _take_any_lease},
     "one sentence": {"trainers.command_line": _say_nothing},
     "cause": {"trainers.command_line": _say_something_else},
     "traceback": {"trainers.command_line": _show_a_traceback},

@@ -33,11 +33,13 @@ from pathlib import Path
 from typing import Any
 
 _VARIABLE = "PACELINE_FAULTS"
+SECOND = "PACELINE_FAULTS_SECOND"
+"""In the environment of a second start."""
 STALL_S = 25.0
 """How long a stalled operation takes: longer than `failure.hang_timeout_s` of every scenario."""
 SLOW_S = 0.05
-BESIDE_S = 12.0
-"""How long a run waits for a second start of itself: shorter than `failure.hang_timeout_s`."""
+BESIDE_S = 5.0
+"""How long each further step waits for a second start's end: well below `failure.hang_timeout_s`."""
 _TITLES = {
     "TrainController": "controller",
     "RayTrainWorker": "worker",
@@ -98,6 +100,8 @@ def event(name: str, number: int | None = None) -> str:
     """Count an event of this process, and let what is planned for it happen; returns "nan" where that is planned."""
     if _directory is None:
         return ""
+    if name == "step":
+        _wait_for_second_start()
     for index, fault in enumerate(_plan["faults"]):
         if fault["event"] != name or not _is_here(fault):
             continue
@@ -148,9 +152,9 @@ def _stat(entry: Path) -> int:
 def _belongs(entry: Path, token: str, command: str) -> bool:
     if token in command or f"{token}/".encode() in (entry / "environ").read_bytes():
         return True
-    # Ray's workers overwrite their environment with their title.
+    # Ray's workers and agents overwrite their environment with their title; all have the raylet's log open.
     with contextlib.suppress(OSError):
-        return any(str((entry / "fd" / number).readlink()).startswith(f"{token}/") for number in "12")
+        return any(str(link.readlink()).startswith(f"{token}/") for link in (entry / "fd").iterdir())
     return False
 
 
@@ -199,6 +203,20 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def _wait_for_second_start() -> None:
+    """A run that is started a second time is under way as long as that takes; the second one does not wait."""
+    assert _directory is not None
+    starts = [index for index, fault in enumerate(_plan["faults"]) if fault["act"] in ("start", "fresh")]
+    until = time.monotonic() + BESIDE_S
+    while (
+        any((_directory / f"landed-{index}").exists() for index in starts)
+        and not (_directory / "beside-ended").exists()
+        and SECOND not in os.environ
+        and time.monotonic() < until
+    ):
+        time.sleep(0.1)
+
+
 def _is_here(fault: dict[str, Any]) -> bool:
     role = own_role()
     if fault["trial"] is not None and fault["trial"] != trial:
@@ -229,10 +247,6 @@ def _fire(index: int, fault: dict[str, Any]) -> str | None:
     if act == "clock":
         now, offset = time.time, float(fault["detail"])
         time.time = lambda: now() + offset
-    if act in ("start", "fresh"):  # the second start meets a run that is under way
-        until = time.monotonic() + BESIDE_S
-        while time.monotonic() < until and not (_directory / "beside-ended").exists():
-            time.sleep(0.1)
     if act == "fill":
         _fill(_directory / "runs" / "ballast")
     if act == "delete":

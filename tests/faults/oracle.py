@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import threading
@@ -334,7 +335,10 @@ def read_weights(directory: Path, scenario: Scenario) -> dict[str, Tensor] | Non
     runs = directory / "runs" / "run"
     names = "checkpoint_*/state.pt" if scenario.plain else f"checkpoints/step-{scenario.steps:012d}/state.pt"
     for file in sorted(runs.glob(names)):
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):  # it was cut off
+            continue
         if not scenario.plain or state["step"] == scenario.steps:
             model: dict[str, Tensor] = state["model"]
             return model

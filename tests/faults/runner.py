@@ -21,7 +21,7 @@ import yaml
 
 from tests.faults import s3
 from tests.faults.cases import Case
-from tests.faults.hook import Found, processes
+from tests.faults.hook import SECOND, Found, processes
 from tests.faults.oracle import (
     Ended,
     Leftovers,
@@ -216,7 +216,7 @@ def _during(
             process.kill()
         if starts is not None and not beside:
             command = [*first, *["--fresh"] * (starts.act == "fresh")]
-            began, environment = time.monotonic(), case.scenario.environment(directory)
+            began, environment = time.monotonic(), case.scenario.environment(directory) | {SECOND: "1"}
             done: Any = subprocess.Popen(
                 command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )

@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import json
 import logging
+import math
 import os
 import secrets
 import threading
@@ -30,7 +31,7 @@ def installed() -> bool:
 
 
 @contextmanager
-def bucket(directory: Path, faults: Sequence[Fault]) -> Iterator[str]:
+def bucket(directory: Path, faults: Sequence[Fault], bytes_per_s: float = math.inf) -> Iterator[str]:
     """The URI of a new bucket behind a proxy, which lets the faults happen while the case is armed."""
     from moto.server import ThreadedMotoServer
 
@@ -38,7 +39,7 @@ def bucket(directory: Path, faults: Sequence[Fault]) -> Iterator[str]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
-        proxy = Proxy(server.get_host_and_port(), directory, faults)
+        proxy = Proxy(server.get_host_and_port(), directory, faults, bytes_per_s)
         thread = threading.Thread(target=proxy.serve_forever, name="s3-proxy", daemon=True)
         thread.start()
         try:
@@ -70,8 +71,10 @@ class Proxy(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, server: tuple[str, int], directory: Path, faults: Sequence[Fault]) -> None:
+    def __init__(self, server: tuple[str, int], directory: Path, faults: Sequence[Fault], bytes_per_s: float) -> None:
+        """Each answer takes as long as `bytes_per_s` has it."""
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.bytes_per_s = bytes_per_s
         self.backend, self._directory, self._faults = server, directory, faults
         self._lock, self._count = threading.Lock(), 0
 
@@ -107,6 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         connection.request(self.command, self.path, body, passed | {"Content-Length": str(len(body))})
         answer = connection.getresponse()
         data = answer.read()
+        time.sleep(len(data) / self.server.bytes_per_s)
         dropped = _HOP_BY_HOP if self.command == "HEAD" else (*_HOP_BY_HOP, "content-length")
         headers = {name: value for name, value in answer.getheaders() if name.lower() not in dropped}
         self._answer(answer.status, headers, data, cut=spoiled == "cut")

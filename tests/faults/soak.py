@@ -213,8 +213,8 @@ def soak(hours: float, seed: int) -> tuple[dict[str, dict[str, Any]], dict[str, 
     os.environ.pop("RAY_ADDRESS", None)
     tempfile.tempdir = None
     from trainers.launch.local import setup_logging
-    from trainers.on_ray.connect import connect
-    from tune.sweep.run import disconnect, run_sweep
+    from trainers.on_ray.connect import connect, disconnect
+    from tune.sweep.run import run_sweep
     from tune.sweep.spec import prepare, read_sweep
 
     setup_logging(1)

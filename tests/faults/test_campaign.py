@@ -12,7 +12,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 _AT = {"number": 57, "rank": 0}
 CASES = {
-    "local": (Fault("SIGTERM: worker", "signal", "worker", "SIGTERM", victim=0, **_AT),),
     "local killed at a storage operation": (
         Fault("storage: killed", "signal", "worker", "SIGKILL", event="storage", number=90, rank=0, victim=0),
     ),
@@ -20,8 +19,6 @@ CASES = {
     "local stalled": (Fault("storage: stalled", "stall", event="storage", number=70, rank=0),),
     "loader": (Fault("SIGKILL: loader", "signal", "loader", "SIGKILL", "collate", 20, role="loader"),),
     "spawn worker": (Fault("SIGKILL: worker", "signal", "worker", "SIGKILL", victim=1, **_AT),),
-    "spawn driver": (Fault("SIGKILL: driver", "signal", "driver", "SIGKILL", **_AT),),
-    "spawn raises": (Fault("exception: transform", "raise", event="transform", number=30, rank=1),),
     "torchrun worker": (Fault("SIGKILL: worker", "signal", "worker", "SIGKILL", victim=1, **_AT),),
     "torchrun agent": (Fault("SIGKILL: torchrun", "signal", "torchrun", "SIGKILL", **_AT),),
 }
