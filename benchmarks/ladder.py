@@ -43,19 +43,19 @@ from benchmarks.runs import (
     quiet_and_cold,
     release,
 )
-from trainers.errors import classify
+from trainers.causes import classify
 
 WORKS: dict[str, Work] = {
     "resnet50": example("imagenet", 256, long_steps=True, synthetic=True, samples=256 * 5),
     "bert-large": example("bert", 128, long_steps=True, synthetic=True, geometry="large", samples=128 * 40),
-    "gpt": example("gpt", 16, long_steps=True, context=1024, width=1536, heads=12, layers=12, lines=16 * 40),
+    "gpt": example("gpt", 16, True, context=1024, width=1536, heads=12, layers=12, lines=16 * 40 * 18, packed=True),
     "cnn": example("mnist", 128, synthetic=True, samples=128 * 400),
 }
 # fmt: off
 SMALL: dict[str, Work] = {
     "resnet50": example("imagenet", 4, True, synthetic=True, samples=80, architecture="resnet18", stored=40, size=32),
     "bert-large": example("bert", 4, True, synthetic=True, geometry="tiny", length=16, samples=80),
-    "gpt": example("gpt", 4, True, context=16, width=32, heads=2, layers=1, lines=200),
+    "gpt": example("gpt", 4, True, context=16, width=32, heads=2, layers=1, lines=200, packed=True),
     "cnn": example("mnist", 4, synthetic=True, samples=80),
 }
 # fmt: on

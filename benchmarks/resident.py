@@ -22,7 +22,7 @@ from benchmarks.measure import interleave, save, show, summarize
 from benchmarks.runs import Budget, Runs, Work, arguments, device_and_size, example, quiet_and_cold, release
 from trainers.config import TrainConfig
 from trainers.devices.device import synchronize
-from trainers.loop.training import AGREE_EVERY_STEPS
+from trainers.loop.agreement import AGREE_EVERY_STEPS
 from trainers.model.optimizer import lr_factor
 from trainers.model.precision import apply_matmul, resolve_precision
 

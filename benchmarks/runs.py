@@ -33,8 +33,8 @@ from trainers.config.overrides import override
 from trainers.config.yaml import parse_mapping
 from trainers.launch.find_task import load_task
 from trainers.launch.local import LocalContext
+from trainers.loop.agreement import AGREE_EVERY_STEPS
 from trainers.loop.fit import fit
-from trainers.loop.training import AGREE_EVERY_STEPS
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.result import RunResult
 

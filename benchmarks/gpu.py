@@ -1,0 +1,219 @@
+"""What a GPU shows, in parts that go on where they stopped: the tests that need one, and the benchmarks.
+
+Run as: python -m benchmarks.gpu [--minutes 7.5] [--again PART] [--keep]
+A call runs the parts that have no result for this card and this commit yet, as many as its minutes hold, and prints one
+page: what held, what did not with the line to look at, what was not seen; `--keep` writes it to benchmarks/results.
+Without a GPU it is the same page, in miniature. docs/gpu.md says what it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import KEPT
+from trainers.devices.device import environment
+
+REPOSITORY = Path(__file__).parents[1]
+STATE = REPOSITORY / "build" / "gpu"
+_TAIL = 40  # lines of a benchmark's output that the page shows
+_LOOK_AT = re.compile(r"^(\S+\.py:\d+): \S", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process: a file of tests, or a benchmark."""
+
+    name: str
+    arguments: tuple[str, ...]
+    minutes: float
+    """After which it is ended; a part begins only where as much is left."""
+
+    @property
+    def is_test(self) -> bool:
+        """Whether it leaves a verdict on each of its tests."""
+        return self.arguments[0] == "pytest"
+
+
+def _tests(name: str, minutes: float) -> Part:
+    return Part(name, ("pytest", f"tests/gpu/test_{name}_gpu.py", "-q", "-p", "no:cacheprovider"), minutes)
+
+
+def _benchmark(name: str, minutes: float, *arguments: str) -> Part:
+    limit = ("--minutes", f"{minutes - 0.5:g}")  # it drops its least important rows where it would take more
+    return Part(name, (f"benchmarks.{name}", *arguments, *limit), minutes)
+
+
+PARTS = [
+    _tests("step", 4),
+    _tests("precision", 4),
+    _tests("moves", 4),
+    _tests("memory", 5),
+    _tests("training", 7),
+    _tests("lanes", 5),
+    _tests("benchmarks", 5),
+    _benchmark("resident", 3),
+    Part("forecast", ("benchmarks.memory", "--minutes", "3.5"), 4),
+    _benchmark("guides", 5, "2"),
+    _benchmark("ladder", 7),
+    _tests("graphs", 7),
+]
+"""Most telling first; the graphs' tests last, since a capture that fails may spoil what runs beside it."""
+
+
+@dataclass
+class Outcome:
+    """What is known of a part that ran."""
+
+    seconds: float
+    held: list[str] = field(default_factory=list)
+    broken: list[tuple[str, str, str]] = field(default_factory=list)
+    """Name, what it said, and the line to look at."""
+    unseen: list[tuple[str, str]] = field(default_factory=list)
+    """Name and reason."""
+    output: str = ""
+
+
+def read_junit(text: str, seconds: float) -> Outcome:
+    """Sort pytest's verdicts."""
+    outcome = Outcome(seconds)
+    for case in ET.fromstring(text).iter("testcase"):  # noqa: S314 (our own file)
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        skipped = case.find("skipped")
+        if bad is not None:
+            places = _LOOK_AT.findall(bad.text or "")
+            said = (bad.get("message") or "").strip().splitlines() or ["no words"]
+            outcome.broken.append((name, said[0][:300], places[-1] if places else name))
+        elif skipped is not None:
+            outcome.unseen.append((name, (skipped.get("message") or "").strip()))
+        else:
+            outcome.held.append(name)
+    return outcome
+
+
+def execute(part: Part, directory: Path) -> Outcome:
+    """Run a part to its end, or until its minutes are over."""
+    junit = directory / f"{part.name}.xml"
+    junit.unlink(missing_ok=True)
+    command = [sys.executable, "-m", *part.arguments, *([f"--junitxml={junit}"] if part.is_test else [])]
+    print(f"\n== {' '.join(command[1:])}", flush=True)
+    began, log = time.monotonic(), directory / f"{part.name}.log"
+    with log.open("w") as file:
+        try:
+            ended = subprocess.run(
+                command, cwd=REPOSITORY, check=False, stdout=file, stderr=subprocess.STDOUT, timeout=part.minutes * 60
+            )
+            how = f"it ended with exit code {ended.returncode}" if ended.returncode else ""
+        except subprocess.TimeoutExpired:
+            how = f"it did not end within {part.minutes:g} minutes"
+    seconds = time.monotonic() - began
+    output = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
+    outcome = read_junit(junit.read_text(), seconds) if junit.exists() else Outcome(seconds)
+    if how and not outcome.broken:
+        last = (output.splitlines() or ["it said nothing"])[-1]
+        outcome.broken.append((" ".join(part.arguments), f"{how}: {last}", str(log.relative_to(REPOSITORY))))
+    elif not part.is_test:
+        outcome.held.append(part.name)
+    outcome.output = "" if part.is_test and not outcome.broken else output
+    return outcome
+
+
+def page(about: dict[str, str], found: dict[str, Outcome], parts: Sequence[Part] = PARTS) -> str:
+    """Everything that is known so far, as Markdown."""
+    lines = [f"# What {about.get('gpu', 'the CPU, in miniature')} showed", ""]
+    lines += [f"- {name}: {value}" for name, value in about.items()]
+    lines += ["", "| part | held | did not | not seen | s |", "|---|---|---|---|---|"]
+    for part in parts:
+        one = found.get(part.name)
+        cells = (
+            [len(one.held), len(one.broken), len(one.unseen), f"{one.seconds:.0f}"]
+            if one
+            else ["not run yet", *[""] * 3]
+        )
+        lines.append(f"| {part.name} | {' | '.join(map(str, cells))} |")
+    ran = [found[part.name] for part in parts if part.name in found]
+    lines += ["", "## Did not hold", ""]
+    lines += [f"- `{name}`: {said} (look at {where})" for one in ran for name, said, where in one.broken] or [
+        "Nothing."
+    ]
+    reasons = Counter(reason for one in ran for _, reason in one.unseen)
+    lines += ["", "## Not seen", ""]
+    lines += [f"- {count} tests: {reason}" for reason, count in reasons.most_common()] or ["Nothing."]
+    for part in parts:
+        if part.name in found and found[part.name].output:
+            lines += ["", f"## {part.name}", "", "```text", found[part.name].output, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=7.5, help="of this call")
+    parser.add_argument("--again", action="append", default=[], metavar="PART", choices=[part.name for part in parts])
+    parser.add_argument("--keep", action="store_true", help="write the page to benchmarks/results")
+    given = parser.parse_args(argv)
+    began = time.monotonic()
+    about = _about()
+    card = re.sub(r"\W+", "-", about.get("gpu", "cpu")).lower()
+    directory = STATE / f"{card}-{about.get('git_commit', 'no-commit')[:12]}"
+    directory.mkdir(parents=True, exist_ok=True)
+    found = {part.name: kept for part in parts if part.name not in given.again and (kept := _kept(directory, part))}
+    late = []
+    for part in parts:
+        if part.name in found:
+            continue
+        if time.monotonic() - began + part.minutes * 60 > given.minutes * 60:
+            late.append(part.name)
+            continue
+        found[part.name] = execute(part, directory)
+        (directory / f"{part.name}.json").write_text(json.dumps(asdict(found[part.name]), indent=2) + "\n")
+    text = page(about, found, parts)
+    print(f"\n{text}")
+    if given.keep:
+        KEPT.mkdir(parents=True, exist_ok=True)
+        path = KEPT / f"gpu-{time.strftime('%Y-%m-%d')}-{card}.md"
+        path.write_text(text)
+        print(f"kept in {path}")
+    if late:
+        print(
+            f"left for the next call: {', '.join(late)} (the longest takes {max(p.minutes for p in parts):g} minutes)"
+        )
+    return 1 if any(one.broken for one in found.values()) else 0
+
+
+def _about() -> dict[str, str]:
+    """The machine and the versions."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = environment(device)
+    if device.type == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            about["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+        except (OSError, subprocess.CalledProcessError):
+            about["driver"] = "unknown"
+    return about
+
+
+def _kept(directory: Path, part: Part) -> Outcome | None:
+    file = directory / f"{part.name}.json"
+    if not file.exists():
+        return None
+    kept = Outcome(**json.loads(file.read_text()))
+    kept.broken = [(name, said, where) for name, said, where in kept.broken]
+    kept.unseen = [(name, reason) for name, reason in kept.unseen]
+    return kept
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
