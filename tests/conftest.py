@@ -212,3 +212,15 @@ def driver(cluster: Cluster) -> Iterator[Any]:
         del os.environ["RAY_ADDRESS"]
     else:
         os.environ["RAY_ADDRESS"] = before
+
+
+@pytest.fixture(autouse=True)
+def _cluster_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test leaves reserved would let the next ones wait forever, and nobody would know why."""
+    yield
+    ray: Any = sys.modules.get("ray")
+    if "driver" in request.fixturenames and ray is not None and ray.is_initialized():
+        deadline = time.monotonic() + 120
+        while (free := ray.available_resources().get("CPU", 0.0)) < ray.cluster_resources()["CPU"]:
+            assert time.monotonic() < deadline, f"{free:g} of the cluster's CPUs are free, the others still reserved"
+            time.sleep(0.2)

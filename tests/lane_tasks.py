@@ -65,6 +65,7 @@ class Poison(Blobs):
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.fp32_precision = "tf32"  # type: ignore[attr-defined]
         torch.set_flush_denormal(True)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.autograd.set_detect_anomaly(True)

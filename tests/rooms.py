@@ -23,8 +23,8 @@ PACKAGES = ("trainers", "cluster", "tune")
 """Lowest first: each may import itself and those before it."""
 
 _ORDER = """
-trainers: redaction errors json_data storage lease versions context config command_line devices data model task arrow
-trainers: measure step
+trainers: redaction errors causes json_data storage lease versions context config command_line devices data model task
+trainers: arrow measure step
 trainers: checkpoint loop launch on_ray inference __main__
 cluster: finding files rules plan health __main__
 tune: config trials search lanes report sweep __main__

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.conftest import REPOSITORY, Done
 
@@ -29,6 +30,7 @@ def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Callable[..., Do
     assert (Path(result["checkpoint"]) / "manifest.json").is_file()
 
 
+@pytest.mark.full
 def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Done]) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     # fmt: off

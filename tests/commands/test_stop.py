@@ -13,7 +13,6 @@ import pytest
 
 from tests.commands.endless import Command
 
-LAUNCHERS = ["local", "spawn", "torchrun"]
 Start = Callable[..., Command]
 
 
@@ -108,8 +107,7 @@ def test_workers_end_with_the_process_that_has_started_them(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [[], ["--fresh"]])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("launcher", "options"), [("local", []), ("spawn", ["--fresh"]), ("torchrun", [])])
 def test_a_second_start_is_refused_and_the_first_goes_on(start: Start, launcher: str, options: list[str]) -> None:
     first = start(launcher).trains()
     second = start("local", *options)
@@ -122,8 +120,9 @@ def test_a_second_start_is_refused_and_the_first_goes_on(start: Start, launcher:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("lost", ["", "config.yaml", "lease.json"])
+@pytest.mark.parametrize(
+    ("launcher", "lost"), [("spawn", ""), ("torchrun", ""), ("local", "config.yaml"), ("local", "lease.json")]
+)
 def test_a_run_whose_directory_is_deleted_says_so(start: Start, launcher: str, lost: str) -> None:
     command = start(launcher).trains()
     if lost:

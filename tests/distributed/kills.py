@@ -67,7 +67,7 @@ def count_steps() -> None:
     TrainStep.__call__ = counted  # type: ignore[method-assign]
 
 
-def spec(directory: Path, name: str) -> RunSpec:
+def spec(directory: Path, name: str, **more: Any) -> RunSpec:
     changes: dict[str, Any] = {
         "task": "tests.distributed.kills:Recorded",
         "global_batch_size": BATCH,
@@ -76,6 +76,7 @@ def spec(directory: Path, name: str) -> RunSpec:
         "evaluate__every_steps": 9,
         "launcher": "spawn",
         "name": name,
+        **more,
     }
     return make_spec(tree(directory, **changes), "test", REPOSITORY, own_workers=False)
 
@@ -86,10 +87,10 @@ def newest_step(run: Storage) -> int:
     return max((int(name.removeprefix("step-")) for name in names), default=0)
 
 
-def run_killed(directory: Path, name: str, worlds: list[int], kills: int) -> dict[str, Any]:
+def run_killed(directory: Path, name: str, worlds: list[int], kills: int, **changes: Any) -> dict[str, Any]:
     """One run, killed `kills` times, on each number of workers in turn; which samples counted in the end."""
     chance = random.Random(f"20261121 {name}")
-    run = spec(directory, name)
+    run = spec(directory, name, **changes)
     counted: dict[int, list[int]] = {}
     ends = []
     for attempt in range(kills + 1):
@@ -117,6 +118,7 @@ def run_killed(directory: Path, name: str, worlds: list[int], kills: int) -> dic
         per_epoch[(step - 1) // STEPS_PER_EPOCH].update(samples)
     return {
         "ends": ends,
+        "samples": [sorted(counted[step]) for step in sorted(counted)],
         "once": [sorted(epoch.elements()) == list(range(SAMPLES)) for epoch in per_epoch],
         "losses": losses(run),
         "evaluations": evaluations(run),

@@ -7,6 +7,7 @@ costs a few hundredths of a second in place of seconds.
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import pickle
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from tests.specs import REPOSITORY
 from trainers.launch import local
 
 PRELOADED = [
@@ -68,6 +70,20 @@ def run_module(
         process.join()
         raise subprocess.TimeoutExpired([module, *arguments], timeout_s)
     return process.exitcode
+
+
+def printed_by(module: str, directory: Path) -> Any:
+    """What `python -m module directory` prints last, as JSON: a process of its own, which itself forks workers."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(directory)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def end_server() -> None:

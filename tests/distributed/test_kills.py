@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.specs import REPOSITORY
+from tests.distributed.processes import printed_by
 
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("kills")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.kills", str(directory)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed_by("tests.distributed.kills", tmp_path_factory.mktemp("kills"))
 
 
 @pytest.mark.parametrize(("name", "kills"), [("moved", 20), ("fixed 2", 4), ("fixed 3", 4)])

@@ -37,6 +37,7 @@ def _member(rank: int, directory: str, local_world_size: int, node: str) -> None
     process_group.ray = SimpleNamespace(  # type: ignore[assignment]
         train=SimpleNamespace(get_context=lambda: context), util=SimpleNamespace(get_node_ip_address=lambda: node)
     )
+    process_group.hide_unassigned_gpus = lambda: None
     place = Path(directory, "place")
     if rank == 0:
         place.with_suffix(".new").write_text(json.dumps(process_group._listen()))

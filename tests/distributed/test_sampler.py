@@ -1,4 +1,4 @@
-"""torch's own test of its DistributedSampler, as the wheel ships it, on ours."""
+"""torch's own test of its DistributedSampler, as the wheel ships it, on ours; a task's sampler on several ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ import os
 import unittest
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
 from tests.distributed.processes import run_processes
+from tests.distributed.test_collectives import run
+from tests.tasks import Blobs
 from trainers.data.sampler import StepSampler
+from trainers.errors import ConfigError
 
 
 def torchs_own_test(rank: int, world_size: int) -> list[str]:
@@ -43,3 +48,35 @@ def torchs_own_test(rank: int, world_size: int) -> list[str]:
 def test_torchs_own_test_passes(world_size: int, tmp_path: Path) -> None:
     for made in run_processes(world_size, torchs_own_test, tmp_path):
         assert len(made) == 3
+
+
+class Drawn(Blobs):
+    """Draws its samples by weights, or, which is no order of all, a part of them on each rank."""
+
+    def __init__(self, by_rank: bool) -> None:
+        super().__init__(samples=96, dtype="float64")
+        self.by_rank = by_rank
+
+    def sampler(self, dataset: Any, config: Any) -> Any:
+        if self.by_rank:
+            return DistributedSampler(dataset)
+        return WeightedRandomSampler([1.0 + index % 7 for index in range(96)], 50)
+
+
+def train(rank: int, world_size: int, by_rank: bool) -> float | str:
+    try:
+        return run(Drawn(by_rank), rank, world_size, max_steps=11).metrics["train_loss"]
+    except ConfigError as error:
+        return str(error)
+
+
+def test_a_sampler_of_the_tasks_gives_all_ranks_together_what_it_gives_one(tmp_path: Path) -> None:
+    [alone] = run_processes(1, train, tmp_path, False)
+    for world_size in (2, 3):
+        assert run_processes(world_size, train, tmp_path, False) == [pytest.approx(alone, rel=1e-12)] * world_size
+
+
+def test_a_sampler_that_splits_by_rank_is_refused(tmp_path: Path) -> None:
+    for said in run_processes(2, train, tmp_path, True):
+        assert "sampler" in said
+        assert "gives each rank another order" in said

@@ -19,7 +19,7 @@ from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
-from trainers.config.sections import DataConfig, DdpConfig
+from trainers.config.sections import DataConfig, DdpConfig, FsdpConfig
 from trainers.data.sampler import StepSampler
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
@@ -72,6 +72,20 @@ class Averaged(Blobs):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for ours, theirs in zip(getattr(self, "kept", []), state["kept"], strict=False):
             ours.copy_(theirs)
+
+
+class Deep(Blobs):
+    """Residual blocks that repeat, with BatchNorm and dropout."""
+
+    def model(self) -> nn.Module:
+        blocks = [_Residual(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+        return nn.Sequential(nn.Linear(self.features, 16), nn.Sequential(*blocks), nn.Linear(16, 4)).to(self.dtype)
+
+
+class _Residual(nn.Sequential):
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = rows + super().forward(rows)
+        return out
 
 
 class Greedy(Blobs):
@@ -226,10 +240,39 @@ def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None
     halves = [
         spec(tmp_path, f"{each}-fp16", 3, each, precision="fp16", args={"dtype": "float32"}) for each in ("fsdp", "ddp")
     ]
-    run(tmp_path, *[one for pair in [*pairs, normed, halves] for one in pair])
+    kinds = [{"fsdp__param_dtype": "bf16"}, {"fsdp__reshard_after_forward": False}, {}]
+    gathered = [
+        spec(tmp_path, f"deep-{i}", 3, "fsdp", "Deep", precision="bf16", args={"dtype": "float32"}, **kind)
+        for i, kind in enumerate(kinds)
+    ]
+    run(tmp_path, *[one for pair in [*pairs, normed, halves, gathered] for one in pair])
     for sharded, replicated in [*pairs, normed]:
         same_curve(sharded, replicated)
     same_curve(*halves, rel=2e-2)
+    narrow, kept, plain = gathered
+    assert losses(kept) == losses(plain)
+    same_curve(narrow, plain, rel=2e-2)
+
+
+def formats(rank: int, world_size: int) -> tuple[dict[str, torch.dtype], set[torch.dtype]]:
+    """The format that parameters have in their module's forward pass, and those that they and their gradients have."""
+    task, seen = Deep(dtype="float32"), dict[str, torch.dtype]()
+    model = place_model(task.model(), Group(rank, world_size, CPU), "fsdp", FsdpConfig(param_dtype="bf16"))
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            module.register_forward_pre_hook(lambda one, _, name=name: seen.update({name: one.weight.dtype}))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(8, task.features)).float().square().mean().backward()
+    return seen, {tensor.dtype for one in model.parameters() for tensor in (one, one.grad) if tensor is not None}
+
+
+def test_parameters_are_gathered_in_bf16_except_beside_batchnorm(tmp_path: Path) -> None:
+    seen, kept = run_processes(2, formats, tmp_path)[0]
+    assert kept == {torch.float32}
+    assert {name for name, dtype in seen.items() if dtype is torch.bfloat16} == {"0", "2"}
+    assert {name for name, dtype in seen.items() if dtype is torch.float32} == {
+        f"1.{block}.{layer}" for block in range(3) for layer in range(2)
+    }
 
 
 def test_a_static_graph_and_rounded_gradients(tmp_path: Path) -> None:
@@ -370,3 +413,61 @@ def test_a_sharded_model_compiles_without_a_graph_break(backend: str, tmp_path: 
     assert len(eager) == 6
     for ours, theirs in zip(fast, eager, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def _firsts() -> list[nn.Module]:
+    return [nn.Linear(4, 8), nn.Linear(4, 8), OwnBuffer(4, 8)]
+
+
+class OwnBuffer(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.ones(()))
+
+
+def count_broadcasts(rank: int, world_size: int) -> list[Any]:
+    """How often DDP sends buffers: of BatchNorm in training, frozen, and beside another one; buckets; statistics."""
+    torch.manual_seed(0)
+    group, found = Group(rank, world_size, CPU), list[Any]()
+    models = [nn.Sequential(first, nn.BatchNorm1d(8), nn.Linear(8, 2)) for first in _firsts()]
+    plain, frozen, _ = models
+    frozen[1].eval()
+    for model in models:
+        wrapped: Any = wrap_model(model, group)
+        sent, send = list[int](), wrapped._sync_buffers
+        wrapped._sync_buffers = lambda sent=sent, send=send: (sent.append(1), send())
+        for step in range(3):
+            inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            wrapped(inputs).square().mean().backward()
+        found.append(len(sent))
+    sizes = (wrap_model(nn.Linear(2, 2), group, ddp=DdpConfig(bucket_cap_mb=cap)) for cap in (None, 100))
+    found.append([wrapped.bucket_bytes_cap >> 20 for wrapped in sizes])  # type: ignore[operator]
+    found.append(plain[1].running_mean.tolist())
+    share_buffers(plain, group)
+    found.append(plain[1].running_mean.tolist())
+    return found
+
+
+def test_statistics_that_no_forward_reads_are_not_sent(tmp_path: Path) -> None:
+    first, second = run_processes(2, count_broadcasts, tmp_path)
+    assert first[:4] == second[:4] == [0, 3, 3, [25, 100]]
+    assert first[4] != second[4], "in training each rank has its own"
+    assert first[4] == first[5] == second[5], "and rank 0's are the model's"
+
+
+def test_activations_that_are_computed_again_are_those_that_were(tmp_path: Path) -> None:
+    """On both ranks, below DDP and inside FSDP's units, with microbatches that accumulate."""
+    modes = ("none", "selective", "full")
+    specs = {
+        (strategy, mode): spec(tmp_path, f"{strategy}-{mode}", 2, strategy, "Deep", activation_checkpointing=mode)
+        for strategy in ("ddp", "fsdp")
+        for mode in modes
+    }
+    for result in run(tmp_path, *specs.values()):
+        assert not isinstance(result, str), result
+    for strategy in ("ddp", "fsdp"):
+        whole_curve = losses(specs[strategy, "none"])
+        assert len(whole_curve) == 20
+        for mode in modes[1:]:
+            assert losses(specs[strategy, mode]) == whole_curve
+            assert evaluations(specs[strategy, mode]) == evaluations(specs[strategy, "none"])

@@ -19,8 +19,7 @@ import psutil
 
 from tests.on_ray.test_lanes import run, sweep
 from tests.waits import when
-from trainers.on_ray.connect import connect
-from tune.sweep.run import disconnect
+from trainers.on_ray.connect import connect, disconnect
 
 
 def actors(*filters: tuple[str, str, str]) -> list[Any]:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.ray
 EPOCHS = 60
 
 
+@pytest.mark.full
 def test_from_the_first_probe_to_the_last_repeat_and_none_of_it_twice(tmp_path: Path, driver: Any) -> None:
     spec = sweep(
         tmp_path,

@@ -48,6 +48,7 @@ def rows(curve: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{key: row[key] for key in ("step", "epoch", "val_loss", "val_accuracy")} for row in curve]
 
 
+@pytest.mark.full
 def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None:
     trials: dict[str, dict[str, Any]] = {
         "first": {},
@@ -134,6 +135,17 @@ def test_one_rank_out_of_memory_leaves_no_rank_waiting(tmp_path: Path, driver: A
     assert "on one rank" in failed.message
 
 
+def test_a_trial_out_of_memory_in_mid_training_goes_on_with_half_the_microbatch(tmp_path: Path, driver: Any) -> None:
+    """A lane of one worker does so by itself: its mailbox hears of no other start, and must not wait for one."""
+    args = [{"fail_at": 12, "failure": "oom", "marker": str(tmp_path / "failed")}, {}]
+    train = {"global_batch_size": 16, "microbatch_size": "auto"}
+    first, second = run(sweep(tmp_path, {"task_args": args}, train))
+    assert (tmp_path / "failed").exists()
+    assert (first.status, second.status) == ("done", "done")
+    for halved, whole in zip(rows(first.curve), rows(second.curve), strict=True):
+        assert halved == pytest.approx(whole, rel=1e-5)  # sums of halves round as the processor's kernels have it
+
+
 @pytest.mark.full
 def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, driver: Any) -> None:
     """The other one's broken collective is heard of sooner, and says nothing of the cause."""
@@ -156,7 +168,7 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
         "hangs in setup": "hung",
     }
     assert rows(by_name["killed once"].curve) == rows(by_name["healthy"].curve)
-    words = r"its worker group died 2 times under it: rank 1 \(pid \d+ on .+\) died without an exception: SIGKILL"
+    words = r"its worker group died 3 times under it: rank 1 \(pid \d+ on .+\) died without an exception: SIGKILL"
     assert re.match(words, by_name["killed always"].message)
     assert by_name["raises"].message.startswith("rank 1: ValueError: injected: the task fails here (tasks.py:")
     culprit, waits = by_name["hangs in setup"].message.split("; rank 1")

@@ -15,6 +15,7 @@ from tests.on_ray.test_lanes import rows, run, sweep
 from tests.waits import when
 from trainers.config import TrainConfig
 from trainers.config.model import build
+from trainers.storage import Storage
 from tune.lanes.lanes import Lanes, start_mailbox
 
 pytestmark = pytest.mark.ray
@@ -72,3 +73,19 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     while driver.available_resources().get("CPU", 0) < free:
         assert time.monotonic() < deadline, "a lane's reservation is left"
         time.sleep(0.1)
+
+
+def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(tmp_path: Path, driver: Any) -> None:
+    """Ray keeps each group that it has removed, and its state API lists any hundred of all. What is left is found by
+    the fixture that looks at the cluster after every test.
+    """
+    for _ in range(200):
+        driver.util.remove_placement_group(driver.util.placement_group([{"CPU": 1}]))
+    foreign = driver.util.placement_group([{"memory": 1}])
+    for _ in range(2):
+        driver.get(driver.util.placement_group([{"CPU": 1}]).ready())
+    assert driver.available_resources().get("CPU", 0) == 0
+    config = build(TrainConfig, sweep(tmp_path, {"seed": [1]}).train, "test")
+    Lanes(None, config.scaling, False, (), False, Storage(str(tmp_path)), 1, is_patient=False).end()
+    assert driver.util.placement_group_table(foreign)["state"] == "CREATED"
+    driver.util.remove_placement_group(foreign)

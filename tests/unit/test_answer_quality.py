@@ -7,6 +7,7 @@ import pytest
 from benchmarks.answer import judge, load
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["digits", "rows"])
 def test_the_search_finds_the_best_of_the_frozen_tables(name: str) -> None:
     table = load(name)

@@ -224,6 +224,7 @@ def convert(file: str, cache: str) -> int:
     return len(ArrowDataset(file, cache=cache))
 
 
+@pytest.mark.full
 def test_processes_that_convert_at_once_agree(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": nested(column("float64", 300))}), tmp_path / "x.parquet")
     with multiprocessing.get_context("spawn").Pool(3) as pool:

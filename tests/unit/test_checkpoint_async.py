@@ -182,7 +182,7 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pyte
     changes = {"checkpoint": {"every_steps": 5, "async": True}, "evaluate": {"every_steps": 99}, "max_steps": 40}
     changes |= {"microbatch_size": 5}
     # One checkpoint, at step 5: a second would wait for it.
-    once = "trainers.loop.training.Training.due"
+    once = "trainers.loop.attempt.Attempt.due"
     monkeypatch.setattr(once, lambda self, every, epochs: every == 5 and self.step == 5)
     fit(Watched(), config(**changes), context)
     told = [(metrics["step"], checkpoint) for metrics, checkpoint in context.reports if checkpoint]
@@ -296,6 +296,7 @@ train(Path({path!r}), checkpoint={{"every_steps": 4, "async": True}}, evaluate={
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("phase", ["before the state", "after the state", "before the manifest"])
 def test_killed_while_one_is_written_the_one_before_is_resumed(tmp_path: Path, phase: str) -> None:
     repository = str(Path(__file__).parents[2])

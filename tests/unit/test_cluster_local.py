@@ -109,6 +109,21 @@ def test_the_size_is_the_largest_within_the_time(probe_s: float, n: int) -> None
     assert size_for(0.1, 512, probe_s) == n
 
 
+def test_a_product_that_is_all_launch_does_not_choose_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes 20 us for the first one, whatever it is: by that alone the largest would be 4 times too small."""
+    measured: list[int] = []
+
+    def times(precision: str, device: torch.device, n: int) -> list[float]:
+        measured.append(n)
+        return [max(20e-6, 2 * n**3 / 500e12)]
+
+    monkeypatch.setattr(local, "matmul_times", times)
+    assert local._largest(0.02, "bf16", torch.device("cuda")) == max(local._SIZES)
+    monkeypatch.setattr(local, "_SIZES", (512, 1024, 2048, 4096, 8192, 16384))
+    assert local._largest(0.01, "bf16", torch.device("cuda")) == 8192
+    assert size_for(0.01, 512, 20e-6) < 8192
+
+
 class Machine:
     """A device on which a product is only issued, and done when it is waited for; the first ones are slow."""
 
@@ -167,6 +182,7 @@ def test_the_command_fails_where_torch_cannot_use_the_gpu(
     assert out.endswith("error: there is a GPU, unused\n")
 
 
+@pytest.mark.full
 def test_the_command_measures_this_machine_without_ray() -> None:
     code = "import sys; sys.modules['ray'] = None; from cluster.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(

@@ -94,6 +94,12 @@ def test_the_defaults_are_a_run() -> None:
         ({"strategy": "fsdp", "cuda_graphs": True}, "cuda_graphs", "cannot follow strategy fsdp"),
         ({"strategy": "dp", "compile": "default"}, "compile", "cannot follow the replicas of strategy dp"),
         ({"strategy": "fsdp", "ddp": {"static_graph": True}}, "ddp", "has no effect with strategy fsdp"),
+        ({"fsdp": {"reshard_after_forward": False}}, "fsdp", "has no effect with strategy ddp"),
+        (
+            {"strategy": "fsdp", "precision": "bf16-pure", "fsdp": {"param_dtype": "bf16"}},
+            "fsdp.param_dtype",
+            "is for precision bf16, not for bf16-pure",
+        ),
         ({"scaling": {"num_workers": 2}, "launcher": "local"}, "scaling.num_workers", "must be 1"),
         ({"scaling": {"num_workers": [1, 2]}, "launcher": "spawn"}, "scaling.num_workers", "needs Ray"),
         (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import runpy
 
 from tests.specs import REPOSITORY
+from trainers.task import Task
 
 PEERS = ("paceline", "ray prepare", "accelerate", "fabric", "lightning")
 
@@ -14,6 +16,13 @@ PEERS = ("paceline", "ray prepare", "accelerate", "fabric", "lightning")
 def test_the_configuration_reference_is_current() -> None:
     page = runpy.run_path(str(REPOSITORY / "docs/make.py"))["page"]()
     assert (REPOSITORY / "docs/config.md").read_text() == page, "run `make docs`"
+
+
+def test_every_method_of_a_task_has_its_row() -> None:
+    rows = re.findall(r"^\| `(\w+)\(([\w, ]*)\)`", (REPOSITORY / "docs/tasks.md").read_text(), re.MULTILINE)
+    methods = {name: inspect.signature(method) for name, method in vars(Task).items() if not name.startswith("_")}
+    assert sorted(rows) == sorted((name, ", ".join(list(found.parameters)[1:])) for name, found in methods.items())
+    assert all(method.__doc__ for name, method in vars(Task).items() if name in methods)
 
 
 def test_what_the_readme_names_is_there() -> None:

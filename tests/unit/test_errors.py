@@ -16,6 +16,7 @@ import torch
 from torch.distributed import DistNetworkError
 from torch.utils.data import DataLoader, Dataset
 
+from trainers.causes import classify, death_of, failure_of, forget_kernel_kills
 from trainers.errors import (
     MISSING,
     POLICIES,
@@ -29,8 +30,7 @@ from trainers.errors import (
     Status,
     StorageError,
     TooLargeError,
-    classify,
-    forget_kernel_kills,
+    counted,
     show,
 )
 
@@ -38,6 +38,12 @@ from trainers.errors import (
 def named(name: str, module: str = "ray.exceptions", base: type[Exception] = Exception) -> Exception:
     """An exception of a class that only its name tells."""
     return type(name, (base,), {"__module__": module})("gone")
+
+
+NCCL_OUT_OF_MEMORY = (
+    "NCCL error in: ProcessGroupNCCL.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO for details)\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+)
 
 
 class Preempted(Exception):  # noqa: N818
@@ -48,6 +54,23 @@ class Preempted(Exception):  # noqa: N818
     ("error", "status"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
+        (
+            torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous"),
+            "out_of_memory",
+        ),
+        (torch.distributed.DistBackendError(NCCL_OUT_OF_MEMORY), "out_of_memory"),
+        (RuntimeError("CUDA driver error: out of memory"), "out_of_memory"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "out_of_memory"),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 18.00 GB)"), "out_of_memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "out_of_memory"),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"), "out_of_memory"),
+        (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), "out_of_memory"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out_of_memory"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), "out_of_memory"),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), "out_of_memory"),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), "error"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), "error"),
+        (ValueError("CUDA ran out of memory, says the task"), "error"),
         (MemoryError(), "out_of_host_memory"),
         (named("OutOfMemoryError"), "out_of_host_memory"),
         (
@@ -70,6 +93,7 @@ class Preempted(Exception):  # noqa: N818
 )
 def test_an_exception_has_its_status(error: Exception, status: Status) -> None:
     assert classify(error) == status
+    assert not (status == "out_of_memory" and failure_of(error, 0).follows)
 
 
 def test_a_real_failed_allocation_is_out_of_host_memory() -> None:
@@ -100,6 +124,12 @@ def test_a_config_error_is_field_value_rule_fix() -> None:
 )
 def test_values_are_shown_as_a_user_writes_them(value: object, text: str) -> None:
     assert show(value) == text
+
+
+def test_one_is_singular_as_it_is_shown() -> None:
+    assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
+    assert [counted(number, "epoch", ".4g") for number in (1.0, 0.99999, 2.5)] == ["1 epoch", "1 epoch", "2.5 epochs"]
+    assert counted(1000, "sample", ",") == "1,000 samples"
 
 
 def test_a_long_value_is_cut_to_160_characters() -> None:
@@ -142,7 +172,7 @@ def test_a_workers_exception_keeps_rank_kind_words_and_line() -> None:
     before = time.time()
     with pytest.raises(KeyError) as raised:
         fail()
-    failure = RunFailedError.of(raised.value, 3)
+    failure = failure_of(raised.value, 3)
     assert failure.status == "error"
     assert failure.message.startswith("rank 3: KeyError: ")
     assert "test_errors.py:" in failure.message
@@ -152,14 +182,14 @@ def test_a_workers_exception_keeps_rank_kind_words_and_line() -> None:
 
 
 def test_a_workers_config_error_stays_a_sentence_with_exit_code_2() -> None:
-    failure = RunFailedError.of(ConfigError("a", 1, "is bad", "mend it", "f.yaml"), 1)
+    failure = failure_of(ConfigError("a", 1, "is bad", "mend it", "f.yaml"), 1)
     assert str(failure) == "f.yaml: `a` is 1, but is bad; mend it."
     assert failure.exit_code == 2
 
 
 def test_a_failure_is_not_wrapped_again() -> None:
     failure = RunFailedError("hung", "rank 1", 1.0)
-    assert RunFailedError.of(failure, 0) is failure
+    assert failure_of(failure, 0) is failure
 
 
 def first_of(errors: list[RunFailedError]) -> RunFailedError:
@@ -182,24 +212,24 @@ def test_the_cause_is_a_lost_worker_else_the_earliest() -> None:
 @pytest.mark.parametrize(
     ("cause", "status"),
     [
-        (RunFailedError.died(2, -signal.SIGKILL, 4711), "node_lost"),
-        (RunFailedError.died(2, -signal.SIGSEGV), "node_lost"),
-        (RunFailedError.died(2, 3), "node_lost"),
-        (RunFailedError.of(KeyboardInterrupt(), 2), "stopped"),
-        (RunFailedError.of(ValueError("its own"), 2), "error"),
-        (RunFailedError.of(ConfigError("a", 1, "is bad", "mend it"), 2), "error"),
-        (RunFailedError.of(MemoryError(), 2), "out_of_host_memory"),
-        (RunFailedError.of(TooLargeError(8, "full"), 2), "out_of_memory"),
+        (death_of(2, -signal.SIGKILL, 4711), "node_lost"),
+        (death_of(2, -signal.SIGSEGV), "node_lost"),
+        (death_of(2, 3), "node_lost"),
+        (failure_of(KeyboardInterrupt(), 2), "stopped"),
+        (failure_of(ValueError("its own"), 2), "error"),
+        (failure_of(ConfigError("a", 1, "is bad", "mend it"), 2), "error"),
+        (failure_of(MemoryError(), 2), "out_of_host_memory"),
+        (failure_of(TooLargeError(8, "full"), 2), "out_of_memory"),
         (RunFailedError("hung", "rank 2 made no step for 9 s in setup", 9e9), "hung"),
     ],
 )
 def test_what_follows_from_another_rank_is_never_the_cause(cause: RunFailedError, status: Status) -> None:
     follow = [
-        RunFailedError.of(GLOO, 0),
-        RunFailedError.of(DistNetworkError("The client socket has timed out"), 1),
+        failure_of(GLOO, 0),
+        failure_of(DistNetworkError("The client socket has timed out"), 1),
         RunFailedError("hung", "rank 3 made no step for 9 s in the barrier after setup", 1.0, follows=True),
-        RunFailedError.died(4, -signal.SIGABRT),  # NCCL ends the process of whoever has lost the others
-        RunFailedError.died(5, -signal.SIGKILL, ended=True),
+        death_of(4, -signal.SIGABRT),  # NCCL ends the process of whoever has lost the others
+        death_of(5, -signal.SIGKILL, ended=True),
     ]
     cause.when = time.time() + 60  # though it comes last
     found = first_of([cause, *follow][:4])
@@ -210,7 +240,7 @@ def test_what_follows_from_another_rank_is_never_the_cause(cause: RunFailedError
 
 
 def test_without_a_dead_rank_a_collectives_own_words_remain() -> None:
-    failure = first_of([RunFailedError.of(GLOO, 0), RunFailedError.of(GLOO, 1)])
+    failure = first_of([failure_of(GLOO, 0), failure_of(GLOO, 1)])
     assert failure.status == "error"
     assert failure.message.startswith("rank 0: a collective failed, as it does where another rank ends: RuntimeError: ")
     assert "Connection closed by peer" in failure.message
@@ -222,7 +252,7 @@ def test_a_rank_that_does_not_answer_and_is_ended_was_hung() -> None:
     waits = RunFailedError(
         "hung", "rank 0 made no step for 5 s in training, waiting for other ranks", 1.0, follows=True
     )
-    failure = first_of([waits, RunFailedError.died(1, -signal.SIGKILL, ended=True)])
+    failure = first_of([waits, death_of(1, -signal.SIGKILL, ended=True)])
     assert failure.status == "hung"
     assert failure.message == f"{waits.message}; rank 1 did not answer and was ended by SIGKILL"
 
@@ -234,25 +264,25 @@ def test_a_hang_names_the_phase_of_every_rank_and_the_culprit_first() -> None:
 
 
 def test_a_dead_rank_says_of_what_it_died() -> None:
-    assert RunFailedError.died(1, -signal.SIGKILL, 4711).message == "rank 1 died by SIGKILL (pid 4711)"
-    assert RunFailedError.died(1, -signal.SIGSEGV).message == "rank 1 died by SIGSEGV"
-    assert RunFailedError.died(1, 3).message == "rank 1 died with exit code 3"
-    assert RunFailedError.died(1, -99).message == "rank 1 died by signal 99"
+    assert death_of(1, -signal.SIGKILL, 4711).message == "rank 1 died by SIGKILL (pid 4711)"
+    assert death_of(1, -signal.SIGSEGV).message == "rank 1 died by SIGSEGV"
+    assert death_of(1, 3).message == "rank 1 died with exit code 3"
+    assert death_of(1, -99).message == "rank 1 died by signal 99"
 
 
 def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainers.errors._kills_before", -1)
-    assert RunFailedError.died(1, -signal.SIGKILL).status == "out_of_host_memory"
-    assert RunFailedError.died(1, -signal.SIGSEGV).status == "node_lost"
+    monkeypatch.setattr("trainers.causes._kills_before", -1)
+    assert death_of(1, -signal.SIGKILL).status == "out_of_host_memory"
+    assert death_of(1, -signal.SIGSEGV).status == "node_lost"
     assert classify(loader_died("is killed by signal: Killed. ")) == "out_of_host_memory"
 
 
 def test_only_the_kernels_kills_of_this_run_count(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = iter(["oom_kill 3\n", "pgfault 9\noom_kill 3\n", "oom_kill 4\n", "oom_kill 4\n", ""])
-    monkeypatch.setattr("trainers.errors._kills_before", 0)
-    monkeypatch.setattr("trainers.errors.Path.read_text", lambda self: next(texts))
+    monkeypatch.setattr("trainers.causes._kills_before", 0)
+    monkeypatch.setattr("trainers.causes.Path.read_text", lambda self: next(texts))
     forget_kernel_kills()
-    found = [RunFailedError.died(1, -signal.SIGKILL).status for _ in range(4)]
+    found = [death_of(1, -signal.SIGKILL).status for _ in range(4)]
     assert found == ["node_lost", "out_of_host_memory", "out_of_host_memory", "node_lost"]
 
 
@@ -298,7 +328,7 @@ def loader_died(how: str) -> RuntimeError:
     ],
 )
 def test_the_system_s_own_failures_are_named(error: Exception, status: Status, words: str) -> None:
-    failure = RunFailedError.of(error, 0)
+    failure = failure_of(error, 0)
     assert failure.status == classify(error) == status
     assert words in failure.message
     assert not failure.follows
@@ -311,7 +341,7 @@ def test_a_full_disk_is_named_behind_any_other_exception() -> None:
         except OSError as error:
             raise RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 64 vs 0") from error
     except RuntimeError as error:
-        failure = RunFailedError.of(error, 1)
+        failure = failure_of(error, 1)
     assert failure.message.startswith("rank 1: the disk is full: RuntimeError: ")
     for error in (failure, StorageError("could not write /x: [Errno 122] Disk quota exceeded")):
         assert error.advice == (
@@ -320,7 +350,7 @@ def test_a_full_disk_is_named_behind_any_other_exception() -> None:
 
 
 def test_advice_fits_every_launcher() -> None:
-    assert RunFailedError.died(0, -9).advice == "run the same command again to go on from the newest checkpoint"
+    assert death_of(0, -9).advice == "run the same command again to go on from the newest checkpoint"
     assert not any("cluster" in policy.advice for policy in POLICIES.values())
     assert StorageError("the bucket is away").advice == "", "there is no traceback that could name a line"
 
@@ -329,7 +359,7 @@ def test_what_says_itself_what_to_do_gets_no_other_advice() -> None:
     for words in ("`batch[0]` of training sample 17 is not finite; fix or leave out such samples", "the loss is NaN"):
         error = DivergedError(words)
         advice = "" if "fix" in words else POLICIES["diverged"].advice
-        assert error.advice == RunFailedError.of(error, 1).advice == advice
+        assert error.advice == failure_of(error, 1).advice == advice
 
 
 class Broken(Dataset[int]):
@@ -364,7 +394,7 @@ def test_a_data_loaders_worker_s_error_is_its_cause(act: str, status: Status, wo
     with pytest.raises(Exception, match="DataLoader worker") as met:
         list(batches)
     batches._shutdown_workers()
-    failure = RunFailedError.of(met.value, 0)
+    failure = failure_of(met.value, 0)
     assert failure.status == status
     assert words in failure.message
     assert "\n" not in failure.message

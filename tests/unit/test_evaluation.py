@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.unit.test_loop import Tiny, curve, evaluations, train
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
-from trainers.errors import ConfigError
+from trainers.errors import ConfigError, RunFailedError
 from trainers.model.precision import resolve_precision
 from trainers.step.evaluation import evaluate
 from trainers.task import Task, task_feed
@@ -99,7 +99,7 @@ def test_any_number_of_ranks_gives_the_same_figures_to_the_bit(workers: int) -> 
             return tensor
 
         def gather(self, value: Any) -> list[Any]:
-            return [value, ["accuracy", "confidence"]] if isinstance(value, list) else [value]
+            return [value, (["accuracy", "confidence"], {True})] if isinstance(value, tuple) else [value]
 
     class Last(Rank):
         def sum(self, tensor: Tensor) -> Tensor:
@@ -156,6 +156,28 @@ def test_a_task_without_metrics_has_its_loss() -> None:
             return {}
 
     assert set(run(Plain(), data(9), 4)) == {"val_loss"}
+
+
+class Detector(Labels):
+    """As torchvision's: losses in training alone, predictions in evaluation; `sometimes` not even that."""
+
+    def __init__(self, sometimes: bool = False) -> None:
+        self.sometimes = sometimes
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor | None:  # type: ignore[override]
+        return outputs.mean() if self.sometimes and len(outputs) < 7 else None
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_a_task_without_a_loss_in_evaluation_has_its_metrics(size: int) -> None:
+    expected = run(Labels(), data(size), 7)
+    del expected["val_loss"]
+    assert run(Detector(), data(size), 7) == expected
+
+
+def test_a_loss_of_some_batches_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`Detector\.loss\(\)` is None for some batches of an evaluation alone; ret"):
+        run(Detector(sometimes=True), data(64), 7)
 
 
 def test_an_infinite_loss_is_reported_as_it_is() -> None:
@@ -291,3 +313,65 @@ def test_evaluation_does_not_change_training(loaders: int, tmp_path: Path) -> No
     often = dict(evaluations(tmp_path / "1"))
     assert evaluations(tmp_path / "3") == [(step, often[step]) for step in (3, 6)]
     assert evaluations(tmp_path / "6") == [(6, often[6])]
+
+
+class Small(Labels):
+    """A device that holds `fits` samples at once; with a metric that keeps all that it has seen."""
+
+    def __init__(self, fits: int) -> None:
+        self.fits, self.sizes = fits, list[int]()
+        self.curve = torchmetrics.classification.MulticlassAUROC(num_classes=3)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        self.sizes.append(len(batch[0]))
+        if len(batch[0]) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return super().forward(model, batch)  # type: ignore[no-any-return]
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        self.curve.update(outputs.softmax(1), batch[1])
+        return {**super().metrics(outputs, batch), "auroc": self.curve}
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0, "resident": False}, {"num_workers": 1}, {"resident": True}])
+def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset, model, group = data(100), small_model(), Group(0, 1, CPU)
+    expected = run(Small(100), dataset, 40, model)
+    task = Small(12)
+    feed = task_feed(dataset, task, DataConfig(**options), CPU, sharers=1, seed=0)
+    try:
+        with caplog.at_level("INFO"):
+            found = evaluate(model, task, feed, 40, FP32, group)
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert task.sizes == [40, 20, *[10] * 10], "none is tried twice"
+        assert "an evaluation batch of 40 does not fit (CUDA out of memory" in caplog.text
+        assert "does not fit (CUDA out of memory. Tried to allocate 1 GiB): 10 at once" in caplog.text
+        task.sizes.clear()
+        assert evaluate(model, task, feed, 40, FP32, group) == found
+        assert task.sizes == [10] * 10, "what did not fit is known"
+    finally:
+        feed.close()
+
+
+def test_memory_that_runs_out_in_the_middle_counts_no_sample_twice() -> None:
+    class Worse(Small):
+        def forward(self, model: nn.Module, batch: Any) -> Tensor:
+            self.fits = 100 if len(self.sizes) < 2 else 16
+            return super().forward(model, batch)
+
+    dataset, model = data(100), small_model()
+    assert run(Worse(0), dataset, 32, model) == pytest.approx(run(Small(100), dataset, 32, model), rel=1e-12)
+
+
+@pytest.mark.parametrize(("fits", "collective"), [(0, False), (12, True)])
+def test_what_cannot_be_halved_names_the_key(fits: int, collective: bool) -> None:
+    """The other ranks wait in the forward passes of a task that sends something in them."""
+    task = Small(fits)
+    feed = task_feed(data(100), task, DataConfig(), CPU, sharers=1, seed=0)
+    size = 40 if collective else 1
+    words = rf"rank 0: an evaluation batch of {size} ran out of memory .+; fix set `evaluate.microbatch_size` to 20$"
+    with pytest.raises(RunFailedError, match=words) as met:
+        evaluate(small_model(), task, feed, 40, FP32, Group(0, 1, CPU), collective=collective)
+    assert met.value.status == "out_of_memory"

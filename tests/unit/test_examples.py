@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import REPOSITORY
 from trainers.errors import ConfigError
@@ -286,3 +287,39 @@ def test_bert_ignores_padding() -> None:
     with torch.no_grad():
         long, short = task.forward(model, (ids,)), task.forward(model, (ids[:, :10],))
     assert torch.allclose(long, short, atol=1e-5)
+
+
+def test_bert_waits_for_no_value_of_the_device() -> None:
+    from examples.bert.task import Bert
+
+    reads: list[str] = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                reads.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    task = Bert(synthetic=True, geometry="tiny", samples=4, length=16)
+    model, batch = task.model(), task.dataset("train")[:]
+    with Reads():
+        task.loss(task.forward(model, batch), batch)
+    assert reads == []
+
+
+def test_packed_lines_are_all_text_in_their_order(tmp_path: Path) -> None:
+    from examples.gpt.task import CharacterModel
+
+    file = tmp_path / "text"
+    file.write_text("\n".join(f"line {number} of some length" for number in range(100)))
+    task = CharacterModel(text=str(file), context=64, width=16, heads=2, layers=1, packed=True)
+    [rows] = task.dataset("train").tensors
+    lines = file.read_text().splitlines()[:90]
+    read = bytes(rows[0].tolist()) + b"".join(bytes(row[1:].tolist()) for row in rows[1:])
+    assert "\n".join(["", *lines, ""]).encode().startswith(read)
+    assert len(read) > 64 * (len("\n".join(lines)) // 64 - 1)
+    short = CharacterModel(text=str(file), context=1_000_000, packed=True).dataset("val").tensors[0]
+    assert short.shape == (1, 1_000_001)
+    batch = task.transform((rows[:4],), True)
+    assert task.weight(batch) == 4 * 64
+    assert task.loss(task.forward(task.model(), batch), batch).isfinite()

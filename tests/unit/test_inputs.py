@@ -256,7 +256,7 @@ def test_a_sweep_of_any_size(change: dict[str, Any], words: str) -> None:
         ("max_epochs", "`epochs`"),
         ("gradient_clip_val", "`clip_grad_norm`"),
         ("fp16", "`precision`"),
-        ("early_stopping", "`scheduler: asha`"),
+        ("early_stop", "`early_stopping.patience`"),
         ("sampler", "follows from `seed` alone"),
         ("warmup", "`lr_schedule.warmup`"),
         ("Weight-Decay", "`optimizer.weight_decay`"),

@@ -375,6 +375,17 @@ def test_a_signal_that_nobody_heeds_gives_it_back(tmp_path: Path, number: signal
     assert signal.signal(number, before) == signal.SIG_DFL
 
 
+def test_a_new_start_deletes_what_others_have_left_aside(tmp_path: Path) -> None:
+    """Of files that could not even be deleted then: the disk was full, or failed."""
+    left = tmp_path / ".writable.0123abcd.tmp"
+    left.touch()
+    (tmp_path / MARK).touch()
+    (tmp_path / "mine.tmp").touch()
+    with held(Storage(str(tmp_path)), MARK):
+        assert not left.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {MARK, "mine.tmp"}
+
+
 def test_what_cannot_be_written_is_said_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"), held(Storage(str(tmp_path / "file" / "deep")), MARK):

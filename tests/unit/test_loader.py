@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -201,6 +203,22 @@ def test_closing_ends_loader_processes() -> None:
     assert multiprocessing.active_children()
     source.close()
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_terminal_ends_no_loader_process(number: signal.Signals) -> None:
+    """It signals all processes of the command, again and again; the loop decides when to stop."""
+    one = feed(Samples(), num_workers=1)
+    batches = one.batches(ASKED, training=True)
+    first = next(batches)
+    assert one._loader is not None
+    assert one._loader._iterator is not None
+    [process] = one._loader._iterator._workers  # type: ignore[attr-defined]
+    for _ in range(3):
+        os.kill(process.pid, number)
+    assert [batch[1].tolist() for batch in (first, *batches)] == [at.tolist() for at in ASKED]
+    assert process.is_alive()
+    one.close()
 
 
 def test_map_tensors_keeps_other_leaves() -> None:

@@ -130,8 +130,13 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 
 def assert_same_run(path: Path, reference: Path) -> None:
-    assert curve(path) == curve(reference)
+    assert_same_training(path, reference)
     assert evaluations(path) == evaluations(reference)
+
+
+def assert_same_training(path: Path, reference: Path) -> None:
+    """Also where one was ended by its launcher now and then, and evaluated there."""
+    assert curve(path) == curve(reference)
     ours, theirs = weights(path), weights(reference)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -491,7 +496,45 @@ def test_a_dataset_without_length_is_a_config_error(which: str) -> None:
         def dataset(self, split: str) -> Dataset[Any]:
             return Endless() if split == which else super().dataset(split)
 
-    with pytest.raises(ConfigError, match="without length"):
+    with pytest.raises(ConfigError, match=r"dataset\(.*Endless.*return it from stream"):
+        train(None, Streaming())
+
+
+@pytest.mark.parametrize("which", ["train", "val"])
+def test_a_dataset_that_counts_its_ranks_share_is_refused(which: str) -> None:
+    class Sharing(IterableDataset[Any]):  # MosaicML's and LitData's
+        def __iter__(self) -> Any:
+            return iter(Tiny().dataset("train"))
+
+        def __len__(self) -> int:
+            return SAMPLES // 2
+
+        def __getitem__(self, row: int) -> Any:
+            return Tiny().dataset("train")[row]
+
+    class Split(Tiny):
+        def dataset(self, split: str) -> Dataset[Any]:
+            return Sharing() if split == which else super().dataset(split)
+
+    with pytest.raises(ConfigError, match=r"dataset\(.*Sharing.*return it from stream"):
+        train(None, Split())
+
+
+@pytest.mark.parametrize("method", ["dataset", "stream"])
+def test_splits_by_name_are_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = {split: Tiny().dataset(split) for split in ("train", "val")}
+    monkeypatch.setattr(Tiny, method, lambda self, split: splits)
+    with pytest.raises(ConfigError, match=rf"{method}\(.*has no sample 0, but train, val; return the samples of one"):
+        train(None, Tiny())
+
+
+@pytest.mark.parametrize("found", [5, object()])
+def test_a_stream_that_cannot_be_iterated_is_refused(found: Any) -> None:
+    class Streaming(Tiny):
+        def stream(self, split: str) -> Any:
+            return found
+
+    with pytest.raises(ConfigError, match=r"stream\(.*cannot be iterated"):
         train(None, Streaming())
 
 

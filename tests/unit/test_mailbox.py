@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trainers.causes import death_of
 from trainers.errors import RunFailedError, Status
 from tune.lanes.mailbox import MAX_LOSSES, Mailbox
 from tune.lanes.messages import Assignment, Event
@@ -160,10 +161,10 @@ async def test_a_lost_trial_says_who_died_of_what(mailbox: Mailbox) -> None:
     await submit(mailbox, "a")
     for number in range(MAX_LOSSES):
         assert await taken(mailbox, 0) == "a"
-        await mailbox.lost(0, RunFailedError.died(number, -9, 4711 + number))
+        await mailbox.lost(0, death_of(number, -9, 4711 + number))
     outcome = (await mailbox.next_event("a", 0)).outcome
     assert outcome is not None
-    assert outcome["message"] == "its worker group died 2 times under it: rank 1 died by SIGKILL (pid 4712)"
+    assert outcome["message"] == "its worker group died 3 times under it: rank 2 died by SIGKILL (pid 4713)"
     assert "rank 0 died by SIGKILL (pid 4711)" in (await mailbox.watch())["notes"][0]
 
 
@@ -187,16 +188,32 @@ async def test_a_hang_waits_for_what_the_other_ranks_say(mailbox: Mailbox) -> No
     await submit(mailbox, "a")
     await taken(mailbox)
     waits = RunFailedError("hung", "rank 0 in the barrier after setup", 1.0, follows=True)
-    first = asyncio.create_task(mailbox.hung(0, "a", waits, "stack of 0"))
+    first = asyncio.create_task(mailbox.hung(0, "a", waits, "stack of 0", 2))
     await asyncio.sleep(0)
-    await mailbox.hung(0, "a", RunFailedError("hung", "rank 1 in setup", 2.0), "stack of 1")
     assert not first.done()
+    await mailbox.hung(0, "a", RunFailedError("hung", "rank 1 in setup", 2.0), "stack of 1", 2)
     await first
     outcome = (await mailbox.next_event("a", 0)).outcome
     assert outcome is not None
     assert (outcome["status"], outcome["message"]) == ("hung", "rank 1 in setup; rank 0 in the barrier after setup")
     assert "stack of 0" in outcome["traceback"]
     assert "stack of 1" in outcome["traceback"]
+
+
+@pytest.fixture
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tune.lanes.mailbox.GRACE_S", 0.05)
+
+
+@pytest.mark.usefixtures("_short_grace")
+@asynchronous
+async def test_a_rank_that_cannot_say_where_it_hangs_is_not_waited_for(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a")
+    await taken(mailbox)
+    await mailbox.hung(0, "a", RunFailedError("hung", "rank 1 in setup", 2.0), "stack of 1", 2)
+    outcome = (await mailbox.next_event("a", 0)).outcome
+    assert outcome is not None
+    assert outcome["message"] == "rank 1 in setup"
 
 
 @asynchronous

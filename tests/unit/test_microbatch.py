@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
+from trainers.step import microbatch
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch, fewest_parts
 from trainers.task import Task
@@ -241,6 +242,45 @@ def test_the_optimizers_own_memory_counts() -> None:
     task, model = Hungry(1000), Net()
     optimizer = Large([parameter for parameter in model.parameters() if parameter.requires_grad])
     assert choose(task, "auto", 32, model, optimizer) == 8
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+@pytest.mark.parametrize(
+    ("share", "ranks", "expected"), [(8, 1, [False, False]), (16, 1, [False, True]), (8, 2, [False, True])]
+)
+def test_a_whole_gradient_lies_beside_the_activations_where_training_has_one(
+    kind: Any, share: int, ranks: int, expected: list[bool]
+) -> None:
+    """The one of earlier microbatches, or DDP's buckets: they take memory in every forward pass but the first."""
+    task, model = Hungry(1000), Net()
+    task.record.seen = seen = list[bool]()
+
+    class Ranks(Group):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, value]
+
+    model.register_forward_pre_hook(lambda *_: task.record.seen.append(model.layers[0].weight.grad is not None))
+    forward = ForwardPass(model, task, resolve_precision("fp32", CPU), CPU)
+    probe = Probe(forward, kind(model.parameters(), lr=0.1), task.dataset("train"), Ranks(0, ranks, CPU))
+    assert choose_microbatch(8, share, probe) == 8
+    assert seen == (expected if kind is AdamW or expected[1] else expected[:1])
+    assert model.layers[0].weight.grad is None
+
+
+def test_a_size_fits_only_where_a_little_is_left_unless_there_is_none_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def take_spare(device: torch.device) -> None:
+        asked.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB")
+
+    monkeypatch.setattr(microbatch, "take_spare", take_spare)
+    task, model = Hungry(1000), nn.Linear(4, 2)  # no BatchNorm, which refuses a single sample by itself
+    assert choose(task, "auto", 4, model) == 1
+    assert sizes(task) == [1]
+    asked_for, task = len(asked), Hungry(1000)
+    assert choose(task, 32, 32, model) == 32
+    assert len(asked) == asked_for, "a size that the user has chosen is taken as it is"
 
 
 def test_the_probe_takes_the_worst_case() -> None:

@@ -250,7 +250,7 @@ def test_a_run_has_the_figures_in_its_log_and_result(tmp_path: Any) -> None:
 
 def test_steps_are_timed_to_the_end_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU steps are counted when the device is next waited for: an epoch may end in between."""
-    monkeypatch.setattr("trainers.loop.training.StepClock", lambda device: StepClock(torch.device("meta")))
+    monkeypatch.setattr("trainers.loop.attempt.StepClock", lambda device: StepClock(torch.device("meta")))
     steps = 4 * PER_EPOCH + 3
     result = train(None, max_steps=steps, log_every_steps=1000, evaluate={"every_steps": 1000})
     assert result.ranks[0]["steps"] == steps

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
+from trainers.causes import failure_of
 from trainers.checkpoint.run_state import match_layout
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch
 from trainers.data.transfer import Pinnable, copied, to_device
 from trainers.devices.group import Group
-from trainers.errors import DeviceMismatchError, RunFailedError
+from trainers.errors import DeviceMismatchError
 from trainers.model.precision import TABLE
 from trainers.step.device_mismatch import named_tensors, raise_if_mismatch
 from trainers.step.evaluation import evaluate
@@ -244,7 +245,7 @@ def test_a_tensor_on_another_device_is_named_with_both_devices(case: str) -> Non
     assert "cpu" in text
     assert FIXES.get(case, "") in text
     assert len(text.splitlines()) == 1
-    failed = RunFailedError.of(raised.value, rank=1)
+    failed = failure_of(raised.value, rank=1)
     assert failed.status == "error"
     assert words in failed.message
 

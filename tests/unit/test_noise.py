@@ -87,6 +87,7 @@ def measure(sizes: list[int], steps: int = 1500, window: int = 75) -> NoiseScale
     return noise
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [[16, 16], [8] * 4, [24, 8], [8, 24], [30, 2], [1, 31], [2, 3, 5, 7, 15]], ids=str)
 def test_every_split_of_a_step_gives_the_analytic_noise_scale(sizes: list[int]) -> None:
     windows = measure(sizes, steps=2000, window=100).windows
@@ -265,6 +266,7 @@ def _run(rank: int, world_size: int, way: str) -> Figures:
     return seen, estimate(noise.windows)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_are_pieces_and_looking_at_them_changes_no_bit(world_size: int, tmp_path: Path) -> None:
     results: list[dict[str, Figures]] = run_processes(world_size, _ranks, tmp_path)

@@ -69,6 +69,7 @@ def test_the_result_and_the_log_say_what_was_measured(tmp_path: Path) -> None:
     assert any("noise_scale" in record for record in read_log(spec.storage))
 
 
+@pytest.mark.full
 def test_halves_and_microbatches_measure_the_same(tmp_path: Path) -> None:
     whole = run_local(make(tmp_path, name="whole", noise_scale=True, **{**LONG, "max_steps": 1200})).noise_scale
     parts = run_local(make(tmp_path, name="parts", noise_scale=True, microbatch_size=6, **LONG)).noise_scale
@@ -77,6 +78,7 @@ def test_halves_and_microbatches_measure_the_same(tmp_path: Path) -> None:
     assert whole["value"] == pytest.approx(parts["value"], rel=2.0)
 
 
+@pytest.mark.full
 def test_two_ranks_train_the_same_bits_and_agree(tmp_path: Path) -> None:
     ranks = {"launcher": "spawn", "scaling__num_workers": 2, "max_steps": 40}
     plain = make(tmp_path, name="plain", **ranks)

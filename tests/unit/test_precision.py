@@ -93,7 +93,7 @@ def switches_come_back() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("switches_come_back")
-@pytest.mark.parametrize("before", ["older", "newer", "everything"])
+@pytest.mark.parametrize("before", ["older", "newer", "cuDNN", "everything"])
 @pytest.mark.parametrize(("name", "expected"), [("fp32", False), ("bf16", False), ("tf32", True)])
 def test_matmul_switches_are_set_whatever_they_were(name: str, expected: bool, before: str) -> None:
     """By every name that torch has for them: reading one that contradicts another raises."""
@@ -103,6 +103,8 @@ def test_matmul_switches_are_set_whatever_they_were(name: str, expected: bool, b
     elif before == "newer":
         torch.backends.cuda.matmul.fp32_precision = "ieee" if expected else "tf32"
         torch.backends.cudnn.conv.fp32_precision = "ieee" if expected else "tf32"  # type: ignore[attr-defined]
+    elif before == "cuDNN":
+        torch.backends.cudnn.fp32_precision = "ieee" if expected else "tf32"  # type: ignore[attr-defined]
     else:
         torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
         torch.backends.mkldnn.conv.fp32_precision = "bf16"  # type: ignore[attr-defined]

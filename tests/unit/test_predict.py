@@ -23,7 +23,7 @@ from trainers.__main__ import main
 from trainers.arrow import ArrowDataset
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, ConfigError, StorageError
+from trainers.errors import CheckpointError, ConfigError, RunFailedError, StorageError
 from trainers.inference.passes import Inference, check_out, infer, run_spec
 from trainers.inference.predict import predict
 from trainers.launch.local import LocalContext
@@ -64,6 +64,17 @@ def outputs_of(task: Blobs, size: int) -> Tensor:
     model = task.model().eval()
     with torch.no_grad():
         return torch.cat([model(part) for part in task.dataset("val").tensors[0].split(size)])
+
+
+def test_memory_that_runs_out_names_the_key(tmp_path: Path) -> None:
+    class Huge(Plain):
+        def forward(self, model: nn.Module, batch: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    words = r"rank 0: an evaluation batch of 32 ran out of memory .+; fix set `evaluate.microbatch_size` to 16$"
+    with pytest.raises(RunFailedError, match=words):
+        written(Huge(), tmp_path / "out.parquet")
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("size", [1, 32, 1000])

@@ -265,6 +265,7 @@ def test_training_and_evaluation_are_one_graph_each(tmp_path: Path, dynamo: None
 
 
 @pytest.mark.full
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_so_they_are_where_code_is_generated(tmp_path: Path) -> None:
     torch._dynamo.reset()

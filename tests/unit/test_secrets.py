@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainers.causes import failure_of
 from trainers.command_line import run
 from trainers.devices.device import environment
 from trainers.errors import ConfigError, RunFailedError, StorageError, first_line, last_line, show
@@ -108,7 +109,7 @@ def test_errors_hide_it_however_they_are_made() -> None:
         ConfigError("storage_path", URI, f"cannot be opened ({URI})", "use another", URI),
         ConfigError("api_key", SECRET, "is no such key", "remove it"),
         StorageError(f"could not write {URI}"),
-        RunFailedError.of(OSError(f"no bucket in {URI}"), 0),
+        failure_of(OSError(f"no bucket in {URI}"), 0),
         RunFailedError("error", f"password={SECRET}"),
     ]
     for error in (*errors, *(pickle.loads(pickle.dumps(error)) for error in errors)):  # noqa: S301

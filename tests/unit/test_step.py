@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainers.data.batch import tensors_of
 from trainers.devices.group import Group
@@ -96,6 +97,44 @@ def test_every_split_of_a_step_gives_the_gradient_of_the_whole(task: Task, data:
         torch.testing.assert_close(ours, reference, rtol=0, atol=1e-12)
     assert step.take_loss() == pytest.approx(expected_loss, abs=1e-12)
     assert not bool(step.bad)
+
+
+class Replayed(torch.autograd.Function):
+    """A product whose gradient for the weight lies in memory that each backward pass overwrites, as a CUDA graph's."""
+
+    pool = torch.empty(1, 4, dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return rows @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        Replayed.pool.copy_(gradient.T @ ctx.saved_tensors[0])
+        return None, torch.empty_like(Replayed.pool).set_(Replayed.pool)  # autograd takes it as it is
+
+
+class Captured(nn.Linear):
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = Replayed.apply(rows, self.weight)  # type: ignore[no-untyped-call]
+        return out
+
+
+@pytest.mark.parametrize("sizes", [[6, 6], [4, 4, 4]], ids=str)
+def test_gradients_of_captured_passes_add_up(sizes: list[int]) -> None:
+    """`compile: reduce-overhead` and `max-autotune` (pytorch issues 96693 and 169545)."""
+    found = {}
+    for split, copies in ((sizes, True), (sizes, False), ([SAMPLES], False)):
+        torch.manual_seed(0)
+        model = Captured(4, 1, bias=False, dtype=torch.float64)
+        step = make_step(model, Regression(), SGD(model.parameters(), lr=0.0))
+        step.copies_gradients = copies
+        run_step(step, regression_data(), split)
+        [found[len(split), copies]] = gradients(model)
+    whole = found[1, False]
+    torch.testing.assert_close(found[len(sizes), True], whole, rtol=0, atol=1e-12)
+    assert not torch.allclose(found[len(sizes), False], whole), "autograd has copied: nothing is shown"
 
 
 @pytest.mark.parametrize("sizes", FACTORINGS[1:4], ids=str)
@@ -324,3 +363,39 @@ def test_a_gradient_that_is_not_finite_is_found_either_way(one_pass: bool) -> No
     assert bool(step.bad)
     assert float(step._found_inf) == 1.0  # what fused optimizers compare it with
     assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_with_clipping_the_norm_alone_is_checked(clip: float | None) -> None:
+    """It has read all gradients already: what is not finite in one of them shows in it."""
+    checked: list[int] = []
+
+    class Checks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+                checked.append(sum(tensor.numel() for tensor in args[0]))
+            return func(*args, **(kwargs or {}))
+
+    model = small_model()
+    step = make_step(model, Regression(), SGD(model.parameters(), lr=0.1, fused=True), clip=clip)
+    with Checks():
+        run_step(step, regression_data(), [SAMPLES])
+    assert checked == [1 if clip else sum(parameter.numel() for parameter in model.parameters())]
+
+
+class Steep(Regression):
+    """A finite loss with gradients as large as the targets."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return (outputs.squeeze(-1) * batch[1]).mean()
+
+
+def test_gradients_whose_norm_overflows_are_no_step_of_zero() -> None:
+    """Clipping would multiply each of them, finite as it is, by nothing: training would stand still in silence."""
+    model = small_model(torch.float32)
+    step = make_step(model, Steep(), SGD(model.parameters(), lr=0.1, fused=True), clip=1.0)
+    inputs, targets = (tensor.float() for tensor in regression_data())
+    run_step(step, (inputs, targets * 1e22), [SAMPLES])
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients(model))
+    assert bool(step.loss_sum.isfinite())
+    assert bool(step.bad)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +16,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.data.batch import fetch, map_tensors, num_samples, tensors_of
+from trainers.data.batch import concatenate, fetch, map_tensors, num_samples, tensors_of
 from trainers.task import Task
 
 
@@ -26,6 +29,67 @@ class Pair(NamedTuple):
 class Graph:
     nodes: Tensor
     edges: list[Tensor]
+
+
+class Encoding(UserDict[str, Any]):
+    """As transformers' BatchEncoding is: a constructor of its own, attributes beside the items and instead of them."""
+
+    def __init__(self, data: dict[str, Any], encodings: list[str], *, tensor_type: str) -> None:
+        assert tensor_type == "pt"
+        super().__init__(data)
+        self._encodings = encodings
+
+    def __getitem__(self, item: Any) -> Any:
+        return self.data[item] if isinstance(item, str) else self._encodings[item]
+
+    def __getattr__(self, item: str) -> Any:
+        try:
+            return self.data[item]
+        except KeyError:
+            raise AttributeError(item) from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"data": self.data, "encodings": self._encodings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.data, self._encodings = state["data"], state["encodings"]
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """As transformers' ModelOutput is: a dataclass and a dict of the same values."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("logits", "loss"):
+            if getattr(self, name) is not None:
+                super().__setitem__(name, getattr(self, name))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        _, _, *remaining = super().__reduce__()
+        return type(self), (self.logits, self.loss), *remaining
+
+
+class Fixed(Mapping[str, Any]):
+    """A mapping that nothing can change."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 NESTED = {"a": [torch.zeros(3, 2), (torch.ones(3), "x")], "b": Pair(torch.full((3,), 2.0), "n"), "c": None}
@@ -51,6 +115,32 @@ def test_mapping_keeps_types_and_other_leaves() -> None:
     assert graph.edges[0].tolist() == [2.0, 2.0]
 
 
+def test_an_encoding_keeps_its_type_and_what_it_holds_beside_its_items() -> None:
+    batch = Encoding(
+        {"ids": torch.tensor([[1, 2]]), "nested": UserDict(mask=torch.tensor([[1, 0]]))}, ["e"], tensor_type="pt"
+    )
+    mapped = map_tensors(lambda tensor: tensor + 1, batch)
+    assert type(mapped) is Encoding
+    assert (mapped.ids.tolist(), mapped["nested"]["mask"].tolist(), mapped[0]) == ([[2, 3]], [[2, 1]], "e")
+    assert batch.ids.tolist() == [[1, 2]], "the batch that was given stays as it is"
+    assert type(mapped["nested"]) is UserDict
+    both = concatenate([batch, mapped])
+    assert (type(both), both.ids.tolist(), both[0]) == (Encoding, [[1, 2], [2, 3]], "e")
+    assert num_samples(both) == 2
+
+
+def test_other_mappings_keep_what_they_can() -> None:
+    ones = torch.ones(2)
+    output = map_tensors(lambda tensor: tensor + 1, Output(ones))
+    assert (type(output), list(output), output.logits.tolist()) == (Output, ["logits"], [2.0, 2.0])
+    assert output["logits"] is output.logits
+    counted = map_tensors(lambda tensor: tensor + 1, defaultdict(list, a=ones))
+    assert (type(counted), counted["a"].tolist(), counted["b"]) == (defaultdict, [2.0, 2.0], [])
+    for fixed in (Fixed(a=ones, b="x"), MappingProxyType({"a": ones, "b": "x"})):
+        mapped = map_tensors(lambda tensor: tensor + 1, fixed)
+        assert (type(mapped), mapped["a"].tolist(), mapped["b"]) == (dict, [2.0, 2.0], "x")
+
+
 def test_samples_are_counted_by_the_first_tensor_with_a_dimension() -> None:
     assert num_samples(NESTED) == 3
     assert num_samples((torch.tensor(5.0), torch.zeros(7, 1))) == 7
@@ -63,6 +153,9 @@ def test_the_defaults() -> None:
     layer = nn.Linear(2, 3)
     assert task.forward(layer, (torch.ones(4, 2), None)).shape == (4, 3)
     assert task.forward(layer, {"input": torch.ones(5, 2)}).shape == (5, 3)
+    encoding = Encoding({"input": torch.ones(6, 2)}, [], tensor_type="pt")
+    assert task.forward(layer, encoding).shape == (6, 3)
+    assert set(task.predictions(Output(torch.ones(4)), encoding)) == {"logits"}
     assert float(task.weight((torch.ones(4, 2),))) == 4.0
     assert task.metrics(None, None) == {}
     assert task.transform("batch", True) == "batch"

@@ -53,16 +53,24 @@ def boundary(fits: list[int] = [], misfits: list[int] = []) -> Boundary:  # noqa
         {"optimizer__name": "sgd"},
         {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
         {"compile": "default"},
+        {"ema": {"decay": 0.9}},
         {"cuda_graphs": True},
         {"task_args": {"image_size": 224}},
         {"task": "t:Other"},
         {"deterministic": True},
         {"evaluate__microbatch_size": 512},
+        {"activation_checkpointing": "full"},
     ],
     ids=str,
 )
 def test_what_touches_memory_has_a_key_of_its_own(changes: dict[str, Any]) -> None:
     assert key(**changes) != key()
+
+
+def test_sharded_settings_have_keys_of_their_own() -> None:
+    sharded = {"strategy": "fsdp", "precision": "bf16"}
+    kinds = [sharded, *(sharded | {"fsdp": one} for one in ({"param_dtype": "bf16"}, {"reshard_after_forward": False}))]
+    assert len({key(**kind) for kind in kinds}) == len(kinds)
 
 
 def test_all_kinds_of_settings_have_different_keys() -> None:
@@ -85,6 +93,7 @@ def test_all_kinds_of_settings_have_different_keys() -> None:
         {"microbatch_size": 8},
         {"name": "other"},
         {"lr_schedule__name": "cosine"},
+        {"ddp__sync_batchnorm": True},
         {"precision": "fp32"},
     ],
     ids=str,

@@ -132,6 +132,7 @@ def odd(seed: int) -> OddWorld:
     return OddWorld(10 ** draw.uniform(1.3, 4), half, top, least=draw.uniform(6e3, 3e4), seed=seed)
 
 
+@pytest.mark.full
 def test_worlds_that_are_not_as_the_theory_says() -> None:
     ratios, costs = [], []
     for seed in range(60):
@@ -301,6 +302,7 @@ class CoarseWorld(OddWorld):
         return Seen(place, choice.purpose, high, WHOLE, needed, speed, self.noise / 3)
 
 
+@pytest.mark.full
 def test_it_claims_no_more_than_it_knows() -> None:
     """How often a batch size that was not tried is faster than the best by more than 5 %, and how often it says so."""
     stated, wrong = [], []

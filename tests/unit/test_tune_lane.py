@@ -51,12 +51,13 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lane(box: Box, until: Until) -> LaneContext:
     gauges: Any = SimpleNamespace(set=lambda figures: None)
-    return LaneContext(box, 3, Assignment("t/1", "t", {}, until=until), gauges)
+    return LaneContext(box, 3, Assignment("t/1", "t", {}, until=until, watches=("val_accuracy",)), gauges)
 
 
 @pytest.mark.parametrize(("until", "stops"), [(TARGET, True), (Until(), False)])
 def test_a_lane_ends_its_trial_at_the_target(until: Until, stops: bool) -> None:
     context = lane(Box(), until)
+    assert context.watches == ("val_accuracy",)
     context.report(ROW, None, 1.0)
     assert not context.should_stop(1.0)
     context.report(ROW | {"val_accuracy": 0.98}, None, 2.0)
@@ -66,7 +67,7 @@ def test_a_lane_ends_its_trial_at_the_target(until: Until, stops: bool) -> None:
 def test_a_hang_in_a_lane_is_told_to_the_mailbox() -> None:
     box, failure = Box(), RunFailedError("hung", "rank 0 made no step for 5 s in setup")
     lane(box, Until()).hung(failure, "the stack")
-    assert box.told == [("hung", (3, "t/1", failure, "the stack"))]
+    assert box.told == [("hung", (3, "t/1", failure, "the stack", 1))]
 
 
 def test_a_worker_whose_mailbox_is_gone_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,7 @@ def test_records_that_vanish_are_written_again(parts: Parts) -> None:
 
 
 def test_a_trial_ends_at_its_target_where_the_time_to_it_is_all_that_counts() -> None:
+    assert config("time_to_target").objective.watched == ("time_to_target", "val_accuracy")
     assert Until.of(config("time_to_target").objective) == Until(("val_accuracy", 0.97))
     assert Until.of(config("usd_to_target", usd_per_hour=1.0).objective, probe=True).probe
     assert Until.of(config("val_accuracy").objective) == Until()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from trainers.config.model import build
 from trainers.config.yaml import parse_mapping
 from trainers.storage import Storage
 from tune.report.answer import Answer, answer
+from tune.report.canvas import Canvas, styled
 from tune.report.table import table
 from tune.report.write import write_report
 from tune.trials.record import TrialRecord
@@ -378,3 +380,14 @@ def test_any_space_can_be_drawn(sweep: Storage, space: dict[str, Any]) -> None:
     text = page(sweep)
     assert text.count("<figure ") == 3
     assert "<b>" not in text
+
+
+@pytest.mark.parametrize("ends", [(0, 1), (1.0175, 1.0375), (0, 987_654_321), (1e-7, 3e-7), (-0.00125, 0.00125)])
+def test_the_numbers_of_an_axis_do_not_touch(ends: tuple[float, float]) -> None:
+    with styled():
+        canvas = Canvas("narrow")
+        canvas.axes.plot(ends, ends)
+        canvas.sheet.draw_without_rendering()
+        boxes = [label.get_window_extent() for label in canvas.axes.get_xticklabels()]
+    assert len(boxes) >= 3
+    assert all(right.x0 - left.x1 > 2 for left, right in itertools.pairwise(boxes))

@@ -27,7 +27,7 @@ class Driver:
         self.seen: dict[str, Any] = {}
         self.signal_name = self.tick = None
         self.terminal = self
-        self.say = self.acts.append
+        self.say, self.close = self.acts.append, lambda: None
         scaling = SimpleNamespace(num_workers=1)
         plan = SimpleNamespace(is_independent=True, num_lanes=1, num_at_once=1, total=1, use_gpu=False)
         plan.train = SimpleNamespace(scaling=scaling)
@@ -60,7 +60,7 @@ class Driver:
         pass
 
     @contextlib.contextmanager
-    def watching(self, terminal: object, words: str) -> Any:
+    def watching(self, words: str, close: object) -> Any:
         """In place of the look at the cluster."""
         self.acts.append("watch")
         yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +211,25 @@ def test_another_sweep_of_the_same_name_is_refused(user: Path, overrides: dict[s
     assert prepare(read(user, name="other"), fresh=False) == 0
 
 
+def test_a_sweep_of_a_version_without_some_of_the_keys_goes_on(user: Path) -> None:
+    """What it lacks has its default; whoever changes that has another sweep."""
+    spec = read(user)
+    prepare(spec, fresh=False)
+    tree = spec.saved()
+    for section in ("data", "ddp", "checkpoint"):
+        del tree["train"][section]
+    spec.storage.write(SAVED, dump_yaml(tree).encode())
+    assert prepare(read(user), fresh=False) == 0
+    assert prepare(dataclasses.replace(read(user), train=tree["train"]), fresh=False) == 0
+    with pytest.raises(ConfigError, match=r"train\.data"):
+        prepare(read(user, train__data={"shuffle": False}), fresh=False)
+
+
+def holder(spec: SweepSpec) -> object:
+    """Whose the lease is; how often it was renewed depends on the time."""
+    return json.loads(spec.storage.read(LEASE))["token"]
+
+
 def test_a_live_sweep_is_neither_started_again_nor_deleted(
     user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,13 +239,13 @@ def test_a_live_sweep_is_neither_started_again_nor_deleted(
     spec = read(user)
     with held(spec.storage, SAVED):
         prepare(spec, fresh=False)
-        before = spec.storage.read(LEASE), spec.storage.names()
+        before = holder(spec), spec.storage.names()
         again = [str(user / "sweep.yaml"), "--storage_path", spec.storage.parent.uri]
         for args in (again, [*again, "--fresh"], ["resume", spec.uri]):
             assert main(args) == 2
             [line] = capsys.readouterr().err.splitlines()
             assert "is in use: process " in line
-        assert (spec.storage.read(LEASE), spec.storage.names()) == before
+        assert (holder(spec), spec.storage.names()) == before
 
 
 def test_a_population_is_another_sweep_than_one_of_single_trials(user: Path) -> None:

@@ -32,6 +32,7 @@ watchdog.GRACE_S = {grace_s}
 if watchdog.GRACE_S > 1:  # there are no other ranks to wait for
     watchdog.time = types.SimpleNamespace(**vars(time) | {"sleep": print})
 class Context(RunContext):
+    is_heard = {heard}
     def hung(self, failure, stack):
         Path(sys.argv[1], "told").write_text(f"{failure}\\n{stack}")
 def waits_for_ever():
@@ -44,9 +45,12 @@ STEPS = "hang_timeout_s=0.4, phase_timeout_s=1e9"
 PHASES = "hang_timeout_s=1e9, phase_timeout_s=0.4"
 
 
-def run(tmp_path: Path, wait: str, budgets: str = PHASES, grace_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run(
+    tmp_path: Path, wait: str, budgets: str = PHASES, grace_s: float = 60, heard: bool = False
+) -> subprocess.CompletedProcess[str]:
     """With a grace that no busy machine exceeds: the C-level timer must not be the first."""
     script = HANGS.replace("{wait}", wait).replace("{grace_s}", str(grace_s)).replace("{budgets}", budgets)
+    script = script.replace("{heard}", str(heard))
     return subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)],
         cwd=REPOSITORY,
@@ -61,9 +65,9 @@ def run(tmp_path: Path, wait: str, budgets: str = PHASES, grace_s: float = 60) -
 @pytest.mark.parametrize(
     ("wait", "budgets", "words"),
     [
-        ("dog.enter('training', steps=True); time.sleep(3600)", STEPS, "in training (at <string>:15; failure.hang_"),
-        ("time.sleep(3600)", PHASES, "in the start (at <string>:15; failure.phase_timeout_s 0.4)"),
-        ("watchdog.enter('setup'); time.sleep(3600)", PHASES, "in setup (at <string>:15; failure.phase_timeout_s 0.4)"),
+        ("dog.enter('training', steps=True); time.sleep(3600)", STEPS, "in training (at <string>:16; failure.hang_"),
+        ("time.sleep(3600)", PHASES, "in the start (at <string>:16; failure.phase_timeout_s 0.4)"),
+        ("watchdog.enter('setup'); time.sleep(3600)", PHASES, "in setup (at <string>:16; failure.phase_timeout_s 0.4)"),
     ],
 )
 def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path: Path, wait: str, budgets: str, words: str) -> None:
@@ -84,11 +88,29 @@ def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path: Path, wait: str,
     assert not list(tmp_path.glob("paceline-stacks-*"))
 
 
+def test_one_that_another_process_speaks_for_says_nothing(tmp_path: Path) -> None:
+    """Of several ranks that hang together the command says one sentence."""
+    done = run(tmp_path, "time.sleep(3600)", heard=True)
+    assert done.returncode == HUNG_EXIT_CODE
+    assert "rank 3 made no step for " in (tmp_path / "told").read_text()
+    assert "error:" not in done.stderr
+
+
 def test_a_call_that_keeps_the_interpreters_lock_is_ended_too(tmp_path: Path) -> None:
     """No thread can run then: the C-level timer prints the stacks and leaves."""
     done = run(tmp_path, "import ctypes; ctypes.PyDLL(None).sleep(3600)", grace_s=0.2)
     assert done.returncode == 1
     assert "waits_for_ever" in done.stderr
+
+
+@pytest.mark.parametrize("stream", ["None", "io.StringIO()", "io.TextIOWrapper(open(os.devnull, 'wb'))"])
+def test_a_standard_error_without_a_descriptor_is_no_hindrance(tmp_path: Path, stream: str) -> None:
+    """A notebook's, a service's, one that was closed since: the thread that watches must not end of it."""
+    wait = f"import io, os; sys.stderr = sys.__stderr__ = {stream}; "
+    again = "dog.close(); dog.__init__(failure, Context(Storage(sys.argv[1] + '/run'), 'local', 3)); "
+    done = run(tmp_path, wait + again + "hasattr(sys.stderr, 'buffer') and sys.stderr.close(); time.sleep(3600)")
+    assert done.returncode == HUNG_EXIT_CODE
+    assert " s in the start" in (tmp_path / "told").read_text()
 
 
 PLACES = ["Storage.write", "Context.hung", "watchdog.print", "watchdog.line_of_task"]

@@ -1,0 +1,55 @@
+"""Loss curves of runs of the recipes' settings: of one rank, and of a run that goes on with other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.processes import run_processes
+from tests.unit.test_recipes import SETTINGS
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.storage import Storage
+from trainers.task import Task
+
+
+class Reports(LocalContext):
+    """Keeps the loss of each step."""
+
+    def observe(self, figures: dict[str, float]) -> None:
+        self.losses = [*getattr(self, "losses", []), figures["loss"]]
+
+
+def losses(
+    rank: int,
+    world_size: int,
+    task: Task,
+    changes: dict[str, Any],
+    path: Path | None = None,
+    until: float | None = None,
+) -> list[float]:
+    """Of each step that this start makes; with a `path` it goes on from there, up to epoch `until`."""
+    tree = {"task": "x:Y", "device": "cpu", "log_every_steps": 1, **SETTINGS, **changes}
+    context = Reports(Storage(str(path)) if path else None, "spawn", rank, world_size, rank, world_size)
+    context.until_epoch = until
+    fit(task, build(TrainConfig, tree, "test"), context)
+    return getattr(context, "losses", [])
+
+
+def check_resume(
+    task: Task, changes: dict[str, Any], steps: tuple[int, int], ranks: tuple[int, int], path: Path
+) -> None:
+    """A run of two epochs of six steps is cut after the first of `steps` on the first of `ranks`, and goes on."""
+    changes = changes | {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}
+    before, after = ranks
+    whole = run_processes(before, losses, path, task, changes)[0]
+    first = run_processes(before, losses, path, task, changes, path / "moved", steps[0] / 6)[0]
+    last = run_processes(after, losses, path, task, changes, path / "moved")[0]
+    assert (len(first), len(last)) == steps
+    if before == after:
+        assert first + last == whole
+    assert first + last == pytest.approx(whole, rel=1e-12)

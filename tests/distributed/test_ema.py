@@ -1,0 +1,61 @@
+"""`ema` on two ranks: replicas and shards have the averages of one worker, and resume to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.processes import run_processes
+from tests.specs import BASE
+from tests.tasks import Blobs
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.storage import Storage
+
+STEPS = 12
+
+
+def run(rank: int, world_size: int, path: Path, strategy: str, steps: int = STEPS) -> dict[str, float]:
+    dotted = {"global_batch_size": 24, "max_steps": steps, "evaluate.every_steps": 5, "ema.decay": 0.9}
+    dotted |= {"strategy": strategy, "microbatch_size": 5}
+    config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
+    context = LocalContext(Storage(str(path / strategy)), "spawn", rank, world_size, rank, world_size)
+    return fit(Blobs(samples=96, dtype="float64"), config, context).metrics
+
+
+def train_all(rank: int, world_size: int, path: Path) -> list[dict[str, float]]:
+    found = []
+    for strategy in ("ddp", "fsdp"):
+        run(rank, world_size, path / "cut", strategy, steps=7)
+        run(rank, world_size, path / "cut", strategy)
+        found.append(run(rank, world_size, path / "whole", strategy))
+    return found
+
+
+def state(path: Path, strategy: str) -> dict[str, Tensor]:
+    """The averages, and the model's own weights as `own.<name>`."""
+    read: dict[str, Any] = torch.load(
+        path / strategy / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True, map_location="cpu"
+    )
+    return read["model"] | {f"own.{name}": one for name, one in read["ema"]["own"].items()}
+
+
+def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path: Path) -> None:
+    alone = run(0, 1, tmp_path, "ddp")
+    expected = state(tmp_path, "ddp")
+    assert not any(torch.equal(expected[name], expected[f"own.{name}"]) for name in list(expected)[:4])
+    for metrics in run_processes(2, train_all, tmp_path, tmp_path)[0]:
+        assert metrics == pytest.approx(alone, rel=1e-12)
+    for strategy in ("ddp", "fsdp"):
+        whole, cut = (state(tmp_path / name, strategy) for name in ("whole", "cut"))
+        assert whole.keys() == cut.keys() == expected.keys()
+        for name, tensor in whole.items():
+            assert torch.equal(tensor, cut[name]), name
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)

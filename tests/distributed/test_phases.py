@@ -1,0 +1,111 @@
+"""Steps of several phases on several ranks: the curve of one, buffers of one model, and a run that is moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.distributed.curves import check_resume, losses
+from tests.distributed.processes import run_processes
+from tests.unit.test_phases import Adversarial, Gan, Halves, Wasserstein
+from trainers.errors import ConfigError
+from trainers.task import Task
+
+pytestmark = pytest.mark.full
+
+
+class Weighed(Wasserstein):
+    """By another weight than samples, which the ranks add up in each phase."""
+
+    def weight(self, batch: Any) -> Tensor:
+        return batch[3].sum()
+
+    def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+        real, noise, other_noise, share = batch
+        if phase == "generator":
+            each = F.softplus(-model.critic(model.generator(other_noise)))
+        else:
+            each = F.softplus(-model.critic(real)) + F.softplus(model.critic(model.generator(noise)))
+        return (each * share).sum() / share.sum()
+
+
+class Turned(Adversarial):
+    """Spectral normalisation: its vectors are buffers, and turn with every forward."""
+
+    def model(self) -> nn.Module:
+        gan = Gan()
+        nn.utils.parametrizations.spectral_norm(gan.critic[0])  # type: ignore[arg-type]
+        return gan
+
+
+class Chosen(Adversarial):
+    """On one rank the loss depends on another part of the model."""
+
+    def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+        if phase == "critic" and dist.get_rank() == 1:
+            return model.critic[2](batch[2].repeat(1, 6)[:, :16]).mean()
+        return super().training_step(model, batch, phase)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    "task", [Adversarial(), Wasserstein(), Weighed(), Halves()], ids=lambda task: type(task).__name__
+)
+def test_the_curve_is_that_of_one_rank(world_size: int, task: Task, tmp_path: Path) -> None:
+    """Steps of six and, the last of an epoch, of three samples: one of four ranks then has none."""
+    [alone] = run_processes(1, losses, tmp_path, task, {"microbatch_size": 6})
+    assert len(alone) == 12
+    for size in (1, 6):
+        for found in run_processes(world_size, losses, tmp_path, task, {"microbatch_size": size}):
+            assert found == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_a_run_goes_on_with_other_ranks(before: int, after: int, tmp_path: Path) -> None:
+    """After step 7, the third of five of the critic, in the second epoch."""
+    check_resume(Wasserstein(), {}, (7, 5), (before, after), tmp_path)
+
+
+def buffers(rank: int, world_size: int) -> list[Tensor]:
+    """What each step began with."""
+    seen: list[Tensor] = []
+    begun: list[Tensor] = []
+
+    class Kept(Turned):
+        def after_step(self, model: nn.Module, step: int) -> None:
+            seen.extend(begun)
+            begun.clear()
+
+        def training_step(self, model: nn.Module, batch: Any, phase: str) -> Tensor:
+            if not begun:
+                begun.extend(buffer.clone() for buffer in model.buffers())
+            return super().training_step(model, batch, phase)
+
+    losses(rank, world_size, Kept(), {"microbatch_size": 1})
+    return seen
+
+
+def test_buffers_are_rank_0s_when_a_step_begins(tmp_path: Path) -> None:
+    """The last step of an epoch has three samples: one rank has a microbatch more, and turns them further."""
+    one, other = run_processes(2, buffers, tmp_path)
+    assert len(one) == 24
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(one, other, strict=True))
+
+
+def refused(rank: int, world_size: int) -> str:
+    try:
+        losses(rank, world_size, Chosen(), {"microbatch_size": 1})
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_of_other_parameters_on_another_rank_is_refused(tmp_path: Path) -> None:
+    for words in run_processes(2, refused, tmp_path):
+        assert "depends on other parameters in another step or on another rank" in words

@@ -1,0 +1,90 @@
+"""Recipes on several ranks: the curve of one rank and one microbatch, and a resume that is bit-equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.curves import losses
+from tests.distributed.processes import run_processes
+from tests.unit.test_loop import assert_same_training
+from tests.unit.test_packing import Packed
+from tests.unit.test_phases import Adversarial, SingleAdversarial, Wasserstein
+from tests.unit.test_recipes import Distilled, Single, Views
+from trainers.task import Task
+
+
+class SingleWasserstein(Single, Wasserstein):
+    """In float32."""
+
+
+class SingleDistilled(Single, Distilled):
+    """In float32."""
+
+
+class SingleViews(Single, Views):
+    """In float32."""
+
+
+class SinglePacked(Single, Packed):
+    """In float32."""
+
+
+DOUBLE = [Adversarial(), Wasserstein(), Distilled(), Views(), Packed()]
+SINGLE = [SingleAdversarial(), SingleWasserstein(), SingleDistilled(), SingleViews(), SinglePacked()]
+
+
+def named(task: Any) -> str:
+    return type(task).__name__ if isinstance(task, Task) else ""
+
+
+def curves(rank: int, world_size: int, task: Task, sizes: list[int]) -> list[list[float]]:
+    """With each size of a microbatch."""
+    return [losses(rank, world_size, task, {"microbatch_size": size}) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("task", "tolerance"),
+    [
+        *((task, 1e-12) for task in DOUBLE),
+        *(pytest.param(task, 1e-6, marks=pytest.mark.full) for task in SINGLE),
+    ],
+    ids=named,
+)
+def test_the_curve_is_that_of_one_rank_and_one_microbatch(task: Task, tolerance: float, tmp_path: Path) -> None:
+    """Steps of six and, the last of an epoch, of fewer samples."""
+    [[alone, *split]] = run_processes(1, curves, tmp_path, task, [6, 4, 1])
+    assert len(alone) in (12, 14)
+    # A critic's loss is a difference of terms near 1, which is near 0 in one of these steps.
+    slack = tolerance if isinstance(task, Wasserstein) else 0.0
+    for found in [*split, *(one for rank in run_processes(2, curves, tmp_path, task, [6, 1]) for one in rank)]:
+        assert found == pytest.approx(alone, rel=tolerance, abs=slack)
+
+
+@pytest.mark.parametrize(("world_size", "changes"), [
+    *((world_size, {"microbatch_size": size}) for world_size in (3, 4) for size in (1, 6)),
+    (2, {"strategy": "fsdp"}),
+])  # fmt: skip
+def test_a_joint_loss_is_that_of_one_rank(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """The last step of an epoch has three samples: one of four ranks then has none."""
+    [alone] = run_processes(1, losses, tmp_path, Views(), {"microbatch_size": 6})
+    assert len(alone) == 12
+    for found in run_processes(world_size, losses, tmp_path, Views(), changes):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
+def resumed(rank: int, world_size: int, task: Task, path: Path) -> None:
+    """A run of one start, and one of three: the second begins in the first epoch and the third in the second."""
+    changes = {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}
+    losses(rank, world_size, task, changes, path / "whole")
+    for until in (0.5, 1.4, None):
+        losses(rank, world_size, task, changes, path / "cut", until)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", SINGLE, ids=named)
+def test_a_resume_on_two_ranks_is_bit_equal(task: Task, tmp_path: Path) -> None:
+    run_processes(2, resumed, tmp_path, task, tmp_path)
+    assert_same_training(tmp_path / "cut", tmp_path / "whole")

@@ -1,0 +1,116 @@
+"""Streams on several ranks: the curve of one, each kind; killed and resumed over an S3 server; what ranks split."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.kills import SAMPLES, STEPS_PER_EPOCH
+from tests.distributed.processes import printed_by, run_processes
+from tests.distributed.stream_kills import LINES, SHARDS
+from tests.distributed.test_collectives import run
+from tests.faults.s3 import installed
+from tests.specs import make
+from tests.stream_tasks import Sharded, Streamed, write
+from trainers.errors import ConfigError
+from trainers.inference.passes import Inference, infer
+from trainers.launch.local import LocalContext, run_local
+from trainers.launch.spec import RunSpec, prepare_storage
+
+pytestmark = pytest.mark.full
+
+
+def train(rank: int, world_size: int, kind: str, directory: str) -> float | str:
+    task = Streamed(kind) if kind != "shards" else Sharded(directory, 155, f"{directory}-cache", shuffle_buffer=20)
+    try:
+        return run(task, rank, world_size, max_steps=17).metrics["train_loss"]
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("kind", ["shards", "numbered", "stateful", "by rank"])
+def test_any_number_of_ranks_trains_on_the_same_samples(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "by rank":  # of a launcher around all of it
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    write(tmp_path / "data", ".tar.gz", [31, 60, 4, 60])
+    [alone] = run_processes(1, train, tmp_path, kind, str(tmp_path / "data"))
+    for world_size in (2, 3):
+        found = run_processes(world_size, train, tmp_path, kind, str(tmp_path / "data"))
+        assert found == [pytest.approx(alone, rel=1e-12)] * world_size
+
+
+@pytest.mark.parametrize("kind", ["own share", "own share later", "own share of val"])
+def test_a_stream_that_is_split_by_rank_is_refused(tmp_path: Path, kind: str) -> None:
+    for said in run_processes(2, train, tmp_path, kind, ""):
+        assert isinstance(said, str)
+        assert "gives each rank other samples" in said
+
+
+def use(rank: int, world_size: int, kind: str, spec: RunSpec, out: str | None) -> tuple[int, dict[str, float]] | str:
+    job = Inference(**dataclasses.asdict(spec), split="val", which="newest", out=out)
+    context = LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size)
+    try:
+        found = infer(Streamed(kind), spec.config, context, job)
+    except ConfigError as error:
+        return str(error)
+    return found.samples, found.metrics
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
+    task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": "numbered"}}
+    spec = make(tmp_path_factory.mktemp("trained"), **task, max_steps=4)
+    prepare_storage(spec, fresh=False)
+    run_local(spec)
+    return spec
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+def test_what_was_trained_is_used_by_any_number_of_ranks(tmp_path: Path, trained: RunSpec, predicts: bool) -> None:
+    outs = [str(tmp_path / f"{world_size}.parquet") if predicts else None for world_size in (1, 2)]
+    [alone] = run_processes(1, use, tmp_path, "numbered", trained, outs[0])
+    assert alone[0] == 203
+    assert run_processes(2, use, tmp_path, "numbered", trained, outs[1]) == [alone] * 2
+    if predicts:
+        alone_rows, rows = (Path(str(out)).read_bytes() for out in outs)
+        assert rows == alone_rows
+
+
+@pytest.mark.parametrize("predicts", [False, True])
+def test_a_stream_that_is_split_by_rank_is_not_used(tmp_path: Path, trained: RunSpec, predicts: bool) -> None:
+    out = tmp_path / "out.parquet"
+    for said in run_processes(2, use, tmp_path, "own share of val", trained, str(out) if predicts else None):
+        assert isinstance(said, str)
+        assert "gives each rank other samples" in said
+    assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if not installed():
+        pytest.skip("moto is not installed")
+    return printed_by("tests.distributed.stream_kills", tmp_path_factory.mktemp("stream-kills"))
+
+
+@pytest.mark.parametrize("kind", [*SHARDS, *LINES])
+def test_killed_over_an_object_store_each_sample_comes_once_and_the_curve_is_the_same(killed: Any, kind: str) -> None:
+    found = killed[kind]
+    for name, of in found.items():
+        *before, last = of["ends"]
+        assert all(end["codes"][end["kill_rank"]] == -9 for end in before), (name, before)
+        assert set(last["codes"]) == {0}
+        if kind in SHARDS:
+            assert of["once"] == [True] * 8, name
+        else:  # pass after pass, without a short last step
+            rows = range(len(of["losses"]) * 12)
+            steps = [sorted(row % SAMPLES for row in rows[start : start + 12]) for start in rows[::12]]
+            assert of["samples"] == steps, name
+    assert found["fixed"]["losses"] == found["unbroken"]["losses"], "bit-equal on as many workers"
+    assert found["moved"]["losses"] == pytest.approx(found["unbroken"]["losses"], rel=1e-12)
+    assert len(found["moved"]["losses"]) == 8 * STEPS_PER_EPOCH

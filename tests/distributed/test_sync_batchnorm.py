@@ -1,0 +1,107 @@
+"""`ddp.sync_batchnorm`: refused on a CPU in words; with a layer that works there, equal to one worker."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.processes import run_processes
+from tests.distributed.test_collectives import run
+from tests.tasks import Blobs
+from trainers.devices.group import Group
+from trainers.errors import ConfigError
+from trainers.model.strategy import sync_batchnorm
+
+ON = {"ddp.sync_batchnorm": True}
+
+
+class Normed(Blobs):
+    """The clusters, with BatchNorm."""
+
+    def __init__(self, samples: int = 96) -> None:
+        super().__init__(samples=samples, dtype="float64")
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4)).to(self.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: Tensor) -> Tensor:
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def forward_on_cpu(layer: nn.SyncBatchNorm, inputs: Tensor) -> Tensor:
+    """What torch's layer does on a GPU, by sums over ranks."""
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.momentum is not None
+    if not layer.training:
+        return F.batch_norm(inputs, layer.running_mean, layer.running_var, layer.weight, layer.bias, eps=layer.eps)
+    sums: Any = _Sum.apply(torch.cat([inputs.sum(0), inputs.square().sum(0), inputs.new_full((1,), len(inputs))]))
+    mean, square = (sums[:-1] / sums[-1]).chunk(2)
+    variance = square - mean.square()
+    with torch.no_grad():
+        unbiased = variance * sums[-1] / (sums[-1] - 1)
+        layer.running_mean.lerp_(mean, layer.momentum)
+        layer.running_var.lerp_(unbiased, layer.momentum)
+    return (inputs - mean) / (variance + layer.eps).sqrt() * layer.weight + layer.bias
+
+
+def train_all(rank: int, world_size: int) -> list[Any]:
+    """Refused as it is; then with a layer and a device check that let it be."""
+    with pytest.raises(ConfigError) as raised:
+        run(Normed(), rank, world_size, **ON)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.SyncBatchNorm, "forward", forward_on_cpu)
+        patch.setattr(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *args: None)
+        patch.setattr(
+            "trainers.loop.trained.sync_batchnorm",
+            lambda model, group: sync_batchnorm(model, Group(group.rank, group.world_size, torch.device("cuda"))),
+        )
+        whole = run(Normed(), rank, world_size, **ON, microbatch_size=24)
+        # Accumulation, evaluation in batches that come out uneven, and a short last step that not all ranks have.
+        few = {**ON, "microbatch_size": 5, "evaluate.microbatch_size": 40, "global_batch_size": 95}
+        uneven = run(Normed(), rank, world_size, **few)
+    return [str(raised.value), whole.metrics, uneven.steps]
+
+
+def test_two_workers_normalise_as_one_does(tmp_path: Path) -> None:
+    alone = run(Normed(), 0, 1, microbatch_size=24, **ON).metrics
+    for said, metrics, steps in run_processes(2, train_all, tmp_path):
+        assert said.startswith("`ddp.sync_batchnorm` is true")
+        assert "needs GPUs" in said
+        assert "remove it" in said
+        assert metrics == pytest.approx(alone, rel=1e-10)
+        assert steps == 7
+
+
+def test_layers_are_converted_on_their_own_parameters(caplog: pytest.LogCaptureFixture) -> None:
+    group, model = Group(0, 2, torch.device("cuda")), Normed().model()
+    state, before = model.state_dict(), list(model.parameters())
+    model = sync_batchnorm(model, group)
+    assert isinstance(model[1], nn.SyncBatchNorm)  # type: ignore[index]
+    assert [id(one) for one in model.parameters()] == [id(one) for one in before]
+    assert model.state_dict().keys() == state.keys()
+    one_worker = Normed().model()
+    assert sync_batchnorm(one_worker, Group(0, 1, torch.device("cuda"))) is one_worker
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in one_worker.modules())
+    with caplog.at_level(logging.WARNING):
+        sync_batchnorm(Blobs().model(), group)
+    assert "has no BatchNorm layer" in caplog.text

@@ -1,0 +1,49 @@
+"""A sweep in lanes, as a user starts it: each precision, with and without the memory that it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import REPOSITORY, SCRATCH
+from tests.gpu.runs import BASE
+
+TOO_LARGE = 1 << 50
+"""Bytes that no device has."""
+
+
+@pytest.mark.full
+def test_a_sweep_in_lanes(device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: lanes were not seen")
+    precisions = ["fp32", "bf16", "fp16"]
+    fits = {"bytes_per_sample": 4}
+    tree = {
+        "name": "sweep",
+        "storage_path": str(tmp_path),
+        "train": {**BASE, "task": "tests.gpu.runs:Hungry", "task_args": fits, "device": device.type},
+        "space": {"precision": precisions, "task_args": [fits, {"bytes_per_sample": TOO_LARGE}]},
+        "objective": {"metric": "val_loss"},
+        "lanes": 1,
+    }
+    del tree["train"]["launcher"], tree["train"]["checkpoint"]  # type: ignore[attr-defined]
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    settings = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {"TMPDIR": str(SCRATCH)}
+    done = subprocess.run(
+        [sys.executable, "-m", "tune", str(file)], cwd=REPOSITORY, env=settings, capture_output=True, text=True
+    )
+    trials = [json.loads(path.read_text()) for path in (tmp_path / "sweep" / "trials").glob("*.json")]
+    assert len(trials) == 2 * len(precisions), done.stderr[-2000:]
+    for trial in trials:
+        large = trial["config"]["task_args"]["bytes_per_sample"] == TOO_LARGE
+        expected = ("out_of_memory", "out_of_host_memory") if large else ("done",)
+        assert trial["status"] in expected, (trial["config"], trial["message"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "sweep" / "best.yaml").exists()

@@ -1,0 +1,208 @@
+"""Activation checkpointing: less is kept, and losses, gradients and buffers are those of keeping everything."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import AdamW
+
+from tests.specs import losses, make
+from tests.tasks import Blobs
+from tests.unit.test_step import CPU, Regression, make_step, run_step
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.errors import ConfigError
+from trainers.launch.local import run_local
+from trainers.model.activations import checkpoint_activations
+from trainers.model.precision import TABLE
+from trainers.step.flops import count_flops
+from trainers.step.forward import ForwardPass
+
+torch.set_num_threads(1)
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """Products, a nonlinearity, what is drawn, statistics, and a buffer that a forward reads and changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.dropout = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+        self.register_buffer("direction", torch.ones(WIDTH))
+        self.calls = 0
+
+    def forward(self, rows: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        with torch.no_grad():
+            self.direction.mul_(0.9).add_(rows.mean(0), alpha=0.1)
+        hidden = nn.functional.gelu(self.into(rows * self.direction.clone()))
+        out: Tensor = rows + scale * self.dropout(self.norm(self.out(hidden)))
+        return out
+
+
+def model(block: type[Block] = Block) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, WIDTH), nn.Sequential(*(block() for _ in range(3))), nn.Linear(WIDTH, 1)).double()
+
+
+def data(samples: int = 24) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(samples, 4, generator=generator, dtype=torch.float64),
+        torch.randn(samples, generator=generator, dtype=torch.float64),
+    )
+
+
+def trained(
+    mode: str, sizes: list[int], block: type[Block] = Block, compiled: bool = False
+) -> tuple[list[float], dict[str, Tensor]]:
+    net = model(block)
+    checkpoint_activations(net, mode, compiled)
+    if compiled:
+        net.compile(backend="aot_eager", dynamic=False)
+    step = make_step(net, Regression(), AdamW(net.parameters(), lr=0.01, fused=True))
+    curve = []
+    torch.manual_seed(5)
+    for _ in range(4):
+        run_step(step, data(), sizes)
+        curve.append(step.take_loss())
+    return curve, net.state_dict()
+
+
+@pytest.mark.parametrize("sizes", [[24], [12, 12]], ids=str)
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_training_is_that_of_keeping_everything_to_the_last_bit(mode: str, sizes: list[int]) -> None:
+    curve, state = trained("none", sizes)
+    again, other = trained(mode, sizes)
+    assert again == curve
+    assert other.keys() == state.keys()
+    assert all(torch.equal(other[name], state[name]) for name in state), "buffers change once a step"
+
+
+class Calm(Block):
+    """The same without a buffer that a forward changes and reads."""
+
+    def forward(self, rows: Tensor, scale: float = 1.0) -> Tensor:
+        out: Tensor = rows + self.dropout(self.norm(self.out(nn.functional.gelu(self.into(rows)))))
+        return out
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_compiled_model_trains_the_same(mode: str) -> None:
+    curve, state = trained("none", [24], Calm, compiled=True)
+    again, other = trained(mode, [24], Calm, compiled=True)
+    assert again == pytest.approx(curve, rel=1e-12)
+    for name in state:
+        torch.testing.assert_close(other[name], state[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_buffer_that_a_graph_would_read_changed_is_refused(mode: str) -> None:
+    """torch computes again with what the first pass has left, and says nothing."""
+    net = model()
+    checkpoint_activations(net, mode, compiled=True)
+    with pytest.raises(ConfigError, match="its buffer `direction` as it is then, and forward\\(\\) has changed that"):
+        net(data()[0])
+
+
+def kept_bytes(mode: str) -> int:
+    """What one forward pass keeps for its backward, weights left out."""
+    net, kept = model(), dict[int, int]()
+    checkpoint_activations(net, mode, compiled=False)
+    weights = {one.untyped_storage().data_ptr() for one in (*net.parameters(), *net.buffers())}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    held = []
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        held.append(net(data(512)[0]))
+    return sum(kept.values())
+
+
+def test_full_keeps_the_inputs_of_blocks_alone() -> None:
+    whole, full = kept_bytes("none"), kept_bytes("full")
+    each = 512 * WIDTH * 8
+    assert full < 6 * each, "what comes into three blocks, and the two layers beside them"
+    assert whole > 3 * 10 * each
+
+
+def test_a_block_runs_once_more_and_not_where_no_gradient_is_wanted() -> None:
+    net: Any = model()
+    checkpoint_activations(net, "full", compiled=False)
+    with torch.no_grad():
+        net(data()[0])
+    assert [block.calls for block in net[1]] == [1, 1, 1]
+    net(data()[0]).sum().backward()
+    assert [block.calls for block in net[1]] == [3, 3, 3]
+
+
+def test_a_copy_of_the_model_has_blocks_of_its_own() -> None:
+    net: Any = model()
+    checkpoint_activations(net, "full", compiled=False)
+    other = copy.deepcopy(net)
+    other(data()[0]).sum().backward()
+    assert [block.calls for block in net[1]] == [0, 0, 0]
+    assert all(one.grad is None for one in net.parameters())
+
+
+def test_what_is_computed_again_is_no_flop_of_the_model() -> None:
+    task, dataset = Regression(), torch.utils.data.TensorDataset(*data())
+
+    def count(mode: str) -> float | None:
+        net = model()
+        checkpoint_activations(net, mode, compiled=False)
+        return count_flops(ForwardPass(net, task, TABLE["fp32"], CPU), dataset, torch.arange(8))
+
+    assert count("full") == count("none") is not None
+
+
+def test_a_model_without_such_blocks_is_refused() -> None:
+    words = '`activation_checkpointing` is "full", but finds no block to compute again'
+    with pytest.raises(ConfigError, match=words):
+        checkpoint_activations(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), "full", compiled=False)
+
+
+@pytest.mark.parametrize("other", [{"cuda_graphs": True, "device": "cuda"}, {"strategy": "dp"}])
+def test_what_it_does_not_go_with(other: dict[str, Any]) -> None:
+    tree = {"task": "a:B", "epochs": 1, "global_batch_size": 8, "optimizer": {"name": "sgd", "lr": 0.1}}
+    with pytest.raises(ConfigError, match="activation_checkpointing"):
+        build(TrainConfig, {**tree, "activation_checkpointing": "full", **other}, "test")
+
+
+class Deep(Blobs):
+    """Blobs for blocks."""
+
+    def model(self) -> nn.Module:
+        blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+        return nn.Sequential(nn.Linear(self.features, 16), *map(Residual, blocks), nn.Linear(16, 4))
+
+
+class Residual(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = rows + self.body(rows)
+        return out
+
+
+def test_a_run_has_the_same_curve(tmp_path: Path) -> None:
+    curves = []
+    for mode in ("none", "selective", "full"):
+        spec = make(
+            tmp_path, name=mode, task="tests.unit.test_activations:Deep", task_args={}, activation_checkpointing=mode
+        )
+        run_local(spec)
+        curves.append(losses(spec))
+    assert curves[0] == curves[1] == curves[2]

@@ -1,0 +1,144 @@
+"""What a worker calls of CUDA and NCCL, in which thread and order; seen without a GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import ray.train
+import torch
+from ray.train.v2._internal.util import construct_train_func
+
+from tests.specs import make
+from tests.tasks import Blobs
+from trainers.context import RunContext
+from trainers.errors import TooLargeError
+from trainers.launch import local
+from trainers.loop import build
+from trainers.on_ray import context, process_group
+from trainers.on_ray.process_group import GroupConfig
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("nccl", [("training", 3)]), ("gloo", [])])
+def test_ray_trains_in_a_thread_that_is_bound(
+    monkeypatch: pytest.MonkeyPatch, backend: str, expected: list[tuple[str, int]]
+) -> None:
+    """The current device is each thread's own, and Ray joins the group in another one."""
+    bound: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: bound.append((threading.current_thread().name, index)))
+    monkeypatch.setattr(context, "own_gpu", lambda: 3)
+    trained: list[int] = []
+    function = construct_train_func(
+        lambda: trained.append(len(bound)), None, GroupConfig(backend).train_func_context, "train_loop_per_worker"
+    )
+    thread = threading.Thread(target=function, name="training")
+    thread.start()
+    thread.join()
+    assert bound == expected
+    assert trained == [len(expected)]
+
+
+@pytest.mark.parametrize(("assigned", "visible"), [([], ""), (["1"], "0,1")])
+def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
+    monkeypatch: pytest.MonkeyPatch, assigned: list[str], visible: str
+) -> None:
+    """Else `device: auto` is the node's first GPU for all workers of `use_gpu: false`."""
+    seen: list[str] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned})
+    )
+    of_worker = dict.fromkeys(("world_rank", "world_size", "local_rank", "local_world_size", "node_rank"), lambda: 1)
+    context_of_worker = SimpleNamespace(**{f"get_{name}": value for name, value in of_worker.items()})
+    monkeypatch.setattr(ray.train, "get_context", lambda: context_of_worker)
+    monkeypatch.setattr(torch.distributed, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(context, "own_gpu", lambda: 0)
+    monkeypatch.setattr(local, "join_group", lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
+    process_group._join("127.0.0.1", 1, "gloo")
+    assert seen == [visible]
+
+
+def test_it_is_bound_before_the_hosts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Object collectives go by the current device: on all ranks of a node the first GPU, until one is set."""
+    calls: list[str] = []
+    monkeypatch.setattr(build, "set_flags", lambda *_: calls.append("set_flags"))
+    monkeypatch.setattr(build, "check_peers", lambda *_: calls.append("check_peers"))
+    build.build_replica(Blobs(), make(tmp_path).config, RunContext(None, "test", local_world_size=2)).close()
+    assert calls == ["set_flags", "check_peers"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "expected"),
+    [
+        ("nccl", None, "destroyed"),
+        ("nccl", ValueError(), "aborted"),
+        ("nccl", KeyboardInterrupt(), "aborted"),
+        ("gloo", ValueError(), "destroyed"),
+    ],
+)
+def test_a_rank_that_fails_alone_does_not_wait_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, backend: str, error: BaseException | None, expected: str
+) -> None:
+    """They wait in an all-reduce for it, and NCCL's destroy waits for that."""
+    calls: list[str] = []
+    monkeypatch.setattr(local, "join_group", lambda *_: None)
+    monkeypatch.setattr(local, "keep_on_this_machine", lambda: None)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("destroyed"))
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", lambda: calls.append("aborted"))
+
+    def execute(context: RunContext) -> int:
+        if error is not None:
+            raise error
+        return 5
+
+    job: Any = SimpleNamespace(config=SimpleNamespace(device="cpu"), execute=execute)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with pytest.raises(type(error)) if error is not None else nullcontext():
+            assert local._run_in_group(job, local.LocalContext(None, "spawn", 0, 2, 0, 2), "file:///none") == 5
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert calls == [expected]
+
+
+def test_what_stays_on_the_device_is_there_before_a_size_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resident data takes memory that a microbatch, found to fit without it, would not have."""
+    seen: list[str] = []
+    feed, find = build.task_feed, build._find_microbatch
+    monkeypatch.setattr(build, "task_feed", lambda *given, **named: (seen.append("data"), feed(*given, **named))[1])
+    monkeypatch.setattr(build, "_find_microbatch", lambda *given: (seen.append("probe"), find(*given))[1])
+    config = make(Path("unused")).config
+    build.build_replica(Blobs(), config, RunContext(None, "test"))
+    assert seen == ["data", "data", "probe"]
+
+
+def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP makes them in its first backward pass, after the probe."""
+    config = make(tmp_path, microbatch_size="auto").config
+    told: list[int] = []
+
+    class Context(RunContext):
+        def too_large(self, microbatch_size: int) -> None:
+            told.append(microbatch_size)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    context = Context(None, "test")
+    replica = build.build_replica(Blobs(), config, context)
+    monkeypatch.setattr(type(replica.step.forward), "loss", full)
+    with pytest.raises(TooLargeError):
+        build._settle_buckets(replica, config, context)
+    assert told == [replica.microbatch_size]

@@ -1,0 +1,193 @@
+"""`ema`: the averages are torch's own, they are evaluated and kept, and training and resume go on as without."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import tests.unit.test_predict as predicted
+from tests.unit.test_loop import PER_EPOCH, Context, Power, Tiny, assert_same_run, config, curve, evaluations, train
+from trainers.checkpoint.checkpoints import Checkpoints, Loaded
+from trainers.config.sections import EmaConfig
+from trainers.devices.device import seed_all
+from trainers.devices.group import Group
+from trainers.errors import CheckpointError, ConfigError
+from trainers.loop.fit import fit
+from trainers.model.moving_average import MovingAverage
+from trainers.storage import Storage
+
+STEPS = 3 * PER_EPOCH
+ALL = {"every_steps": 1, "keep": 99}
+
+
+def states(path: Path) -> list[dict[str, Any]]:
+    """The state of every checkpoint, oldest first."""
+    folders = sorted((path / "checkpoints").iterdir())
+    return [torch.load(folder / "state.pt", weights_only=True) for folder in folders]
+
+
+def floating(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one for name, one in state.items() if one.is_floating_point()}
+
+
+def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain")
+    train(path, checkpoint=ALL)
+    return path
+
+
+def first_model() -> nn.Module:
+    seed_all(config().seed)
+    return Tiny().model()
+
+
+def test_it_is_torchs_average_of_what_is_trained_without_it(plain: Path, tmp_path: Path) -> None:
+    train(tmp_path, checkpoint=ALL, ema={"decay": 0.9})
+    assert curve(tmp_path) == curve(plain)
+    model = first_model()
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    reference.update_parameters(model)  # the first is a copy
+    ours, theirs = states(tmp_path), states(plain)
+    assert len(ours) == len(theirs) == STEPS
+    for with_it, without in zip(ours, theirs, strict=True):
+        model.load_state_dict(without["model"])
+        reference.update_parameters(model)
+        assert equal(floating(with_it["model"]), floating(reference.module.state_dict()))
+        assert with_it["model"]["1.num_batches_tracked"] == without["model"]["1.num_batches_tracked"]
+        assert equal(with_it["ema"]["own"], floating(without["model"]))
+        assert with_it["ema"]["averages"] == {}
+        assert "ema" not in without
+
+
+def test_the_interval_and_the_warm_up(plain: Path, tmp_path: Path) -> None:
+    train(tmp_path, checkpoint=ALL, ema={"decay": 0.75, "every_steps": 2, "warmup": 5})
+    average = floating(first_model().state_dict())
+    for step, (with_it, without) in enumerate(zip(states(tmp_path), states(plain), strict=True), 1):
+        if step in (2, 4):
+            average = floating(without["model"])
+        elif step % 2 == 0:
+            average = {name: torch.lerp(one, without["model"][name], 0.25) for name, one in average.items()}
+        assert equal(floating(with_it["model"]), average), step
+
+
+def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
+    train(tmp_path, checkpoint=ALL, ema={"decay": 0.9})
+    model, (inputs, labels) = Tiny().model().eval(), Tiny().dataset("val").tensors  # type: ignore[attr-defined]
+    model.load_state_dict(states(tmp_path)[-1]["model"])
+    with torch.no_grad():
+        expected = float(nn.functional.cross_entropy(model(inputs), labels))
+        model.load_state_dict(states(tmp_path)[-1]["ema"]["own"], strict=False)
+        own = float(nn.functional.cross_entropy(model(inputs), labels))
+    assert evaluations(tmp_path)[-1] == (STEPS, pytest.approx(expected, rel=1e-6))
+    assert own != pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure", "fp16"])
+def test_a_resume_is_bit_equal(precision: str, background: bool, tmp_path: Path) -> None:
+    changes = {"precision": precision, "ema": {"decay": 0.9}, "checkpoint": {**ALL, "async": background}}
+    train(tmp_path / "whole", **changes)
+    with pytest.raises(Power):
+        fit(Tiny(), config(**changes), Context(tmp_path / "cut", cut_at_step=7))
+    train(tmp_path / "cut", **changes)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    for ours, theirs in zip(states(tmp_path / "cut"), states(tmp_path / "whole"), strict=True):
+        assert all(equal(ours["ema"][part], theirs["ema"][part]) for part in ("own", "averages"))
+        narrow = [name for name, one in ours["ema"]["own"].items() if one.dtype == torch.bfloat16]
+        assert sorted(ours["ema"]["averages"]) == sorted(narrow)
+        assert (precision == "bf16-pure") is bool(narrow)
+        assert all(one.dtype == torch.float32 for one in ours["ema"]["averages"].values())
+
+
+def test_a_step_that_the_loss_scaler_skips_does_not_count() -> None:
+    model = nn.Linear(3, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.5), GradScaler("cpu", init_scale=2.0**10)
+    ema, expected = MovingAverage(model, optimizer, EmaConfig(decay=0.9)), copy.deepcopy(model.weight.data)
+    ema.follow(scaler)
+    for step in range(1, 7):
+        loss = model(torch.full((4, 3), float(step))).square().mean()
+        scaler.scale(loss * (float("inf") if step in (1, 4) else 1.0)).backward()
+        before = model.weight.data.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(model.weight.data, before) is (step in (1, 4))
+        if step not in (1, 4):
+            expected.lerp_(model.weight.data, 1 - 0.9)
+        ema.update(step)
+        own = model.weight.data.clone()
+        with ema.in_place():
+            torch.testing.assert_close(model.weight.data, expected, rtol=1e-6, atol=0.0)
+        assert torch.equal(model.weight.data, own)
+
+
+def test_what_is_not_trained_takes_no_memory() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    model.register_buffer("scratch", torch.ones(2), persistent=False)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1)
+    ema = MovingAverage(model, optimizer, EmaConfig(decay=0.5))
+    with ema.in_place():
+        names = set(ema.state_dict()["own"])
+    assert names == {"1.weight", "1.bias", "2.weight", "2.bias", "1.running_mean", "1.running_var"}
+
+
+def test_every_command_uses_it(tmp_path: Path) -> None:
+    spec = predicted.train(tmp_path, ema__decay=0.9)
+    last = predicted.evaluations(spec)[-1]
+    assert predicted.work(Path(spec.uri)).metrics == {name: one for name, one in last.items() if name[:4] == "val_"}
+
+
+def load(path: Path, **changes: Any) -> None:
+    fit(Tiny(), config(max_steps=STEPS + 1, checkpoint={"every_steps": 99}, **changes), Context(path))
+
+
+def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(plain: Path, tmp_path: Path) -> None:
+    train(tmp_path, ema={"decay": 0.9})
+    assert "ema" not in config().tree(), "as in what older versions have saved"
+    for path, changes, was in ((plain, {"ema": {"decay": 0.9}}, "ema null"), (tmp_path, {}, 'ema {"decay": 0.9}')):
+        with pytest.raises(CheckpointError, match=f"it was trained with {was}"):
+            load(path, **changes)
+    with pytest.raises(CheckpointError, match=r'this run has {"decay": 0\.99}'):
+        load(tmp_path, ema={"decay": 0.99})
+
+
+def test_a_state_of_other_tensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, ema={"decay": 0.9}, checkpoint={"every_steps": 99})
+    read = Checkpoints._read
+
+    def changed(checkpoints: Checkpoints, name: str, into: list[Loaded]) -> None:
+        read(checkpoints, name, into)
+        own = into[0].state["ema"]["own"]
+        own["0.weight"] = own["0.weight"][:1]
+
+    monkeypatch.setattr(Checkpoints, "_read", changed)
+    with pytest.raises(CheckpointError, match="moving average is one of other tensors"):
+        load(tmp_path, ema={"decay": 0.9})
+    loaded = Checkpoints(Storage(str(tmp_path)), Group(0, 1, torch.device("cpu")), 1).load()
+    assert loaded is not None
+
+
+@pytest.mark.parametrize(
+    ("ema", "said"),
+    [
+        ({"decay": 1.0}, r"`ema\.decay` is 1\.0.*less than 1"),
+        ({"every_steps": 2}, r"`ema\.every_steps` is 2.*without a decay"),
+        ({"warmup": 2}, r"`ema\.warmup` is 2.*add `decay: 0\.999`"),
+    ],
+)
+def test_mistakes(ema: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(ema=ema)

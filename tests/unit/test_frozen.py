@@ -1,0 +1,144 @@
+"""`checkpoint.parameters: trained`: checkpoints without the frozen part; resumed to the bit; another base refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+
+import tests.unit.test_predict as predicted
+from tests.unit.test_loop import Context, Power, Tiny, config, curve, evaluations, train
+from trainers.config import TrainConfig
+from trainers.errors import CheckpointError, ConfigError
+from trainers.inference.export import export
+from trainers.loop.fit import fit
+from trainers.task import Task
+
+TRAINED = {"checkpoint": {"every_steps": 1, "parameters": "trained", "keep": 99}}
+
+
+class LowRank(nn.Module):
+    """An update of rank 2, as LoRA has it."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(2, columns)), nn.Parameter(torch.zeros(rows, 2))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+class Adapted(Tiny):
+    """A base from elsewhere, frozen, with two adapters; BatchNorm's statistics move all the same."""
+
+    def __init__(self, base: int = 1, changes: str = "") -> None:
+        super().__init__()
+        self.base, self.changes = base, changes
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        generator = torch.Generator().manual_seed(self.base)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False).add_(torch.randn(parameter.shape, generator=generator))
+        for index in (0, 4):
+            parametrize.register_parametrization(model[index], "weight", LowRank(*model[index].weight.shape))
+        return model
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 3 and self.changes == "by hand":
+            model[0].bias.mul_(0.5)
+        if step == 3 and self.changes == "unfrozen":
+            model[0].bias.requires_grad_(True)
+
+
+def state(path: Path, step: int = 15) -> dict[str, Any]:
+    read: dict[str, Any] = torch.load(path / f"checkpoints/step-{step:012d}/state.pt", weights_only=True)
+    return read
+
+
+LEARNED = {f"{index}.parametrizations.weight.0.{name}" for index in (0, 4) for name in ("down", "up")}
+STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+
+
+def test_checkpoints_hold_what_is_trained_and_all_buffers(tmp_path: Path) -> None:
+    train(tmp_path / "all", Adapted(), checkpoint={"every_steps": 1})
+    train(tmp_path / "trained", Adapted(), **TRAINED)
+    assert curve(tmp_path / "trained") == curve(tmp_path / "all")
+    whole, part = state(tmp_path / "all"), state(tmp_path / "trained")
+    assert part["model"].keys() == LEARNED | STATISTICS
+    assert all(torch.equal(one, whole["model"][name]) for name, one in part["model"].items())
+    assert part["frozen"].keys() == whole["model"].keys() - part["model"].keys()
+    assert "frozen" not in whole
+
+
+class Given(Adapted):
+    """Its optimizer has the frozen part, too, as in many scripts."""
+
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), config.optimizer.lr)
+
+
+@pytest.mark.parametrize("task", [Adapted, Given])
+@pytest.mark.parametrize("more", [{}, {"ema": {"decay": 0.9}}, {"precision": "bf16-pure"}])
+def test_a_resume_is_bit_equal(more: dict[str, Any], task: type[Task], tmp_path: Path) -> None:
+    train(tmp_path / "whole", task(), **TRAINED, **more)
+    with pytest.raises(Power):
+        fit(task(), config(**TRAINED, **more), Context(tmp_path / "cut", cut_at_step=7))
+    train(tmp_path / "cut", task(), **TRAINED, **more)
+    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
+    assert evaluations(tmp_path / "cut") == evaluations(tmp_path / "whole")
+    ours, theirs = state(tmp_path / "cut")["model"], state(tmp_path / "whole")["model"]
+    assert all(torch.equal(one, theirs[name]) for name, one in ours.items())
+
+
+def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
+    train(tmp_path, Adapted(), **TRAINED)
+    longer = config(**TRAINED, epochs=4)
+    with pytest.raises(CheckpointError, match=r"trained on another base: the frozen `0\.bias` is not what it was"):
+        fit(Adapted(base=2), longer, Context(tmp_path))
+    with pytest.raises(CheckpointError, match=r"trained on another base: the frozen `0\.bias`"):
+        fit(Tiny(), longer, Context(tmp_path))
+    with pytest.raises(CheckpointError, match=r"another `checkpoint\.parameters`"):
+        fit(Adapted(), config(epochs=4), Context(tmp_path))
+    assert fit(Adapted(), longer, Context(tmp_path)).steps == 20
+
+
+@pytest.mark.parametrize("changes", ["by hand", "unfrozen"])
+def test_what_changes_all_the_same_is_not_lost_in_silence(changes: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape('`checkpoint.parameters` is "trained", but leaves out `0.bias`')):
+        train(tmp_path, Adapted(changes=changes), **TRAINED)
+    assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
+
+
+class Kept(predicted.Kept):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[0].requires_grad_(False)  # type: ignore[index]
+        return model
+
+
+def test_commands_take_the_base_from_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted, "Kept", Kept)
+    spec = predicted.train(tmp_path, checkpoint__parameters="trained")
+    last = predicted.evaluations(spec)[-1]
+    assert predicted.work(Path(spec.uri)).metrics == {name: one for name, one in last.items() if name[:4] == "val_"}
+    export(spec.uri, str(tmp_path / "out.safetensors"))
+    exported = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    assert not {"0.weight", "0.bias"} & exported.keys()
+    assert {"4.weight", "1.running_mean"} <= exported.keys()
+    monkeypatch.setattr(Kept, "model", lambda self: predicted_base(self))
+    with pytest.raises(CheckpointError, match=r"trained on another base: the frozen `0\.bias`"):
+        predicted.work(Path(spec.uri))
+
+
+def predicted_base(task: Task) -> nn.Module:
+    model: Any = predicted.Kept.__mro__[1].model(task)  # type: ignore[attr-defined]
+    model[0].requires_grad_(False).bias.data.add_(1.0)
+    return model  # type: ignore[no-any-return]

@@ -1,0 +1,132 @@
+"""Hooks of a Task: when they are called, with what, and that a task without them pays nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.unit.test_loop import Context, Power, Tiny, assert_same_run, config, train, weights
+from trainers.data.sampler import StepSampler
+from trainers.devices.device import seed_all
+from trainers.loop.fit import fit
+from trainers.task import Task
+
+STEPS = 12
+LIMIT = 0.3
+
+
+class Clipped(Task):
+    """A critic as in WGAN: its weights are clipped after every step. Every call leaves a line in a file."""
+
+    def __init__(self, calls: Path | None = None) -> None:
+        self.calls, self.seen = calls, 0.0
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+    def dataset(self, split: str) -> TensorDataset:
+        generator = torch.Generator().manual_seed(1 if split == "train" else 2)
+        return TensorDataset(torch.randn(20, 4, generator=generator, dtype=torch.float64))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return (outputs - batch[0].sum(1, keepdim=True)).square().mean()
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        assert not torch.is_grad_enabled()
+        for parameter in model.parameters():
+            parameter.clamp_(-LIMIT, LIMIT)
+        self.say(f"step {step}")
+
+    def on_evaluate(self, metrics: dict[str, float], step: int) -> None:
+        self.seen = metrics["val_loss"]
+        self.say(f"evaluated {step} {metrics['val_loss']!r}")
+
+    def say(self, words: str) -> None:
+        if self.calls is not None:
+            with self.calls.open("a") as file:
+                file.write(f"{words}\n")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+CHANGES: dict[str, Any] = {
+    "max_steps": STEPS,
+    "microbatch_size": "auto",
+    "lr_schedule": {},
+    "optimizer": {"name": "sgd", "lr": 0.1},
+    "clip_grad_norm": None,
+    "evaluate": {"every_steps": 4},
+}
+
+
+def plain() -> dict[str, Tensor]:
+    """The weights after a plain loop over the same samples in the same order."""
+    task, chosen = Clipped(), config(**CHANGES)
+    seed_all(chosen.seed)
+    model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = task.dataset("train")
+    sampler = StepSampler(data, 1, 0, seed=chosen.seed, drop_last=False, global_batch_size=5)
+    for epoch in range(STEPS // 4):
+        sampler.set_epoch(epoch)
+        for (inputs,) in DataLoader(data, 5, sampler=sampler.rows(0, sampler.length).tolist()):
+            optimizer.zero_grad()
+            task.loss(model(inputs), (inputs,)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-LIMIT, LIMIT)
+    return model.state_dict()
+
+
+def test_clipped_weights_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    train(tmp_path / "run", Clipped(tmp_path / "calls"), **CHANGES)
+    found, expected = weights(tmp_path / "run"), plain()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14)
+    assert sum(int((tensor.abs() == LIMIT).sum()) for tensor in found.values()) > 3
+
+
+def test_each_step_and_each_evaluation_is_told_once_and_no_other_pass(tmp_path: Path) -> None:
+    context = Context(tmp_path / "run")
+    fit(Clipped(tmp_path / "calls"), config(**CHANGES), context)
+    figures = {row["step"]: row["val_loss"] for row, _ in context.reports if "val_loss" in row}
+    expected = []
+    for step in range(1, STEPS + 1):
+        expected += [f"step {step}"] + ([f"evaluated {step} {figures[step]!r}"] if step % 4 == 0 else [])
+    assert (tmp_path / "calls").read_text().splitlines() == expected
+
+
+def test_what_it_has_learned_of_an_evaluation_is_in_the_checkpoint_of_that_step(tmp_path: Path) -> None:
+    train(tmp_path / "whole", Clipped(), **CHANGES)
+    with pytest.raises(Power):
+        fit(Clipped(), config(**CHANGES), Context(tmp_path / "cut", cut_at_step=4))
+    state = torch.load(tmp_path / "cut/checkpoints/step-000000000004/state.pt", weights_only=True)
+    assert state["task"]["seen"] == state["position"]["metrics"]["val_loss"] > 0
+    calls = tmp_path / "calls"
+    train(tmp_path / "cut", Clipped(calls), **CHANGES)
+    assert calls.read_text().splitlines()[0] == "step 5", "the evaluation of step 4 is not told again"
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_moving_average_takes_in_what_the_hook_has_made(tmp_path: Path) -> None:
+    train(tmp_path, Clipped(), **CHANGES, ema={"decay": 1e-12})
+    for name, tensor in plain().items():
+        torch.testing.assert_close(weights(tmp_path)[name], tensor, rtol=1e-9, atol=1e-10)
+
+
+def test_a_task_without_a_hook_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Task, "after_step", fail)
+    assert train(None, Tiny()).steps == 15

@@ -1,0 +1,81 @@
+"""A task without a validation split: it trains as with one, nothing is evaluated, and what needs that is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import tests.unit.test_predict as predicted
+from tests.unit.test_loop import Context, Power, Tiny, config, curve, evaluations, train, weights
+from trainers.errors import ConfigError
+from trainers.loop.fit import fit
+
+
+class Unseen(Tiny):
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        return super().dataset(split) if split == "train" else None
+
+
+def test_it_trains_as_with_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path / "with")
+    with caplog.at_level(logging.INFO):
+        result = train(tmp_path / "without", Unseen())
+    assert "no validation split: nothing is evaluated" in caplog.text
+    assert "evaluated at" not in caplog.text
+    assert curve(tmp_path / "without") == curve(tmp_path / "with")
+    assert evaluations(tmp_path / "without") == []
+    assert (result.status, set(result.metrics)) == ("done", {"train_loss"})
+    before, after = weights(tmp_path / "with"), weights(tmp_path / "without")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_launcher_hears_of_the_loss_when_an_evaluation_would_be_due() -> None:
+    context = Context(None)
+    fit(Unseen(), config(), context)
+    assert [(row["step"], set(row)) for row, _ in context.reports] == [
+        (step, {"step", "epoch", "train_time_s", "train_loss"}) for step in (5, 10, 15)
+    ]
+
+
+def test_it_resumes(tmp_path: Path) -> None:
+    train(tmp_path / "unbroken", Unseen())
+    with pytest.raises(Power):
+        fit(Unseen(), config(), Context(tmp_path / "cut", cut_at_step=7))
+    train(tmp_path / "cut", Unseen())
+    assert curve(tmp_path / "cut") == curve(tmp_path / "unbroken")
+
+
+def test_the_best_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r'`checkpoint\.best` is "val_loss".*dataset\("val"\) gives none; return a few'
+    ):
+        train(tmp_path, Unseen(), checkpoint={"best": "val_loss"})
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("watched", "refused"), [("val_accuracy", True), ("train_loss", False)])
+def test_an_objective_that_needs_an_evaluation_is_refused(watched: str, refused: bool) -> None:
+    context = Context(None)
+    context.watches = ("samples_per_s", watched)
+    if refused:
+        with pytest.raises(ConfigError, match='`objective` is "val_accuracy"'):
+            fit(Unseen(), config(), context)
+    else:
+        assert fit(Unseen(), config(), context).status == "done"
+
+
+def test_a_split_that_is_none_can_neither_be_evaluated_nor_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicted.train(tmp_path)
+    found = predicted.Kept.dataset
+    monkeypatch.setattr(predicted.Kept, "dataset", lambda self, split: None if split == "val" else found(self, split))
+    for out in (None, tmp_path / "out.parquet"):
+        with pytest.raises(ConfigError, match=r'`--split` is "val".*gives None; name another split'):
+            predicted.work(tmp_path / "runs/run", out=out)
+    assert predicted.work(tmp_path / "runs/run", split="train").samples == 203

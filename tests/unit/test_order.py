@@ -1,0 +1,206 @@
+"""Samplers of a task's own: the same order on every rank and after a resume, and what cannot keep that is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from tests.unit.test_loop import SAMPLES, Context, Power, Tiny, assert_same_run, config, train
+from trainers import GroupedByLength, TrainConfig
+from trainers.data.order import Drawn
+from trainers.data.sampler import StepSampler
+from trainers.errors import CheckpointError, ConfigError
+from trainers.loop.fit import fit
+
+CPU = torch.device("cpu")
+WEIGHTS = torch.arange(1.0, SAMPLES + 1)
+
+
+@dataclass
+class By:
+    """A sampler that draws as `draw` says."""
+
+    draw: Any
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.draw())
+
+
+class Epochs:
+    """A curriculum: it looks at the epoch that it was told."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(self.epoch + number) % SAMPLES for number in range(SAMPLES)])
+
+
+SAMPLERS: dict[str, Any] = {
+    "weighted": lambda: WeightedRandomSampler(WEIGHTS.tolist(), 30),
+    "weighted with a generator": lambda: WeightedRandomSampler(
+        WEIGHTS.tolist(), 30, generator=torch.Generator().manual_seed(4)
+    ),
+    "random": lambda: RandomSampler(range(SAMPLES)),
+    "sequential": lambda: SequentialSampler(range(SAMPLES)),
+    "by epoch": Epochs,
+    "numpy": lambda: By(lambda: np.random.permutation(SAMPLES)),
+    "python": lambda: By(lambda: random.sample(range(SAMPLES), 17)),
+    "tensors": lambda: By(lambda: torch.randperm(SAMPLES)),
+    "by length": lambda: GroupedByLength([number % 7 for number in range(SAMPLES)], 5),
+}
+
+
+class Sampled(Tiny):
+    """Notes the samples of each step by a column that only counts."""
+
+    def __init__(self, sampler: Iterable[int] | None = None) -> None:
+        super().__init__()
+        self.given, self.trained = sampler, [[0][:0]]
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        inputs, labels = super().dataset(split).tensors  # type: ignore[attr-defined]
+        return TensorDataset(inputs, labels, torch.arange(len(labels)))
+
+    def sampler(self, dataset: Dataset[Any], config: TrainConfig) -> Iterable[int] | None:
+        return self.given
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        if training:
+            self.trained.append(batch[2].tolist())
+        return super().transform(batch[:2], training)
+
+
+def trained(sampler: Any, path: Path | None = None, **changes: Any) -> list[int]:
+    task = Sampled(sampler)
+    train(path, task, **changes)
+    return [index for batch in task.trained for index in batch]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_an_order_is_a_function_of_seed_and_epoch(name: str) -> None:
+    def orders(epochs: Iterable[int], seed: int = 3) -> list[list[int]]:
+        drawn = Drawn(SAMPLERS[name](), SAMPLES, seed, CPU)
+        return [drawn(epoch).tolist() for epoch in epochs]
+
+    random.seed(11), np.random.seed(11), torch.manual_seed(11)
+    before = random.random(), np.random.rand(), torch.rand(()).item()
+    random.seed(11), np.random.seed(11), torch.manual_seed(11)
+    first = orders(range(4))
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == before, "the caller's random state"
+    assert orders([3, 0, 2, 1]) == [first[3], first[0], first[2], first[1]]
+    varies = name != "sequential"
+    assert len({tuple(order) for order in first}) == (4 if varies else 1)
+    assert (orders([0], seed=4) != [first[0]]) == (varies and name != "by epoch")
+
+
+def test_the_steps_deal_out_what_the_sampler_gives() -> None:
+    dataset = TensorDataset(torch.arange(SAMPLES))
+    drawn = Drawn(SAMPLERS["weighted"](), SAMPLES, 3, CPU)
+    ranks = [StepSampler(dataset, 3, rank, global_batch_size=8, drawn=drawn) for rank in range(3)]
+    for epoch in (0, 1):
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        assert [sampler.steps_per_epoch for sampler in ranks] == [4] * 3
+        dealt = [sampler.share(step).tolist() for step in range(4) for sampler in ranks]
+        assert [index for share in dealt for index in share] == drawn(epoch).tolist()
+
+
+@pytest.mark.parametrize("name", ["weighted", "weighted with a generator", "by epoch", "numpy"])
+def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(name: str, tmp_path: Path) -> None:
+    reference = Sampled(SAMPLERS[name]())
+    train(tmp_path / "whole", reference, epochs=2)
+    every = [index for batch in reference.trained for index in batch]
+    for cut in (1, 4, 7):
+        path, again = tmp_path / str(cut), Sampled(SAMPLERS[name]())
+        with pytest.raises(Power):
+            fit(Sampled(SAMPLERS[name]()), config(epochs=2), Context(path, cut_at_step=cut))
+        train(path, again, epochs=2)
+        assert_same_run(path, tmp_path / "whole")
+        rest = [index for batch in again.trained for index in batch]
+        assert rest == every[-len(rest) :]
+        assert 0 < len(rest) < len(every)
+
+
+def test_without_shuffling_samples_come_as_the_dataset_has_them() -> None:
+    assert trained(None, epochs=2, data={"shuffle": False}) == [*range(SAMPLES)] * 2
+    assert sorted(trained(None, epochs=1)) == [*range(SAMPLES)]
+    assert trained(None, epochs=1) != [*range(SAMPLES)]
+
+
+def test_a_weighted_sampler_draws_by_its_weights() -> None:
+    drawn = Drawn(WeightedRandomSampler([1.0, 0.0, 3.0], 8000), 3, 0, CPU)
+    counts = torch.bincount(drawn(0), minlength=3)
+    assert counts[1] == 0
+    assert abs(int(counts[2]) - 6000) < 200  # five standard deviations
+
+
+def test_batches_by_length_are_of_about_one_length_and_in_no_order() -> None:
+    lengths = torch.randint(1, 500, (2005,), generator=torch.Generator().manual_seed(1))
+    order = Drawn(GroupedByLength(lengths, 8), 2005, 0, CPU)(0)
+    assert order.sort().values.tolist() == list(range(2005))
+    batches = lengths[order].split(8)
+    assert [len(batch) for batch in batches] == [8] * 250 + [5]
+    padded = sum(int(batch.max()) * len(batch) for batch in batches)
+    shuffled = sum(int(batch.max()) * len(batch) for batch in lengths.split(8))
+    assert padded < 1.06 * int(lengths.sum()) < 1.6 * int(lengths.sum()) < shuffled
+    longest = torch.stack([batch.max() for batch in batches]).double()
+    assert abs(torch.corrcoef(torch.stack([longest, torch.arange(251.0).double()]))[0, 1]) < 0.2
+
+
+class Growing(Epochs):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch + 5))
+
+
+def own_numpy() -> By:
+    generator = np.random.default_rng(0)
+    return By(lambda: generator.permutation(SAMPLES))
+
+
+@pytest.mark.parametrize(("sampler", "words"), [
+    (BatchSampler(SequentialSampler(range(SAMPLES)), 5, drop_last=False), "must give whole numbers, a sample each"),
+    (By(lambda: [0.5]), "must give whole numbers"),
+    (By(lambda: [2**70]), "must give whole numbers"),
+    (By(list), "gives no sample"),
+    (By(lambda: [0, SAMPLES]), f"gives samples 0 to {SAMPLES} of a dataset with {SAMPLES}"),
+    (By(lambda: [-1]), "gives samples -1 to -1"),
+    (own_numpy(), "gives another order when it is asked again for the same epoch"),
+    (Growing(), "gives 6 samples in epoch 1, and 5 in the first"),
+])  # fmt: skip
+def test_what_keeps_no_order_is_refused(sampler: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match="sampler") as raised:
+        trained(sampler, epochs=2)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(("then", "now"), [
+    ({"data": {"shuffle": False}}, {}),
+    ({}, {"data": {"shuffle": False}}),
+    ({}, {"sampler": SAMPLERS["random"]()}),
+    ({"sampler": WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)},
+     {"sampler": WeightedRandomSampler(WEIGHTS.tolist(), SAMPLES)}),
+])  # fmt: skip
+def test_a_run_does_not_go_on_in_another_order(then: dict[str, Any], now: dict[str, Any], tmp_path: Path) -> None:
+    def go(epochs: int, sampler: Any = None, **changes: Any) -> None:
+        train(tmp_path, Sampled(sampler), epochs=epochs, **changes)
+
+    go(1, **then)
+    with pytest.raises((ConfigError, CheckpointError), match="order of samples"):
+        go(2, **now)
+    go(2, **then)

@@ -1,0 +1,412 @@
+"""Steps of several phases, each beside a plain PyTorch loop: GANs, gradient penalties, and several optimizers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.utils.data import TensorDataset
+
+from tests.unit.test_loop import Context, Power, assert_same_run, config, weights
+from tests.unit.test_recipes import SEED, SETTINGS, Single, descend, order
+from trainers import TrainConfig
+from trainers.errors import ConfigError, DivergedError
+from trainers.loop.fit import fit
+from trainers.model.joined_optimizer import JoinedOptimizer
+from trainers.task import Task
+
+Losses = dict[str, list[float]]
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.critic = nn.Sequential(nn.Linear(2, 16), nn.Softplus(), nn.Linear(16, 1))
+        self.double()
+
+
+class Adversarial(Task):
+    """The non-saturating GAN, both of its phases in every step; noise is part of a sample."""
+
+    def model(self) -> nn.Module:
+        return Gan()
+
+    def dataset(self, split: str) -> TensorDataset | None:
+        if split == "val":
+            return None
+        generator = torch.Generator().manual_seed(5)
+        sizes = (2, 3, 3, 1)
+        real, noise, other_noise, share = (torch.randn(33, n, generator=generator).double() for n in sizes)
+        return TensorDataset(real + 2, noise, other_noise, share.sigmoid())
+
+    def optimizer(self, model: Any, config: TrainConfig) -> dict[str, Optimizer]:
+        return {
+            "critic": Adam(model.critic.parameters(), 0.02, (0.5, 0.9)),
+            "generator": Adam(model.generator.parameters(), 0.01, (0.5, 0.9)),
+        }
+
+    def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+        real, noise, other_noise, _ = batch
+        if phase == "generator":
+            return F.softplus(-model.critic(model.generator(other_noise))).mean()
+        fake = model.generator(noise).detach()
+        return (F.softplus(-model.critic(real)) + F.softplus(model.critic(fake))).mean()
+
+
+class SingleAdversarial(Single, Adversarial):
+    """In float32."""
+
+
+class Wasserstein(Adversarial):
+    """WGAN-GP (Gulrajani et al. 2017): five steps of the critic, each with samples of its own, to one of the other."""
+
+    def phases(self, step: int) -> Sequence[str]:
+        return ("critic", "generator") if step % 5 == 4 else ("critic",)
+
+    def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+        real, noise, other_noise, share = batch
+        if phase == "generator":
+            return -model.critic(model.generator(other_noise)).mean()
+        fake = model.generator(noise).detach()
+        between = (share * real + (1 - share) * fake).requires_grad_()
+        [slope] = torch.autograd.grad(model.critic(between).sum(), between, create_graph=True)
+        return (model.critic(fake) - model.critic(real)).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+
+def plain(task: Adversarial, due: Callable[[int], Sequence[str]]) -> Losses:
+    """The loop of a GAN as tutorials have it."""
+    torch.manual_seed(SEED)
+    model: Any = task.model()
+    optimizers: Any = task.optimizer(model, config())
+    data: Any = task.dataset("train")
+    losses: Losses = {"critic": [], "generator": []}
+    for step, at in enumerate(order(task)):
+        batch = data[at]
+        for phase in due(step):
+            model.critic.requires_grad_(phase == "critic")
+            model.generator.requires_grad_(phase == "generator")
+            losses[phase].append(descend(optimizers[phase], task.training_step(model, batch, phase)))
+    return losses
+
+
+def by_phase(task: Adversarial, context: Context) -> Losses:
+    """The loss of each phase of each step; both of them make the loss of a step."""
+    rows = [row for row, checkpoint in context.reports if checkpoint]
+    losses: Losses = {"critic": [], "generator": []}
+    for step, row in enumerate(rows):
+        due = task.phases(step) or tuple(losses)
+        for phase in due:
+            losses[phase].append(row[f"train_loss_{phase}"])
+        assert row["train_loss"] == pytest.approx(sum(row[f"train_loss_{phase}"] for phase in due), rel=1e-12)
+    return losses
+
+
+@pytest.mark.parametrize("microbatch", [1, 4, 6])
+@pytest.mark.parametrize(("task", "lengths"), [(Adversarial(), (12, 12)), (Wasserstein(), (12, 2))])
+def test_the_curves_are_those_of_a_plain_loop(
+    task: Adversarial, lengths: tuple[int, int], microbatch: int, tmp_path: Path
+) -> None:
+    wanted = plain(task, lambda step: task.phases(step) or ("critic", "generator"))
+    assert (len(wanted["critic"]), len(wanted["generator"])) == lengths
+    context = Context(tmp_path)
+    fit(task, config(**SETTINGS, microbatch_size=microbatch), context)
+    found = by_phase(task, context)
+    for phase, losses in wanted.items():
+        assert found[phase] == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize(("task", "at_step"), [(Adversarial(), 3), (Wasserstein(), 3), (Wasserstein(), 7)])
+def test_a_power_cut_changes_nothing(task: Adversarial, at_step: int, tmp_path: Path) -> None:
+    """Also in the middle of five steps of the critic, and with the states of one optimizer alone."""
+    changes = SETTINGS | {"ema": {"decay": 0.9}, "lr_schedule": {"name": "cosine"}}
+    fit(task, config(**changes), Context(tmp_path / "whole"))
+    with pytest.raises(Power):
+        fit(task, config(**changes), Context(tmp_path / "cut", cut_at_step=at_step))
+    fit(task, config(**changes), Context(tmp_path / "cut"))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_window_without_a_phase_does_not_name_it(tmp_path: Path) -> None:
+    context = Context(tmp_path)
+    fit(Wasserstein(), config(**SETTINGS | {"log_every_steps": 4, "checkpoint": {"every_steps": 4}}), context)
+    reported = ["train_loss_generator" in row for row, checkpoint in context.reports if checkpoint]
+    assert reported == [False, True, True]
+
+
+class Penalised(Task):
+    """One optimizer and a gradient penalty: the loss has a gradient in it."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+    def dataset(self, split: str) -> TensorDataset:
+        rows = torch.randn(33, 5, generator=torch.Generator().manual_seed(len(split)), dtype=torch.float64)
+        return TensorDataset(rows, rows.square().sum(1))
+
+    def training_step(self, model: nn.Module, batch: Any, phase: str) -> Tensor:
+        assert phase == "train"
+        batch[0].requires_grad_()
+        outputs = model(batch[0])
+        [slope] = torch.autograd.grad(outputs.sum(), batch[0], create_graph=True)
+        return self.loss(outputs, batch) + (slope - 2 * batch[0]).square().mean()
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(outputs.squeeze(1), batch[1])
+
+
+@pytest.mark.parametrize("microbatch", [2, 6])
+def test_one_optimizer_with_a_gradient_in_its_loss(microbatch: int, tmp_path: Path) -> None:
+    task, losses = Penalised(), []
+    torch.manual_seed(SEED)
+    model = task.model()
+    optimizer = SGD(model.parameters(), 0.02)
+    for at in order(task):
+        batch = [one.clone() for one in task.dataset("train")[at]]
+        losses.append(descend(optimizer, task.training_step(model, batch, "train")))
+    context = Context(tmp_path)
+    settings = SETTINGS | {"optimizer": {"name": "sgd", "lr": 0.02}, "microbatch_size": microbatch}
+    result = fit(task, config(**settings), context)
+    rows = [row for row, checkpoint in context.reports if checkpoint]
+    assert [row["train_loss"] for row in rows] == pytest.approx(losses, rel=1e-12)
+    assert result.metrics.keys() == {"train_loss", "val_loss"}
+    assert result.flops_per_sample is not None
+
+
+class InLoss(Penalised):
+    """The penalty in the loss of a step of the usual kind."""
+
+    training_step = Task.training_step
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        inputs = batch[0].requires_grad_(torch.is_grad_enabled())
+        return inputs, model(inputs)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        inputs, predicted = outputs
+        loss = F.mse_loss(predicted.squeeze(1), batch[1])
+        if not inputs.requires_grad:
+            return loss
+        [slope] = torch.autograd.grad(predicted.sum(), inputs, create_graph=True)
+        return loss + slope.square().mean()
+
+
+class CompilesItself(InLoss):
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.compile(backend="aot_eager")
+        return model
+
+
+@pytest.mark.parametrize("task", [Wasserstein, Penalised, InLoss])
+def test_a_gradient_of_a_compiled_model_in_a_loss_is_refused(task: type[Task], monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_quickly(model: nn.Module, mode: str, fullgraph: bool) -> None:
+        model.compile(backend="aot_eager")
+
+    monkeypatch.setattr("trainers.loop.build.compile_model", compile_quickly)
+    words = r"^`compile` is .default., but cannot train a loss that has a gradient in it.*; set `compile: off`\.$"
+    with pytest.raises(ConfigError, match=words) as caught:
+        fit(task(), config(**SETTINGS | {"compile": "default"}), Context(None))
+    assert "double backward" in str(caught.value.__cause__)
+
+
+def test_what_a_task_compiles_itself_is_no_setting_of_the_run() -> None:
+    with pytest.raises(RuntimeError, match="double backward"):
+        fit(CompilesItself(), config(**SETTINGS), Context(None))
+
+
+class Halves(Penalised):
+    """Two optimizers of other kinds, and neither phases nor a step of its own: one backward, and both step."""
+
+    def optimizer(self, model: Any, config: TrainConfig) -> dict[str, Optimizer]:
+        return halves(model)
+
+    training_step = Task.training_step
+
+
+def halves(model: Any) -> dict[str, Optimizer]:
+    return {"first": Adagrad(model[0].parameters(), 0.1), "last": SGD(model[2].parameters(), 0.02, momentum=0.9)}
+
+
+def test_several_optimizers_of_one_backward(tmp_path: Path) -> None:
+    task, losses = Halves(), []
+    torch.manual_seed(SEED)
+    model = task.model()
+    optimizers = halves(model)
+    for at in order(task):
+        rows, targets = task.dataset("train")[at]
+        loss = F.mse_loss(model(rows).squeeze(1), targets)
+        model.zero_grad()
+        loss.backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        losses.append(loss.item())
+    with pytest.raises(Power):
+        fit(task, config(**SETTINGS, microbatch_size=4), Context(tmp_path, cut_at_step=5))
+    context = Context(tmp_path)
+    fit(Halves(), config(**SETTINGS, microbatch_size=4), context)
+    found = [row["train_loss"] for row, checkpoint in context.reports if checkpoint]
+    assert found == pytest.approx(losses[5:], rel=1e-12)
+
+
+def test_a_joined_optimizer_is_its_parts_again_when_loaded() -> None:
+    """Their groups and states, by parameter; and the state_dict is what torch's own of all groups would be."""
+
+    def made() -> tuple[nn.Module, JoinedOptimizer]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        parts = {"one": AdamW(model[0].parameters(), 0.1), "other": AdamW(model[1].parameters(), 0.2)}
+        return model, JoinedOptimizer(parts)
+
+    def step(model: nn.Module, optimizer: JoinedOptimizer) -> None:
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    whole = AdamW([{**group} for group in optimizer.param_groups])
+    whole.state.update(optimizer.state)
+    assert str(optimizer.state_dict()) == str(whole.state_dict())
+    again, loaded = made()
+    again.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        step(model, optimizer)
+        step(again, loaded)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again.parameters(), model.parameters(), strict=True))
+    assert [group["lr"] for group in loaded.param_groups] == [0.1, 0.2]
+    assert len(loaded.state) == 4
+
+
+def test_each_phase_meets_its_own_parameters_alone_and_none_of_its_passes_counts(tmp_path: Path) -> None:
+    seen: list[tuple[str, bool, bool]] = []
+    batches: list[bool] = []
+
+    class Watched(Wasserstein):
+        def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+            assert type(model) is Gan
+            batches.append(batch[0].requires_grad)
+            batch[0].requires_grad_()
+            seen.append((phase, model.critic[0].weight.requires_grad, model.generator[0].weight.requires_grad))
+            return super().training_step(model, batch, phase)
+
+    fit(Watched(), config(**SETTINGS | {"microbatch_size": 6}), Context(tmp_path))
+    assert {*seen} == {("critic", True, False), ("generator", False, True)}
+    assert not any(batches)
+    context = Context(tmp_path / "again")
+    fit(Wasserstein(), config(**SETTINGS | {"microbatch_size": 6}), context)
+    ours, theirs = weights(tmp_path), weights(tmp_path / "again")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_bad_gradient_of_one_phase_ends_the_updates_of_all(tmp_path: Path) -> None:
+    class Bad(Adversarial):
+        def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            loss = super().training_step(model, batch, phase)
+            return loss * (float("nan") if phase == "critic" and self.calls > 30 else 1.0)
+
+    changes = {"max_steps": 40, "microbatch_size": 6, "checkpoint": {"every_steps": 10}}
+    settings = {name: value for name, value in SETTINGS.items() if name != "epochs"}
+    with pytest.raises(DivergedError, match="step-000000000010"):
+        fit(Bad(), config(**settings | changes), Context(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_precisions(precision: str, tmp_path: Path) -> None:
+    found, wanted = [], []
+    for path, chosen, losses in (("found", precision, found), ("wanted", "fp32", wanted)):
+        context = Context(tmp_path / path)
+        fit(SingleAdversarial(), config(**SETTINGS | {"precision": chosen}), context)
+        losses += [row["train_loss"] for row, checkpoint in context.reports if checkpoint]
+    assert found == pytest.approx(wanted, rel=0.1)  # the loss scaler skips the first ones
+    assert found != wanted
+
+
+def test_a_loss_that_is_no_mean_is_named_with_its_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Summed(Adversarial):
+        def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+            loss = super().training_step(model, batch, phase)
+            return loss * len(batch[0]) if phase == "generator" else loss
+
+    with caplog.at_level(logging.WARNING):
+        fit(Summed(), config(**SETTINGS), Context(None))
+    found = [record.getMessage() for record in caplog.records if "no mean" in record.getMessage()]
+    assert len(found) == 1
+    assert "training_step() in phase generator is no mean" in found[0]
+
+
+def test_a_parameter_that_no_phase_uses_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Spare(Adversarial):
+        def model(self) -> nn.Module:
+            gan = Gan()
+            gan.critic.spare = nn.Linear(2, 2).double()  # type: ignore[assignment]
+            return gan
+
+        def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
+            model.critic.forward = lambda inputs: nn.Sequential(*list(model.critic)[:3])(inputs)
+            return super().training_step(model, batch, phase)
+
+    with caplog.at_level(logging.WARNING):
+        fit(Spare(), config(**SETTINGS), Context(None))
+    found = [record.getMessage() for record in caplog.records if "does not depend" in record.getMessage()]
+    assert len(found) == 1
+    assert "the loss of phase critic does not depend on `critic.spare.weight`" in found[0]
+
+
+def given(**methods: Any) -> Task:
+    return type("Given", (Adversarial,), methods)()
+
+
+def shared(self: Task, model: Any, config: TrainConfig) -> dict[str, Optimizer]:
+    return {"one": SGD(model.critic.parameters(), 0.1), "other": SGD(model.parameters(), 0.1)}
+
+
+def frozen(self: Task, model: Any, config: TrainConfig) -> dict[str, Optimizer]:
+    model.critic.requires_grad_(False)
+    return Adversarial.optimizer(self, model, config)  # type: ignore[arg-type]
+
+
+def apart(self: Task, model: Any, batch: Any, phase: str) -> Tensor:
+    return model.critic(batch[0]).mean()
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"optimizer": shared}, {}, r"has parameter `critic.0.weight` in both one and other"),
+    ({"optimizer": lambda self, model, config: {}}, {}, "has no optimizer"),
+    ({"optimizer": lambda self, model, config: {"one": 1}}, {}, "must be an optimizer by its name"),
+    ({"optimizer": frozen}, {}, "`Given.optimizer.*` is .critic., but has no parameter that requires a gradient"),
+    (
+        {"training_step": apart},
+        {},
+        "`Given.training_step.*` is .generator., but gives a loss that depends on no",
+    ),
+    ({"phases": lambda self, step: ["critic", "critics"]}, {}, r"phases\(0\).* among critic, generator"),
+    ({"phases": lambda self, step: "critic"}, {}, r"`Given.phases\(0\)` is .critic., but must be .* in a sequence"),
+    ({"phases": lambda self, step: ["critic"] * 2}, {}, "must be different ones"),
+    ({"phases": lambda self, step: ["critic"] if step < 2 else []}, {}, r"phases\(2\)"),
+    ({"joint_loss": lambda self, outputs: outputs}, {}, r"defines joint_loss\(\) beside training_step\(\)"),
+    ({"dataset": lambda self, split: Adversarial.dataset(self, "train")}, {}, r"has no loss\(\) for the samples"),
+    ({}, {"strategy": "fsdp"}, r"`strategy` is .fsdp., but is for steps of one loss, and Given defines"),
+    ({}, {"strategy": "dp"}, "`strategy` is .dp."),
+    ({}, {"noise_scale": True}, "`noise_scale` is true"),
+    ({}, {"ddp": {"static_graph": True}}, "`ddp.static_graph` is true"),
+    ({}, {"ddp": {"compression": "bf16"}}, "`ddp.compression` is .bf16."),
+    ({}, {"cuda_graphs": True, "device": "auto"}, "`cuda_graphs` is true"),
+]
+
+
+@pytest.mark.parametrize(("methods", "changes", "words"), REFUSED, ids=itertools.count())
+def test_what_cannot_be_is_refused(methods: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        fit(given(**methods), config(**SETTINGS | changes), Context(None))

@@ -1,0 +1,277 @@
+"""transformers' models and collators as people write them, each beside a plain loop: equal loss curves."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.optim import SGD, Optimizer
+from torch.utils.data import Dataset, default_collate
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from tests.unit.test_evaluation import run
+from tests.unit.test_loop import Context, Power, assert_same_run, config
+from tests.unit.test_recipes import BATCH, SEED, curve, plain
+from trainers import PackedDataset, segment_mask
+from trainers.loop.fit import fit
+from trainers.task import Task
+
+pytestmark = pytest.mark.full
+
+SPECIAL, WORDS, ROW = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], 35, 16
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = SPECIAL + [f"w{number}" for number in range(WORDS - len(SPECIAL))]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=SPECIAL[1]))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **{f"{name}_token": word for name, word in names.items()})
+
+
+def bert(kind: Any) -> nn.Module:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
+    model: nn.Module = kind(BertConfig(vocab_size=WORDS, num_labels=3, max_position_embeddings=ROW, **sizes, **dropout))
+    return model.double()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """Without a cache, for with one it looks from a flattened sequence into those before."""
+    sizes = {"vocab_size": WORDS, "n_positions": ROW, "n_embd": 8, "n_layer": 1, "n_head": 2, "use_cache": False}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 2, "eos_token_id": 3}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout)).double()
+
+
+def t5() -> nn.Module:
+    sizes = {"vocab_size": WORDS, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)).double()
+
+
+class Sentences(Dataset[Any]):
+    """What a tokenizer gives for sentences of 1 to 12 words, with labels as each kind of training has them."""
+
+    def __init__(self, kind: str, split: str) -> None:
+        self.kind, generator = kind, torch.Generator().manual_seed(len(split))
+        lengths = [6] * 33 if kind == "default" else torch.randint(1, 13, (33,), generator=generator).tolist()
+        self.sentences = [torch.randint(0, WORDS - 5, (n,), generator=generator).tolist() for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.sentences)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        words = self.sentences[index]
+        sample: dict[str, Any] = tokenizer()(" ".join(f"w{word}" for word in words))
+        if self.kind in ("padded", "default"):
+            sample["label"] = sum(words) % 3
+        if self.kind == "tokens":  # each fifth sentence has no label at all
+            sample["labels"] = [-100, *([-100] * len(words) if index % 5 == 0 else (w % 3 for w in words)), -100]
+        if self.kind == "seq2seq":
+            sample["labels"] = [5 + word for word in words[::-1][: 1 + index % 4]] + [3]
+        return sample
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[[], nn.Module], float]] = {
+    "padded": (lambda: DataCollatorWithPadding(tokenizer()), lambda: bert(BertForSequenceClassification), 1e-12),
+    "default": (DefaultDataCollator, lambda: bert(BertForSequenceClassification), 1e-12),
+    "tokens": (
+        lambda: DataCollatorForTokenClassification(tokenizer()),
+        lambda: bert(BertForTokenClassification),
+        1e-12,
+    ),
+    "masked": (
+        lambda: DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.3),
+        lambda: bert(BertForMaskedLM),
+        1e-12,
+    ),
+    "causal": (lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False), gpt2, 1e-6),
+    "flattened": (DataCollatorWithFlattening, gpt2, 1e-6),
+    "seq2seq": (lambda: DataCollatorForSeq2Seq(tokenizer()), t5, 1e-6),
+}
+"""Collator and model; the tolerance is float32's where the model computes its loss or its norms in that."""
+
+
+class Collated(Task):
+    """A collator of transformers as it is, and the loss that the model gives."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.collate = KINDS[kind][0]()
+
+    def model(self) -> nn.Module:
+        return KINDS[self.kind][1]()
+
+    def dataset(self, split: str) -> Sentences:
+        return Sentences(self.kind, split)
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return outputs.loss  # type: ignore[no-any-return]
+
+    def weight(self, batch: Any) -> Tensor:
+        labels = batch["labels"]
+        if self.kind in ("causal", "flattened"):
+            labels = labels[:, 1:]  # nothing predicts the first token
+        return (labels != -100).sum()  # type: ignore[no-any-return]
+
+
+def whole_batches(task: Task) -> list[float]:
+    data: Any = task.dataset("train")
+
+    def loss_of(model: nn.Module, at: list[int]) -> Tensor:
+        return model(**task.collate([data[index] for index in at])).loss  # type: ignore[no-any-return]
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        torch.manual_seed(SEED)  # as a run's steps begin
+        return SGD(model.parameters(), 0.2)
+
+    return plain(task, optimizer, loss_of)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "masked"])
+@pytest.mark.parametrize(("microbatch", "num_workers"), [(1, 0), (4, 1), (6, 0)])
+def test_a_collator_as_it_is(kind: str, microbatch: int, num_workers: int, tmp_path: Path) -> None:
+    ours = curve(Collated(kind), tmp_path, microbatch, data={"num_workers": num_workers})
+    assert ours == pytest.approx(whole_batches(Collated(kind)), rel=KINDS[kind][2])
+
+
+def test_hidden_words_are_drawn_as_in_a_plain_loop(tmp_path: Path) -> None:
+    """The collator takes torch's own generator, and nothing else draws from it."""
+    ours = curve(Collated("masked"), tmp_path, BATCH)
+    assert ours == pytest.approx(whole_batches(Collated("masked")), rel=KINDS["masked"][2])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_hidden_words_are_the_same_after_a_resume(num_workers: int, tmp_path: Path) -> None:
+    steps = {"epochs": 2, "global_batch_size": BATCH, "microbatch_size": 2, "checkpoint": {"every_steps": 4}}
+    settings = config(**steps, data={"num_workers": num_workers})
+    fit(Collated("masked"), settings, Context(tmp_path / "whole"))
+    with pytest.raises(Power):
+        fit(Collated("masked"), settings, Context(tmp_path / "cut", cut_at_step=8))
+    fit(Collated("masked"), settings, Context(tmp_path / "cut"))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+class PerSample(Collated):
+    """Says nothing of tokens, although its loss is a mean over them."""
+
+    weight = Task.weight
+
+
+def test_flattened_samples_that_are_not_weighed_by_tokens_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A batch is [1, tokens], so that its first dimension counts no samples: they are counted as dealt."""
+    with caplog.at_level(logging.WARNING):
+        curve(PerSample("flattened"), tmp_path, 2, epochs=1)
+    assert "loss() is no mean over weight()" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["tokens", "causal", "flattened", "seq2seq"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_an_evaluation_in_batches_is_one_over_all_tokens(kind: str, size: int) -> None:
+    task, data, model = Collated(kind), Sentences(kind, "val"), KINDS[kind][1]()
+    wanted = model(**task.collate([data[index] for index in range(33)])).loss.item()
+    assert run(task, data, size, model)["val_loss"] == pytest.approx(wanted, rel=KINDS[kind][2])
+
+
+def test_an_evaluation_counts_samples_as_they_were_dealt() -> None:
+    """33 of them in batches of 4, each a tensor of one row; the last has a single sample."""
+    task, data, model = PerSample("flattened"), Sentences("flattened", "val"), gpt2()
+    batches = [[data[index] for index in rows.tolist()] for rows in torch.arange(33).split(4)]
+    wanted = sum(len(rows) * model(**task.collate(rows)).loss.item() for rows in batches) / 33
+    assert run(task, data, 4, model)["val_loss"] == pytest.approx(wanted, rel=1e-6)
+
+
+class PackedWords(Task):
+    """GPT-2 on rows of several sentences, which do not look at each other."""
+
+    def model(self) -> nn.Module:
+        return gpt2()
+
+    def dataset(self, split: str) -> Any:
+        sentences = [torch.tensor(sample["input_ids"]) for sample in Sentences("causal", split)]
+        return PackedDataset(sentences, [len(sentence) for sentence in sentences], ROW)
+
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        mask = segment_mask(batch["segments"])
+        outputs = model(batch["tokens"], attention_mask=mask, position_ids=batch["positions"])
+        return outputs.logits  # type: ignore[no-any-return]
+
+    def targets(self, batch: dict[str, Tensor]) -> Tensor:
+        follows = (batch["segments"][:, 1:] == batch["segments"][:, :-1]) & (batch["segments"][:, 1:] > 0)
+        return batch["tokens"][:, 1:].where(follows, -100)
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(outputs[:, :-1].flatten(0, 1), self.targets(batch).flatten())
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (self.targets(batch) != -100).sum()
+
+
+def padded_loss(model: nn.Module, sentences: list[Tensor]) -> Tensor:
+    """As a padded batch of sentences has it, over all their tokens but the first ones."""
+    tokens = pad_sequence(sentences, True)
+    mask = pad_sequence([torch.ones_like(sentence) for sentence in sentences], True)
+    targets = tokens.masked_fill(mask == 0, -100)[:, 1:]
+    logits = model(tokens, attention_mask=mask).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def sentences_of(row: dict[str, Tensor]) -> list[Tensor]:
+    return [row["tokens"][row["segments"] == number] for number in range(1, int(row["segments"].max()) + 1)]
+
+
+def test_gpt2_has_the_gradients_of_the_padded_sentences_on_packed_ones() -> None:
+    task, packed, padded = PackedWords(), gpt2(), gpt2()
+    padded.load_state_dict(packed.state_dict())
+    data = task.dataset("train")
+    batch = default_collate([data[index] for index in range(len(data))])
+    loss = task.loss(task.forward(packed, batch), batch)
+    wanted = padded_loss(padded, [sentence for row in data for sentence in sentences_of(row)])
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+    loss.backward()
+    wanted.backward()
+    for (name, one), other in zip(packed.named_parameters(), padded.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("microbatch", [1, 4, 6])
+def test_gpt2_trains_on_packed_sentences_as_on_padded_ones(microbatch: int, tmp_path: Path) -> None:
+    task = PackedWords()
+    data = task.dataset("train")
+
+    def loss_of(model: nn.Module, at: list[int]) -> Tensor:
+        return padded_loss(model, [sentence for index in at for sentence in sentences_of(data[index])])
+
+    wanted = plain(task, lambda model: SGD(model.parameters(), 0.2), loss_of)
+    assert curve(task, tmp_path, microbatch) == pytest.approx(wanted, rel=1e-12)

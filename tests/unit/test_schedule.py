@@ -1,0 +1,266 @@
+"""torch's LR schedulers in the loop: their rates are those of a plain loop, and a resume changes none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, SequentialLR
+from torch.utils.data import Dataset
+
+from tests.unit.test_graphs import Fake, make
+from tests.unit.test_loop import PER_EPOCH, Context, Power, Tiny, assert_same_run, config, curve, train
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.config.sections import OWN_SCHEDULES, ScheduleConfig
+from trainers.errors import CheckpointError, ConfigError
+from trainers.loop.fit import fit
+from trainers.model.schedule import Schedule, StandIn
+from trainers.task import Task
+
+STEPS = 3 * PER_EPOCH
+BY_NAME: dict[str, dict[str, Any]] = {
+    "StepLR": {"step_size": 2, "gamma": 0.5},
+    "MultiStepLR": {"milestones": [1, 2, 2], "gamma": 0.5},
+    "ConstantLR": {"total_iters": 2},
+    "LinearLR": {},
+    "ExponentialLR": {"gamma": 0.75},
+    "PolynomialLR": {"total_iters": 9, "power": 2.0},
+    "CosineAnnealingLR": {"T_max": 7, "eta_min": 0.001},
+    "CosineAnnealingWarmRestarts": {"T_0": 2, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3},
+    "OneCycleLR": {"max_lr": 0.5, "total_steps": STEPS},
+}
+SGD_CONFIG = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
+
+
+def schedule(name: str, **more: Any) -> dict[str, Any]:
+    return {"lr_schedule": {"name": name, "args": BY_NAME[name], **more}, "optimizer": SGD_CONFIG}
+
+
+def plain(name: str, every: str, kind: type[Optimizer] = SGD, **options: Any) -> list[dict[str, Any]]:
+    """The options of each step of a plain loop."""
+    optimizer: Any = kind([nn.Parameter(torch.zeros(1))], lr=0.05, **options)
+    scheduler = getattr(lr_scheduler, name)(optimizer, **BY_NAME[name])
+    found = []
+    for step in range(1, STEPS + 1):
+        found.append(dict(optimizer.param_groups[0]))
+        optimizer.step()
+        if every == "step" or step % PER_EPOCH == 0:
+            scheduler.step()
+    return found
+
+
+def test_every_class_that_a_file_can_describe_has_a_name() -> None:
+    made_of_functions = {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "LRScheduler"}
+    names = set(get_args(ScheduleConfig.model_fields["name"].annotation))
+    assert names == {*OWN_SCHEDULES, *lr_scheduler.__all__} - made_of_functions
+    assert names == {*OWN_SCHEDULES, *BY_NAME, "ReduceLROnPlateau"}
+
+
+@pytest.mark.parametrize("every", ["step", "epoch"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_rates_are_those_of_a_plain_loop(name: str, every: str, tmp_path: Path) -> None:
+    train(tmp_path, **schedule(name, every=every), checkpoint={"every_steps": 99})
+    expected = plain(name, every, momentum=0.9)
+    assert [lr for _, lr, _ in curve(tmp_path)] == [group["lr"] for group in expected]
+    state = torch.load(tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True)
+    (group,) = state["optimizer"]["param_groups"]
+    assert group["momentum"] == expected[-1]["momentum"]
+    assert set(group) <= set(SGD([nn.Parameter(torch.zeros(1))], 0.1).param_groups[0]), "the stand-in's stay with it"
+
+
+def test_betas_are_cycled_too() -> None:
+    task, chosen = Tiny(), config(**schedule("OneCycleLR", every="step"))
+    optimizer = Adam(task.model().parameters(), lr=0.05, betas=(0.9, 0.99))
+    stand_in = StandIn(optimizer)
+    scheduler = task.schedule(stand_in, chosen)
+    assert scheduler is not None
+    made = Schedule(scheduler, stand_in, chosen, STEPS)
+    for step, expected in enumerate(plain("OneCycleLR", "step", Adam, betas=(0.9, 0.99))):
+        for group, name, value in made.cycled(optimizer):
+            group[name] = value
+        assert (made.lrs(step), optimizer.param_groups[0]["betas"]) == ([expected["lr"]], expected["betas"])
+        made.stepped(step + 1, PER_EPOCH)
+
+
+def test_after_a_warm_up(tmp_path: Path) -> None:
+    train(tmp_path, **schedule("ExponentialLR", every="step", warmup=4), checkpoint={"every_steps": 99})
+    rates = [0.05 * n / 4 for n in (1, 2, 3, 4)]
+    rates += [0.05 * 0.75**n for n in range(STEPS - 4)]
+    assert [lr for _, lr, _ in curve(tmp_path)] == pytest.approx(rates, rel=1e-12)
+
+
+class Chosen(Tiny):
+    """Brings a scheduler of its own."""
+
+    def __init__(self, how: str = "sequential") -> None:
+        super().__init__()
+        self.how = how
+
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+        first, *others = model.parameters()
+        self.made = SGD([{"params": [first], "lr": 0.5}, {"params": others}], lr=0.05, fused=True)
+        return self.made
+
+    def schedule(self, optimizer: Optimizer, config: TrainConfig) -> LRScheduler | None:
+        if self.how == "lambda":
+            return LambdaLR(optimizer, lambda step: 0.5**step)
+        if self.how == "another":
+            return LambdaLR(self.made, lambda step: 0.5**step)
+        if self.how == "none":
+            return None
+        parts = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, 8)]
+        return SequentialLR(optimizer, parts, milestones=[4])
+
+
+def test_the_tasks_own(tmp_path: Path) -> None:
+    train(tmp_path, Chosen("lambda"), lr_schedule={"every": "step"}, checkpoint={"every_steps": 99})
+    assert [lr for _, lr, _ in curve(tmp_path)] == [0.5 * 0.5**n for n in range(STEPS)]
+    state = torch.load(tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True)
+    assert [group["lr"] for group in state["optimizer"]["param_groups"]] == [
+        base * 0.5 ** (STEPS - 1) for base in (0.5, 0.05)
+    ]
+
+
+PLATEAU = {"name": "ReduceLROnPlateau", "args": {"patience": 0, "factor": 0.5, "threshold": 0.3}}
+
+
+@pytest.mark.parametrize(
+    ("task", "changes"),
+    [
+        (Chosen, {"lr_schedule": {"every": "step"}}),
+        (Tiny, schedule("OneCycleLR", every="step")),
+        (Tiny, schedule("CyclicLR", every="step", warmup=3)),
+        (Tiny, schedule("MultiStepLR", every="epoch")),
+        (Tiny, {"lr_schedule": PLATEAU, "evaluate": {"every_steps": 2}}),
+    ],
+)
+@pytest.mark.parametrize("at", [3, 10])
+def test_a_resume_is_bit_equal(task: type[Tiny], changes: dict[str, Any], at: int, tmp_path: Path) -> None:
+    train(tmp_path / "whole", task(), **changes)
+    with pytest.raises(Power):
+        fit(task(), config(**changes), Context(tmp_path / "cut", cut_at_step=at))
+    train(tmp_path / "cut", task(), **changes)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    assert len({lr for _, lr, _ in curve(tmp_path / "cut")}) > 2
+
+
+@pytest.mark.parametrize("metric", [None, "val_accuracy"])
+def test_a_plateau_is_one_of_the_evaluations(metric: str | None, tmp_path: Path) -> None:
+    chosen = {**PLATEAU, "args": {**PLATEAU["args"], "mode": "max"}, "metric": metric} if metric else PLATEAU  # type: ignore[dict-item]
+    context = Context(tmp_path)
+    changes = {"lr_schedule": {name: one for name, one in chosen.items() if one}, "optimizer": SGD_CONFIG}
+    fit(Tiny(), config(**changes, evaluate={"every_steps": 2}), context)
+    figures = [row[metric or "val_loss"] for row, kept in context.reports if kept is None]
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.05)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **chosen["args"])  # type: ignore[arg-type]
+    rates = []
+    for step in range(1, STEPS + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        if step % 2 == 0:
+            scheduler.step(figures[step // 2 - 1])
+    assert [lr for _, lr, _ in curve(tmp_path)] == rates
+    assert rates[0] > rates[-1]
+
+
+class Unseen(Tiny):
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        return super().dataset(split) if split == "train" else None
+
+
+class Twice(Chosen):
+    """Overrules what the configuration names."""
+
+
+@pytest.mark.parametrize(
+    ("task", "chosen", "said"),
+    [
+        (Tiny(), {"name": "StepLr"}, r"`lr_schedule\.name` is \"StepLr\".*must be one of"),
+        (Tiny(), {"name": "StepLR", "args": {"step_size": 1}}, r"`lr_schedule\.every`.*add `every: epoch`"),
+        (Tiny(), {"name": "StepLR", "every": "step"}, r"`lr_schedule\.args`.*is not what StepLR takes.*step_size"),
+        (Tiny(), {"name": "cosine", "args": {"T_max": 2}}, r"`lr_schedule\.args`.*no effect with cosine"),
+        (Tiny(), {"name": "cosine", "every": "step"}, r"`lr_schedule\.every` is \"step\".*no effect with cosine"),
+        (
+            Tiny(),
+            {"name": "ExponentialLR", "args": {"gamma": 0.5}, "every": "step", "metric": "m"},
+            r"metric` is \"m\"",
+        ),
+        (Tiny(), {**PLATEAU, "every": "step"}, r"`lr_schedule\.every`.*stepped by evaluations"),
+        (
+            Tiny(),
+            {**PLATEAU, "metric": "val_x"},
+            r"`lr_schedule\.metric` is \"val_x\".*use one of val_accuracy, val_loss",
+        ),
+        (Unseen(), PLATEAU, r"`lr_schedule\.name` is \"ReduceLROnPlateau\".*dataset\(\"val\"\) gives none"),
+        (Twice(), {"name": "linear"}, r"`lr_schedule\.name` is \"linear\".*overruled by Twice\.schedule\(\)"),
+        (Chosen(), {}, r"`lr_schedule\.every`.*whether SequentialLR"),
+        (Chosen("another"), {"every": "step"}, r"`schedule\(\)` is \"LambdaLR\".*another optimizer"),
+    ],
+)
+def test_mistakes(task: Task, chosen: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        train(None, task, lr_schedule=chosen)
+
+
+def test_a_run_without_one_makes_no_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainers.loop.build.StandIn", None)
+    assert train(None, Tiny()).steps == STEPS
+
+
+def test_rates_that_are_arguments_are_not_scaled_in_silence() -> None:
+    scaling = {"lr_scaling": {"rule": "linear", "base_batch_size": 5}}
+    with pytest.raises(ConfigError, match=r"`lr_scaling\.rule` is \"linear\".*OneCycleLR's args"):
+        config(**schedule("OneCycleLR", every="step"), **scaling)
+    assert config(**schedule("StepLR", every="epoch"), **scaling).lr_scaling.rule == "linear"
+
+
+def test_a_task_may_leave_it_to_the_configuration(tmp_path: Path) -> None:
+    train(tmp_path, Chosen("none"), lr_schedule={"name": "linear"}, checkpoint={"every_steps": 99})
+    assert [lr for _, lr, _ in curve(tmp_path)] == pytest.approx([0.5 * (1 - n / STEPS) for n in range(STEPS)])
+
+
+def test_other_schedulers_and_rates_do_not_go_on(tmp_path: Path) -> None:
+    train(tmp_path, **schedule("StepLR", every="epoch"))
+    again = Context(tmp_path)
+    with pytest.raises(CheckpointError, match="lr_schedule"):
+        fit(Tiny(), config(**schedule("ExponentialLR", every="epoch")), again)
+    changed = {**schedule("StepLR", every="epoch"), "optimizer": {**SGD_CONFIG, "lr": 0.5}}
+    part = Context(tmp_path / "part")  # of a sweep's population, which changes the optimizer's keys
+    part.source = again.storage
+    with pytest.raises(ConfigError, match=r"`lr_schedule\.name` is \"StepLR\".*\[0\.05\].*\[0\.5\] now; use constant"):
+        fit(Tiny(), config(**changed), part)
+
+
+def test_a_captured_step_takes_rates_but_no_momenta() -> None:
+    step = make(Fake(), lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, fused=True))
+
+    def follow(name: str) -> None:
+        stand_in, chosen = StandIn(step.optimizer), config(**schedule(name, every="step"))
+        scheduler = Task().schedule(stand_in, chosen)
+        assert scheduler is not None
+        made = Schedule(scheduler, stand_in, chosen, STEPS)
+        made.stepped(1, PER_EPOCH)
+        made.stepped(2, PER_EPOCH)
+        step.follow(made, 2)
+
+    follow("StepLR")
+    rate = step.optimizer.param_groups[0]["lr"]
+    assert isinstance(rate, Tensor)
+    assert float(rate) == pytest.approx(0.025)
+    step.check_lr()
+    with pytest.raises(ConfigError, match=r"`cuda_graphs`.*cycle_momentum: false"):
+        follow("OneCycleLR")
+
+
+def test_what_older_versions_have_saved_is_the_default() -> None:
+    """A run of theirs goes on: what it learns is described in the same words, and what is not there is the default."""
+    older = config().tree()
+    assert older["lr_schedule"] == {"name": "cosine", "warmup": 2}
+    assert not {"ema", "early_stopping"} & older.keys()
+    del older["ddp"]["sync_batchnorm"], older["checkpoint"]["parameters"]
+    assert build(TrainConfig, older, "older") == config()

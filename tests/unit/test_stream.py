@@ -1,0 +1,622 @@
+"""Streams: the n-th sample is row n, whoever reads it, from wherever the run goes on."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from trainers.data.sample_digest import digest
+from trainers.data.stream import Rereadable, Stream
+from trainers.errors import ConfigError
+from trainers.step.snapshot import Snapshot
+from trainers.task import Task, load_split
+
+SIZE = 700  # samples of a pass
+ROWS = 4000
+BATCH = 64
+
+
+class Counted(IterableDataset[Any]):
+    """Every pass in another order, which `set_epoch` gives; no state of its own."""
+
+    size = SIZE
+
+    def __init__(self) -> None:
+        self.epoch, self.epochs = 0, list[int]()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.epochs.append(epoch)
+
+    def order(self) -> list[int]:
+        return random.Random(self.epoch).sample(range(self.size), self.size)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.order():
+            yield {"number": number, "data": torch.tensor([number, self.epoch])}
+
+
+class Exact(Counted):
+    """Its state is where it is: the dict itself, which goes on changing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.given = {"next": 0}, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at, self._loaded = {"next": getattr(self, "_loaded", 0)}, 0
+        samples = list(super().__iter__())
+        while self.at["next"] < self.size:
+            sample = samples[self.at["next"]]
+            self.at["next"] += 1
+            self.given.append(sample["number"])
+            yield sample
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.at
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state["next"]
+
+
+class Sharing(Exact):
+    """All instances count in one place, as Hugging Face's over one base do."""
+
+    now: ClassVar[dict[str, Any]] = {}
+
+    @property  # type: ignore[override]
+    def at(self) -> dict[str, Any]:
+        return Sharing.now
+
+    @at.setter
+    def at(self, at: dict[str, Any]) -> None:
+        Sharing.now = at
+
+
+class OwnOrder:
+    """Its passes follow from one another, and its state is of one pass alone: torchdata's loader with a generator."""
+
+    def __init__(self) -> None:
+        self.drawn, self.state = random.Random(3), {"next": 0, "order": list[int]()}
+
+    def __iter__(self) -> Iterator[Any]:
+        at, self.state = self.state, {"next": 0, "order": []}
+        order = at["order"] or self.drawn.sample(range(SIZE), SIZE)
+        for number in range(at["next"], SIZE):
+            self.state = {"next": number + 1, "order": order}
+            yield {"number": order[number]}
+        self.state = {"next": 0, "order": []}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class OneBehind(Exact):
+    """The state is set after the sample was asked back for: the common mistake."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": max(0, self.at["next"] - 1)}
+
+
+class Shuffled(Exact):
+    """A buffer that its state leaves out, as Hugging Face's `shuffle(buffer_size)` has it."""
+
+    buffer = 200
+
+    def __iter__(self) -> Iterator[Any]:
+        kept: list[Any] = []
+        drawn = random.Random(self.epoch)
+        for sample in super().__iter__():
+            kept.append(sample)
+            if len(kept) == self.buffer:
+                yield kept.pop(drawn.randrange(self.buffer))
+        yield from drawn.sample(kept, len(kept))
+
+
+class ShuffledByChunks(Exact):
+    """A buffer that is refilled from the state before it, so all that comes from the first one is right after loading:
+    Hugging Face's shuffle over Arrow tables.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self._loaded = getattr(self, "_loaded", {"chunk": 0, "skip": 0}), {"chunk": 0, "skip": 0}
+        drawn = random.Random(self.epoch)
+        numbers = self.order()
+        for chunk in range(start["chunk"], self.size, 350):
+            self.at = {"chunk": chunk, "skip": 0}
+            for number in drawn.sample(numbers[chunk : chunk + 350], 350):
+                self.at["skip"] += 1
+                if chunk > start["chunk"] or self.at["skip"] > start["skip"]:
+                    yield {"number": number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = dict(state)
+
+
+class ForLoaders(Exact):
+    """LitData's and MosaicML's are asked by their own loaders."""
+
+    def state_dict(self, num_samples: int) -> dict[str, Any]:  # type: ignore[override]
+        return {"next": num_samples}
+
+
+class NotPlain(Exact):
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.at["next"], "drawn": random.Random()}
+
+
+class Unready(Exact):
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError("not with this reader")
+
+
+class UnreadyLater(Exact):
+    """A reader that has no state between its files."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.at["next"] > 100:
+            raise NotImplementedError("not between files")
+        return self.at
+
+
+class NotPlainLater(Exact):
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.at, "drawn": random.Random() if self.at["next"] > 100 else None}
+
+
+class Unseekable(Exact):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["next"] > 100:
+            raise OSError("cannot seek there")
+        super().load_state_dict(state)
+
+
+class LosesOneLater(Exact):
+    """After loading it goes on alike for longer than any proof, and then leaves out one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        is_loaded = getattr(self, "_loaded", 0) > 100
+        for count, sample in enumerate(super().__iter__()):
+            if not (is_loaded and count == 60):
+                yield sample
+
+
+class Alike(Exact):
+    def __iter__(self) -> Iterator[Any]:
+        return ({"number": 0} for _ in super().__iter__())
+
+
+class Returned(Exact):
+    """An iterator in itself that begins anew, as LitData's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self._samples = super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._samples)
+
+
+class Rows:
+    """Ray's Dataset."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("`Dataset` objects aren't iterable")
+
+    def iter_rows(self) -> Iterator[Any]:
+        return iter([{"number": number} for number in range(SIZE)])
+
+
+KINDS: list[Callable[[], Any]] = [
+    Counted,
+    Exact,
+    Sharing,
+    OwnOrder,
+    OneBehind,
+    Shuffled,
+    ShuffledByChunks,
+    ForLoaders,
+    NotPlain,
+    NotPlainLater,
+    Unready,
+    UnreadyLater,
+    Unseekable,
+    Alike,
+    Returned,
+    Rows,
+]
+
+
+def unbroken(kind: Callable[[], Any]) -> list[str]:
+    source, found = kind(), list[str]()
+    passes = 0
+    while len(found) < ROWS:
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(passes)
+        found += map(digest, source.iter_rows() if hasattr(source, "iter_rows") else source)
+        passes += 1
+    return found[:ROWS]
+
+
+def read(stream: Stream, first: int, end: int = ROWS, rank: int = 0, ranks: int = 1) -> list[tuple[int, str]]:
+    """Row and digest of this rank's share of each step."""
+    found = []
+    for start in range(first, end, BATCH):
+        size = min(BATCH, end - start)
+        rows = list(range(start + size * rank // ranks, start + size * (rank + 1) // ranks))
+        found += zip(rows, map(digest, stream.__getitems__(rows)), strict=True)
+        state = stream.state()
+        assert state is None or state["row"] <= rows[-1] + 1
+    return found
+
+
+def through_storage(state: Any) -> Any:
+    written = io.BytesIO()
+    torch.save(state, written)
+    return torch.load(io.BytesIO(written.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_with_the_samples_of_an_unbroken_one(kind: Callable[[], Any], ranks: int) -> None:
+    expected = list(enumerate(unbroken(kind)))
+    found, kept = [], {}
+    for rank in range(ranks):
+        stream = Stream(kind, "train")
+        stream.__getitems__([0, 0, 3, 40])  # a throw-away pass
+        stream.begin(0, None)
+        for start in range(0, ROWS, 1000):
+            found += read(stream, start, start + 1000, rank, ranks)
+            if rank == 0:
+                kept[start + 1000] = through_storage(stream.state())
+    assert sorted(found) == expected
+    for row, state in kept.items():
+        if row < ROWS:
+            again = Stream(kind, "train")
+            again.__getitems__([0, 1, 2])
+            again.begin(row, state)
+            assert read(again, row) == expected[row:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [
+        (Counted, "no state_dict"),
+        (Exact, "loads its own state_dict"),
+        (OwnOrder, "loads its own state_dict"),
+        (Returned, "loads its own state_dict"),
+        (OneBehind, "not exact (sample 1 after"),
+        (Shuffled, "not exact (sample 1 after"),
+        (ForLoaders, "takes other arguments"),
+        (NotPlain, "failed: it holds more than tensors and plain data"),
+        (Unready, "failed: not with this reader"),
+        (Alike, "all alike"),
+        (Rows, "no state_dict"),
+    ],
+)
+def test_a_state_is_used_where_it_is_proved_and_the_log_says_why_not(kind: Callable[[], Any], word: str) -> None:
+    stream = Stream(kind, "train")
+    assert word in stream.words
+    stream.begin(0, None)
+    read(stream, 0)
+    assert (stream.state() is not None) == ("loads" in stream.words)
+
+
+def test_the_same_object_again_is_read_once() -> None:
+    only = Exact()
+    stream = Stream(lambda: only, "train")
+    assert "same object" in stream.words
+    stream.begin(0, None)
+    assert [one for _, one in read(stream, 0)] == unbroken(Exact)
+    assert only.epochs == list(range(-(-ROWS // SIZE)))
+
+
+def trained(kind: Callable[[], Any], rows: int) -> Stream:
+    """A stream as a feed reads it for training."""
+    stream = Stream(kind, "train")
+    stream.begin(0, None)
+    for start in range(0, rows, 20):
+        stream.__getitems__([*range(start, start + 20)])
+        stream.receive(stream.send())
+    return stream
+
+
+def test_a_state_after_which_a_sample_is_lost_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    before = trained(LosesOneLater, 1200)
+    kept, mark = before.state_at(1200), through_storage(before.mark_at(1200))
+    assert kept is not None
+    assert mark[0] > kept["row"] + 60
+    again = Stream(LosesOneLater, "train")
+    again.begin(1200, kept, mark)
+    assert read(again, 1200) == list(enumerate(unbroken(LosesOneLater)))[1200:]
+    assert "gives other samples from its state of row 1000 to row 1185 than before" in caplog.text
+
+
+@pytest.mark.parametrize("head", [0, 48])
+def test_samples_in_another_order_than_before_are_told(head: int, caplog: pytest.LogCaptureFixture) -> None:
+    starts = iter(range(2))
+
+    class Scheduled(Counted):
+        """The order of whichever thread comes first; alike at the start."""
+
+        def order(self) -> list[int]:
+            numbers = super().order()
+            return numbers[:head] + random.Random(self.start).sample(numbers[head:], SIZE - head)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.start = next(starts)
+
+    before = trained(Scheduled, 200)
+    again = Stream(Scheduled, "train")
+    again.begin(200, None, before.mark_at(200))
+    again.__getitems__([200])
+    assert "gives other samples up to row 193 than were trained before" in caplog.text
+
+
+def test_a_trail_is_the_same_whoever_reads_and_whatever_was_loaded() -> None:
+    whole = trained(Exact, 2000)
+    marks = dict(filter(None, map(whole.mark_at, range(2000))))
+    assert list(marks)[:3] == [1, 33, 65]
+    kept = trained(Exact, 1200).state_at(1200)
+    again = Stream(Exact, "train")
+    again.begin(1200, kept, (1185, marks[1185]))
+    for start in range(1200, 2000, 20):
+        again.__getitems__([start + 7])  # another rank's share
+        again.receive(again.send())
+        assert again.mark_at(start + 1) is None or again.mark_at(start + 1) in marks.items()
+    assert again.mark_at(1990) == (1985, marks[1985])
+
+
+def test_what_lies_before_a_loaded_state_is_not_read() -> None:
+    made: list[Exact] = []
+
+    def make() -> Exact:
+        made.append(Exact())
+        return made[-1]
+
+    stream = Stream(make, "train")
+    stream.begin(0, None)
+    read(stream, 0, 2600)
+    state = through_storage(stream.state())
+    assert state["row"] == 2000
+    made.clear()
+    again = Stream(make, "train")
+    again.begin(2600, state)
+    assert again.state() == state  # of a checkpoint before the first step
+    read(again, 2600, 2700)
+    assert len(made[-1].given) == 700
+
+
+def test_a_state_that_turns_out_wrong_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Stream(ShuffledByChunks, "train")
+    assert "loads" in stream.words  # as far as the proof reads
+    stream.begin(0, None)
+    read(stream, 0, 1200)
+    expected = list(enumerate(unbroken(ShuffledByChunks)))
+    again = Stream(ShuffledByChunks, "train")
+    again.begin(1200, {**stream.state(), "next": ["0" * 16]})  # type: ignore[dict-item]
+    assert read(again, 1200) == expected[1200:]
+    assert "gives other samples after its state of row 1000" in caplog.text
+
+
+def test_a_state_beyond_the_row_is_not_used() -> None:
+    stream = Stream(Exact, "train")
+    stream.begin(0, None)
+    read(stream, 0)
+    again = Stream(Exact, "train")
+    again.begin(700, stream.state())
+    assert read(again, 700, 800) == list(enumerate(unbroken(Exact)))[700:800]
+
+
+def test_a_generator_is_begun_once_and_loses_nothing() -> None:
+    begun: list[int] = []
+
+    def numbers() -> Iterator[Any]:
+        begun.append(os.getpid())
+        for number in range(100):
+            yield {"number": number}
+
+    only = numbers()
+    stream = Stream(lambda: only, "train")
+    assert stream.digest(8) == digest([{"number": number} for number in range(8)])
+    for _ in range(3):
+        for sample in stream.__getitems__(list(range(20))):
+            sample.clear()  # as a collate may do
+    stream.begin(0, None)
+    found = [
+        sample["number"] for start in range(0, 100, 10) for sample in stream.__getitems__([*range(start, start + 10)])
+    ]
+    assert found == list(range(100))
+    assert len(begun) == 1
+    with pytest.raises(ConfigError, match=r"ended after 100 samples.*`__iter__` begins anew, or lower `max_steps`"):
+        stream.__getitems__([100])
+
+
+def test_a_stream_without_samples_is_refused() -> None:
+    stream = Stream(list, "train")
+    with pytest.raises(ConfigError, match='`stream` is "train", but gives no sample'):
+        stream.digest(8)
+
+
+def test_a_short_generator_has_a_digest() -> None:
+    assert Stream(lambda: iter([1, 2]), "train").digest(8) == digest([1, 2])
+
+
+def test_rows_are_dropped_once_training_has_passed_them() -> None:
+    stream = Stream(Counted, "train")
+    stream.begin(0, None)
+    first, again = stream.__getitems__([5, 5])  # a rank without a share has its anchor more than once
+    assert first is again
+    with pytest.raises(IndexError, match="row 4"):
+        stream.__getitems__([4])
+
+
+def test_an_error_of_the_stream_says_where() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(3)
+        raise OSError("the bucket is gone")
+
+    stream = Stream(numbers, "train")
+    stream.begin(0, None)
+    with pytest.raises(OSError, match="the bucket is gone") as caught:
+        stream.__getitems__([0, 7])
+    assert caught.value.__notes__ == ["at row 3 of the stream train"]
+
+
+def test_a_pass_that_is_thrown_away_does_not_set_it_back() -> None:
+    stream = Stream(lambda: iter(range(10)), "train")
+    snapshot = Snapshot(Task(), {"dataset": stream})
+    stream.__getitems__([0, 1, 2])
+    snapshot.restore()
+    stream.begin(0, None)
+    assert stream.__getitems__(list(range(10))) == list(range(10))
+
+
+class Asked(Dataset[Any]):
+    """What a loader's process reads: batches of a stream, and what it knows of itself."""
+
+    def __init__(self, stream: Stream | Rereadable) -> None:
+        self.stream = stream
+
+    def __getitem__(self, rows: list[int]) -> Any:
+        return self.stream.__getitems__(rows)
+
+
+def loader(stream: Stream | Rereadable, first: int, end: int) -> DataLoader[Any]:
+    steps = [[*range(start, min(start + 5, end))] for start in range(first, end, 5)]
+    return DataLoader(Asked(stream), batch_size=None, sampler=steps, num_workers=1, collate_fn=lambda batch: batch)
+
+
+class Lines:
+    """Reads a file without a buffer: two processes that had one open file would each get some of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[Any]:
+        with self.path.open("rb", buffering=0) as file:
+            while line := file.readline():
+                yield int(line), get_worker_info() is None
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_loaders_process_reads_a_file_from_its_first_line(tmp_path: Path, anew: bool) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{number}\n" for number in range(60)))
+    only = iter(Lines(path))
+    stream = Stream(lambda: Lines(path) if anew else only, "train")
+    head = stream.__getitems__(list(range(7)))
+    stream.begin(0, None)
+    batches = iter(loader(stream, 0, 60))
+    found = next(batches)
+    if anew:  # the worker's own file is where it was
+        assert stream.__getitems__([7, 8]) == [(7, True), (8, True)]
+    found += [sample for batch in batches for sample in batch]
+    assert found == [(number, True) for number in range(60)]
+    assert head == found[:7]
+
+
+def test_a_state_is_loaded_in_a_loaders_process() -> None:
+    stream = Stream(Exact, "train")
+    stream.begin(0, None)
+    read(stream, 0, 1100)
+    again = Stream(Exact, "train")
+    again.digest(8)
+    again.begin(1100, stream.state())
+    found = [digest(sample) for batch in loader(again, 1100, 1200) for sample in batch]
+    assert found == unbroken(Exact)[1100:1200]
+
+
+@pytest.mark.parametrize("make", [lambda: range(23), lambda: iter(range(23)), Returned])
+def test_a_validation_stream_is_read_again(make: Callable[[], Any]) -> None:
+    stream = Rereadable(make, "val")
+    assert len(stream) == len(list(make()))
+    once = [digest(sample) for sample in make()]
+    for _ in range(2):
+        assert list(map(digest, stream.__getitems__([0, 1, 5, 5]) + stream.__getitems__([8, 22]))) == [
+            once[row] for row in (0, 1, 5, 5, 8, 22)
+        ]
+    assert [digest(sample) for batch in loader(stream, 0, 23) for sample in batch] == once[:23]
+
+
+def test_a_validation_stream_that_becomes_shorter_is_refused() -> None:
+    sizes = iter([10, 8])
+
+    class Shrinking:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(next(sizes, 8)))
+
+    stream = Rereadable(Shrinking, "val")
+    with pytest.raises(ConfigError, match="gave 10 samples when it was counted, and fewer now"):
+        stream.__getitems__([7, 8])
+
+
+SAMPLES: list[Any] = [
+    *(torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(3, 2), torch.arange(6).bfloat16(), torch.tensor(1)),
+    *(np.arange(6), np.arange(6, dtype=np.int32), np.array(["a", None], dtype=object), np.float32(1)),
+    *(b"ab", b"ba", "ab", 1, 1.0, True, None, [1, 2], (1, 2), [[1], 2], [b"a", b"b"], [b"ab"]),
+    *({"a": 1}, {"a": 2}, {"b": 1}, {"x", "y", "zz"}, Path("a"), Path("b"), Decimal(1)),
+    *(
+        datetime(2026, 1, 1),
+        datetime(2026, 1, 2),
+        random.Random(1),
+        random.Random(2),
+        open,
+        int,
+        iter([]),
+        (n for n in ()),
+    ),
+]
+
+
+def test_a_digest_tells_samples_apart_in_every_process() -> None:
+    words = "from tests.unit.test_stream import SAMPLES, digest; print(*map(digest, SAMPLES))"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == list(map(digest, SAMPLES))  # whose hashes of text are others
+    assert len(set(map(digest, SAMPLES))) == len(SAMPLES)
+    assert digest(np.array([1.0, np.nan])) == digest(np.array([1.0, np.nan]))
+
+
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "GROUP_RANK"), ("SLURM_PROCID", "PMI_SIZE")])
+def test_it_is_made_and_read_as_by_the_only_rank(names: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time, in whatever pass; the process has its place again afterwards."""
+    for name in (*names, "SIZE"):
+        monkeypatch.setenv(name, "3")
+    seen: list[str | None] = []
+
+    class Splits(Task):
+        def stream(self, split: str) -> Any:
+            seen.extend(map(os.environ.get, names))
+            assert os.environ["SIZE"] == "3", "the user's own"
+
+            def samples() -> Iterator[int]:
+                for number in range(SIZE):
+                    seen.extend(map(os.environ.get, names))
+                    yield number
+
+            return samples()
+
+    stream = load_split(Splits(), "train", True)
+    assert isinstance(stream, Stream)
+    stream.begin(0, None)
+    stream.__getitems__([0, 5])
+    assert seen == [None] * len(seen)
+    assert len(seen) > 12
+    assert [os.environ[name] for name in names] == ["3", "3"]
