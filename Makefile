@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all lint format bench bench-full bench-gpu docs dashboard audit clean faults soak
+.PHONY: install sweep test test-all lint format bench bench-full bench-gpu gpu docs dashboard audit clean faults soak
 
 install: .venv/installed
 
@@ -64,6 +64,11 @@ bench bench-full: install
 # On one GPU, in less than eight minutes. Without .venv it runs on a PYTHON that has torch with CUDA: Ray is not needed.
 bench-gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks --gpu --minutes 7.75
+
+# All that a GPU can show, in parts that go on where they stopped: `make gpu minutes=30`. docs/gpu.md has what it needs.
+minutes ?= 7.5
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --minutes $(minutes) --keep
 
 docs: install
 	$(BIN)/python docs/make.py > docs/config.md

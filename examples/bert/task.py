@@ -140,9 +140,13 @@ class Bert(MaySynthesize):
         return made
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        """Logits; padding is masked."""
+        """Logits; padding is masked.
+
+        Of a mask [B, L] Transformers asks the device whether anything is masked at all, and waits for that in each
+        forward; one that is bool [B, 1, 1, L] it takes as it is.
+        """
         ids = batch[0]
-        logits: Tensor = model(input_ids=ids, attention_mask=(ids != _PADDING).long()).logits
+        logits: Tensor = model(input_ids=ids, attention_mask=(ids != _PADDING)[:, None, None, :]).logits
         return logits
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:

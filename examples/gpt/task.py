@@ -61,7 +61,8 @@ class CharacterModel(Task):
     """Predict every byte of a line of text, the newline at its end included, from those before it.
 
     `text`: a file on every node, whose last tenth validates (default: `lines` lines made by examples/gpt/text.py).
-    Longer lines are cut into pieces of `context` bytes.
+    Longer lines are cut into pieces of `context` bytes. `packed`: rows of `context` bytes without padding, cut from all
+    lines in their order, so that a context of many lines trains on text alone.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class CharacterModel(Task):
         width: int = 64,
         heads: int = 4,
         layers: int = 2,
+        packed: bool = False,
     ) -> None:
-        self.text, self.lines, self.context = text, lines, context
+        self.text, self.lines, self.context, self.packed = text, lines, context, packed
         self.width, self.heads, self.layers = width, heads, layers
 
     def model(self) -> nn.Module:
@@ -81,7 +83,9 @@ class CharacterModel(Task):
         return Gpt(self.context, self.width, self.heads, self.layers)
 
     def dataset(self, split: str) -> TensorDataset:
-        """uint8 [N, context + 1]: a newline, a line, a newline, and padding."""
+        """uint8 [N, context + 1]: a newline, a line, a newline, and padding; packed: nothing but text, and a row begins
+        with the byte that the one before it ended with.
+        """
         held_out = max(1, int(self.lines * _VALIDATION_SHARE))
         if self.text is None:
             lines = draw_lines(held_out, _VALIDATION_SEED) if split == "val" else draw_lines(self.lines, 0)
@@ -92,6 +96,10 @@ class CharacterModel(Task):
             lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line]
             held_out = max(1, int(len(lines) * _VALIDATION_SHARE))
             lines = lines[-held_out:] if split == "val" else lines[:-held_out]
+        if self.packed:
+            text = torch.frombuffer(bytearray("\n".join(["", *lines, ""]).encode()), dtype=torch.uint8)
+            short = max(0, self.context + 1 - len(text))
+            return TensorDataset(F.pad(text, (0, short)).unfold(0, self.context + 1, self.context).contiguous())
         pieces = [piece for line in lines for piece in self._pieces(line.encode() + b"\n")]
         rows = torch.full((len(pieces), self.context + 1), _PADDING, dtype=torch.uint8)
         rows[:, 0] = _NEWLINE
