@@ -34,6 +34,7 @@ class Script:
 SHORT = [
     Script("input", "input", ("--short",)),
     Script("checkpoint", "checkpoint", ("--short",)),
+    Script("sharded", "sharded", ("3", "--mb", "100")),
     Script("startup", "startup", ("--short",)),
     Script("loop", "loop", ("--short",)),
     Script("sweep", "sweep", ()),
@@ -43,6 +44,7 @@ SHORT = [
 FULL = [
     Script("input", "input", ("11",)),
     Script("checkpoint", "checkpoint", ("11", "--full")),
+    Script("sharded", "sharded", ("11", "--full")),
     Script("startup", "startup", ("11",)),
     Script("loop", "loop", ("11",)),
     Script("sweep", "sweep", ("--full",)),

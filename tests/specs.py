@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainers.checkpoint.manifest import folder_name
+from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.launch.spec import RunSpec, make_spec
 from trainers.measure.run_log import read_log
+from trainers.storage import Storage
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -45,3 +48,10 @@ def evaluations(spec: RunSpec) -> list[dict[str, float]]:
     """The evaluations that a run has logged, without times."""
     records = [record for record in read_log(spec.storage) if "val_loss" in record]
     return [{key: value for key, value in record.items() if key != "train_time_s"} for record in records]
+
+
+def whole_state(run: Storage, step: int) -> dict[str, Any]:
+    """The state that a run's checkpoint of a step holds, whole, however many ranks have written it."""
+    state, rows = Archive(run).read_state(folder_name(step))
+    filled: dict[str, Any] = rows.fill(state) if rows is not None else state
+    return filled

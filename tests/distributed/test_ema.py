@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.distributed.processes import run_processes
-from tests.specs import BASE
+from tests.specs import BASE, whole_state
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build
@@ -41,10 +40,9 @@ def train_all(rank: int, world_size: int, path: Path) -> list[dict[str, float]]:
 
 def state(path: Path, strategy: str) -> dict[str, Tensor]:
     """The averages, and the model's own weights as `own.<name>`."""
-    read: dict[str, Any] = torch.load(
-        path / strategy / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True, map_location="cpu"
-    )
-    return read["model"] | {f"own.{name}": one for name, one in read["ema"]["own"].items()}
+    read = whole_state(Storage(str(path / strategy)), STEPS)
+    model: dict[str, Tensor] = read["model"]
+    return model | {f"own.{name}": one for name, one in read["ema"]["own"].items()}
 
 
 def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path: Path) -> None:

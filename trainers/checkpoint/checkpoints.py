@@ -1,9 +1,11 @@
 """Checkpoints: written straight to storage, a manifest with checksums last; the newest complete one is resumed.
 
-    checkpoints/step-000000000123/state.pt        model, optimizer, scaler, task, position
-                                  rank-00000.pt   random state of each rank
-                                  manifest.json   names, sizes and SHA-256 of the files above; metrics, versions,
-                                                  config; a seal over its own text
+    checkpoints/step-000000000123/state.pt                 model, optimizer, scaler, task, position
+                                  rank-00000.pt            random state of each rank
+                                  shard-00000.safetensors  of a sharded or large model each rank's rows of its tensors,
+                                                           which `state.pt` then has no more of than their shapes
+                                  manifest.json            names, sizes and SHA-256 of the files above; metrics,
+                                                           versions, config; a seal over its own text
 
 A checkpoint without its manifest, or with a file that does not match it, is not used; nor is another run's, or one
 that does not fit the model. The next older one is, and where there are some and none can be used, that is an error.
@@ -28,8 +30,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from trainers.checkpoint.host_copy import HostCopy
-from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, rank_file
+from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, rank_file, shard_file
+from trainers.checkpoint.row_shards import RowReader
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, PacelineError, StorageError
@@ -50,6 +55,8 @@ class Loaded:
     """None when the checkpoint was written by another number of workers."""
     config: dict[str, Any]
     """The resolved TrainConfig that trained it."""
+    rows: RowReader | None = None
+    """Of a sharded one, in whose state tensors on the meta device stand for others."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +86,21 @@ class Checkpoints:
         self._pending: _Pending | None = None
 
     def save(
-        self, step: int, state: dict[str, Any], rank_state: dict[str, Any], metrics: Mapping[str, float] | None = None
+        self,
+        step: int,
+        state: dict[str, Any],
+        rank_state: dict[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        rows: Mapping[str, Tensor] | None = None,
     ) -> str:
         """Write one checkpoint and return where it is; only then are older ones deleted.
 
-        `metrics` are the figures of an evaluation at this very step. Raises StorageError, on every rank, when any
-        rank could not write.
+        `metrics` are the figures of an evaluation at this very step; `rows` this rank's, where all ranks have some.
+        Raises StorageError, on every rank, when any rank could not write.
         """
         assert self._pending is None
         self._remember(metrics or {})
-        files = self._gather(step, *self._files(step, state, rank_state, None))
+        files = self._gather(step, *self._files(step, state, rank_state, None, rows))
         self._raise(step, self.group.first(self._seal(step, files, metrics or {})))
         return self.locate(step)
 
@@ -99,6 +111,7 @@ class Checkpoints:
         rank_state: dict[str, Any],
         metrics: Mapping[str, float] | None = None,
         first: Callable[[], None] | None = None,
+        rows: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Copy the state to host memory, and write it while training goes on; there must be none on its way.
 
@@ -106,8 +119,8 @@ class Checkpoints:
         """
         assert self._pending is None
         self._remember(metrics or {})
-        copied = self._host.take(state) if self.group.rank == 0 else {}
-        job = self._thread.submit(self._files, step, copied, rank_state, first)
+        copied = self._host.take({"state": state if self.group.rank == 0 else {}, "rows": rows})
+        job = self._thread.submit(self._files, step, copied["state"], rank_state, first, copied["rows"])
         self._pending = _Pending(step, dict(metrics or {}), job)
 
     @property
@@ -181,7 +194,7 @@ class Checkpoints:
             raise StorageError(problem)
         for name, is_complete in self.group.first(found).items():
             loaded: list[Loaded] = []
-            actions: list[Callable[[], None]] = [partial(archive.verify, name) if is_first else _idle]
+            actions: list[Callable[[], None]] = [partial(archive.verify, name, self.group.rank, self.group.world_size)]
             actions += [partial(self._read, name, loaded), *(partial(_give, use, loaded) for use in uses)]
             problem = next(filter(None, map(self._agreed, actions)), None)
             if problem is None:
@@ -202,7 +215,8 @@ class Checkpoints:
         manifest = self.archive.manifest(name)
         same_size = manifest.world_size == self.group.world_size
         own = self.archive.read(name, rank_file(self.group.rank)) if same_size else None
-        into.append(Loaded(name, self.archive.read(name, "state.pt"), own, manifest.config))
+        state, rows = self.archive.read_state(name)
+        into.append(Loaded(name, state, own, manifest.config, rows))
 
     def _agreed(self, action: Callable[[], None]) -> str | None:
         """What the first rank met that could not do it, on every rank."""
@@ -222,7 +236,12 @@ class Checkpoints:
             self._best_value = metrics[self.best.metric]
 
     def _files(
-        self, step: int, state: dict[str, Any], rank_state: dict[str, Any], first: Callable[[], None] | None
+        self,
+        step: int,
+        state: dict[str, Any],
+        rank_state: dict[str, Any],
+        first: Callable[[], None] | None,
+        rows: Mapping[str, Tensor] | None,
     ) -> tuple[_Entries, str | None]:
         """Write this rank's files. An error is an answer too: the other ranks wait for one."""
         name = folder_name(step)
@@ -235,6 +254,9 @@ class Checkpoints:
                 entries["state.pt"] = self.archive.write(name, "state.pt", state)
             own = rank_file(self.group.rank)
             entries[own] = self.archive.write(name, own, rank_state)
+            if rows is not None:
+                shard = shard_file(self.group.rank)
+                entries[shard] = self.archive.write_rows(name, shard, rows)
         except Exception as error:
             return entries, _message(error)
         return entries, None

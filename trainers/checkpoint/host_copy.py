@@ -30,6 +30,8 @@ class HostCopy:
         return copied
 
     def _copy(self, value: Any, path: tuple[Any, ...], used: _Buffers, seen: _Buffers) -> Any:
+        if isinstance(value, Tensor) and value.is_meta:
+            return value
         if isinstance(value, Tensor):
             return self._copy_tensor(value.detach(), path, used, seen)
         if isinstance(value, dict):

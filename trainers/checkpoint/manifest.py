@@ -66,10 +66,17 @@ class Manifest:
             raise CheckpointError(f"its manifest is damaged or was changed: {error}") from None
         # The number of files first: no list of a billion ranks is made.
         count = len(found.files)
-        if count != found.world_size + 1 or {"state.pt", *map(rank_file, range(count - 1))} != set(found.files):
-            words = f"it names {count} files, not state.pt and one for each of {found.world_size} ranks"
+        each = (rank_file, shard_file) if found.is_sharded else (rank_file,)
+        right = count == found.world_size * len(each) + 1
+        if not right or {"state.pt", *(of(rank) for of in each for rank in range(found.world_size))} != {*found.files}:
+            words = f"it names {count} files, not state.pt and those of each of {found.world_size} ranks"
             raise CheckpointError(f"its manifest is damaged or was changed: {words}")
         return found
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank wrote its rows of the tensors (trainers/checkpoint/row_shards.py)."""
+        return shard_file(0) in self.files
 
     def require_run(self, config: Mapping[str, Any]) -> None:
         """Raise CheckpointError, with the key that differs, unless a run of this `config` wrote it."""
@@ -93,6 +100,11 @@ def seal(tree: dict[str, Any]) -> bytes:
 def rank_file(rank: int) -> str:
     """Name of the file that holds one rank's random state."""
     return f"rank-{rank:05d}.pt"
+
+
+def shard_file(rank: int) -> str:
+    """Name of the file that holds one rank's rows of the tensors."""
+    return f"shard-{rank:05d}.safetensors"
 
 
 def folder_name(step: int) -> str:

@@ -1,12 +1,14 @@
 """The training state of a run: what a checkpoint holds, when it is written, and how it is taken back.
 
-It is the same under every strategy and for any number of workers: whole tensors, under the bare module's names.
+It is the same under every strategy and for any number of workers: under the bare module's names, by rows where each
+rank writes its own (trainers/checkpoint/row_shards.py), and then read by rows or whole as the run needs it.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +18,21 @@ from torch.optim import Optimizer
 from trainers.causes import classify
 from trainers.checkpoint.checkpoints import Checkpoints, Loaded
 from trainers.checkpoint.manifest import Best
-from trainers.checkpoint.validation import check_dtypes, check_optimizer, check_rng_state, check_scaler, check_state
+from trainers.checkpoint.row_shards import Cut, cut_rows
+from trainers.checkpoint.validation import (
+    check_dtypes,
+    check_optimizer,
+    check_rng_state,
+    check_scaler,
+    check_state,
+    tensors_in,
+)
 from trainers.config import TrainConfig
 from trainers.devices.rng import get_rng_state, set_rng_state
-from trainers.errors import CheckpointError, ConfigError
+from trainers.errors import CheckpointError, ConfigError, StorageError
 from trainers.measure.run_log import RunLog
 from trainers.model.frozen import check_frozen, load_model
-from trainers.model.sharding import is_sharded, shard_like, whole
+from trainers.model.sharding import is_shard, is_sharded, place_rows, shard_like, whole
 from trainers.step.ceiling import OUT_OF_MEMORY
 from trainers.step.replica import Replica
 from trainers.storage import Storage
@@ -30,6 +40,8 @@ from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
+_SHARD_BYTES = 1 << 30
+"""From this size on replicas write a checkpoint together, too: a second or more of one rank's writing."""
 _LONG_WAIT_S = 1.0
 _LONG_DEAD_S = 3600.0  # a file beside the run's that nobody has written to for so long is a killed process's
 _HOW = ("fused", "foreach", "capturable")
@@ -74,17 +86,18 @@ class Keeper:
         """
         self.settle()
         step = int(position["step"])
-        state = self._state(position)
+        cut = self._cut(self._state(position))
+        state, rows = (cut.rest, cut.rows or None)
         random_state = get_rng_state(self.parts.device)
         self.kept_step, self._kept_at = step, time.monotonic()
         # The log goes before the manifest: what is resumed must have its log.
         if self.config.checkpoint.async_ and not at_once:
             write_log = self.log.part(step) if self.log is not None else None
-            self.checkpoints.start(step, state, random_state, figures, write_log)
+            self.checkpoints.start(step, state, random_state, figures, write_log, rows)
             return
         if self.log is not None:
             self.log.flush(step)
-        self.told(self.checkpoints.save(step, state, random_state, figures))
+        self.told(self.checkpoints.save(step, state, random_state, figures, rows))
         self._kept_at = time.monotonic()
 
     def advance(self) -> None:
@@ -120,7 +133,7 @@ class Keeper:
         return None if loaded is None else loaded.state["position"]
 
     def _state(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Everything but random state; of a sharded model rank 0 alone has the tensors."""
+        """Everything but random state."""
         parts = self.parts
         state = {
             "model": parts.model.state_dict(),
@@ -139,7 +152,19 @@ class Keeper:
             state["ema"] = parts.ema.state_dict()
         if parts.step.carry is not None:
             state["carry"] = parts.step.carry.state_dict(int(position["step"]))
-        return whole(state, parts.group) if is_sharded(parts.model) else state
+        return state
+
+    def _cut(self, state: dict[str, Any]) -> Cut:
+        """What rank 0 writes of the state, and this rank's rows where each writes some: all ranks or none."""
+        parts, group = self.parts, self.parts.group
+        sharded = is_sharded(parts.model)
+        if not sharded and (group.world_size == 1 or _size(state["model"], state["optimizer"]) < _SHARD_BYTES):
+            return Cut(state, {})
+        names = {name for name, _ in parts.model.named_parameters(remove_duplicate=False)}
+        cut = cut_rows(state, group, None if sharded else names)
+        if len(set(group.gather(cut.digest()))) > 1:  # an optimizer of the task's that has other tensors on each rank
+            cut = Cut(state, {})
+        return Cut(whole(cut.rest, group), cut.rows) if sharded else cut
 
     def _require_frozen(self) -> None:
         """Raise ConfigError where what is left out is trained after all, or was changed by hand."""
@@ -151,7 +176,7 @@ class Keeper:
     def _check(self, loaded: Loaded) -> None:
         """Raise CheckpointError when a checkpoint does not fit, ConfigError when it was trained on other steps."""
         parts, config, state = self.parts, self.config, loaded.state
-        position = check_state(state, loaded.name)
+        position = check_state(state, loaded.name, loaded.rows is not None)
         state["position"] = asdict(position)
         check_frozen(state.get("frozen"), parts.frozen)
         check_dtypes(state["model"], parts.model.state_dict())
@@ -181,6 +206,8 @@ class Keeper:
         """Take back a loaded checkpoint; CheckpointError when the model or the task does not take it."""
         try:
             self._take(loaded)
+        except (CheckpointError, StorageError):
+            raise
         except Exception as error:
             if classify(error) in OUT_OF_MEMORY:
                 raise
@@ -188,27 +215,40 @@ class Keeper:
             raise CheckpointError(f"it does not fit this model: {' '.join(words.split())[:400]}") from error
 
     def _take(self, loaded: Loaded) -> None:
-        parts, config, state = self.parts, self.config, loaded.state
-        model_state, task_state = state["model"], state["task"]
-        if is_sharded(parts.model):
-            model_state = shard_like(model_state, parts.model.state_dict())
-            task_state = shard_like(task_state, self.task.state_dict())
+        parts, config, group = self.parts, self.config, self.parts.group
+        sharded = is_sharded(parts.model)
+
+        def read(section: str, like: Any = None) -> Any:
+            tree = loaded.state[section]
+            if loaded.rows is not None and sharded:
+                place = partial(place_rows, like=next(filter(is_shard, parts.model.parameters())))
+                tree = loaded.rows.fill(tree, group.rank, group.world_size, place)
+            elif loaded.rows is not None:
+                tree = loaded.rows.fill(tree)
+            return shard_like(tree, like) if sharded else tree
+
         now = config.tree()["optimizer"]
         then = loaded.config.get("optimizer") or now
         own = (*_HOW, *(name for name in now if then.get(name) != now[name]))
-        load_model(parts.model, model_state, parts.frozen)
-        parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, state["optimizer"], own))
+        # One after the other: no more is read than is taken next.
+        load_model(parts.model, read("model", parts.model.state_dict()), parts.frozen)
+        parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, read("optimizer"), own))
         match_layout(parts.optimizer)
-        parts.step.scaler.load_state_dict(state["scaler"])
+        parts.step.scaler.load_state_dict(read("scaler"))
         if parts.schedule is not None:
-            parts.schedule.load_state_dict(state["schedule"])
+            parts.schedule.load_state_dict(read("schedule"))
         if parts.ema is not None:
-            parts.ema.load_state_dict(state["ema"], parts.step.scaler)
+            parts.ema.load_state_dict(read("ema"), parts.step.scaler)
         if parts.step.carry is not None:
-            parts.step.carry.load_state_dict(state["carry"])
-        self.task.load_state_dict(task_state)
+            parts.step.carry.load_state_dict(read("carry"))
+        self.task.load_state_dict(read("task", self.task.state_dict()))
         if loaded.rank_state is not None:
             set_rng_state(loaded.rank_state, parts.device)
+
+
+def _size(*trees: Any) -> int:
+    """Bytes of the tensors of nested data."""
+    return sum(tensor.nbytes for tree in trees for _, tensor in tensors_in(tree, "state"))
 
 
 def match_layout(optimizer: Optimizer) -> None:

@@ -10,12 +10,15 @@ import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, surplus
+from trainers.checkpoint.row_shards import RowReader
+from trainers.checkpoint.safetensors_stream import write_tensors
 from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.storage import Storage, retrying
 
@@ -61,15 +64,22 @@ class Archive:
         """Delete the manifest: while its files change, a checkpoint must not look complete."""
         self.storage.delete(f"{name}/manifest.json")
 
-    @retrying
     def write(self, name: str, file: str, state: dict[str, Any]) -> FileEntry:
         """Write one file of a checkpoint; its entry in the manifest."""
+        # To a stream, not to a path: there torch would hold the GIL through the whole write.
+        return self._write(name, file, lambda stream: torch.save(state, stream))
+
+    def write_rows(self, name: str, file: str, rows: Mapping[str, Tensor]) -> FileEntry:
+        """Write one rank's rows; their file's entry in the manifest."""
+        return self._write(name, file, lambda stream: write_tensors(stream, rows))
+
+    @retrying
+    def _write(self, name: str, file: str, content: Callable[[Any], None]) -> FileEntry:
         path = f"{name}/{file}"
         try:
             with self.storage.writer(path) as stream:
                 hashing = _Hashing(stream)
-                # To a stream, not to a path: there torch would hold the GIL through the whole write.
-                torch.save(state, hashing)  # type: ignore[arg-type]
+                content(hashing)
         except RuntimeError as error:  # torch's zip writer hides the stream's own error in one of these
             cause = _os_error(error) or error
             raise StorageError(f"could not write {self.storage.locate(path)}: {cause}") from cause
@@ -136,6 +146,14 @@ class Archive:
             raise CheckpointError(f"checkpoint {self.storage.locate(name)} cannot be used: {error}") from error
         return name
 
+    def read_state(self, name: str) -> tuple[dict[str, Any], RowReader | None]:
+        """What rank 0 wrote, and where each rank wrote its rows of the tensors, what reads these.
+
+        Raises CheckpointError as `read` does.
+        """
+        state, manifest = self.read(name, "state.pt"), self.manifest(name)
+        return state, RowReader(self.storage, name, manifest, state) if manifest.is_sharded else None
+
     def read(self, name: str, file: str) -> dict[str, Any]:
         """The content of one file, on the CPU; CheckpointError when it is more than tensors and plain data."""
         where = self.storage.locate(f"{name}/{file}")
@@ -181,13 +199,14 @@ class Archive:
                 manifests[name] = self.manifest(name)
         return self.best.ranked(manifests)
 
-    def verify(self, name: str) -> None:
-        """Raise CheckpointError unless every file is as the manifest says."""
+    def verify(self, name: str, rank: int = 0, world_size: int = 1) -> None:
+        """Raise CheckpointError unless every file, or a rank's share of them, is as the manifest says."""
         manifest = self.manifest(name)
-        if manifest.format == 1:
+        if manifest.format == 1 and rank == 0:
             words = "was written before manifests had a seal: a change in it would not be noticed"
             logger.warning("the manifest of %s %s", self.storage.locate(name), words)
-        for file, entry in manifest.files.items():
+        # Of as many ranks as have written, each has the files that it wrote.
+        for file, entry in sorted(manifest.files.items())[rank::world_size]:
             sha256 = hashlib.sha256()
             with self.storage.reader(f"{name}/{file}", entry.bytes) as stream:
                 while chunk := stream.read(1 << 20):  # larger than file_digest's: each is a request to an object store

@@ -7,7 +7,7 @@ than its parameter's would crash the process.
 
 import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any
@@ -64,10 +64,10 @@ class Position:
     """What tells the samples of a stream up to a row from others."""
 
 
-def check_state(state: Mapping[str, Any], name: str) -> Position:
+def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> Position:
     """Return the position in the state of checkpoint `name`; CheckpointError when it is no state of a run.
 
-    The task's own part is left to the task.
+    The task's own part is left to the task. `has_rows`: tensors on the meta device stand for those in other files.
     """
     if wrong := sorted(_SECTIONS ^ (set(map(str, state)) - _OPTIONAL)):
         raise CheckpointError(
@@ -76,29 +76,39 @@ def check_state(state: Mapping[str, Any], name: str) -> Position:
     for section in sorted(set(state) - {"task"}):
         if not isinstance(state[section], dict):
             raise CheckpointError(f"its {section} is no mapping")
-        check_plain(state[section], section)
+        check_plain(state[section], section, has_rows)
     position = validated(state["position"], Position)
     if name != f"step-{position.step:012d}":
         raise CheckpointError(f"its position is step {position.step}")
     return position
 
 
-def check_plain(tree: Any, what: str) -> None:
-    """Raise CheckpointError where nested data is endless, or holds another tensor than a dense one in host memory."""
-    waiting: list[tuple[Any, int]] = [(tree, 0)]
+def check_plain(tree: Any, what: str, has_rows: bool = False) -> None:
+    """Raise CheckpointError where nested data is endless, or holds another tensor than a dense one in host memory, or,
+    with `has_rows`, one on the meta device.
+    """
+    for _, tensor in tensors_in(tree, what):
+        here = tensor.device.type == "cpu" or (tensor.is_meta and has_rows)
+        plain = tensor.layout is torch.strided and here and not tensor.is_quantized
+        if not plain or type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise CheckpointError(f"its {what} holds a tensor that is not a dense one")
+
+
+def tensors_in(tree: Any, what: str) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """The tensors of nested data with their places in it, in its order; CheckpointError where it is endless."""
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     parts = 0
     while waiting:
-        value, depth = waiting.pop()
+        path, value = waiting.pop()
         parts += 1
-        if depth > _MOST_DEPTH or parts > _MOST_PARTS:
+        if len(path) > _MOST_DEPTH or parts > _MOST_PARTS:
             raise CheckpointError(f"its {what} is nested without end")
         if isinstance(value, Tensor):
-            plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
-            if not plain or type(value) not in (Tensor, torch.nn.Parameter):
-                raise CheckpointError(f"its {what} holds a tensor that is not a dense one")
-        else:
-            inner: Collection[Any] = value.values() if isinstance(value, dict) else value
-            waiting += [(one, depth + 1) for one in inner if isinstance(one, (Tensor, dict, list, tuple))]
+            yield path, value
+        elif isinstance(value, (dict, list, tuple)):
+            inner = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+            nested = [((*path, key), one) for key, one in inner if isinstance(one, (Tensor, dict, list, tuple))]
+            waiting += reversed(nested)
 
 
 def check_dtypes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

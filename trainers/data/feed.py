@@ -14,7 +14,7 @@ from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, leaves_of, map_tensors
 from trainers.data.fed_dataset import FedDataset
 from trainers.data.transfer import Pinnable, to_device
-from trainers.devices.device import seed_all, seed_host, total_memory_bytes
+from trainers.devices.device import seed_device, seed_host, total_memory_bytes
 from trainers.errors import ConfigError
 
 _RESIDENT_SHARE = 0.1  # of the device's memory, over all workers of the device: leaves the rest to training
@@ -134,7 +134,7 @@ class Feed:
         source = self._resident_batches(microbatches) if resident else self._loaded_batches(microbatches, seeds)
         for seed in itertools.repeat(None) if training or seeds is None else seeds:
             if seed is not None:
-                seed_all(seed)
+                seed_device(seed, self.device)
             batch = next(source, _END)
             if batch is _END:
                 return

@@ -27,7 +27,7 @@ from trainers.devices.device import resolve_device, seed_all, set_flags, synchro
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, ConfigError, counted
 from trainers.inference.predict import predict
-from trainers.inference.saved_run import SavedRun
+from trainers.inference.saved_run import SavedRun, read_trained
 from trainers.launch.spec import Job, RunSpec, make_spec
 from trainers.model.frozen import check_frozen, frozen_digests, load_model
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
@@ -145,7 +145,7 @@ def _model(
     found = run.checkpoint(job.which) if group.rank == 0 else None
     name = group.first(found.name if found else "")
     archive = Archive(run.storage)
-    state = found.state if found else archive.read(name, "state.pt")
+    state = found.state if found else read_trained(archive, name)
     seed_all(config.seed)
     model = task.model()
     frozen = frozen_digests(model) if "frozen" in state else None

@@ -22,7 +22,7 @@ class SavedCheckpoint:
     name: str
     manifest: Manifest
     state: dict[str, Any]
-    """As trainers/checkpoint/run_state.py wrote it, on the CPU."""
+    """As trainers/checkpoint/run_state.py wrote it, on the CPU; of a sharded one the model's and the task's tensors."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,19 @@ class SavedRun:
             name = archive.choose(which)
         except CheckpointError as error:
             raise ConfigError("--checkpoint", which, str(error), "give newest, best or step-N") from error
-        state = archive.read(name, "state.pt")
-        try:
-            check_state(state, name)
-        except CheckpointError as error:
-            raise CheckpointError(f"checkpoint {archive.storage.locate(name)} cannot be used: {error}") from None
-        return SavedCheckpoint(name, archive.manifest(name), state)
+        return SavedCheckpoint(name, archive.manifest(name), read_trained(archive, name))
+
+
+def read_trained(archive: Archive, name: str) -> dict[str, Any]:
+    """The state of a checkpoint, whose tensors of the model and of the task are whole; CheckpointError when it is none.
+
+    Others may be on the meta device: nobody needs them who does not train on.
+    """
+    state, rows = archive.read_state(name)
+    try:
+        check_state(state, name, rows is not None)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {archive.storage.locate(name)} cannot be used: {error}") from None
+    if rows is not None:
+        state |= {section: rows.fill(state[section]) for section in ("model", "task")}
+    return state

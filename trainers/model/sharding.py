@@ -65,6 +65,21 @@ def whole(tree: Any, group: Group) -> Any:
     return tree
 
 
+def place_rows(rows: Tensor, whole: Tensor, like: Any) -> Tensor:
+    """Return the sharded tensor of the shape of `whole`, on the devices of `like`, of which this rank has `rows`."""
+    from torch.distributed.tensor import DTensor
+
+    placed: Tensor = DTensor.from_local(
+        rows.to(like.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    return placed
+
+
 def shard_like(tree: Any, like: Any) -> Any:
     """Cut the tensors of nested plain data, which every rank has whole, as their counterparts in `like` are."""
     if is_shard(like):

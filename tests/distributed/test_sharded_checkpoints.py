@@ -1,0 +1,123 @@
+"""Checkpoints that all ranks write at once: resharded to any number of ranks to the bit, and killed at every write."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from tests.distributed.processes import run_processes
+from tests.distributed.test_strategies import Averaged
+from tests.specs import BASE, whole_state
+from tests.unit.test_row_shards import same
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.storage import Storage
+
+STEPS = 7
+KILLED_STEP = 4
+NAME = f"step-{KILLED_STEP:012d}"
+FILES = [
+    (0, "state.pt"),
+    (0, "rank-00000.pt"),
+    (1, "rank-00001.pt"),
+    (0, "shard-00000.safetensors"),
+    (1, "shard-00001.safetensors"),
+    (0, "manifest.json"),
+]
+
+
+def train(rank: int, world_size: int, path: Path, name: str, source: str | None = None, **dotted: Any) -> None:
+    """A run of `STEPS` steps; with `source` one that begins, and ends, where that one did."""
+    base = {"global_batch_size": 24, "max_steps": STEPS, "ema.decay": 0.9, "microbatch_size": 5, "optimizer.lr": 0.01}
+    config = build(TrainConfig, override(TrainConfig, BASE, base | dotted), "test")
+    context = LocalContext(Storage(str(path / name)), "spawn", rank, world_size, rank, world_size)
+    if source is not None:
+        context.source = Storage(str(path / source))
+    fit(Averaged(samples=96, dtype="float64"), config, context)
+
+
+def train_all_sharded(rank: int, world_size: int, path: Path, name: str, source: str | None, strategy: str) -> None:
+    """As `train`; replicas, too, write together, however small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainers.checkpoint.run_state._SHARD_BYTES", 0)
+        patch.setattr("trainers.checkpoint.row_shards._LEAST_BYTES", 0)
+        train(rank, world_size, path, name, source, strategy=strategy)
+
+
+def kept(path: Path, step: int = STEPS) -> dict[str, Any]:
+    """All that a run's checkpoint holds but the time that it took."""
+    state = whole_state(Storage(str(path)), step)
+    state["position"].pop("train_time_s")
+    return state
+
+
+def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path: Path) -> None:
+    before: str | None = None
+    for number, (world_size, strategy) in enumerate(
+        [(2, "fsdp"), (3, "fsdp"), (1, "fsdp"), (4, "fsdp"), (2, "ddp"), (3, "fsdp"), (3, "ddp"), (2, "fsdp")]
+    ):
+        name = f"{number}-{strategy}-{world_size}"
+        (tmp_path / f"processes-{number}").mkdir()
+        run_processes(world_size, train_all_sharded, tmp_path / f"processes-{number}", tmp_path, name, before, strategy)
+        files = {file.name for file in (tmp_path / name / f"checkpoints/step-{STEPS:012d}").iterdir()}
+        assert ("shard-00000.safetensors" in files) == (world_size > 1)
+        assert sum(file.startswith("shard") for file in files) in (0, world_size)
+        if before is not None:
+            same(kept(tmp_path / name), kept(tmp_path / before))
+        before = name
+
+
+def train_killed(rank: int, world_size: int, path: Path, victim: int, file: str, after: bool, later: bool) -> None:
+    """The process of rank `victim` is killed in the middle of writing a file of a checkpoint, or right after it."""
+    write = Storage.writer
+
+    @contextlib.contextmanager
+    def writer(storage: Storage, name: str) -> Iterator[BinaryIO]:
+        # The archive's paths begin with the checkpoint's name.
+        strikes = rank == victim and name == f"{NAME}/{file}"
+        with write(storage, name) as stream:
+            if strikes and not after:
+                stream.write(b"the beginning")
+                stream.flush()
+                (path / "struck").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield stream
+        if strikes:
+            (path / "struck").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "writer", writer)
+        dotted = {"checkpoint.every_steps": 2, "checkpoint.async": later}
+        train(rank, world_size, path, "killed", strategy="fsdp", **dotted)
+
+
+@pytest.mark.full
+def test_killed_at_every_write_and_resumed_to_the_bit(tmp_path: Path) -> None:
+    for number, ((victim, file), after) in enumerate(itertools.product(FILES, (False, True))):
+        directory = tmp_path / f"processes-{number}"
+        directory.mkdir()
+        with pytest.raises((ProcessExitedException, ProcessRaisedException)):
+            run_processes(2, train_killed, directory, tmp_path, victim, file, after, number % 2 == 0)
+        (tmp_path / "struck").unlink()
+        done = (tmp_path / "killed/checkpoints" / NAME / "manifest.json").exists()
+        assert done == (file == "manifest.json" and after)
+    for name in ("killed", "unbroken"):
+        (tmp_path / f"processes-{name}").mkdir()
+        run_processes(2, finish, tmp_path / f"processes-{name}", tmp_path, name)
+    same(*(kept(tmp_path / name) for name in ("killed", "unbroken")))
+
+
+def finish(rank: int, world_size: int, path: Path, name: str) -> None:
+    train(rank, world_size, path, name, strategy="fsdp", **{"checkpoint.every_steps": 2})

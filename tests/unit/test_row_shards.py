@@ -1,0 +1,259 @@
+"""Tensors that each rank writes its rows of: cut, written and read back by any number of ranks; strangers' files."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from tests.unit.test_checkpoint import edit_manifest, flip_a_bit
+from trainers.checkpoint.checkpoints import Checkpoints
+from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name, rank_file, shard_file
+from trainers.checkpoint.row_shards import Cut, cut_rows
+from trainers.checkpoint.safetensors_stream import FORMATS, write_tensors
+from trainers.checkpoint.store import Archive
+from trainers.checkpoint.validation import check_state
+from trainers.devices.group import Group
+from trainers.errors import CheckpointError
+from trainers.storage import Storage
+
+CPU = torch.device("cpu")
+NAME = folder_name(1)
+NAMES = {"embed.weight", "head.weight", "wide.weight", "norm.weight"}
+
+
+class Tied(nn.Module):
+    """Large and small parameters, two that are one, one with fewer rows than there are ranks, and a large buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1003, 300)
+        self.head = nn.Linear(300, 1003, bias=False)
+        self.head.weight = self.embed.weight
+        self.wide = nn.Linear(300_000, 2, bias=False).to(torch.bfloat16)
+        self.norm = nn.LayerNorm(300)
+        self.register_buffer("seen", torch.rand(300_000))
+
+
+@pytest.fixture(scope="module")
+def state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    own = {name: value.detach() + 1 for name, value in model.named_parameters()}
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "ema": {"own": own, "averages": {}},
+        "scaler": {},
+        "task": {"kept": [torch.rand(400_000), (1, "word")]},
+        "position": {"step": 1},
+    }
+
+
+def write(path: Path, state: dict[str, Any], world_size: int) -> list[Cut]:
+    """Write the state as so many ranks would, one after another."""
+    archive = Archive(Storage(str(path)))
+    cuts = [cut_rows(state, Group(rank, world_size, CPU), NAMES) for rank in range(world_size)]
+    files = {"state.pt": archive.write(NAME, "state.pt", cuts[0].rest)}
+    for rank, cut in enumerate(cuts):
+        files[rank_file(rank)] = archive.write(NAME, rank_file(rank), {})
+        files[shard_file(rank)] = archive.write_rows(NAME, shard_file(rank), cut.rows)
+    archive.seal(Manifest(1, world_size, files), 1)
+    return cuts
+
+
+def same(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, Tensor):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs)
+        for key, value in theirs.items():
+            same(ours[key], value)
+    elif isinstance(theirs, (list, tuple)):
+        assert type(ours) is type(theirs)
+        for mine, value in zip(ours, theirs, strict=True):
+            same(mine, value)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_what_any_number_of_ranks_wrote_any_number_reads(
+    world_size: int, state: dict[str, Any], tmp_path: Path
+) -> None:
+    cuts = write(tmp_path, state, world_size)
+    assert len({cut.digest() for cut in cuts}) == 1
+    moments = {f"optimizer/state/{number}/{name}" for number in (0, 1) for name in ("exp_avg", "exp_avg_sq")}
+    weights = {f"{section}/{name}.weight" for section in ("model", "ema/own") for name in ("embed", "wide")}
+    assert set(cuts[0].rows) == weights | moments  # the small, the buffer and the task's own stay with the rest
+    sizes = [sum(rows.nbytes for rows in cut.rows.values()) for cut in cuts]
+    assert max(sizes) * world_size < sum(sizes) * 1.5 or world_size > 2
+    archive = Archive(Storage(str(tmp_path)))
+    archive.verify(NAME)
+    found, rows = archive.read_state(NAME)
+    assert rows is not None
+    assert (tmp_path / "checkpoints" / NAME / "state.pt").stat().st_size < 5 << 20
+    filled = rows.fill(found)
+    same(filled, state)
+    assert filled["model"]["embed.weight"] is filled["model"]["head.weight"]
+    for readers in (1, 2, 3, 4):
+        parts = [rows.fill(found["model"], rank, readers) for rank in range(readers)]
+        for name in ("embed.weight", "wide.weight"):
+            chunks = state["model"][name].chunk(readers)
+            for part, chunk in zip(parts, chunks, strict=False):
+                assert torch.equal(part[name], chunk)
+            assert all(len(part[name]) == 0 for part in parts[len(chunks) :])
+
+
+def test_ranks_that_hold_other_tensors_have_other_digests(state: dict[str, Any]) -> None:
+    group = Group(0, 2, CPU)
+    other = {**state, "optimizer": {"state": {}, "param_groups": []}}
+    assert cut_rows(state, group, NAMES).digest() != cut_rows(other, group, NAMES).digest()
+    assert cut_rows(state, group).rows == {}  # nothing is sharded
+
+
+def test_the_files_are_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    tensors = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in FORMATS}
+    tensors |= {"none": torch.empty(0, 4), "turned": torch.rand(4, 6).t(), "one": torch.rand(1)}
+    with (tmp_path / "ours.safetensors").open("wb") as stream:
+        write_tensors(stream, tensors)
+    found = safetensors.torch.load_file(tmp_path / "ours.safetensors")
+    same({name: found[name] for name in tensors}, tensors)
+    assert found.keys() == tensors.keys()
+
+
+def test_writing_takes_no_memory_of_the_size_of_the_state(tmp_path: Path) -> None:
+    rows = {str(number): torch.rand(5_000_000) for number in range(10)}  # 200 MB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Archive(Storage(str(tmp_path))).write_rows(NAME, shard_file(0), rows)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_flipped_byte_in_any_file_is_found_by_the_rank_whose_it_is(
+    rank: int, state: dict[str, Any], tmp_path: Path
+) -> None:
+    write(tmp_path, state, 3)
+    archive = Archive(Storage(str(tmp_path)))
+    flip_a_bit(tmp_path / "checkpoints" / NAME / shard_file(rank))
+    for other in {0, 1, 2} - {rank}:
+        archive.verify(NAME, other, 3)
+    with pytest.raises(CheckpointError, match=f"{shard_file(rank)} does not match its checksum"):
+        archive.verify(NAME, rank, 3)
+
+
+def test_a_shard_that_no_rank_sees_is_named(state: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, state, 2)
+    (tmp_path / "checkpoints" / NAME / shard_file(1)).unlink()
+    checkpoints = Checkpoints(Storage(str(tmp_path)), Group(0, 1, CPU), 1)
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* can be used"):
+        checkpoints.load()
+
+
+def replace(where: Path, file: str, data: bytes) -> None:
+    """Give the file another content, with a manifest that fits."""
+    (where / file).write_bytes(data)
+    files = json.loads((where / "manifest.json").read_text())["files"]
+    edit_manifest(where, files={**files, file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}})
+
+
+def header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """A change of a file's header, whose length stays that of the file's."""
+
+    def made(data: bytes) -> bytes:
+        size = int.from_bytes(data[:8], "little")
+        tree = json.loads(data[8 : 8 + size])
+        change(tree)
+        text = json.dumps(tree).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+    return made
+
+
+def entry(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda tree: tree["model/embed.weight"].update(values)
+
+
+STRANGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "no header": lambda data: (1 << 62).to_bytes(8, "little") + data[8:],
+    "half": lambda data: data[: len(data) // 2],
+    "no JSON": lambda data: data[:8] + b"{" * 50 + data[58:],
+    "another dtype": header(entry(dtype="F64")),
+    "another shape": header(entry(shape=[1, 2])),
+    "a negative shape": header(entry(shape=[-1, 300])),
+    "a place beyond the end": header(entry(data_offsets=[1 << 40, (1 << 40) + 502 * 1200])),
+    "a place of another size": header(entry(data_offsets=[0, 8])),
+    "a place that is no pair": header(entry(data_offsets=[0])),
+    "no such tensor": header(lambda tree: tree.pop("model/embed.weight")),
+    "a tensor that is none": header(lambda tree: tree.update({"model/embed.weight": 7})),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strangers_rows_are_refused_in_a_sentence(name: str, state: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, state, 2)
+    where = tmp_path / "checkpoints" / NAME
+    replace(where, shard_file(0), STRANGE[name]((where / shard_file(0)).read_bytes()))
+    archive = Archive(Storage(str(tmp_path)))
+    archive.verify(NAME)
+    found, rows = archive.read_state(NAME)
+    assert rows is not None
+    with pytest.raises(CheckpointError, match=r"shard-00000\.safetensors cannot be read: it") as raised:
+        rows.fill(found["model"])
+    assert len(str(raised.value)) < 500
+
+
+def endless() -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    tree["again"] = [tree, tree]
+    return tree
+
+
+STRANGE_STATES: dict[str, Callable[[], Any]] = {
+    "more than the files have": lambda: torch.empty(1 << 50, device="meta"),
+    "a number": lambda: torch.empty((), device="meta"),
+    "complex": lambda: torch.empty(4, dtype=torch.complex64, device="meta"),
+    "endless": endless,
+}
+
+
+@pytest.mark.parametrize("name", STRANGE_STATES)
+def test_a_strangers_state_is_refused_before_memory_is_asked_for(
+    name: str, state: dict[str, Any], tmp_path: Path
+) -> None:
+    cut = write(tmp_path, state, 2)[0]
+    made = io.BytesIO()
+    torch.save({**cut.rest, "task": {"theirs": STRANGE_STATES[name]()}}, made)
+    replace(tmp_path / "checkpoints" / NAME, "state.pt", made.getvalue())
+    with pytest.raises(CheckpointError):
+        Archive(Storage(str(tmp_path))).read_state(NAME)
+
+
+def test_a_tensor_without_rows_is_refused_where_no_rank_wrote_any() -> None:
+    optimizer = {"state": {0: {"exp_avg": torch.empty(3, device="meta")}}, "param_groups": []}
+    whole = {"model": {}, "optimizer": optimizer, "scaler": {}, "task": {}, "position": {}}
+    with pytest.raises(CheckpointError, match="its optimizer holds a tensor that is not a dense one"):
+        check_state(whole, NAME)
+
+
+@pytest.mark.parametrize("lost", [shard_file(1), rank_file(0), shard_file(0)])
+def test_a_manifest_without_one_of_the_files_is_damaged(lost: str) -> None:
+    each = [of(rank) for of in (rank_file, shard_file) for rank in range(2)]
+    files = {name: FileEntry(0, "0" * 64) for name in ("state.pt", *each) if name != lost}
+    with pytest.raises(CheckpointError, match=r"it names 4 files, not state\.pt and those of each of 2 ranks"):
+        Manifest.from_json(Manifest(1, 2, files).to_json())

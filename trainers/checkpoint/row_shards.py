@@ -1,0 +1,172 @@
+"""Tensors of which each rank writes its rows: cut out of a state before a checkpoint, put back after one.
+
+A rank's rows are those that torch.chunk gives it, as FSDP2 shards parameters: which ones a file holds follows from its
+rank and from how many ranks there were. In the state, a tensor on the meta device stands for each that was cut: it has
+its shape and format, and its place there is its name in the files.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainers.checkpoint.manifest import Manifest, shard_file
+from trainers.checkpoint.safetensors_stream import FORMATS, TensorFile
+from trainers.checkpoint.validation import tensors_in
+from trainers.devices.group import Group
+from trainers.errors import CheckpointError
+from trainers.model.sharding import is_shard, local
+from trainers.storage import Storage, retrying
+
+_LEAST_BYTES = 1 << 20  # of a replica: smaller ones stay with the rest
+_Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A state in two."""
+
+    rest: dict[str, Any]
+    """Everything else: rank 0 writes it."""
+    rows: dict[str, Tensor]
+    """This rank's rows by name, on the tensors' own memory."""
+
+    def digest(self) -> str:
+        """What must be equal on all ranks: names, formats and the shapes of rows."""
+        lines = [f"{name} {rows.dtype} {tuple(rows.shape[1:])}\n" for name, rows in self.rows.items()]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def cut_rows(state: dict[str, Any], group: Group, replicated: Collection[str] | None = None) -> Cut:
+    """Cut a run's state, which stays as it is. Every rank must have one of the same structure.
+
+    Sharded tensors are cut, and with `replicated`, names of the model's parameters, also those that all ranks have
+    alike: parameters, their averages and the optimizer's tensors.
+    """
+    rows: dict[str, Tensor] = {}
+    stand_ins: dict[_Path, Tensor] = {}  # tensors that are tied stay one
+
+    def without(value: Any, path: _Path) -> Any:
+        if isinstance(value, Tensor):
+            part = _own_rows(value, path, group, replicated)
+            name = _name(path)
+            if part is None or name in rows:
+                return value
+            place = (part.untyped_storage().data_ptr(), part.storage_offset(), value.shape, value.stride())
+            if not part.numel() or place not in stand_ins:
+                rows[name] = part
+                stand_ins[place] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            return stand_ins[place]
+        if isinstance(value, dict):
+            copied = copy.copy(value)  # with its attributes: a state_dict carries versions of its modules in one
+            copied.update((key, without(item, (*path, key))) for key, item in value.items())
+            return copied
+        if type(value) in (list, tuple):
+            return type(value)(without(item, (*path, index)) for index, item in enumerate(value))
+        return value
+
+    return Cut(without(state, ()), rows)
+
+
+class RowReader:
+    """Reads the rows of one checkpoint back, each rank what it needs of any file."""
+
+    def __init__(self, storage: Storage, name: str, manifest: Manifest, state: Any) -> None:
+        """`state`: what the checkpoint has beside its rows. Raises CheckpointError where that is no such state."""
+        self._storage, self._name, self._manifest = storage, name, manifest
+        self._names: dict[int, str] = {}
+        self._state = state  # keeps the tensors alive whose identities are the keys
+        waiting = 0
+        for path, tensor in tensors_in(state, "state"):
+            if is_shard(tensor) or (tensor.is_meta and (tensor.dim() == 0 or tensor.dtype not in FORMATS)):
+                raise CheckpointError(f"its {_name(path)[:80]} is no tensor of a file of rows")
+            if tensor.is_meta and id(tensor) not in self._names:
+                self._names[id(tensor)] = _name(path)
+                waiting += tensor.nbytes
+        there = sum(manifest.files[shard_file(rank)].bytes for rank in range(manifest.world_size))
+        if waiting > there:  # before any memory is asked for
+            raise CheckpointError(f"its tensors have {waiting:,} bytes, more than its {there:,} of rows")
+
+    def fill(
+        self, tree: Any, rank: int = 0, world_size: int = 1, place: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Any:
+        """A part of the state with its tensors in it: of each the rows of one rank of so many, in host memory.
+
+        `place` makes what stands in the state of these rows and the tensor on the meta device.
+        """
+        wanted = {id(tensor): tensor for _, tensor in tensors_in(tree, "state") if tensor.is_meta}
+        taken: dict[int, Tensor] = {}
+        for number, stand_in in wanted.items():
+            count = len(_share(stand_in.shape[0], rank, world_size))
+            taken[number] = torch.empty((count, *stand_in.shape[1:]), dtype=stand_in.dtype)
+        for writer in range(self._manifest.world_size):
+            parts: list[tuple[str, range, int, Tensor]] = []
+            for number, stand_in in wanted.items():
+                ours = _share(stand_in.shape[0], rank, world_size)
+                theirs = _share(stand_in.shape[0], writer, self._manifest.world_size)
+                both = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+                if both:
+                    into = taken[number][both.start - ours.start : both.stop - ours.start]
+                    rows = range(both.start - theirs.start, both.stop - theirs.start)
+                    parts.append((self._names[number], rows, len(theirs), into))
+            if parts:
+                self._read(shard_file(writer), parts)
+        if place is not None:
+            taken = {number: place(taken.pop(number), stand_in) for number, stand_in in wanted.items()}
+        return _replaced(tree, taken)
+
+    @retrying
+    def _read(self, file: str, parts: list[tuple[str, range, int, Tensor]]) -> None:
+        try:
+            with self._storage.reader(f"{self._name}/{file}", self._manifest.files[file].bytes) as stream:
+                found = TensorFile(stream)
+                for part in parts:
+                    found.read_rows(*part)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _share(count: int, rank: int, world_size: int) -> range:
+    step = -(-count // world_size)
+    return range(min(rank * step, count), min((rank + 1) * step, count))
+
+
+def _own_rows(tensor: Tensor, path: _Path, group: Group, replicated: Collection[str] | None) -> Tensor | None:
+    """What this rank writes of a tensor; None of one that stays with the rest."""
+    if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.dtype not in FORMATS:
+        return None
+    own = _share(tensor.shape[0], group.rank, group.world_size)
+    if is_shard(tensor):
+        sharded: Any = tensor
+        part = local(tensor)
+        by_rows = len(sharded.placements) == 1 and sharded.placements[0].is_shard(0)
+        return part if by_rows and sharded.device_mesh.size() == group.world_size and len(part) == len(own) else None
+    if replicated is None or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    section, *inner = path
+    is_replica = (
+        (section == "model" and inner[0] in replicated)
+        or (section == "ema" and inner[1] in replicated)
+        or (section == "optimizer" and inner[0] == "state")
+    )
+    return tensor.detach()[own.start : own.stop] if is_replica and tensor.nbytes >= _LEAST_BYTES else None
+
+
+def _name(path: _Path) -> str:
+    return "/".join(map(str, path))
+
+
+def _replaced(tree: Any, tensors: dict[int, Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        return tensors.get(id(tree), tree)
+    if isinstance(tree, dict):
+        copied = copy.copy(tree)
+        copied.update((key, _replaced(value, tensors)) for key, value in tree.items())
+        return copied
+    if type(tree) in (list, tuple):
+        return type(tree)(_replaced(value, tensors) for value in tree)
+    return tree
