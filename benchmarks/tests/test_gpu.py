@@ -70,6 +70,8 @@ def test_every_rung_of_a_model_is_a_row(name: str, capfd: pytest.CaptureFixture[
         matmul = found["matmul_tflops"][row["changes"]["precision"]]
         assert it["mfu_matmul"] == pytest.approx(it["tflops"] / matmul)
         assert it["mfu_data_sheet"] is None, "no data sheet of a CPU is known"
+        assert it["of_ceiling"] == pytest.approx(it["ceiling_step_time_s"] / it["step_time_s"])
+        assert it["ceiling_step_time_s"] > 0
         assert it["ratio_to_fp32"] == pytest.approx(it["samples_per_s"] / base["samples_per_s"])
     again = rows["bf16 again"]["figures"]["samples_per_s"] / rows["bf16"]["figures"]["samples_per_s"]
     assert work["floor"] == pytest.approx(abs(again - 1))
@@ -100,8 +102,8 @@ def test_a_product_is_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_does_not_fit_is_a_row_and_the_next_rung_runs(blobs: Work) -> None:
     runs = Runs(blobs, CPU)
     fits = Rung("fp32", {"precision": "fp32"}, False, None, 0)
-    too_large = Rung("bf16", {"global_batch_size": 150, "microbatch_size": 150}, True, "fp32", 0)
-    found = {rung.name: ladder.climb(runs, rung, 0.01, None) for rung in (too_large, fits)}
+    too_large = Rung("bf16", {"precision": "bf16", "global_batch_size": 150, "microbatch_size": 150}, True, "fp32", 0)
+    found = {rung.name: ladder.climb(runs, rung, 0.01, {"fp32": 1e9}, 1e9) for rung in (too_large, fits)}
     assert found["bf16"].status == "out_of_memory"
     assert "150 samples" in found["bf16"].message
     assert found["fp32"].status == "done"
@@ -157,7 +159,7 @@ def test_the_least_important_rungs_are_dropped_and_named(
 ) -> None:
     clock, run = Clock(), []
 
-    def climb(runs: Runs, rung: Rung, seconds: float, matmul: float | None) -> Row:
+    def climb(runs: Runs, rung: Rung, *_: Any) -> Row:
         run.append((runs.work.file.parent.name, rung.name))
         cost_s = 60.0 if rung.name == "compile" else 10.0
         clock.now += cost_s
@@ -290,7 +292,7 @@ def test_the_scripts_are_there() -> None:
         assert Path("benchmarks", f"{script.module}.py").is_file()
     # fmt: off
     assert {script.result for script in SHORT} == {
-        "loop", "sweep", "startup", "input", "checkpoint", "recovery", "scale",
+        "loop", "sweep", "startup", "input", "checkpoint", "sharded", "recovery", "scale",
     }
     # fmt: on
 
