@@ -76,8 +76,7 @@ def ours(checkpoints: Checkpoints, state: dict[str, Any]) -> tuple[Callable[[], 
         assert found is not None
         assert found.rows is not None
         place = lambda rows, whole: place_rows(rows, whole, like)  # noqa: E731
-        for name, theirs in found.rows.fill(found.state["model"], group.rank, group.world_size, place).items():
-            local(state["model"][name]).copy_(local(theirs))
+        found.rows.fill(found.state["model"], group.rank, group.world_size, place, into=state["model"])
         state["optimizer"] = {}  # a run that resumes has none yet, and keeps what it is given
         state["optimizer"] = found.rows.fill(found.state["optimizer"], group.rank, group.world_size, place)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.distributed.processes import run_processes
-from tests.specs import BASE
+from tests.specs import BASE, whole_state
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build
@@ -49,8 +49,7 @@ def train(rank: int, world_size: int, path: Path) -> list[str]:
 
 
 def state(path: Path) -> dict[str, Any]:
-    read: dict[str, Any] = torch.load(path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True)
-    return read
+    return whole_state(Storage(str(path)), STEPS)
 
 
 def test_the_frozen_part_stays_out_of_replicas_and_shards(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ rank and from how many ranks there were. In the state, a tensor on the meta devi
 its shape and format, and its place there is its name in the files.
 """
 
+import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Collection
@@ -18,7 +19,7 @@ from trainers.checkpoint.manifest import Manifest, shard_file
 from trainers.checkpoint.safetensors_stream import FORMATS, TensorFile
 from trainers.checkpoint.validation import tensors_in
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError
+from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.model.sharding import is_shard, local
 from trainers.storage import Storage, retrying
 
@@ -47,29 +48,37 @@ def cut_rows(state: dict[str, Any], group: Group, replicated: Collection[str] | 
     Sharded tensors are cut, and with `replicated`, names of the model's parameters, also those that all ranks have
     alike: parameters, their averages and the optimizer's tensors.
     """
-    rows: dict[str, Tensor] = {}
-    stand_ins: dict[_Path, Tensor] = {}  # tensors that are tied stay one
+    cutter = _Cutter(group, replicated)
+    return Cut(cutter.without(state, ()), cutter.rows)
 
-    def without(value: Any, path: _Path) -> Any:
+
+class _Cutter:
+    def __init__(self, group: Group, replicated: Collection[str] | None) -> None:
+        self._group, self._replicated = group, replicated
+        self.rows: dict[str, Tensor] = {}
+        self._stand_ins: dict[_Path, Tensor] = {}  # tensors that are tied stay one
+
+    def without(self, value: Any, path: _Path) -> Any:
+        """The same nesting without what is cut."""
         if isinstance(value, Tensor):
-            part = _own_rows(value, path, group, replicated)
-            name = _name(path)
-            if part is None or name in rows:
-                return value
-            place = (part.untyped_storage().data_ptr(), part.storage_offset(), value.shape, value.stride())
-            if not part.numel() or place not in stand_ins:
-                rows[name] = part
-                stand_ins[place] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            return stand_ins[place]
+            return self._stand_in(value, path)
         if isinstance(value, dict):
             copied = copy.copy(value)  # with its attributes: a state_dict carries versions of its modules in one
-            copied.update((key, without(item, (*path, key))) for key, item in value.items())
+            copied.update((key, self.without(item, (*path, key))) for key, item in value.items())
             return copied
         if type(value) in (list, tuple):
-            return type(value)(without(item, (*path, index)) for index, item in enumerate(value))
+            return type(value)(self.without(item, (*path, index)) for index, item in enumerate(value))
         return value
 
-    return Cut(without(state, ()), rows)
+    def _stand_in(self, tensor: Tensor, path: _Path) -> Tensor:
+        rows, name = _own_rows(tensor, path, self._group, self._replicated), _name(path)
+        if rows is None or name in self.rows:
+            return tensor
+        place = (rows.untyped_storage().data_ptr(), rows.storage_offset(), tensor.shape, tensor.stride())
+        if not rows.numel() or place not in self._stand_ins:
+            self.rows[name] = rows
+            self._stand_ins[place] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return self._stand_ins[place]
 
 
 class RowReader:
@@ -92,42 +101,65 @@ class RowReader:
             raise CheckpointError(f"its tensors have {waiting:,} bytes, more than its {there:,} of rows")
 
     def fill(
-        self, tree: Any, rank: int = 0, world_size: int = 1, place: Callable[[Tensor, Tensor], Tensor] | None = None
+        self,
+        tree: Any,
+        rank: int = 0,
+        world_size: int = 1,
+        place: Callable[[Tensor, Tensor], Tensor] | None = None,
+        into: Any = None,
     ) -> Any:
         """A part of the state with its tensors in it: of each the rows of one rank of so many, in host memory.
 
-        `place` makes what stands in the state of these rows and the tensor on the meta device.
+        `place` makes what stands in the state of these rows and the tensor on the meta device. A tensor of `into`,
+        nested alike, gets its rows itself, where it has that shape and format, and stands there: no more than one is in
+        memory twice.
         """
-        wanted = {id(tensor): tensor for _, tensor in tensors_in(tree, "state") if tensor.is_meta}
-        taken: dict[int, Tensor] = {}
-        for number, stand_in in wanted.items():
-            count = len(_share(stand_in.shape[0], rank, world_size))
-            taken[number] = torch.empty((count, *stand_in.shape[1:]), dtype=stand_in.dtype)
-        for writer in range(self._manifest.world_size):
-            parts: list[tuple[str, range, int, Tensor]] = []
-            for number, stand_in in wanted.items():
-                ours = _share(stand_in.shape[0], rank, world_size)
-                theirs = _share(stand_in.shape[0], writer, self._manifest.world_size)
-                both = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
-                if both:
-                    into = taken[number][both.start - ours.start : both.stop - ours.start]
-                    rows = range(both.start - theirs.start, both.stop - theirs.start)
-                    parts.append((self._names[number], rows, len(theirs), into))
-            if parts:
-                self._read(shard_file(writer), parts)
-        if place is not None:
-            taken = {number: place(taken.pop(number), stand_in) for number, stand_in in wanted.items()}
+        taken: dict[int, Any] = {}
+        targets = dict(tensors_in(into, "state"))
+        files: dict[int, TensorFile] = {}
+        with contextlib.ExitStack() as streams:
+            for path, stand_in in tensors_in(tree, "state"):
+                if not stand_in.is_meta or id(stand_in) in taken:
+                    continue
+                rows = self._read(stand_in, _share(stand_in.shape[0], rank, world_size), files, streams)
+                target = targets.get(path)
+                own = None if target is None else local(target)
+                if own is not None and (own.shape, own.dtype) == (rows.shape, rows.dtype):
+                    own.copy_(rows)
+                    taken[id(stand_in)] = target
+                else:
+                    taken[id(stand_in)] = rows if place is None else place(rows, stand_in)
         return _replaced(tree, taken)
 
     @retrying
-    def _read(self, file: str, parts: list[tuple[str, range, int, Tensor]]) -> None:
-        try:
-            with self._storage.reader(f"{self._name}/{file}", self._manifest.files[file].bytes) as stream:
-                found = TensorFile(stream)
-                for part in parts:
-                    found.read_rows(*part)
-        except CheckpointError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
+    def _read(
+        self, stand_in: Tensor, ours: range, files: dict[int, TensorFile], streams: contextlib.ExitStack
+    ) -> Tensor:
+        """Rows of a tensor, out of the files that have some of them; each is opened once."""
+        count, name = stand_in.shape[0], self._names[id(stand_in)]
+        rows = torch.empty((len(ours), *stand_in.shape[1:]), dtype=stand_in.dtype)
+        step = len(_share(count, 0, self._manifest.world_size))
+        for writer in range(ours.start // step, -(-ours.stop // step)) if ours else ():
+            file = shard_file(writer)
+            theirs = _share(count, writer, self._manifest.world_size)
+            both = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+            part = rows[both.start - ours.start : both.stop - ours.start]
+            try:
+                if writer not in files:
+                    opened = self._storage.reader(f"{self._name}/{file}", self._manifest.files[file].bytes)
+                    files[writer] = TensorFile(streams.enter_context(opened))
+                files[writer].read_rows(
+                    name, range(both.start - theirs.start, both.stop - theirs.start), len(theirs), part
+                )
+            except CheckpointError as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from error
+            except (OSError, StorageError) as error:
+                files.clear()
+                with contextlib.suppress(OSError, StorageError):
+                    streams.close()
+                where = self._storage.locate(f"{self._name}/{file}")
+                raise StorageError(f"could not read {where}: {first_line(error)}") from error
+        return rows
 
 
 def _share(count: int, rank: int, world_size: int) -> range:

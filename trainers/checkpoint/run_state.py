@@ -218,20 +218,21 @@ class Keeper:
         parts, config, group = self.parts, self.config, self.parts.group
         sharded = is_sharded(parts.model)
 
-        def read(section: str, like: Any = None) -> Any:
+        def read(section: str, like: Any = None, into: Any = None) -> Any:
             tree = loaded.state[section]
             if loaded.rows is not None and sharded:
                 place = partial(place_rows, like=next(filter(is_shard, parts.model.parameters())))
-                tree = loaded.rows.fill(tree, group.rank, group.world_size, place)
+                tree = loaded.rows.fill(tree, group.rank, group.world_size, place, into)
             elif loaded.rows is not None:
-                tree = loaded.rows.fill(tree)
+                tree = loaded.rows.fill(tree, into=into)
             return shard_like(tree, like) if sharded else tree
 
         now = config.tree()["optimizer"]
         then = loaded.config.get("optimizer") or now
         own = (*_HOW, *(name for name in now if then.get(name) != now[name]))
         # One after the other: no more is read than is taken next.
-        load_model(parts.model, read("model", parts.model.state_dict()), parts.frozen)
+        model_state = parts.model.state_dict()
+        load_model(parts.model, read("model", model_state, into=model_state), parts.frozen)
         parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, read("optimizer"), own))
         match_layout(parts.optimizer)
         parts.step.scaler.load_state_dict(read("scaler"))
