@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import torch
 import yaml
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
 import cluster.__main__
-from tests.specs import REPOSITORY
+from tests.specs import REPOSITORY, whole_state
 from tests.unit.cluster_files import LOCAL, parent_of, shipped
 from trainers.__main__ import train
 from trainers.command_line import Command
@@ -321,10 +322,14 @@ def _arrow(directory: Path, data: bytes) -> None:
 
 @cache
 def _kept() -> Path:
-    """A directory with one whole checkpoint, a result, a log, a trial and what is known of microbatches."""
+    """A directory with two whole checkpoints, the second by rows, a result, a log, a trial and what is known of
+    microbatches.
+    """
     from tests.unit.report_records import curve, trial
-    from trainers.checkpoint.manifest import Manifest
+    from trainers.checkpoint.manifest import Manifest, shard_file
+    from trainers.checkpoint.row_shards import cut_rows
     from trainers.checkpoint.store import Archive
+    from trainers.devices.group import Group
     from trainers.measure.result import RunResult
     from trainers.measure.run_log import RunLog
     from tune.trials.journal import Journal, write_boundary
@@ -336,7 +341,12 @@ def _kept() -> Path:
     archive = Archive(storage)
     names = ("state.pt", "rank-00000.pt")
     written = {name: archive.write("step-000000000001", name, {"x": [1.0, 2]}) for name in names}
-    archive.seal(Manifest(1, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=1)
+    archive.seal(Manifest(1, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=2)
+    weights = {"model": {"weight": torch.arange(300_000.0), "bias": torch.ones(3)}}
+    cut = cut_rows(weights, Group(0, 1, torch.device("cpu")), {"weight"})
+    written = {name: archive.write("step-000000000002", name, cut.rest) for name in names}
+    written[shard_file(0)] = archive.write_rows("step-000000000002", shard_file(0), cut.rows)
+    archive.seal(Manifest(2, 1, written, {"val_loss": 0.5}, {"torch": "2"}, TRAIN), keep=2)
     storage.write("result.json", RunResult("done", 1, 1.0, 1, 8, 8, 1, 0.5, 0.6, 1024).to_json().encode())
     log = RunLog(storage)
     log.add({"step": 1, "epoch": 1.0, "train_loss": 0.5})
@@ -377,6 +387,7 @@ def _read_back(directory: Path, given: tuple[str, bytes]) -> None:
     for door in (
         lambda: Archive(storage).choose("newest"),
         lambda: Archive(storage).read("step-000000000001", "state.pt"),
+        lambda: whole_state(storage, 2),
         lambda: prepare_storage(spec, False),
         lambda: read_log(storage),
         lambda: Journal(storage).records(),

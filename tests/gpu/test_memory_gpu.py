@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +188,17 @@ def test_activations_that_are_computed_again_take_less_memory(tmp_path: Path) ->
     print({mode: f"{peak / MB:.0f} MB" for mode, peak in peaks.items()})
     assert curve(tmp_path / "full") == curve(tmp_path / "none")
     assert peaks["full"] < 0.6 * peaks["none"]
+
+
+def test_the_segments_of_a_lane_grow() -> None:
+    """In a process of its own: what was allocated before stays as it was."""
+    script = """
+import torch
+from trainers.devices.device import grow_segments
+grow_segments()
+kept = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+segments = torch.cuda.memory_snapshot()
+assert segments and all(one["is_expandable"] for one in segments), segments
+"""
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -168,6 +168,14 @@ def no_autotune() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
+def grow_segments() -> None:
+    """Let torch's CUDA allocator grow its segments, where shapes change: what runs of other sizes have left
+    free would not fit together. Where the environment says how to allocate, that holds.
+    """
+    if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
 def environment(device: torch.device) -> dict[str, str]:
     """Collect what a figure depends on: versions, hardware, git commit. Saved with every run."""
     report = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}

@@ -14,7 +14,7 @@ import torch
 from trainers.causes import failure_of
 from trainers.config.yaml import dump_yaml
 from trainers.devices.cpu_pressure import Pressure
-from trainers.devices.device import device_name, total_memory_bytes
+from trainers.devices.device import device_name, grow_segments, total_memory_bytes
 from trainers.devices.group import Group
 from trainers.errors import DivergedError, PacelineError, RunFailedError
 from trainers.launch.local import setup_logging
@@ -84,6 +84,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
     setup_logging(1)  # trials of many lanes would talk at once: warnings only
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     gauges = Gauges(f"{loop_config['name']}/lane-{lane}", context.get_world_rank())
+    grow_segments()
     device = torch.device("cuda", own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
     group = Group(context.get_world_rank(), context.get_world_size(), device)
     path = loop_config["path"]
