@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.optim import Optimizer
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_strategies import Averaged
@@ -37,22 +41,53 @@ FILES = [
 ]
 
 
-def train(rank: int, world_size: int, path: Path, name: str, source: str | None = None, **dotted: Any) -> None:
+class Uneven(Averaged):
+    """Its optimizer holds more on rank 1 than on rank 0."""
+
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Optimizer:
+        optimizer = super().optimizer(model, config)
+        first = next(model.parameters())
+
+        def add(*_: Any) -> None:
+            if dist.get_rank() == 1:
+                optimizer.state[first]["error"] = torch.zeros_like(first)
+
+        optimizer.register_step_post_hook(add)
+        return optimizer
+
+
+def train(
+    rank: int,
+    world_size: int,
+    path: Path,
+    name: str,
+    source: str | None = None,
+    task: type[Averaged] = Averaged,
+    **dotted: Any,
+) -> None:
     """A run of `STEPS` steps; with `source` one that begins, and ends, where that one did."""
     base = {"global_batch_size": 24, "max_steps": STEPS, "ema.decay": 0.9, "microbatch_size": 5, "optimizer.lr": 0.01}
     config = build(TrainConfig, override(TrainConfig, BASE, base | dotted), "test")
     context = LocalContext(Storage(str(path / name)), "spawn", rank, world_size, rank, world_size)
     if source is not None:
         context.source = Storage(str(path / source))
-    fit(Averaged(samples=96, dtype="float64"), config, context)
+    fit(task(samples=96, dtype="float64"), config, context)
 
 
-def train_all_sharded(rank: int, world_size: int, path: Path, name: str, source: str | None, strategy: str) -> None:
+def train_all_sharded(
+    rank: int,
+    world_size: int,
+    path: Path,
+    name: str,
+    source: str | None,
+    strategy: str,
+    task: type[Averaged] = Averaged,
+) -> None:
     """As `train`; replicas, too, write together, however small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainers.checkpoint.run_state._SHARD_BYTES", 0)
         patch.setattr("trainers.checkpoint.row_shards._LEAST_BYTES", 0)
-        train(rank, world_size, path, name, source, strategy=strategy)
+        train(rank, world_size, path, name, source, task, strategy=strategy)
 
 
 def kept(path: Path, step: int = STEPS) -> dict[str, Any]:
@@ -76,6 +111,14 @@ def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path: Path) -
         if before is not None:
             same(kept(tmp_path / name), kept(tmp_path / before))
         before = name
+
+
+def test_ranks_that_hold_other_tensors_leave_all_to_rank_0(tmp_path: Path) -> None:
+    run_processes(2, train_all_sharded, tmp_path, tmp_path, "uneven", None, "ddp", Uneven)
+    files = {file.name for file in (tmp_path / f"uneven/checkpoints/step-{STEPS:012d}").iterdir()}
+    assert files == {"state.pt", "rank-00000.pt", "rank-00001.pt", "manifest.json"}
+    entries = kept(tmp_path / "uneven")["optimizer"]["state"].values()
+    assert all("error" not in one and one["exp_avg"].abs().sum() > 0 for one in entries)
 
 
 def train_killed(rank: int, world_size: int, path: Path, victim: int, file: str, after: bool, later: bool) -> None:

@@ -40,8 +40,10 @@ from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
-_SHARD_BYTES = 1 << 30
-"""From this size on replicas write a checkpoint together, too: a second or more of one rank's writing."""
+_SHARD_BYTES = 1 << 28
+"""From this size of the model on replicas write a checkpoint together, too: with its moments a second of one rank's
+writing. Nothing else counts: what an optimizer holds may differ between ranks, and all must decide alike.
+"""
 _LONG_WAIT_S = 1.0
 _LONG_DEAD_S = 3600.0  # a file beside the run's that nobody has written to for so long is a killed process's
 _HOW = ("fused", "foreach", "capturable")
@@ -158,7 +160,7 @@ class Keeper:
         """What rank 0 writes of the state, and this rank's rows where each writes some: all ranks or none."""
         parts, group = self.parts, self.parts.group
         sharded = is_sharded(parts.model)
-        if not sharded and (group.world_size == 1 or _size(state["model"], state["optimizer"]) < _SHARD_BYTES):
+        if not sharded and (group.world_size == 1 or _size(state["model"]) < _SHARD_BYTES):
             return Cut(state, {})
         names = {name for name, _ in parts.model.named_parameters(remove_duplicate=False)}
         cut = cut_rows(state, group, None if sharded else names)
@@ -247,9 +249,9 @@ class Keeper:
             set_rng_state(loaded.rank_state, parts.device)
 
 
-def _size(*trees: Any) -> int:
+def _size(tree: Any) -> int:
     """Bytes of the tensors of nested data."""
-    return sum(tensor.nbytes for tree in trees for _, tensor in tensors_in(tree, "state"))
+    return sum(tensor.nbytes for _, tensor in tensors_in(tree, "state"))
 
 
 def match_layout(optimizer: Optimizer) -> None:
