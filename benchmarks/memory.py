@@ -157,7 +157,7 @@ def main() -> None:
                         break
                     slow = works is WORKS and name != "cnn" and device.type == "cpu"
                     row = one(work, changes, size, world, device, fake=slow and changes["precision"] == "bf16")
-                    rows.append({"work": name, "strategy": strategy, "microbatch": size, **changes, **row})
+                    rows.append({"work": name, "ranks": world, **changes, **row})
                     words = f"{name} {strategy} {size} {changes['precision']} {changes['activation_checkpointing']}"
                     sizes_mib = (f"{row[key] / 2**20:>10,.1f} MiB" for key in ("predicted", "measured"))
                     print(f"{words:44}{''.join(sizes_mib)}  {row['ratio']:.3f}  {row['tensors']}", flush=True)
