@@ -162,7 +162,8 @@ def cluster() -> Iterator[Cluster]:
     }
     # fmt: off
     head = subprocess.Popen(
-        [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={gcs_port}",
+        ["setpriv", "--pdeathsig=TERM",  # also where a test that hangs has ended this process
+         str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={gcs_port}",
          "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
          f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={directory}", "--disable-usage-stats",
          "--include-log-monitor=true"],

@@ -79,11 +79,11 @@ def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(tmp_path:
     """Ray keeps each group that it has removed, and its state API lists any hundred of all. What is left is found by
     the fixture that looks at the cluster after every test.
     """
-    for _ in range(200):
-        driver.util.remove_placement_group(driver.util.placement_group([{"CPU": 1}]))
+    for _ in range(200):  # of a resource that nobody has: Ray loses what a group gets while it is being removed
+        driver.util.remove_placement_group(driver.util.placement_group([{"nowhere": 1}]))
     foreign = driver.util.placement_group([{"memory": 1}])
     for _ in range(2):
-        driver.get(driver.util.placement_group([{"CPU": 1}]).ready())
+        driver.get(driver.util.placement_group([{"CPU": 1}]).ready(), timeout=60)
     assert driver.available_resources().get("CPU", 0) == 0
     config = build(TrainConfig, sweep(tmp_path, {"seed": [1]}).train, "test")
     Lanes(None, config.scaling, False, (), False, Storage(str(tmp_path)), 1, is_patient=False).end()
