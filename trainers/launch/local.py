@@ -25,6 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Before any group is made: its functions' defaults would be that group, and keep it, whoever imports it later
+# (torch._dynamo does). A process that ends with its group aborts now and then.
+import torch.distributed.nn.functional
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from trainers.causes import death_of, failure_of
