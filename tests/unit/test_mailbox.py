@@ -449,9 +449,11 @@ async def test_the_next_actor_of_a_trial_goes_on_with_what_the_dead_one_submitte
     assert await mailbox.adopt("t") is None, "its actor lives: Tune may start another and drop one of them"
     await mailbox.orphan("t")
     await mailbox.report("t/1", {"step": 2})
-    assert await mailbox.adopt("another") is None
-    assert await mailbox.adopt("t") == "t/1"
+    assert await mailbox.submit(assignment("another/1", "another")) == "another/1"
+    assert await mailbox.submit(assignment("t/2", "t")) == "t/1"
     assert await mailbox.adopt("t") is None
+    assert await taken(mailbox) == "another/1", "the second one of t was not queued"
+    await mailbox.end(0, "another/1", {"status": "done"})
     assert [(await mailbox.next_event("t/1", index)).metrics["step"] for index in (0, 1)] == [1, 2]
     await mailbox.end(0, "t/1", {"status": "done"})
     assert (await mailbox.next_event("t/1", 2)).outcome == {"lane": 0, "status": "done"}

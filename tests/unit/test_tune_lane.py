@@ -37,7 +37,8 @@ class Box:
 
     def _answer(self, name: str, args: Any) -> Any:
         self.told.append((name, args))
-        return {"report": True, "adopt": self.orphan}.get(name)
+        submitted = self.orphan or (args[0].ticket if name == "submit" else None)
+        return {"report": True, "submit": submitted}.get(name)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ def begun(tmp_path: Path, box: Box) -> LaneTrial:
 def test_a_trial_is_handed_over_with_what_ends_it(tmp_path: Path) -> None:
     box = Box()
     begun(tmp_path, box)
-    [_, (name, [assignment])] = box.told
+    [(name, [assignment])] = box.told
     assert name == "submit"
     assert assignment.until == TARGET
     assert assignment.tree["seed"] == 1
@@ -99,5 +100,5 @@ def test_a_trial_is_handed_over_with_what_ends_it(tmp_path: Path) -> None:
 def test_an_actor_goes_on_with_what_the_dead_one_before_it_has_submitted(tmp_path: Path) -> None:
     box = Box(orphan="t/1")
     trial = begun(tmp_path, box)
-    assert [name for name, _ in box.told] == ["adopt"]
+    assert [name for name, _ in box.told] == ["submit"]
     assert trial._ticket == "t/1"

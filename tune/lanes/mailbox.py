@@ -60,13 +60,16 @@ class Mailbox:
         """One fact of every lane that has got so far, by lane; the controller or the reservation may be gone."""
         return self._starts[fact]
 
-    async def submit(self, assignment: Assignment) -> None:
-        """Queue a trial."""
+    async def submit(self, assignment: Assignment) -> str:
+        """Queue a trial, unless what a Tune actor that has died submitted of it goes on; returns the ticket of either."""
+        if (adopted := await self.adopt(assignment.ticket.rpartition("/")[0])) is not None:
+            return adopted
         trial = self._trials[assignment.ticket] = Submission(assignment)
         if self._broken is not None:
             trial.tell(Event(outcome={"status": "error", "message": self._broken}))
         elif not self._refused(trial):
             await self._enqueue(assignment.ticket)
+        return assignment.ticket
 
     async def _enqueue(self, ticket: str, first: bool = False) -> None:
         async with self._arrived:

@@ -107,7 +107,8 @@ class PopulationTrial(LaneTrial):
         directory = self._journal.stage_directory(stage.name)
         self._curve, self._events = list(stage.curve), 0
         self._until_epoch = (self._curve[-1]["epoch"] if self._curve else 0.0) + self._interval
-        if self._adopts(stage.name):
+        self._ticket = ray.get(self._mailbox.adopt.remote(stage.name)) or ""
+        if self._ticket:  # an actor that died has submitted it: it goes on, and this one hears all of it again
             return
         directory.delete("")  # a killed driver may have left a part of it, whose rows are not in the curve
         self._ticket = new_ticket(stage.name)

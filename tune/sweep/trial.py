@@ -61,21 +61,16 @@ class LaneTrial(Trainable):
         self._curve: list[dict[str, float]] = []
         self._started = time.time()
         self._record = self._journal.find(self._trial)
-        if self._record is None and not self._adopts(self._trial):
+        if self._record is None:
             tree, is_probe = override(TrainConfig, self._train, self._space_config), suggestion.purpose == "probe"
             if suggestion.purpose is not None:  # search frontier, which learns from a trial as it runs
                 every = {"log_every_steps": min(10, tree.get("log_every_steps", 10))} if is_probe else {}
                 tree = override(TrainConfig, tree, {"noise_scale": True, **every})
             until = Until.of(self._objective, is_probe)
-            self._ticket = new_ticket(self._trial)
-            watches = self._objective.watched
-            assignment = Assignment(self._ticket, self._trial, tree, until=until, watches=watches)
-            ray.get(self._mailbox.submit.remote(assignment))
-
-    def _adopts(self, name: str) -> bool:
-        """Whether this actor goes on with what another that died has submitted: it hears all of it again."""
-        self._ticket = ray.get(self._mailbox.adopt.remote(name)) or ""
-        return bool(self._ticket)
+            ticket, watches = new_ticket(self._trial), self._objective.watched
+            assignment = Assignment(ticket, self._trial, tree, until=until, watches=watches)
+            # What an actor that died has submitted goes on: this one hears all of it again.
+            self._ticket = ray.get(self._mailbox.submit.remote(assignment))
 
     def step(self) -> dict[str, Any]:
         """Wait for the next evaluation, or the end."""
