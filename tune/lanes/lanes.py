@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 3
 _START_S, _LOOK_S = 60.0, 0.2
+_MAKE_S = 1.0
+"""Within which Ray makes a group, unless that waits for a node."""
+_IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
 def start_mailbox(sweep: Storage) -> Any:
@@ -130,17 +133,31 @@ class Lanes:
     def _free(self) -> None:
         """Free what killed controllers had reserved: Ray does so when the job ends, and this one may go on.
 
+        A group that Ray is just making is freed once it is made: removed before, it would keep its node's processors
+        from everybody for as long as the node lives (ray issue 64693).
+        """
+        try:
+            deadline = time.monotonic() + _MAKE_S
+            while any(state in _IN_THE_MAKING for state in self._reserved().values()) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+            for name in self._reserved():
+                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
+        except Exception as error:  # the cluster is gone: the sweep is over all the same
+            logger.warning("what lanes had reserved is free when this process ends: %s", error)
+
+    def _reserved(self) -> dict[str, str]:
+        """The states of the groups that lanes have reserved, by their ids.
+
         The GCS has all that there ever was; the state API of Ray's dashboard lists any hundred of them.
         """
         job = ray.get_runtime_context().get_job_id()
         own = {"CPU": float(self.scaling.cpus_per_worker)}
-        try:
-            for name, group in placement_group_table().items():
-                is_own = name.endswith(job) and all(own.items() <= one.items() for one in group["bundles"].values())
-                if is_own and group["state"] != "REMOVED":
-                    remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
-        except Exception as error:  # the cluster is gone: the sweep is over all the same
-            logger.warning("what lanes had reserved is free when this process ends: %s", error)
+        return {
+            name: group["state"]
+            for name, group in placement_group_table().items()
+            if group["state"] != "REMOVED" and name.endswith(job)
+            if all(own.items() <= one.items() for one in group["bundles"].values())
+        }
 
     def _keep(self, lane: int) -> None:
         """Keep one worker group alive until the sweep closes; the body of a lane's thread."""

@@ -61,7 +61,7 @@ class Mailbox:
         return self._starts[fact]
 
     async def submit(self, assignment: Assignment) -> str:
-        """Queue a trial, unless what a Tune actor that has died submitted of it goes on; returns the ticket of either."""
+        """Queue a trial, or go on with what an actor of it that died has submitted; returns the ticket of either."""
         if (adopted := await self.adopt(assignment.ticket.rpartition("/")[0])) is not None:
             return adopted
         trial = self._trials[assignment.ticket] = Submission(assignment)
