@@ -63,9 +63,10 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python, numpy and torch on every device."""
+    """Seed Python, numpy and torch on every device that is there: preparing one that is not takes torch longer."""
     seed_host(seed)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
 
 
 def seed_device(seed: int, device: torch.device) -> None:

@@ -79,10 +79,11 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     noise = noise_scale(config, group, model, accumulation)
     pieces = max(group.world_size * accumulation, 2 if noise is not None and noise.halves_every_steps else 1)
     watch = CollectiveWatch()
-    with watch if group.world_size > 1 else contextlib.nullcontext():  # throw-away passes, of every rank alike
-        flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
-        checked = () if joint else probe.passes
+    watched = watch if group.world_size > 1 else contextlib.nullcontext()
+    with watched, throwaway(forward, dataset=train):  # of every rank alike
+        checked = () if joint else probe.passes  # first: of a model as it was made
         found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in checked]
+        flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
     for warning in filter(None, found if group.rank == 0 else ()):
         logger.warning("%s", warning)
     # Named beside what was seen, since not every model is counted.

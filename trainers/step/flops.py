@@ -22,7 +22,6 @@ from trainers.data.batch import fetch, map_tensors
 from trainers.devices.device import no_autotune
 from trainers.model.activations import activations_kept
 from trainers.step.forward import ForwardPass
-from trainers.step.throwaway import throwaway
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)
@@ -37,9 +36,9 @@ def count_flops(
     """Count the FLOPs of the forward and backward pass for one sample: matrix products, convolutions and attention, an
     addition and a multiplication each counted. None when they cannot be counted, or differ from step to step.
 
-    A throw-away pass over the samples `microbatch` (int64 [n]) of the training split, real ones because padding costs
-    too: not the memory probe's worst case. `forward` is that of the bare module, neither compiled nor wrapped, so one
-    rank may count alone. What activation checkpointing computes again is not counted.
+    For a `throwaway` block: a pass over the samples `microbatch` (int64 [n]) of the training split, real ones because
+    padding costs too: not the memory probe's worst case. `forward` is that of the bare module, neither compiled nor
+    wrapped, so one rank may count alone. What activation checkpointing computes again is not counted.
     """
     task, device = forward.task, forward.device
     if device.type == "cuda" and any(isinstance(module, nn.RNNBase) for module in forward.model.modules()):
@@ -48,7 +47,7 @@ def count_flops(
         microbatch = microbatch[:_LIKE_SAMPLES]
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _AllModules()  # type: ignore[assignment]
-    with no_autotune(), throwaway(forward, dataset=dataset):
+    with no_autotune():
         try:
             with torch.no_grad():
                 batch = map_tensors(lambda tensor: tensor.to(device), fetch(dataset, microbatch.tolist(), task.collate))

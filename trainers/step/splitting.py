@@ -13,7 +13,6 @@ from trainers.data.batch import Batch, fetch, leaves_of, map_tensors
 from trainers.model.sharding import is_shard, is_sharded
 from trainers.step.evaluation import evaluating
 from trainers.step.forward import ForwardPass
-from trainers.step.throwaway import throwaway
 from trainers.task import weight_of
 
 logger = logging.getLogger(__name__)
@@ -31,10 +30,10 @@ def check_loss(
 ) -> str | None:
     """Return a warning where the gradient of a few samples is not the weighted mean of their halves' gradients.
 
-    `order` (int64 [n]) are training samples, of which the first are taken in a throw-away pass; `pieces` is what a step
-    is split into, with 1 only of a sum over samples is something said. It is no error, since mixtures of experts and
-    contrastive losses are trained so knowingly. Where the pass fails, or what it draws at random changes the gradient
-    as much, nothing can be said. Every rank must call it.
+    For a `throwaway` block. `order` (int64 [n]) are training samples, of which the first are taken; `pieces` is what a
+    step is split into, with 1 only of a sum over samples is something said. It is no error, since mixtures of experts
+    and contrastive losses are trained so knowingly. Where the pass fails, or what it draws at random changes the
+    gradient as much, nothing can be said. Every rank must call it.
     """
     # Two samples where one is a microbatch; not of a sharded model, where one rank must not fail alone.
     rows = order[: min(SAMPLES, microbatch_size if is_sharded(forward.model) else max(2, microbatch_size))]
@@ -42,7 +41,7 @@ def check_loss(
         return None
     if forward.spec.autocast is not None:
         forward = replace(forward, spec=replace(forward.spec, autocast=None, scaler=False))
-    with throwaway(forward, dataset=dataset), evaluating(forward.model), forward.alone():
+    with evaluating(forward.model), forward.alone():
         forward.model.training = True  # what the task looks at; the layers in it are in evaluation mode
         for module in forward.model.modules():
             if isinstance(module, nn.RNNBase):
