@@ -104,9 +104,10 @@ class TrainConfig(Settings):
     precision: Precision = Field(default="fp32")
     """Number formats of parameters, autocast and matmul: the table is in trainers/model/precision.py."""
     compile: Literal["off", "default", "reduce-overhead", "max-autotune"] = Field(default="off")
-    """torch.compile of the model, by mode."""
+    """torch.compile by mode: of the model (with fsdp, of each sharded block by itself), and in training of the task's
+    loss() too, without CUDA graphs."""
     fullgraph: bool = Field(default=False)
-    """Make a graph break an error."""
+    """Make a graph break in the model an error; loss() may always break its graph."""
     cuda_graphs: bool = Field(default=False)
     """Capture whole steps as CUDA graphs and replay them: for small models that the host cannot feed. One worker, any
     precision (fp16's loss scaler is captured too), a fused optimizer; steps of other shapes, as the short last one of

@@ -30,7 +30,7 @@ from trainers.loop.watchdog import enter
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
-from trainers.model.strategy import check_static_graph, compile_model, wrap_model
+from trainers.model.strategy import check_static_graph, compile_loss, compile_model, wrap_model
 from trainers.step.carry import CarriedPass, CarriedStep, Carry
 from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
 from trainers.step.cuda_graphs import GraphedStep
@@ -201,7 +201,7 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
 def _make_step(
     probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int, joint: bool, carry: Carry | None
 ) -> TrainStep:
-    """Compile and wrap the model, and make its step, with the noise scale where that is asked for."""
+    """Compile the model and its loss, wrap it, and make its step, with the noise scale where that is asked for."""
     model, group = probed.forward.model, probed.group
     if config.compile != "off":
         for module in (model, *(model.children() if probed.phases else ())):  # which a phase may call by themselves
@@ -214,14 +214,16 @@ def _make_step(
         return phased
     watch = noise.hook if noise is not None and accumulation == 1 else None
     wrapped = wrap_model(model, group, config.strategy, config.ddp, watch)
+    of = replace(probed.forward, model=wrapped)
+    if config.compile != "off" and not joint:
+        of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
     step: TrainStep
     if carry is not None:
-        of = probed.forward
-        carried = CarriedPass(wrapped, of.task, of.spec, of.device, carry)
+        carried = CarriedPass(of.model, of.task, of.spec, of.device, carry, compiled_loss=of.compiled_loss)
         step = CarriedStep(carried, probed.optimizer, group, config.clip_grad_norm)
     else:
         kind = GraphedStep if config.cuda_graphs else JointStep if joint else TrainStep
-        step = kind(replace(probed.forward, model=wrapped), probed.optimizer, group, config.clip_grad_norm)
+        step = kind(of, probed.optimizer, group, config.clip_grad_norm)
     step.noise, step.copies_gradients = noise, captures
     return step
 

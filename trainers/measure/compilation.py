@@ -43,7 +43,7 @@ class CompileWatch:
         reasons = [reason.splitlines() for reason in self._new("graph_break")]
         if reasons:
             shown = "; ".join(lines[0].strip() for lines in reasons[:_SHOWN])
-            advice = "TORCH_LOGS=graph_breaks shows where, `fullgraph: true` makes it an error"
+            advice = "TORCH_LOGS=graph_breaks shows where, `fullgraph: true` makes those of the model errors"
             places = self.figures()["graph_breaks"]
             logger.warning("torch.compile broke the graph at %d places: %s (%s)", places, shown, advice)
 

@@ -35,6 +35,8 @@ _NAMED = 4  # how many parameters a sentence names
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """torch's own: in training they normalise by the batch, and read no buffer."""
 _BROADCAST_BYTES = 250 << 20  # DDP's own
+_GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one function
+_WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
 def place_model(model: nn.Module, group: Group, strategy: str, fsdp: FsdpConfig = _SHARDED) -> nn.Module:
@@ -166,8 +168,32 @@ def compile_model(model: nn.Module, mode: str, fullgraph: bool) -> None:
         model.compile(mode=mode, fullgraph=fullgraph, dynamic=False)
         return
     sharded = [module for module in model.modules() if is_sharded(module)]
-    for unit in sharded[1:] or sharded:
+    units, limits = sharded[1:] or sharded, torch._dynamo.config
+    # Equal units share their graphs; unequal ones of a class count together, and would soon be too many for torch.
+    limits.recompile_limit = max(limits.recompile_limit, _GRAPHS_OF_A_UNIT * len(units))
+    for unit in units:
         unit.forward = torch.compile(unit.forward, mode=mode, fullgraph=fullgraph, dynamic=False)
+
+
+def compile_loss(loss: Callable[[Any, Any], Any], mode: str) -> Callable[[Any, Any], Any]:
+    """Return a task's loss compiled, in the model's mode but for this.
+
+    It may break the graph, and what torch cannot compile of it runs as it is, with torch's warning: a loss is Python,
+    with prints and gathered objects. CUDA graphs are left to the model: a tensor that the task keeps (a running centre)
+    would be overwritten by the next pass. Sizes and counters may change without being compiled anew each time.
+    """
+
+    def compiled(outputs: Any, batch: Any) -> Any:  # a frame of its own: `loss` may be any callable
+        return loss(outputs, batch)
+
+    traced = torch.compile(compiled, mode=_WITHOUT_CUDA_GRAPHS.get(mode, mode))
+    falls_back = torch._dynamo.config.patch(suppress_errors=True)
+
+    def called(outputs: Any, batch: Any) -> Any:
+        with falls_back:
+            return traced(outputs, batch)
+
+    return called
 
 
 def unused_parameters(model: nn.Module) -> list[str]:

@@ -115,7 +115,7 @@ class CarriedPass(ForwardPass):
             with self.spec.autocast_context(self.device):
                 rows = self.carry.take(lambda: task.initial_carry(self.model, given))
                 outputs, left = task.forward_carried(self.model, given, rows)
-                loss = task.loss(outputs, batch)
+                loss = self.loss_of(outputs, batch)
         except RuntimeError as error:
             self.explain(error, batch)
             raise

@@ -1,7 +1,8 @@
 """The forward pass: a task's outputs and loss of a batch, in the run's precision."""
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ class ForwardPass:
     task: Task
     spec: PrecisionSpec
     device: torch.device
+    compiled_loss: Callable[[Any, Batch], Any] | None = field(default=None, kw_only=True)
+    """The task's loss() as `compile` has it; None: as it is."""
 
     def __call__(self, batch: Batch, with_loss: bool = True) -> tuple[Any, Any]:
         """Return the task's outputs and its scalar loss, or None for the loss.
@@ -32,7 +35,7 @@ class ForwardPass:
         try:
             with self.spec.autocast_context(self.device):
                 outputs = self.task.forward(self.model, self.spec.convert_batch(batch))
-                return outputs, self.task.loss(outputs, batch) if with_loss else None
+                return outputs, self.loss_of(outputs, batch) if with_loss else None
         except RuntimeError as error:
             self.explain(error, batch)
             raise
@@ -45,6 +48,10 @@ class ForwardPass:
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """Return the context for forward and backward, in which only what this loss trains requires a gradient."""
         return contextlib.nullcontext()
+
+    def loss_of(self, outputs: Any, batch: Batch) -> Any:
+        """Return the task's loss of outputs that are there."""
+        return (self.compiled_loss or self.task.loss)(outputs, batch)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss alone."""

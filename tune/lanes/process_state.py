@@ -150,6 +150,7 @@ def _torch_settings() -> Iterator[Setting]:
     for name in ("flash", "mem_efficient", "math", "cudnn"):
         read, write = getattr(backends.cuda, f"{name}_sdp_enabled"), getattr(backends.cuda, f"enable_{name}_sdp")
         yield f"{name} attention", read, write
+    yield _attribute(torch._dynamo.config, "recompile_limit", "graphs of one function")
     yield "oneDNN", core._get_mkldnn_enabled, core._set_mkldnn_enabled
 
 

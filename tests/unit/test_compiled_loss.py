@@ -1,0 +1,173 @@
+"""`compile` with the loss inside: what a user's loss may do stays allowed, and what it computes stays the same."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.tasks import Blobs
+from tests.unit.test_carry import Text
+from tests.unit.test_profiling import config, losses, train
+from tests.unit.test_recipes import Views
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.model.strategy import compile_loss
+
+
+class Counting(Blobs):
+    """Reads and changes a counter and a running mean of the outputs in every call."""
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        self.calls, self.centre = 0, torch.zeros(4)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        self.centre = 0.9 * self.centre + 0.1 * outputs.detach().mean(0)
+        return F.cross_entropy(outputs - self.centre / self.calls, batch[1])
+
+
+class Talking(Blobs):
+    """Reads a value, branches by it and prints."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss = F.cross_entropy(outputs, batch[1])
+        if loss.item() > 0.5:
+            print(f"far: {loss.item():.3f}")
+            return loss + outputs.square().mean()
+        return loss
+
+
+class Named(Blobs):
+    """Reads a text that is another in every call: each would be compiled for itself."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        self.name = f"{getattr(self, 'name', '')}+"
+        return F.cross_entropy(outputs, batch[1]) * (2 if self.name.endswith("++++") else 1)
+
+
+class Disabled(Blobs):
+    @torch.compiler.disable
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        assert not torch.compiler.is_compiling()
+        return super().loss(outputs, batch)
+
+
+@pytest.fixture(autouse=True)
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs as ever, which run as they are: no code is generated."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.parametrize(
+    ("task", "graphs", "recompiles"),
+    [
+        (Counting, 5, 3),  # two of the model (training, evaluation), of the loss one for the counter at 0, 1 and any
+        (Talking, 6, 4),
+        (Named, 10, 8),  # torch's own limit: from then on as it is
+        (Disabled, 2, 1),
+    ],
+)
+def test_what_a_loss_does_in_python_is_allowed(
+    task: type[Blobs], graphs: int, recompiles: int, traced: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `fullgraph` too; and torch says once, not in each step, what it cannot compile."""
+    eager, compiled = task(), task()
+    settings: dict[str, Any] = {"precision": "bf16"}
+    train(tmp_path / "eager", eager, **settings)
+    logging.getLogger("torch._dynamo").addHandler(caplog.handler)
+    try:
+        result = train(tmp_path / "compiled", compiled, **settings, compile="default", fullgraph=True)
+    finally:
+        logging.getLogger("torch._dynamo").removeHandler(caplog.handler)
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
+    for name in ("calls", "name"):
+        assert vars(compiled).get(name) == vars(eager).get(name)
+    assert result.compile is not None
+    assert result.compile["graphs"] <= graphs
+    assert result.compile["recompiles"] <= recompiles
+    said = Counter(one.msg for one in caplog.records if one.levelno >= logging.WARNING)
+    assert set(said.values()) <= {1}, said
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss_mode"),
+    [
+        ("default", "default"),
+        ("reduce-overhead", "default"),
+        ("max-autotune", "max-autotune-no-cudagraphs"),
+    ],
+)
+def test_cuda_graphs_are_left_to_the_model(mode: str, loss_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loss keeps would be overwritten by the next pass; a graph break in it is no error with `fullgraph`."""
+    asked = compilations(monkeypatch)
+    train(None, compile=mode, fullgraph=True, max_steps=2)
+    assert asked == [
+        {"mode": mode, "fullgraph": True, "dynamic": False},  # the model
+        {"mode": loss_mode},
+    ]
+
+
+def test_a_carried_step_compiles_its_loss_and_a_joint_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = compilations(monkeypatch)
+    in_order: dict[str, Any] = {"global_batch_size": 6, "max_steps": 2, "compile": "default"}
+    fit(Text(), config(**in_order, data={"shuffle": False}), LocalContext(None, "local"))
+    assert len(asked) == 2
+    asked.clear()
+    fit(Views(), config(**in_order), LocalContext(None, "local"))
+    assert len(asked) == 1
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of everything that is compiled from now on; it runs as it is."""
+    asked = list[dict[str, Any]]()
+
+    def compile_nothing(called: Any, **options: Any) -> Any:
+        asked.append(options)
+        return called
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    return asked
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_the_log_softmax_of_a_vocabulary_is_not_kept_for_the_backward_pass() -> None:
+    """Of bfloat16 logits, under autocast, eager torch keeps it in float32: twice what the logits take."""
+
+    def loss(outputs: Tensor, batch: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, batch)
+
+    def kept_bytes(called: Any) -> int:
+        kept = []
+        logits = torch.randn(64, 512, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+        logits.requires_grad_()
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one),
+        ):
+            called(logits, torch.arange(64)).backward()
+        return sum(
+            one.nbytes for one in kept if one.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr()
+        )
+
+    whole = 64 * 512 * 4
+    assert kept_bytes(loss) >= whole
+    assert kept_bytes(compile_loss(loss, "default")) < whole / 16
