@@ -54,11 +54,11 @@ class NarrowAdam(Adam):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; none of them, nor their moments, where `found_inf` is set."""
-        found = getattr(self, "found_inf", None)
         with _any_number_of_shapes() if self._compiled else contextlib.nullcontext():
             for group in self.param_groups:
                 device = group["params"][0].device
-                grids = self._grids_on(device)
+                grids, found = self._grids_on(device), getattr(self, "found_inf", None)
+                found = torch.zeros((), device=device) if found is None else found
                 lr, (beta1, beta2) = group["lr"], group["betas"]
                 # Tensors, since a graph would be compiled anew for each value of a number.
                 rates = [
@@ -74,11 +74,11 @@ class NarrowAdam(Adam):
                     state = {name: local(value) for name, value in self.state[parameter].items()}
                     step = state.pop("step").add_(1)
                     tensors = {"": local(parameter), "gradient": local(parameter.grad), **state}
-                    fused = self._compiled and not isinstance(tensors[""], FakeTensor)
-                    for part in (tensors,) if fused else _slices(tensors):
-                        (self._step if fused else _step)(part, step, rates, found, grids, *fixed)
-                    if found is not None:
-                        step.sub_(found)
+                    fake = isinstance(tensors[""], FakeTensor)  # the first slice shows what all of them take
+                    parts = [tensors] if self._compiled and not fake else _slices(tensors)
+                    for part in itertools.islice(parts, 1 if fake else None):
+                        (_step if fake else self._step)(part, step, rates, found, grids, *fixed)
+                    step.sub_(found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave; ValueError where it is of other formats.
@@ -138,7 +138,7 @@ def _step(
     tensors: Mapping[str, Tensor],
     number: Tensor,
     rates: list[Tensor],
-    found: Tensor | None,
+    found: Tensor,
     grids: Mapping[str, _Grid],
     weight_decay: float,
     eps: float,
@@ -159,7 +159,7 @@ def _step(
     after |= _narrowed("exp_avg_sq", second, number, tensors, grids)
     for name, new in after.items():
         kept = tensors[name]
-        kept.copy_(new if found is None else torch.where(found.bool(), kept, new.to(kept.dtype)))
+        kept.copy_(torch.where(found.bool(), kept, new.to(kept.dtype)))
 
 
 def _widened(name: str, tensors: Mapping[str, Tensor], grids: Mapping[str, _Grid]) -> Tensor:
