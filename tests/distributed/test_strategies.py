@@ -367,6 +367,42 @@ def test_a_run_moves_from_strategy_to_strategy(optimizer: str, tmp_path: Path) -
         assert all(torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10) for ours, theirs in pairs), section
 
 
+class Roomy(Blobs):
+    """A parameter that is large enough for 8 bits."""
+
+    def model(self) -> nn.Module:
+        layers = nn.Sequential(nn.Linear(self.features, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+        return layers.to(self.dtype)
+
+
+def test_narrow_moments_on_several_ranks(tmp_path: Path) -> None:
+    """In bf16 they are sharded and move with the run, and go on to the last bit; in 8 bits replicas keep equal ones."""
+    common: dict[str, Any] = {"task": "Roomy", "args": {"dtype": "float32"}, "microbatch_size": 24}
+    alone, replicated, sharded, cut, moved = (
+        spec(tmp_path, name, workers, strategy, optimizer__state="bf16", **common)
+        for name, workers, strategy in [
+            *(("alone", 1, "none"), ("replicated", 2, "ddp"), ("sharded", 2, "fsdp")),
+            *(("cut", 2, "fsdp"), ("moved", 2, "fsdp")),
+        ]
+    )
+    short = [
+        spec(tmp_path, name, 2, "fsdp", optimizer__state="bf16", max_steps=10, **common) for name in ("cut", "moved")
+    ]
+    bytewise = [spec(tmp_path, f"8bit-{n}", n, "ddp", optimizer__state="8bit", **common) for n in (1, 2)]
+    run(tmp_path, alone)
+    run(tmp_path, bytewise[0])
+    run(tmp_path, *short, replicated, sharded, cut, bytewise[1])
+    moved = spec(tmp_path, "moved", 1, "none", optimizer__state="bf16", **common)
+    run(tmp_path, moved)
+    assert losses(cut) == losses(sharded)
+    for one, other in ((replicated, alone), (sharded, alone), (moved, alone), (bytewise[1], bytewise[0])):
+        same_curve(one, other, rel=1e-2)
+    kept = [outline(kept_state(one)["optimizer"]["state"]) for one in (alone, replicated, moved)]
+    assert kept[0] == kept[1] == kept[2]
+    assert kept[0][0]["exp_avg_sq"] == ((64, 12), torch.bfloat16)
+    assert kept_state(bytewise[1])["optimizer"]["state"][2]["exp_avg"].dtype is torch.uint8
+
+
 def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]

@@ -33,7 +33,7 @@ def test_some_entries_by_hand() -> None:
     assert found["task"][0] == "required"
     assert found["optimizer.lr"][0] == "required"
     assert found["precision"][0] == '"fp32"'
-    assert found["precision"][1].endswith("One of fp32, tf32, bf16, fp16, bf16-pure, fp16-pure.")
+    assert found["precision"][1].endswith("One of fp32, tf32, bf16, fp16, fp8, bf16-pure, fp16-pure.")
     assert found["deterministic"][0] == "false"
     assert found["epochs"][0] == "null"
     assert found["task_args"][0] == "{}"

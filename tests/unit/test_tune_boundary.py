@@ -60,6 +60,7 @@ def boundary(fits: list[int] = [], misfits: list[int] = []) -> Boundary:  # noqa
         {"deterministic": True},
         {"evaluate__microbatch_size": 512},
         {"activation_checkpointing": "full"},
+        {"optimizer__state": "bf16"},
     ],
     ids=str,
 )
@@ -76,6 +77,7 @@ def test_sharded_settings_have_keys_of_their_own() -> None:
 def test_all_kinds_of_settings_have_different_keys() -> None:
     momentum = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
     keys = [key(), key(optimizer__name="sgd"), key(optimizer=momentum), key(precision="fp16"), key(precision="bf16")]
+    keys += [key(optimizer__state=state) for state in ("bf16", "8bit")]
     assert len(set(keys)) == len(keys)
     assert key_of(TRAIN, "NVIDIA A100, 79.2 GiB") != key()
 
@@ -95,6 +97,7 @@ def test_all_kinds_of_settings_have_different_keys() -> None:
         {"lr_schedule__name": "cosine"},
         {"ddp__sync_batchnorm": True},
         {"precision": "fp32"},
+        {"optimizer__state": "fp32"},
     ],
     ids=str,
 )

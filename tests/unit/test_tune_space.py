@@ -82,7 +82,7 @@ def test_a_good_space_passes(config: SweepConfig) -> None:
         (make({"optimizer.lr": [0.1, -1]}), "space.optimizer.lr", "greater than 0"),
         (make({"precison": ["fp32"]}), "space.precison", "did you mean `precision`?"),
         (make({"optimizer.momentom": [0.9]}), "space.optimizer.momentom", "there is no such key"),
-        (make({"precision": ["fp32", "fp8"]}), "space.precision", "must be one of"),
+        (make({"precision": ["fp32", "fp4"]}), "space.precision", "must be one of"),
         (make({"global_batch_size": [8, 0]}), "space.global_batch_size", "at least 1"),
         (random({"optimizer.lr": {"uniform": [-1.0, 1.0]}}), "space.optimizer.lr", "greater than 0"),
         (random({"global_batch_size": {"uniform": [8.0, 16.0]}}), "space.global_batch_size", "whole number"),

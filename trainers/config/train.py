@@ -19,7 +19,7 @@ from trainers.errors import MISSING, ConfigError
 _SMALLEST_HALF = 2.0**-24
 CAPTURING = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that replay CUDA graphs: each pass overwrites outputs and gradients of the one before."""
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"]
 
 IDENTITY = (
     "task",
@@ -175,6 +175,7 @@ class TrainConfig(Settings):
         by_worker = elastic and self.batch_size_per_worker is not None
         too_many = self.batch_size > sections.LARGEST
         unused = strategy != "ddp" and self.ddp != sections.DdpConfig()
+        blocks, uncompiled = self.optimizer.state == "8bit", self.precision == "fp8" and compiled == "off"
         unsharded = strategy != "fsdp" and self.fsdp != sections.FsdpConfig()
         narrow = self.fsdp.param_dtype == "bf16" and self.precision != "bf16"
         moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
@@ -187,6 +188,8 @@ class TrainConfig(Settings):
             (unused, "ddp", f"has no effect with strategy {strategy}", "remove it"),
             (unsharded, "fsdp", f"has no effect with strategy {strategy}", "set `strategy: fsdp`"),
             (narrow, "fsdp.param_dtype", f"is for precision bf16, not for {self.precision}", "set `precision: bf16`"),
+            (blocks and strategy == "fsdp", "optimizer.state", "has blocks that shards would cut", "set `state: bf16`"),
+            (uncompiled, "compile", "leaves the casts of precision fp8 as passes over memory of their own", default),
             (strategy == "dp" and compiled != "off", "compile", "cannot follow the replicas of strategy dp", ddp),
             (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
             (again and strategy == "dp", "activation_checkpointing", "cannot follow the replicas of strategy dp", ddp),

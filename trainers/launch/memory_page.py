@@ -18,7 +18,7 @@ from trainers.loop.data import load_data, make_sampler
 from trainers.loop.memory_forecast import Forecast, Forecaster, fake_world, largest_microbatch
 from trainers.model.precision import able_precisions
 
-_ALIKE = (("fp32", "tf32"), ("bf16", "fp16"), ("bf16-pure", "fp16-pure"))
+_ALIKE = (("fp32", "tf32"), ("bf16", "fp16", "fp8"), ("bf16-pure", "fp16-pure"))
 """Precisions whose tensors have the same sizes."""
 _MODES = ("none", "selective", "full")
 _ERROR = 0.1
@@ -43,7 +43,8 @@ def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
     share = -(-config.batch_size // world)
     size = share if config.microbatch_size == "auto" else min(config.microbatch_size, share)
     workers = f"{world} worker{'s' * (world > 1)}"
-    yield f"{spec.source}: {config.optimizer.name}, strategy {config.strategy}, {workers}; a microbatch of {size}"
+    optimizer = f"{config.optimizer.name}{f', {config.optimizer.state} state' if config.optimizer.state else ''}"
+    yield f"{spec.source}: {optimizer}, strategy {config.strategy}, {workers}; a microbatch of {size}"
     heads = ("parameters", "gradients", "optimizer", "activations", "peak")
     yield f"{'':36}{''.join(f'{head:>14}' for head in heads)}   largest microbatch on {card}"
     own: Forecast | None = None

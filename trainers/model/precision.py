@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainers.config.train import Precision
 from trainers.data.batch import Batch, map_tensors
 from trainers.errors import ConfigError
+from trainers.model.float8 import to_float8
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +22,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PrecisionSpec:
     """One row of the table. Without `autocast` operations keep their inputs' format; without `parameters` the model
-    stays as it was built; `matmul` is what fp32 products compute in; `min_capability` is CUDA's."""
+    stays as it was built; `matmul` is what fp32 products compute in; with `float8` Linear layers multiply in that, by
+    torchao; `min_capability` is CUDA's."""
 
     name: Precision
     autocast: torch.dtype | None = None
     scaler: bool = False
     parameters: torch.dtype | None = None
     matmul: str = "ieee"
+    float8: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda", "mps")
     min_capability: tuple[int, int] = (0, 0)
     channels_last: bool = False
@@ -47,7 +50,9 @@ class PrecisionSpec:
         return replace(self, channels_last=wanted is True or (wanted == "auto" and images and device.type == "cuda"))
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Convert parameters and buffers to this row's format, 4-D ones to its layout too."""
+        """Convert parameters and buffers to this row's format, 4-D ones to its layout too, and layers to float8."""
+        if self.float8:
+            model = to_float8(model)
         if self.parameters is not None:
             model = model.to(self.parameters)
         if self.channels_last:  # not `model.to(memory_format=...)`, which refuses a model with a 5-D parameter as well
@@ -72,12 +77,13 @@ class PrecisionSpec:
         return tensor
 
 
-_AMPERE = (8, 0)
+_AMPERE, _ADA = (8, 0), (8, 9)
 _ROWS = (
     PrecisionSpec("fp32"),
     PrecisionSpec("tf32", matmul="tf32", devices=("cuda",), min_capability=_AMPERE),
     PrecisionSpec("bf16", autocast=torch.bfloat16, min_capability=_AMPERE),
     PrecisionSpec("fp16", autocast=torch.float16, scaler=True),
+    PrecisionSpec("fp8", autocast=torch.bfloat16, float8=True, devices=("cuda",), min_capability=_ADA),
     PrecisionSpec("bf16-pure", parameters=torch.bfloat16, min_capability=_AMPERE),
     PrecisionSpec("fp16-pure", parameters=torch.float16),
 )
