@@ -112,6 +112,14 @@ def test_what_does_not_fit_is_a_row_and_the_next_rung_runs(blobs: Work) -> None:
     assert floor is None
 
 
+def test_the_language_model_trains_on_text_alone() -> None:
+    """A line has 58 to 76 bytes: alone in a context of 1,024 it would be nine tenths of padding."""
+    runs = Runs(ladder.WORKS["gpt"], CPU)
+    [rows] = runs.task.dataset("train").tensors
+    assert rows.shape[1] == 1024 + 1
+    assert bool((rows != 0).all())
+
+
 def test_a_ladder_changes_one_thing_a_rung() -> None:
     for convolutions in (True, False):
         by_name = {rung.name: rung for rung in rungs(convolutions, host_bound=False)}

@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.health.facts import NodeFacts
 from cluster.health.links import Link
 from trainers.errors import last_line
+from trainers.on_ray.gpus import hide_unassigned_gpus
 
 Call = tuple[Any, ...]  # a function, or the name of a method of Probe, and its arguments
 
@@ -19,6 +20,7 @@ class Probe:
     """Runs probes on its node."""
 
     def __init__(self) -> None:
+        hide_unassigned_gpus()  # something else trains on them: products beside it are slow, and the node is called bad
         self._link: Link | None = None
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +18,19 @@ import ray
 import ray.train
 import torch
 from ray.train.v2._internal.util import construct_train_func
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cluster.health.actors import Probe
 from tests.specs import make
 from tests.tasks import Blobs
 from trainers.context import RunContext
 from trainers.devices.device import grow_segments
+from trainers.devices.group import Group
 from trainers.errors import TooLargeError
 from trainers.launch import local
-from trainers.loop import build
+from trainers.loop import build, fit
+from trainers.loop.agreement import Agreement, agree
 from trainers.on_ray import context, process_group
 from trainers.on_ray.process_group import GroupConfig
 
@@ -69,6 +75,15 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
     process_group._join("127.0.0.1", 1, "gloo")
     assert seen == [visible]
+
+
+@pytest.mark.parametrize(("held", "visible"), [([], ""), (["0", "1"], "0,1")])
+def test_a_check_measures_no_gpu_that_something_else_holds(
+    monkeypatch: pytest.MonkeyPatch, held: list[str], visible: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: {"GPU": held}))
+    assert Probe().call(os.environ.get, "CUDA_VISIBLE_DEVICES") == visible
 
 
 def test_it_is_bound_before_the_hosts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,3 +189,63 @@ def test_torch_takes_the_allocators_setting() -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("mode", "copies"), [("off", False), ("default", False), ("reduce-overhead", True)])
+def test_gradients_are_copied_where_the_next_pass_overwrites_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, copies: bool
+) -> None:
+    monkeypatch.setattr(build, "compile_model", lambda *_: None)
+    replica = build.build_replica(Blobs(), make(tmp_path, compile=mode).config, RunContext(None, "test"))
+    assert replica.step.copies_gradients is copies
+    replica.close()
+
+
+@pytest.mark.parametrize("hang_timeout_s", [1800.0, 7200.0])
+def test_collectives_wait_longer_than_the_watchdog(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang_timeout_s: float
+) -> None:
+    """Else NCCL's abort is first, and the run ends as `node_lost` in place of `hung`."""
+    waits: list[timedelta] = []
+
+    def attempt(*_: object) -> str:
+        assert waits, "before anything waits for other ranks"
+        return "done"
+
+    monkeypatch.setattr(torch.distributed, "set_timeout", waits.append, raising=False)
+    monkeypatch.setattr(fit, "_attempt", attempt)
+    config = make(tmp_path, failure__hang_timeout_s=hang_timeout_s).config
+    assert fit.fit(Blobs(), config, RunContext(None, "test", world_size=2)) == "done"  # type: ignore[comparison-overlap]
+    assert waits[0].total_seconds() > max(hang_timeout_s, config.failure.of_phases_s)
+
+
+def test_ranks_agree_with_one_wait_and_one_collective() -> None:
+    reduced: list[int] = []
+    reads: list[str] = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                reads.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Ranks(Group):
+        def max(self, tensor: Tensor) -> Tensor:
+            reduced.append(len(tensor))
+            return tensor
+
+    step = SimpleNamespace(bad=torch.tensor(False))
+    attempt: Any = SimpleNamespace(
+        clock=SimpleNamespace(end_span=lambda: None),
+        context=RunContext(None, "test"),
+        config=SimpleNamespace(max_time_s=None),
+        began=0.0,
+        elapsed_s=0.0,
+        stream_mark=lambda: None,
+        parts=SimpleNamespace(group=Ranks(0, 2, torch.device("cpu")), step=step),
+    )
+    checkpointing: Any = SimpleNamespace(wanted=lambda _: False, busy=False, advance=lambda: None)
+    with Reads():
+        assert agree(attempt, checkpointing) == Agreement()
+    assert len(reduced) == 1
+    assert reads == [], "beside tolist(), which is the wait"

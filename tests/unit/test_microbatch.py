@@ -100,6 +100,7 @@ def choose(
         (64, 5, 5, [64, 32, 16, 8, 4, 6, 5]),
         (50, 7, 7, [50, 25, 13, 7, 9, 8]),
         (7, 3, 3, [7, 4, 2, 3]),
+        (128, 63, 43, [128, 64, 32, 43]),  # as in tests/gpu/test_memory_gpu.py
         (100, 60, 50, [100, 50]),  # more than the dataset has: samples repeat
     ],
 )

@@ -20,6 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 # A process of its own: what is poisoned here must not reach the suite.
 SCRIPT = """
 import json, sys
+from functools import partial
 import torch, torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 import trainers.loop.fit
@@ -45,7 +46,8 @@ def curve():
     return losses
 
 first = curve()
-found = {"first": first, "after": {}, "left": {"nothing": baseline.restore()}}
+of_cudnn = partial(torch._C._get_fp32_precision_getter, "cuda", "all")
+found = {"first": first, "cudnn": [of_cudnn()], "after": {}, "left": {"nothing": baseline.restore()}}
 for poison in ("flags", "grad", "rng", "hooks", "process", "child", "modules"):
     from tests import lane_tasks
     task = lane_tasks.Poison([poison])
@@ -55,6 +57,7 @@ for poison in ("flags", "grad", "rng", "hooks", "process", "child", "modules"):
     except Exception as error:
         spoilt = repr(error)
     found["left"][poison] = baseline.restore()
+    found["cudnn"].append(of_cudnn())
     found["after"][poison] = curve() == first
     found.setdefault("spoilt", {})[poison] = spoilt != first
     baseline.restore()
@@ -92,6 +95,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, objec
 @pytest.mark.parametrize("poison", ["flags", "grad", "rng", "hooks", "process", "child", "modules"])
 def test_the_next_trial_is_as_the_first(found: dict[str, dict[str, object]], poison: str) -> None:
     assert found["after"][poison]
+
+
+def test_the_precision_of_cudnn_is_put_back(found: dict[str, list[str]]) -> None:
+    """No curve of a CPU shows it."""
+    assert len(set(found["cudnn"])) == 1
 
 
 def test_the_poison_works(found: dict[str, dict[str, object]]) -> None:
