@@ -55,15 +55,17 @@ def free_port(address: str) -> int:
 def all_reduce(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> tuple[bool, float]:
     """Return (whether the sum was right, MB/s of bus bandwidth) of an all-reduce over one device of each node.
 
-    NCCL between GPUs, gloo between CPUs; every rank must call it. Integers in float32 have only one right sum.
+    NCCL between GPUs, gloo where a node has none, or its own are in use; every rank must call it. Integers in float32
+    have only one right sum.
     """
     import torch
     import torch.distributed as dist
 
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+    store.set(f"gpu-{rank}", str(torch.cuda.is_available()))
+    gpu = all(store.get(f"gpu-{other}") == b"True" for other in range(world_size))
+    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         pattern = torch.arange(2**26 if gpu else 2**21, device=device, dtype=torch.float32) % 251
