@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from tests.specs import losses, make
 from tests.stream_tasks import FEATURES, decode, write
 from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
+from trainers.data import shard_cache
 from trainers.data.feed import Feed
 from trainers.data.sampler import StepSampler
+from trainers.data.shard_formats import make_local
 from trainers.data.shard_order import ShardOrder
 from trainers.data.shards import Shards
 from trainers.devices.group import Group
@@ -118,6 +121,49 @@ def test_the_cache_is_bounded_and_what_is_held_stays(tmp_path: Path) -> None:
         assert sum(file.stat().st_size for file in cache.iterdir()) < limit + 2 * uncompressed
     assert len(read(other, [3])) == 1
     other.close()
+    shards.close()
+
+
+def test_threads_that_find_the_same_room_leave_no_more_than_the_cache_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "data", ".jsonl.gz", [40] * 12)
+    limit, cache, meet = 60_000, tmp_path / "cache", threading.Barrier(4)
+
+    def together(*args: Any) -> None:
+        meet.wait(60)  # all four have found room by now
+        make_local(*args)
+
+    monkeypatch.setattr(shard_cache, "make_local", together)
+    shards = Shards(tmp_path / "data", decode=decode, cache=cache, cache_bytes=limit)
+    assert len(shards) == 480
+    assert sum(file.stat().st_size for file in cache.iterdir()) <= limit + 12_000, "but for what opening has found"
+    shards.close()
+
+
+def test_a_copy_that_took_the_place_of_another_is_not_deleted_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever fetched it has it locked, and the lock of the one before is no lock of it."""
+    path, lock = tmp_path / "a.shard", shard_cache.fcntl.flock
+    path.write_bytes(b"before")
+
+    def replaced(stream: Any, how: int) -> None:
+        (tmp_path / "aside").write_bytes(b"after")
+        (tmp_path / "aside").replace(path)
+        lock(stream, how)
+
+    monkeypatch.setattr(shard_cache.fcntl, "flock", replaced)
+    shard_cache._deleted(path)
+    assert path.read_bytes() == b"after"
+
+
+def test_shards_are_read_through_a_cache_that_holds_none_of_them(tmp_path: Path) -> None:
+    write(tmp_path / "data", ".jsonl.gz", [40] * 3)
+    shards = Shards(tmp_path / "data", decode=decode, cache=tmp_path / "cache", cache_bytes=1)
+    assert len(read(shards, [0, 50, 100])) == 3
+    for row in (0, 50, 100, 0):
+        assert len(read(shards, [row])) == 1
     shards.close()
 
 

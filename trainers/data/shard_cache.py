@@ -133,8 +133,8 @@ class ShardCache:
         """Return a descriptor with a shared lock of the copy, which is fetched if need be."""
         path = self.path(shard)
         while True:
-            if not path.exists():
-                self._fetch(shard, is_needed=True)
+            if not path.exists() and (fetched := self._fetch(shard, is_needed=True)) >= 0:
+                return fetched
             with contextlib.suppress(FileNotFoundError):  # deleted in between
                 descriptor = os.open(path, os.O_RDONLY)
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -145,7 +145,7 @@ class ShardCache:
 
     def _fetch_ahead(self, shard: int) -> None:
         if not self._is_in_place(shard) and not self.path(shard).exists():
-            self._fetch(shard, is_needed=False)
+            _unlock(self._fetch(shard, is_needed=False))
         if self.path(shard).exists():
             self._check_once(shard)
 
@@ -158,21 +158,30 @@ class ShardCache:
             self._checked.add(shard)
 
     @retrying
-    def _fetch(self, shard: int, is_needed: bool) -> None:
-        """Copy a shard here, unless it is. One process of the node does, the others wait for it."""
+    def _fetch(self, shard: int, is_needed: bool) -> int:
+        """Copy a shard here; return a descriptor with a shared lock of it, or -1 where it was here, or has no room. One
+        process of the node does it, the others wait.
+
+        Others may have found the same room, and a copy be larger than the shard (compressed): what is too much is
+        deleted once it is here.
+        """
         file, path = self._files[shard], self.path(shard)
         if not self._make_room(file.size_bytes, is_needed):
-            return
+            return -1
         lock = path.with_suffix(".lock")
         with lock.open("w") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
             if path.exists():
-                return
+                return -1
             aside = self._aside(path)
             try:
                 with file.directory.reader(file.file, most_bytes=sys.maxsize) as source:
                     make_local(source, file.name, aside)
+                descriptor = os.open(aside, os.O_RDONLY)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
                 aside.replace(path)
+                self._make_room(0, is_needed=False)
+                return descriptor
             except StorageError as error:
                 if isinstance(error.__cause__, FileNotFoundError):
                     raise ShardError(f"{file.name} is missing") from error
@@ -226,13 +235,16 @@ def _deleted(path: Path) -> bool:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        path.unlink()
+        if _is_at(stream.fileno(), path):  # else another has deleted it, and what is there now may be held
+            path.unlink()
     return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file still has its name. Raises FileNotFoundError."""
-    return os.fstat(descriptor).st_ino == path.stat().st_ino
+    """Whether an open file still has its name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.fstat(descriptor).st_ino == path.stat().st_ino
+    return False
 
 
 def _unlock(descriptor: int) -> None:

@@ -78,7 +78,10 @@ class Shards(FedDataset):
 
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         """Return samples, in the order of their rows."""
-        return self._reader.read(np.asarray(rows, np.int64))
+        asked, length = np.asarray(rows, np.int64), len(self)
+        if asked.size and not 0 <= asked.min() <= asked.max() < length:
+            raise IndexError(f"rows {asked.min()} to {asked.max()} of {length}")
+        return self._reader.read(asked)
 
     def held(self, batches: Iterable[Rows]) -> Iterator[Rows]:
         """Yield the same rows once their shards are here, while those of the coming batches are on their way."""
