@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens
@@ -292,6 +294,47 @@ def test_a_static_graph_and_rounded_gradients(tmp_path: Path) -> None:
     assert losses(rounded) != losses(full)
     same_curve(rounded, full, rel=2e-2)
     assert "`ddp.static_graph` is true, but cannot accumulate, and microbatches of 5 make 2" in str(refused)
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs inside, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def clipped(rank: int, world_size: int) -> tuple[int, int, float, float]:
+    """Operators that scale gradients, collectives, and the norm of all gradients before and after."""
+    torch.manual_seed(0)
+    task, group = Deep(dtype="float64"), Group(rank, world_size, CPU)
+    model = place_model(task.model(), group, "fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(ForwardPass(model, task, TABLE["fp32"], CPU), optimizer, group, clip_grad_norm=0.01)
+    model(torch.randn(8, task.features, dtype=torch.float64)).square().mean().backward()
+
+    def norm() -> float:
+        whole: list[Any] = [parameter.grad for parameter in model.parameters()]
+        return float(torch.stack([one.full_tensor().norm() for one in whole]).norm())
+
+    before = norm()
+    with Operators() as seen:
+        said = step._clip(step._gradients(), 0.01)
+    assert float(said) == pytest.approx(before, rel=1e-12)
+    scaled = seen.counts["mul_"] + seen.counts["_foreach_mul_"]
+    return scaled, sum(count for name, count in seen.counts.items() if "reduce" in name), before, norm()
+
+
+def test_the_shards_of_all_gradients_are_clipped_at_once(tmp_path: Path) -> None:
+    for scaled, collectives, before, after in run_processes(2, clipped, tmp_path):
+        assert before > 0.01
+        assert after == pytest.approx(0.01, rel=1e-3)
+        assert scaled == 1, "not each by itself"
+        assert collectives == 1
 
 
 def rounded_gradients(rank: int, world_size: int) -> list[Tensor]:

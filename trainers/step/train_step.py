@@ -14,7 +14,7 @@ from trainers.devices.group import Group
 from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.optimizer import check_lr
 from trainers.model.schedule import Schedule
-from trainers.model.sharding import is_shard
+from trainers.model.sharding import is_shard, local
 from trainers.model.strategy import no_sync
 from trainers.step.forward import ForwardPass
 from trainers.step.noise_scale import NoiseScale
@@ -137,6 +137,19 @@ class TrainStep:
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
+    def _clip(self, gradients: list[Tensor], most: float) -> Tensor:
+        """Scale the gradients down to a norm of `most`; return the norm that they had, over all ranks' shards."""
+        if not any(map(is_shard, gradients)):
+            norm = get_total_norm(gradients)
+            clip_grads_with_norm_(self._parameters, most, norm)
+            return norm
+        shards = [local(gradient) for gradient in gradients]  # else torch takes each gradient by itself
+        of_rank = get_total_norm(shards)
+        exact = torch.promote_types(of_rank.dtype, torch.float32)
+        norm = self.group.sum(of_rank.to(exact).square()).sqrt()
+        torch._foreach_mul_(shards, (most / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
     def _update(self, step_samples: int) -> None:
         scaled = self.scaler.is_enabled()
         if scaled:
@@ -146,10 +159,7 @@ class TrainStep:
             self.noise.end(gradients, step_samples)
         checked = gradients
         if self.clip_grad_norm is not None:
-            norm = get_total_norm(gradients)
-            clip_grads_with_norm_(self._parameters, self.clip_grad_norm, norm)
-            if not is_shard(norm):  # else each rank has only its part of it
-                checked = [norm]
+            checked = [self._clip(gradients, self.clip_grad_norm)]
         if scaled:  # for infinite gradients the scaler skips the step and lowers the scale
             self.scaler.step(self.optimizer)
             self.scaler.update()
