@@ -158,6 +158,20 @@ def test_a_copy_that_took_the_place_of_another_is_not_deleted_for_it(
     assert path.read_bytes() == b"after"
 
 
+def test_an_index_that_python_cannot_parse_beside_another_thread_is_found_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parses(*_: Any, **__: Any) -> None:
+        raise SystemError("AST constructor recursion depth mismatch (before=51, after=39)")
+
+    write(tmp_path / "data", ".tar", [4] * 3)
+    monkeypatch.setattr(shard_cache.np, "load", parses)
+    shards = Shards(tmp_path / "data", decode=decode, cache=tmp_path / "cache")
+    assert len(shards) == 12
+    assert len(read(shards, [0, 11])) == 2
+    shards.close()
+
+
 def test_shards_are_read_through_a_cache_that_holds_none_of_them(tmp_path: Path) -> None:
     write(tmp_path / "data", ".jsonl.gz", [40] * 3)
     shards = Shards(tmp_path / "data", decode=decode, cache=tmp_path / "cache", cache_bytes=1)

@@ -67,7 +67,7 @@ class ShardCache:
         """What was found in a shard before (see `keep_index`); None where nothing was kept."""
         try:
             return np.asarray(np.load(self._index_path(shard), allow_pickle=False))
-        except (OSError, ValueError, EOFError):
+        except (OSError, ValueError, EOFError, SystemError):  # threads that parse at once (cpython 106905)
             return None
 
     def keep_index(self, shard: int, index: Rows) -> None:
