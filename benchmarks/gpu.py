@@ -68,8 +68,9 @@ PARTS = [
     _benchmark("guides", 5, "2"),
     _benchmark("ladder", 7),
     _tests("graphs", 7),
+    _tests("failed_capture", 3),
 ]
-"""Most telling first; the graphs' tests last, since a capture that fails may spoil what runs beside it."""
+"""Most telling first."""
 
 
 @dataclass

@@ -87,4 +87,4 @@ def test_every_file_of_gpu_tests_is_a_part_that_a_call_of_ten_minutes_holds() ->
     files = {argument for part in PARTS for argument in part.arguments if argument.endswith(".py")}
     assert files == {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
     assert all(part.minutes < 8 for part in PARTS)
-    assert PARTS[-1].name == "graphs", "a capture that fails may spoil its process, and those beside it"
+    assert PARTS[-1].name == "failed_capture", "it may spoil its process, and those beside it"

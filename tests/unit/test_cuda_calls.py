@@ -105,15 +105,22 @@ def test_it_is_bound_before_the_hosts_are_compared(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_a_rank_that_fails_alone_does_not_wait_for_the_others(
-    monkeypatch: pytest.MonkeyPatch, backend: str, error: BaseException | None, expected: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, error: BaseException | None, expected: str
 ) -> None:
-    """They wait in an all-reduce for it, and NCCL's destroy waits for that."""
+    """They wait in an all-reduce for it, and NCCL's destroy waits for that. What it failed of is written before."""
     calls: list[str] = []
+    context = local.LocalContext(None, "spawn", 0, 2, 0, 2)
+    context.failed = tmp_path / "failed-0"
+
+    def left(how: str) -> None:
+        assert (tmp_path / "failed-0").exists() == (error is not None)
+        calls.append(how)
+
     monkeypatch.setattr(local, "join_group", lambda *_: None)
     monkeypatch.setattr(local, "keep_on_this_machine", lambda: None)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: calls.append("destroyed"))
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", lambda: calls.append("aborted"))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: left("destroyed"))
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", lambda: left("aborted"))
 
     def execute(context: RunContext) -> int:
         if error is not None:
@@ -124,7 +131,7 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         with pytest.raises(type(error)) if error is not None else nullcontext():
-            assert local._run_in_group(job, local.LocalContext(None, "spawn", 0, 2, 0, 2), "file:///none") == 5
+            assert local._run_in_group(job, context, "file:///none") == 5
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -110,14 +110,14 @@ def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
     """Write a worker's failure where its launcher looks: a file of the spawning process's, or torchrun's own, of which
     it shows the earliest as the root cause.
     """
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE") if file is None else file
     with contextlib.suppress(OSError):  # the failure itself matters more
-        if file is not None:
-            aside = file.with_name(f".{file.name}")  # the launcher may end this process at any moment
-            aside.write_text(json.dumps([failure.args, trace]))
-            aside.replace(file)
-        elif "TORCHELASTIC_ERROR_FILE" in os.environ:
-            said = {"message": str(failure), "extraInfo": {"timestamp": str(int(failure.when))}}
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": said}))
+        if place is None or Path(place).exists():  # said already, before the group was left
+            return
+        said = {"message": {"message": str(failure), "extraInfo": {"timestamp": str(int(failure.when))}}}
+        aside = Path(place).with_name(f".{Path(place).name}")  # the launcher may end this process at any moment
+        aside.write_text(json.dumps(said if file is None else [failure.args, trace]))
+        aside.replace(place)
 
 
 def run_local(job: Job[R]) -> R:
@@ -213,10 +213,13 @@ def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
         if rank == 0:
             Path(directory, "result.json").write_text(result.to_json())
     except BaseException as error:
-        is_said = isinstance(error, PacelineError | KeyboardInterrupt)  # a sentence says it all
-        trace = "" if is_said else traceback.format_exc()
-        _leave(failure_of(error, rank), trace, context.failed)
+        _leave(failure_of(error, rank), _trace(error), context.failed)
         raise
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback of what is being handled; empty where a sentence says it all."""
+    return "" if isinstance(error, PacelineError | KeyboardInterrupt) else traceback.format_exc()
 
 
 def _failure(directory: Path, error: ProcessException, exits: dict[int, int | None]) -> RunFailedError:
@@ -277,7 +280,8 @@ def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:
             job = replace(job, token=box[0])
             context.storage = job.storage
         result = job.execute(context)
-    except BaseException:
+    except BaseException as error:
+        _leave(failure_of(error, context.rank), _trace(error), context.failed)  # leaving the group may take its time
         leave_group(failed=True)
         raise
     leave_group(failed=False)

@@ -1,0 +1,32 @@
+"""A capture of CUDA graphs that fails: a file of its own, and so a process of `make gpu`, which it may spoil."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.gpu.runs import CUDA, train
+from tests.tasks import Blobs
+from trainers.errors import ConfigError
+
+pytestmark = pytest.mark.gpu
+
+
+class Waits(Blobs):
+    """Reads its loss on the host."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        loss = super().loss(outputs, batch)
+        return loss * (2.0 if float(loss.detach()) > 100.0 else 1.0)
+
+
+def test_a_step_that_waits_is_an_error_that_says_so() -> None:
+    with pytest.raises(ConfigError) as raised:
+        train(CUDA, task=Waits(), cuda_graphs=True)
+    text = str(raised.value)
+    print(text)
+    assert text.startswith("`cuda_graphs` is true, but needs a step that the host never waits in")
+    assert "captur" in text
+    assert train(CUDA, task=Blobs(), max_steps=12).status == "done"  # the device is none the worse
