@@ -56,8 +56,8 @@ def place_model(model: nn.Module, group: Group, strategy: str, fsdp: FsdpConfig 
         parameter.data = parameter.data.contiguous()
     units = shard_units(model)
     within = {module for unit in units for module in unit.modules()}
-    # autocast has the inputs; BatchNorm's kernels take no parameters narrower than its statistics. Before 2.15 torch sums
-    # gradients in the format of the parameters where it is not told.
+    # autocast has the inputs; BatchNorm's kernels take no parameters narrower than its statistics. Without
+    # `reduce_dtype` torch before 2.15 sums gradients in the format of the parameters.
     narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for unit in (*units, model):  # each goes to the device by itself: the whole model need not fit there
         own = set(unit.modules()) - (within if unit is model else set())
