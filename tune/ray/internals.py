@@ -1,0 +1,353 @@
+"""All that knows Ray Train's internals (Ray 2.60): its controller over warm workers.
+
+A trial runs Ray's own TrainController in its own process, with every callback, policy and file that Ray has. Its worker
+group is the one thing that differs: it borrows the workers of a lane, where Ray would start an actor for each, and gives
+them back, where Ray would kill them. What ranks meet at, and what they ask their controller, goes through the pool, so
+that a trial starts no process.
+"""
+
+import asyncio
+import contextlib
+import json
+import queue
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import ray
+from ray.train._internal.session import get_session
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
+from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
+from ray.train.v2._internal.execution.worker_group import worker_group as ray_worker_group
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState, WorkerGroupStateBuilder
+from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.util import bundle_to_remote_args
+from ray.util.queue import Empty
+
+from trainers.launch.imports import without_collection
+from tune.ray.shape import Shape
+
+_HEAR_S = 0.25
+"""How long a worker that has nothing to say waits before it says so."""
+_LOOK_S = 0.002
+_ANSWER_S = 5.0
+"""Within which a worker that is well answers a poll."""
+
+
+class TrialStopped(SystemExit):
+    """Ends a training function at its report, and the function of the trial, once the search has stopped the trial."""
+
+
+@dataclass
+class LaneContext(TrainContext):
+    """Ray's context of a worker, in which a trial may be stopped: by all ranks at the same report."""
+
+    def _sync_checkpoint_dir_name_across_ranks(self, checkpoint_dir_name: str | None = None) -> str:
+        name: Any = super()._sync_checkpoint_dir_name_across_ranks(checkpoint_dir_name)
+        if name is None:
+            raise TrialStopped(0)
+        return str(name)
+
+
+class LaneWorker(RayTrainWorker):  # type: ignore[misc] # Ray's is not typed
+    """Ray's worker, for trial after trial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with without_collection(own_process=True):
+            import ray.train.torch
+            import torch.distributed.nn.functional  # noqa: F401 (before any group, which it would keep)
+
+            from tune.lanes.process_state import Baseline
+        self._make_baseline = Baseline
+        self._baseline: Any = None
+
+    def init_train_context(self, **given: Any) -> None:
+        """Called by Ray before the function runs; not before Ray has said which GPUs this process sees."""
+        if self._baseline is None:
+            import torch
+
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self._baseline = self._make_baseline(device, ())
+            self._baseline._path = ("/",)
+        random.seed()
+        np.random.seed()
+        super().init_train_context(**given)
+        ray_context = get_train_context()
+        own = {one.name: getattr(ray_context, one.name) for one in fields(TrainContext)}
+        own["report_order_condition"] = threading.Condition()  # Ray's are of the process, and end with the first trial
+        own["checkpoint_upload_threadpool"] = ThreadPoolExecutor(max_workers=1)
+        set_train_context(LaneContext(**own))
+
+    def poll_status(self) -> WorkerStatus:
+        """Called by Ray again and again: returns once there is something to tell, soon even so."""
+        deadline = time.monotonic() + _HEAR_S
+        execution = get_train_context().execution_context
+        runner: ThreadRunner = execution.training_thread_runner
+        while execution.result_queue.empty() and runner.is_running() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return super().poll_status()
+
+    def settle(self, within_s: float) -> list[str]:
+        """Prove that nothing of the trial is left; returns what is. Its function may run on for `within_s`."""
+        execution = get_train_context().execution_context
+        deadline = time.monotonic() + within_s
+        while execution.training_thread_runner.is_running() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):  # so that a report can end
+                execution.result_queue.get(timeout=_LOOK_S)
+        if execution.training_thread_runner.is_running():
+            return ["its training function still runs"]
+        get_train_context().checkpoint_upload_threadpool.shutdown()
+        del execution
+        set_train_context(None)
+        set_train_fn_utils(None)
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return list(self._baseline.restore())
+
+
+def worker_options(resources: Sequence[tuple[str, float]], runtime_env: str) -> dict[str, Any]:
+    """Return how Ray starts a worker's actor."""
+    return {"runtime_env": json.loads(runtime_env), **bundle_to_remote_args(dict(resources))}
+
+
+def make_barrier() -> Any:
+    """Return what the ranks of a trial meet at: the object behind Ray's actor."""
+    return SynchronizationActor.__ray_metadata__.modified_class()
+
+
+class _Call:
+    """`handle.method.remote(...)` for something that is no actor."""
+
+    def __init__(self, call: Any) -> None:
+        self.remote = call
+
+
+class Barrier:
+    """Stands for Ray's SynchronizationActor in a worker; the pool keeps it."""
+
+    def __init__(self, pool: Any, lane: int) -> None:
+        self._pool, self._lane = pool, lane
+
+    @property
+    def broadcast_from_rank_zero(self) -> _Call:
+        """Ranks meet, and get what rank 0 brought."""
+
+        def call(world_rank: int, data: Any, **given: Any) -> Any:
+            return self._pool.broadcast.remote(self._lane, world_rank, data, **given)
+
+        return _Call(call)
+
+    @property
+    def set_required_ranks(self) -> _Call:
+        """Ranks that are about to be taken away are waited for no more."""
+        return _Call(lambda ranks: self._pool.of_barrier.remote(self._lane, "set_required_ranks", ranks))
+
+    @property
+    def reset(self) -> _Call:
+        """Ranks that wait go on without the others."""
+        return _Call(lambda: self._pool.of_barrier.remote(self._lane, "reset"))
+
+
+class Controller:
+    """Stands for the actor of Ray's controller in a worker, which asks it through the pool."""
+
+    def __init__(self, pool: Any, lane: int) -> None:
+        self._pool, self._lane = pool, lane
+
+    @property
+    def get_all_reported_checkpoints(self) -> _Call:
+        """All checkpoints that were reported so far."""
+        return _Call(lambda *question: self._pool.ask.remote(self._lane, *question))
+
+
+class _BorrowedGroup(DefaultPlacementGroupHandle):  # type: ignore[misc]
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        return True
+
+    def shutdown(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class _BorrowedState(WorkerGroupState):  # type: ignore[misc]
+    def shutdown(self) -> None:
+        pass
+
+
+class _StateBuilder(WorkerGroupStateBuilder):  # type: ignore[misc]
+    def build(self) -> WorkerGroupState:
+        return _BorrowedState(**vars(super().build()))
+
+    def shutdown(self) -> None:
+        pass
+
+
+class LaneGroup(WorkerGroup):  # type: ignore[misc]
+    """Ray's worker group on the workers of a lane."""
+
+    pool: Any
+    """Set by the class that a trial makes of this one."""
+
+    def _start(self) -> None:
+        self.loan = ray.get(self.pool.borrow.remote(self._shape()))
+        try:
+            with self._meeting_in_pool():
+                self._start_impl(_StateBuilder())
+        except BaseException:
+            self._give_back(stop=False)
+            raise
+
+    def _shape(self) -> Shape:
+        wanted = self._worker_group_context
+        runtime_env = self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env)
+        return Shape(
+            wanted.num_workers,
+            tuple(sorted(wanted.resources_per_worker.items())),
+            wanted.placement_strategy,
+            tuple(tuple(sorted(one.items())) for one in wanted.label_selector or []),
+            json.dumps(dict(runtime_env), sort_keys=True),
+        )
+
+    @contextlib.contextmanager
+    def _meeting_in_pool(self) -> Iterator[None]:
+        """Ray starts an actor here for the ranks to meet at."""
+        barrier = Barrier(self.pool, self.loan.lane)
+
+        class Meeting:
+            @classmethod
+            def options(cls, **options: Any) -> _Call:
+                return _Call(lambda **given: barrier)
+
+        known = ray_worker_group.SynchronizationActor
+        ray_worker_group.SynchronizationActor = Meeting
+        try:
+            yield
+        finally:
+            ray_worker_group.SynchronizationActor = known
+
+    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> _BorrowedGroup:
+        return _BorrowedGroup(self.loan.group)
+
+    def _create_workers(self, num_workers: int, placement_group: Any, resources: Any, **given: Any) -> list[Worker]:
+        workers = [
+            Worker(actor, place, resources, placement_group_bundle_index=index)
+            for index, (actor, place) in enumerate(self.loan.workers)
+        ]
+        return list(self._assign_worker_ranks(workers))
+
+    def _init_train_context_on_workers(self, workers: list[Worker], sync_actor: Any, given: dict[str, Any]) -> None:
+        context = {
+            "train_run_context": self._train_run_context,
+            "synchronization_actor": sync_actor,
+            "storage_context": self._storage_context,
+            "worker_callbacks": self._worker_callbacks_to_propagate,
+            "controller_actor": Controller(self.pool, self.loan.lane),
+        }
+        calls = [
+            worker.actor.init_train_context.remote(
+                distributed_context=worker.distributed_context,
+                **context,
+                **{name: values[index] for name, values in given.items()},
+            )
+            for index, worker in enumerate(workers)
+        ]
+        ray.get(calls)
+
+    def poll_status(self, timeout: float | None = None) -> WorkerGroupPollStatus:
+        """Ray's, with the time that a worker may take to answer."""
+        return super().poll_status(_ANSWER_S)
+
+    def _clear_state(self) -> None:
+        status = self._latest_poll_status
+        runs = status is None or any(one.running for one in status.worker_statuses.values())
+        super()._clear_state()
+        self._give_back(stop=runs)
+
+    def _give_back(self, stop: bool) -> None:
+        ray.get(self.pool.give_back.remote(self.loan.lane, stop))
+
+
+class LaneController(TrainController):  # type: ignore[misc]
+    """Ray's controller, in the process of a trial."""
+
+    def __init__(self, pool: Any, **given: Any) -> None:
+        self.worker_group_cls = type("TrialGroup", (LaneGroup,), {"pool": pool})
+        super().__init__(**given)
+
+    async def _poll_workers(self) -> WorkerGroupPollStatus:
+        """Workers answer when they have something to say: there is no need to wait between two polls."""
+        group = self.get_worker_group()
+        for question in await group.pool.questions.remote(group.loan.lane):
+            answer = await self.get_all_reported_checkpoints(*question)
+            await group.pool.answer.remote(group.loan.lane, answer)
+        if is_stopped():
+            raise TrialStopped(0)
+        await asyncio.sleep(0)
+        return group.poll_status()
+
+    def fit(self) -> Any:
+        """Run to the end in this thread; returns Ray's result."""
+        try:
+            asyncio.run(self.run())
+        except BaseException:
+            if (group := self.get_worker_group()) is not None:
+                group.abort()
+            raise
+        return self.get_result()
+
+
+def is_stopped() -> bool:
+    """Whether Tune has stopped the trial of this process."""
+    return bool(get_session().stop_event.is_set())
+
+
+class _Reports(queue.Queue[Any]):
+    """Takes the place of the actor through which Ray's TuneReportCallback hands metrics to the trial's main thread."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Reports, (1,)  # a copy of the callback goes to every worker, where nothing calls it
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Wait until the report before was taken; raises TrialStopped where that will not be."""
+        while True:
+            with contextlib.suppress(queue.Full):
+                return super().put(item, timeout=_HEAR_S)
+            if is_stopped():
+                raise TrialStopped(0)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """As Ray's own queue."""
+        try:
+            return super().get(block, timeout)
+        except queue.Empty:
+            raise Empty from None
+
+
+def report_in_process() -> None:
+    """Let Ray's TuneReportCallback report to the trial of this process without an actor between the two."""
+    get_session()._inter_actor_queue = _Reports(1)
+
+
+def without_helpers(callbacks: list[Any], datasets: Any) -> list[Any]:
+    """Return Ray's callbacks without those that start an actor for what a lane does not need.
+
+    The one of Ray datasets stays where the trial has any; the pool gives back what a dead trial had reserved.
+    """
+    needless = (PlacementGroupCleanerCallback, *([] if datasets else [DatasetsCallback]))
+    return [callback for callback in callbacks if not isinstance(callback, needless)]

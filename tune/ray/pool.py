@@ -1,0 +1,237 @@
+"""The pool of lanes: an actor that starts groups of warm workers, lends them to trials, and takes them back (Ray).
+
+A lane is a placement group and the worker processes in it. A trial borrows one of its shape; once the trial is over,
+each worker proves that nothing of it is left, or the lane is ended and another starts where one is wanted.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from tune.ray.internals import LaneWorker, make_barrier, worker_options
+from tune.ray.shape import Shape
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_S = 10.0
+"""Within which a function that was stopped reports once more, and so ends."""
+
+
+@dataclass(frozen=True)
+class Loan:
+    """A lane as a trial gets it."""
+
+    lane: int
+    group: PlacementGroup
+    workers: list[tuple[Any, ActorMetadata]]
+    """The handle of each worker's actor, and where it is."""
+
+
+@dataclass
+class _Lane:
+    number: int
+    shape: Shape
+    group: PlacementGroup
+    workers: list[tuple[Any, ActorMetadata]] = field(default_factory=list)
+    barrier: Any = None
+    """What its ranks meet at, one for each trial."""
+    questions: deque[tuple[tuple[Any, ...], asyncio.Future[Any]]] = field(default_factory=deque)
+    """What workers ask the controller of their trial."""
+    is_up: bool = False
+    is_lent: bool = False
+    stopping: bool = False
+    since: float = 0.0
+    """When it began to start, or was free last."""
+
+
+class Pool:
+    """One for each driver; every call is short or waits without holding a thread."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, _Lane] = {}
+        self._count = 0
+        self._waiting: deque[tuple[Shape, asyncio.Future[Loan]]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._restarts: list[str] = []
+        self._next_start = math.inf
+        """When starting another lane pays, by this machine's monotonic clock."""
+
+    async def borrow(self, shape: Shape) -> Loan:
+        """Lend a lane of a shape: one that is free, else the next that comes up."""
+        if (lane := self._free(shape)) is not None:
+            return self._lend(lane)
+        future: asyncio.Future[Loan] = asyncio.get_running_loop().create_future()
+        self._waiting.append((shape, future))
+        self._start_wanted()
+        return await future
+
+    async def prepare(self, shape: Shape) -> None:
+        """Start a lane that is likely to be asked for."""
+        self._begin(shape)
+
+    async def give_back(self, number: int, stop: bool) -> None:
+        """Take a lane back; `stop`: its function still runs, and ends at its next report."""
+        lane = self._lanes[number]
+        lane.stopping = stop
+        self._do(self._settle(lane))
+
+    async def drop(self, number: int) -> None:
+        """End a lane, whose workers are of no more use."""
+        await self._end(self._lanes[number])
+
+    async def broadcast(self, number: int, rank: int, data: Any, **given: Any) -> Any:
+        """Let a lane's ranks meet, and return what rank 0 brought; None to a report where their trial stops."""
+        lane = self._lanes[number]
+        meet = lane.barrier.broadcast_from_rank_zero
+        data, stops = await meet(world_rank=rank, data=(data, lane.stopping), **given)
+        return None if stops and given["caller_method_name"] == "ray.train.report" else data
+
+    async def of_barrier(self, number: int, method: str, *args: Any) -> Any:
+        """Call another method of a lane's barrier."""
+        return await getattr(self._lanes[number].barrier, method)(*args)
+
+    async def ask(self, number: int, *question: Any) -> Any:
+        """Ask the controller of a lane's trial, and wait for its answer."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._lanes[number].questions.append((question, future))
+        return await future
+
+    async def questions(self, number: int) -> list[tuple[Any, ...]]:
+        """What the workers of a lane wait to be told, oldest first."""
+        return [question for question, _ in self._lanes[number].questions]
+
+    async def answer(self, number: int, answer: Any) -> None:
+        """Answer the oldest question."""
+        _, future = self._lanes[number].questions.popleft()
+        future.set_result(answer)
+
+    async def state(self) -> dict[str, Any]:
+        """How many lanes are up, how many the cluster holds at `most`, why lanes were ended, and when it pays to start
+        another: once those that are up have been for as long as the last one took to start.
+        """
+        shapes = [lane.shape for lane in self._lanes.values()]
+        most = most_lanes(shapes[-1], ray.cluster_resources()) if shapes else 1
+        up = sum(lane.is_up for lane in self._lanes.values())
+        return {"up": up, "most": most, "restarts": list(self._restarts), "next_start": self._next_start}
+
+    async def close(self) -> None:
+        """End all lanes."""
+        for lane in list(self._lanes.values()):
+            await self._end(lane)
+
+    def _do(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _free(self, shape: Shape) -> _Lane | None:
+        free = (lane for lane in self._lanes.values() if lane.is_up and not lane.is_lent and lane.shape == shape)
+        return next(free, None)
+
+    def _lend(self, lane: _Lane) -> Loan:
+        lane.is_lent, lane.stopping, lane.barrier = True, False, make_barrier()
+        return Loan(lane.number, lane.group, lane.workers)
+
+    def _start_wanted(self) -> None:
+        """Start lanes for trials that wait for more of a shape than start already; free ones of other shapes end."""
+        for shape in {shape for shape, _ in self._waiting}:
+            wanted = sum(one == shape for one, _ in self._waiting)
+            starting = sum(not lane.is_up and lane.shape == shape for lane in self._lanes.values())
+            for lane in list(self._lanes.values()):
+                if wanted > starting and lane.is_up and not lane.is_lent:
+                    self._do(self._end(lane))
+            for _ in range(wanted - starting):
+                self._begin(shape)
+
+    def _begin(self, shape: Shape) -> None:
+        bundles = [dict(shape.resources)] * shape.num_workers
+        labels = [dict(one) for one in shape.labels] or None
+        group = placement_group(bundles, strategy=shape.strategy, bundle_label_selector=labels)
+        lane = _Lane(self._count, shape, group, since=time.monotonic())
+        self._count += 1
+        self._lanes[lane.number] = lane
+        self._do(self._start(lane))
+
+    async def _start(self, lane: _Lane) -> None:
+        """Start the workers of a lane, and lend it to who waits for it."""
+        try:
+            await lane.group.ready()
+            make = ray.remote(**worker_options(lane.shape.resources, lane.shape.runtime_env))(LaneWorker)
+            actors = [make.options(**_in_bundle(lane.group, index)).remote() for index in range(lane.shape.num_workers)]
+            places = await asyncio.gather(*(actor.get_metadata.remote() for actor in actors))
+        except Exception as error:
+            if lane.number in self._lanes:
+                await self._end(lane)
+                self._fail(lane.shape, error)
+            return
+        lane.workers = list(zip(actors, places, strict=True))
+        now = time.monotonic()
+        self._next_start = 2 * now - lane.since
+        lane.is_up, lane.since = True, now
+        self._serve()
+
+    def _serve(self) -> None:
+        """Lend free lanes to trials that wait for their shapes, in the order in which they came."""
+        for entry in list(self._waiting):
+            shape, future = entry
+            if future.done():  # its trial is gone
+                self._waiting.remove(entry)
+            elif (lane := self._free(shape)) is not None:
+                self._waiting.remove(entry)
+                future.set_result(self._lend(lane))
+
+    def _fail(self, shape: Shape, error: Exception) -> None:
+        for entry in [entry for entry in self._waiting if entry[0] == shape]:
+            self._waiting.remove(entry)
+            if not entry[1].done():
+                entry[1].set_exception(error)
+
+    async def _settle(self, lane: _Lane) -> None:
+        """Have each worker prove that nothing of the trial is left; a lane that cannot is ended."""
+        within_s = _SETTLE_S if lane.stopping else 0.0
+        left: list[str] = []
+        try:
+            calls = [actor.settle.remote(within_s) for actor, _ in lane.workers]
+            left = [words for rank in await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S) for words in rank]
+        except Exception as error:
+            left = [f"a worker died or did not answer: {type(error).__name__}"]
+        if left:
+            words = "; ".join(sorted(set(left)))
+            logger.warning("lane %d starts again: a trial has left behind: %s", lane.number, words)
+            self._restarts.append(words)
+            await self._end(lane)
+        else:
+            lane.is_lent, lane.since = False, time.monotonic()
+        self._serve()
+        self._start_wanted()
+
+    async def _end(self, lane: _Lane) -> None:
+        if self._lanes.pop(lane.number, None) is None:
+            return
+        for _, future in lane.questions:
+            future.cancel()
+        for actor, _ in lane.workers:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        remove_placement_group(lane.group)
+
+
+def _in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)}
+
+
+def most_lanes(shape: Shape, resources: dict[str, float]) -> int:
+    """How many lanes of a shape the resources of a cluster hold at most."""
+    fits = [resources.get(name, 0.0) / (each * shape.num_workers) for name, each in shape.resources if each]
+    return max(1, math.floor(min(fits, default=1.0)))

@@ -1,0 +1,114 @@
+"""Ray's Tuner, whose trials share a pool of lanes (Ray)."""
+
+import copy
+import functools
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, Self
+
+import ray
+from ray import tune
+from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
+from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
+
+from tune.ray import trainer
+from tune.ray.internals import report_in_process
+from tune.ray.pool import Pool
+
+_LOOK_S = 0.5
+_TOKEN = {"cpu": 0, "memory": 1}
+"""What Tune reserves for a trial, which only waits for its lane; it refuses one that takes nothing."""
+
+
+def in_lanes(driver: Callable[[dict[str, Any]], Any], pool: str) -> Callable[[dict[str, Any]], Any]:
+    """Return a trial's function whose TorchTrainers run in the lanes of the pool of a name."""
+
+    @functools.wraps(driver)
+    def run(config: dict[str, Any]) -> Any:
+        trainer.use(ray.get_actor(pool))
+        report_in_process()
+        return driver(config)
+
+    return run
+
+
+class Tuner(tune.Tuner):
+    """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid."""
+
+    def __init__(
+        self,
+        trainable: Any = None,
+        *,
+        param_space: dict[str, Any] | None = None,
+        tune_config: tune.TuneConfig | None = None,
+        run_config: tune.RunConfig | None = None,
+        **given: Any,
+    ) -> None:
+        self._pool_name = f"paceline-lanes-{uuid.uuid4().hex[:12]}"
+        self._pace = _Pace(self._pool_name)
+        if callable(trainable) and not isinstance(trainable, type):
+            trainable = tune.with_resources(in_lanes(trainable, self._pool_name), _TOKEN)
+            tune_config = copy.copy(tune_config) or tune.TuneConfig()
+            run_config = copy.copy(run_config) or tune.RunConfig()
+            tune_config.reuse_actors = True
+            self._pace.limit(tune_config)
+            run_config.callbacks = [*(run_config.callbacks or []), self._pace]
+        super().__init__(trainable, param_space=param_space, tune_config=tune_config, run_config=run_config, **given)
+
+    @classmethod
+    def restore(cls, path: str, trainable: Any, **given: Any) -> Self:
+        """As Ray's: go on with the trials of a sweep that was cut off."""
+        name = f"paceline-lanes-{uuid.uuid4().hex[:12]}"
+        wrapped = tune.with_resources(in_lanes(trainable, name), _TOKEN)
+        restored = cls(_tuner_internal=tune.Tuner.restore(path, wrapped, **given)._local_tuner)
+        restored._pool_name = name
+        return restored
+
+    def fit(self) -> tune.ResultGrid:
+        """As Ray's. The lanes end with it."""
+        pool = ray.remote(Pool).options(name=self._pool_name, num_cpus=0, max_concurrency=10_000).remote()
+        try:
+            return super().fit()
+        finally:
+            ray.get(pool.close.remote())
+            ray.kill(pool)
+
+
+class _Pace(tune.Callback):
+    """Lets more trials run at a time as lanes come up: the process of each costs as much as the start of a lane."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool_name = pool
+        self._search: Any = None
+        self._most = 0
+        self._looked = self._grew = time.monotonic()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (tune.Callback, ())  # Tune pickles its callbacks
+
+    def limit(self, config: tune.TuneConfig) -> None:
+        """Take over how many trials of a sweep run at a time, where its scheduler lets none pause."""
+        if not isinstance(config.scheduler, FIFOScheduler | AsyncHyperBandScheduler | MedianStoppingRule | None):
+            return
+        search = config.search_alg or BasicVariantGenerator()
+        if isinstance(search, Searcher) and not isinstance(search, ConcurrencyLimiter):
+            search = ConcurrencyLimiter(search, max_concurrent=config.max_concurrent_trials or 0)
+        if not hasattr(search, "max_concurrent"):
+            return
+        self._most = config.max_concurrent_trials or search.max_concurrent or 0
+        search.max_concurrent = 1
+        config.search_alg, config.max_concurrent_trials = search, None
+        self._search = search
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Called by Tune in its loop."""
+        now = time.monotonic()
+        if self._search is None or now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        state = ray.get(ray.get_actor(self._pool_name).state.remote())
+        count = self._search.max_concurrent
+        if state["up"] < count or now < state["next_start"]:
+            return
+        self._search.max_concurrent = min(2 * count, self._most or state["most"], state["most"])
