@@ -1,9 +1,9 @@
 """All that knows Ray Train's internals (Ray 2.60): its controller over warm workers.
 
-A trial runs Ray's own TrainController in its own process, with every callback, policy and file that Ray has. Its worker
-group is the one thing that differs: it borrows the workers of a lane, where Ray would start an actor for each, and gives
-them back, where Ray would kill them. What ranks meet at, and what they ask their controller, goes through the pool, so
-that a trial starts no process.
+A trial runs Ray's own TrainController in its own process, with every callback, policy and file that Ray has. Only its
+worker group differs: it borrows the workers of a lane, where Ray would start an actor for each, and gives them back,
+where Ray would kill them. What ranks meet at, and what they ask their controller, goes through the pool: a trial starts
+no process.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import ray.train
 from ray.train._internal.session import get_session
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -68,7 +69,7 @@ class LaneWorker(RayTrainWorker):  # type: ignore[misc] # Ray's is not typed
     def __init__(self) -> None:
         super().__init__()
         with without_collection(own_process=True):
-            import ray.train.torch
+            import ray.train.torch  # noqa: F401 (every function needs it)
             import torch.distributed.nn.functional  # noqa: F401 (before any group, which it would keep)
 
             from tune.lanes.process_state import Baseline
@@ -121,9 +122,27 @@ class LaneWorker(RayTrainWorker):  # type: ignore[misc] # Ray's is not typed
         return list(self._baseline.restore())
 
 
+def shape_of(
+    scaling: ray.train.ScalingConfig, runtime_env: Any = None, num_workers: int | None = None, labels: Any = None
+) -> Shape:
+    """Return the shape of the lanes on which a TorchTrainer with this scaling runs."""
+    return Shape(
+        num_workers or int(scaling.num_workers),
+        tuple(sorted(scaling._resources_per_worker_not_none.items())),
+        scaling.placement_strategy,
+        tuple(tuple(sorted(one.items())) for one in labels or []),
+        json.dumps(dict(WorkerGroup._get_worker_runtime_env(runtime_env or {})), sort_keys=True),
+    )
+
+
 def worker_options(resources: Sequence[tuple[str, float]], runtime_env: str) -> dict[str, Any]:
     """Return how Ray starts a worker's actor."""
     return {"runtime_env": json.loads(runtime_env), **bundle_to_remote_args(dict(resources))}
+
+
+def is_dead(actor: str) -> bool:
+    """Whether the process of an actor has ended, and no other takes its place."""
+    return dict(ray._private.state.actors(actor)).get("State") == "DEAD"
 
 
 def make_barrier() -> Any:
@@ -205,24 +224,17 @@ class LaneGroup(WorkerGroup):  # type: ignore[misc]
     """Set by the class that a trial makes of this one."""
 
     def _start(self) -> None:
-        self.loan = ray.get(self.pool.borrow.remote(self._shape()))
+        wanted, run = self._worker_group_context, self._train_run_context
+        shape = shape_of(
+            run.scaling_config, run.run_config.worker_runtime_env, wanted.num_workers, wanted.label_selector
+        )
+        self.loan = ray.get(self.pool.borrow.remote(shape, ray.get_runtime_context().get_actor_id()))
         try:
             with self._meeting_in_pool():
                 self._start_impl(_StateBuilder())
         except BaseException:
             self._give_back(stop=False)
             raise
-
-    def _shape(self) -> Shape:
-        wanted = self._worker_group_context
-        runtime_env = self._get_worker_runtime_env(self._train_run_context.run_config.worker_runtime_env)
-        return Shape(
-            wanted.num_workers,
-            tuple(sorted(wanted.resources_per_worker.items())),
-            wanted.placement_strategy,
-            tuple(tuple(sorted(one.items())) for one in wanted.label_selector or []),
-            json.dumps(dict(runtime_env), sort_keys=True),
-        )
 
     @contextlib.contextmanager
     def _meeting_in_pool(self) -> Iterator[None]:
@@ -332,11 +344,13 @@ class _Reports(queue.Queue[Any]):
                 raise TrialStopped(0)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As Ray's own queue."""
-        try:
-            return super().get(block, timeout)
-        except queue.Empty:
-            raise Empty from None
+        """As Ray's own queue; not longer than nothing was reported to the trial itself, as its end is."""
+        deadline = time.monotonic() + (timeout or 0.0)
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return super().get(block, _LOOK_S)
+            if not get_session().result_queue.empty() or time.monotonic() > deadline:
+                raise Empty
 
 
 def report_in_process() -> None:

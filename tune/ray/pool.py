@@ -17,13 +17,14 @@ import ray
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from tune.ray.internals import LaneWorker, make_barrier, worker_options
+from tune.ray.internals import LaneWorker, is_dead, make_barrier, worker_options
 from tune.ray.shape import Shape
 
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
 """Within which a function that was stopped reports once more, and so ends."""
+_PLACE_S, _WATCH_S = 0.5, 1.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,13 @@ class Loan:
 
 
 @dataclass
+class _Wish:
+    shape: Shape
+    borrower: str
+    loan: asyncio.Future[Loan]
+
+
+@dataclass
 class _Lane:
     number: int
     shape: Shape
@@ -47,7 +55,8 @@ class _Lane:
     questions: deque[tuple[tuple[Any, ...], asyncio.Future[Any]]] = field(default_factory=deque)
     """What workers ask the controller of their trial."""
     is_up: bool = False
-    is_lent: bool = False
+    borrower: str | None = None
+    """The actor that has it; None: it is free, or not up yet."""
     stopping: bool = False
     since: float = 0.0
     """When it began to start, or was free last."""
@@ -59,18 +68,22 @@ class Pool:
     def __init__(self) -> None:
         self._lanes: dict[int, _Lane] = {}
         self._count = 0
-        self._waiting: deque[tuple[Shape, asyncio.Future[Loan]]] = deque()
+        self._waiting: list[_Wish] = []
+        self._watching = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarts: list[str] = []
         self._next_start = math.inf
         """When starting another lane pays, by this machine's monotonic clock."""
 
-    async def borrow(self, shape: Shape) -> Loan:
-        """Lend a lane of a shape: one that is free, else the next that comes up."""
+    async def borrow(self, shape: Shape, borrower: str) -> Loan:
+        """Lend a lane of a shape to an actor of an id: one that is free, else the next that comes up."""
+        if not self._watching:
+            self._watching = True
+            self._do(self._watch())
         if (lane := self._free(shape)) is not None:
-            return self._lend(lane)
+            return self._lend(lane, borrower)
         future: asyncio.Future[Loan] = asyncio.get_running_loop().create_future()
-        self._waiting.append((shape, future))
+        self._waiting.append(_Wish(shape, borrower, future))
         self._start_wanted()
         return await future
 
@@ -134,21 +147,20 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
     def _free(self, shape: Shape) -> _Lane | None:
-        free = (lane for lane in self._lanes.values() if lane.is_up and not lane.is_lent and lane.shape == shape)
-        return next(free, None)
+        return next((lane for lane in self._all_free() if lane.shape == shape), None)
 
-    def _lend(self, lane: _Lane) -> Loan:
-        lane.is_lent, lane.stopping, lane.barrier = True, False, make_barrier()
+    def _all_free(self) -> list[_Lane]:
+        return [lane for lane in self._lanes.values() if lane.is_up and lane.borrower is None]
+
+    def _lend(self, lane: _Lane, borrower: str) -> Loan:
+        lane.borrower, lane.stopping, lane.barrier = borrower, False, make_barrier()
         return Loan(lane.number, lane.group, lane.workers)
 
     def _start_wanted(self) -> None:
-        """Start lanes for trials that wait for more of a shape than start already; free ones of other shapes end."""
-        for shape in {shape for shape, _ in self._waiting}:
-            wanted = sum(one == shape for one, _ in self._waiting)
+        """Start lanes for trials that wait for more of a shape than start already."""
+        for shape in {wish.shape for wish in self._waiting}:
+            wanted = sum(wish.shape == shape for wish in self._waiting)
             starting = sum(not lane.is_up and lane.shape == shape for lane in self._lanes.values())
-            for lane in list(self._lanes.values()):
-                if wanted > starting and lane.is_up and not lane.is_lent:
-                    self._do(self._end(lane))
             for _ in range(wanted - starting):
                 self._begin(shape)
 
@@ -164,7 +176,7 @@ class Pool:
     async def _start(self, lane: _Lane) -> None:
         """Start the workers of a lane, and lend it to who waits for it."""
         try:
-            await lane.group.ready()
+            await self._placed(lane)
             make = ray.remote(**worker_options(lane.shape.resources, lane.shape.runtime_env))(LaneWorker)
             actors = [make.options(**_in_bundle(lane.group, index)).remote() for index in range(lane.shape.num_workers)]
             places = await asyncio.gather(*(actor.get_metadata.remote() for actor in actors))
@@ -179,21 +191,36 @@ class Pool:
         lane.is_up, lane.since = True, now
         self._serve()
 
+    async def _placed(self, lane: _Lane) -> None:
+        """Wait until a lane has its place; where there is no room, free lanes of other shapes make it."""
+        ready = asyncio.ensure_future(lane.group.ready())
+        done, _ = await asyncio.wait([ready], timeout=_PLACE_S)
+        if not done:
+            for other in self._all_free():
+                if other.shape != lane.shape:
+                    await self._end(other)
+        await ready
+
+    async def _watch(self) -> None:
+        """Take back the lanes of trials whose process has died."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            for lane in list(self._lanes.values()):
+                if lane.borrower is not None and not lane.stopping and await asyncio.to_thread(is_dead, lane.borrower):
+                    lane.stopping = True
+                    self._do(self._settle(lane))
+
     def _serve(self) -> None:
         """Lend free lanes to trials that wait for their shapes, in the order in which they came."""
-        for entry in list(self._waiting):
-            shape, future = entry
-            if future.done():  # its trial is gone
-                self._waiting.remove(entry)
-            elif (lane := self._free(shape)) is not None:
-                self._waiting.remove(entry)
-                future.set_result(self._lend(lane))
+        for wish in list(self._waiting):
+            if (lane := self._free(wish.shape)) is not None:
+                self._waiting.remove(wish)
+                wish.loan.set_result(self._lend(lane, wish.borrower))
 
     def _fail(self, shape: Shape, error: Exception) -> None:
-        for entry in [entry for entry in self._waiting if entry[0] == shape]:
-            self._waiting.remove(entry)
-            if not entry[1].done():
-                entry[1].set_exception(error)
+        for wish in [wish for wish in self._waiting if wish.shape == shape]:
+            self._waiting.remove(wish)
+            wish.loan.set_exception(error)
 
     async def _settle(self, lane: _Lane) -> None:
         """Have each worker prove that nothing of the trial is left; a lane that cannot is ended."""
@@ -210,7 +237,7 @@ class Pool:
             self._restarts.append(words)
             await self._end(lane)
         else:
-            lane.is_lent, lane.since = False, time.monotonic()
+            lane.borrower, lane.since = None, time.monotonic()
         self._serve()
         self._start_wanted()
 

@@ -1,6 +1,12 @@
-"""What a lane of workers is like."""
+"""What the workers of a lane are like, and a guess at it before the trial that says so runs."""
 
+import ast
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,3 +22,23 @@ class Shape:
     """Labels that the node of each worker must have; empty: none."""
     runtime_env: str
     """As JSON: their runtime environment."""
+
+
+def likely_scaling(driver: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments of the ScalingConfig that a trial's function makes, as far as its source has them as
+    literals or names of globals; of one worker where it has none. Nothing of it is run.
+    """
+    tree, names = ast.parse(""), getattr(driver, "__globals__", {})
+    with contextlib.suppress(OSError, TypeError, SyntaxError):  # there is no source
+        tree = ast.parse(textwrap.dedent(inspect.getsource(driver)))
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if ast.unparse(call.func).rpartition(".")[2] == "ScalingConfig":
+            found = {}
+            for keyword in call.keywords:
+                with contextlib.suppress(ValueError, KeyError):
+                    value = keyword.value
+                    found[str(keyword.arg)] = (
+                        names[value.id] if isinstance(value, ast.Name) else ast.literal_eval(value)
+                    )
+            return found
+    return {}

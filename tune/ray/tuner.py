@@ -8,13 +8,15 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import ray
+import ray.train
 from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
 from tune.ray import trainer
-from tune.ray.internals import report_in_process
+from tune.ray.internals import report_in_process, shape_of
 from tune.ray.pool import Pool
+from tune.ray.shape import likely_scaling
 
 _LOOK_S = 0.5
 _TOKEN = {"cpu": 0, "memory": 1}
@@ -47,7 +49,9 @@ class Tuner(tune.Tuner):
     ) -> None:
         self._pool_name = f"paceline-lanes-{uuid.uuid4().hex[:12]}"
         self._pace = _Pace(self._pool_name)
+        self._driver: Any = None
         if callable(trainable) and not isinstance(trainable, type):
+            self._driver = trainable
             trainable = tune.with_resources(in_lanes(trainable, self._pool_name), _TOKEN)
             tune_config = copy.copy(tune_config) or tune.TuneConfig()
             run_config = copy.copy(run_config) or tune.RunConfig()
@@ -62,12 +66,15 @@ class Tuner(tune.Tuner):
         name = f"paceline-lanes-{uuid.uuid4().hex[:12]}"
         wrapped = tune.with_resources(in_lanes(trainable, name), _TOKEN)
         restored = cls(_tuner_internal=tune.Tuner.restore(path, wrapped, **given)._local_tuner)
-        restored._pool_name = name
+        restored._pool_name, restored._driver = name, trainable
         return restored
 
     def fit(self) -> tune.ResultGrid:
         """As Ray's. The lanes end with it."""
         pool = ray.remote(Pool).options(name=self._pool_name, num_cpus=0, max_concurrency=10_000).remote()
+        if self._driver is not None:
+            scaling = ray.train.ScalingConfig(**likely_scaling(self._driver))
+            pool.prepare.remote(shape_of(scaling))  # beside the process of the first trial, which takes as long
         try:
             return super().fit()
         finally:
