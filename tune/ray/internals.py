@@ -13,6 +13,7 @@ import queue
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -24,9 +25,11 @@ import ray.train
 from ray.train._internal.session import get_session
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
 from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.preemption import PreemptionWatcher
 from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
 from ray.train.v2._internal.execution.worker_group import worker_group as ray_worker_group
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
@@ -295,12 +298,33 @@ class LaneGroup(WorkerGroup):  # type: ignore[misc]
         ray.get(self.pool.give_back.remote(self.loan.lane, stop))
 
 
+class _Watch(PreemptionCallback):  # type: ignore[misc]
+    """Ray's watch for nodes that are about to be taken away, in a thread of the trial in place of an actor."""
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        self._stop_watcher()
+        ranks: dict[str, list[int]] = defaultdict(list)
+        for rank, worker in enumerate(worker_group.get_workers()):
+            ranks[worker.metadata.node_id].append(rank)
+        actors = {rank: worker.actor for rank, worker in enumerate(worker_group.get_workers())}
+        self._watcher = PreemptionWatcher(ranks, self._poll_interval_s, actors)
+
+    def _stop_watcher(self) -> None:
+        if self._watcher is not None:
+            self._watcher._stop_event.set()
+            self._watcher = None
+
+
 class LaneController(TrainController):  # type: ignore[misc]
     """Ray's controller, in the process of a trial."""
 
     def __init__(self, pool: Any, **given: Any) -> None:
         self.worker_group_cls = type("TrialGroup", (LaneGroup,), {"pool": pool})
         super().__init__(**given)
+        self._worker_group_callbacks_to_propagate = [
+            _Watch() if isinstance(callback, PreemptionCallback) else callback
+            for callback in self._worker_group_callbacks_to_propagate
+        ]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """Workers answer when they have something to say: there is no need to wait between two polls."""
