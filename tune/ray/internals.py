@@ -320,6 +320,7 @@ class LaneController(TrainController):  # type: ignore[misc]
 
     def __init__(self, pool: Any, **given: Any) -> None:
         self.worker_group_cls = type("TrialGroup", (LaneGroup,), {"pool": pool})
+        self._answering: set[asyncio.Task[None]] = set()
         super().__init__(**given)
         self._worker_group_callbacks_to_propagate = [
             _Watch() if isinstance(callback, PreemptionCallback) else callback
@@ -329,13 +330,18 @@ class LaneController(TrainController):  # type: ignore[misc]
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """Workers answer when they have something to say: there is no need to wait between two polls."""
         group = self.get_worker_group()
-        for question in await group.pool.questions.remote(group.loan.lane):
-            answer = await self.get_all_reported_checkpoints(*question)
-            await group.pool.answer.remote(group.loan.lane, answer)
+        for number, question in (await group.pool.questions.remote(group.loan.lane)).items():
+            task = asyncio.create_task(self._answer(group, number, question))  # it may wait for what a poll brings
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
         if is_stopped():
             raise TrialStopped(0)
         await asyncio.sleep(0)
         return group.poll_status()
+
+    async def _answer(self, group: LaneGroup, number: int, question: tuple[Any, ...]) -> None:
+        answer = await self.get_all_reported_checkpoints(*question)
+        await group.pool.answer.remote(group.loan.lane, number, answer)
 
     def fit(self) -> Any:
         """Run to the end in this thread; returns Ray's result."""

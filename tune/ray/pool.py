@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +51,10 @@ class _Lane:
     workers: list[tuple[Any, ActorMetadata]] = field(default_factory=list)
     barrier: Any = None
     """What its ranks meet at, one for each trial."""
-    questions: deque[tuple[tuple[Any, ...], asyncio.Future[Any]]] = field(default_factory=deque)
-    """What workers ask the controller of their trial."""
+    asked: int = 0
+    questions: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    """What workers ask the controller of their trial, and it has not heard."""
+    answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     is_up: bool = False
     borrower: str | None = None
     """The actor that has it; None: it is free, or not up yet."""
@@ -115,31 +116,36 @@ class Pool:
     async def ask(self, number: int, *question: Any) -> Any:
         """Ask the controller of a lane's trial, and wait for its answer."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._lanes[number].questions.append((question, future))
+        lane = self._lanes[number]
+        lane.asked += 1
+        lane.questions[lane.asked] = question
+        lane.answers[lane.asked] = future
         return await future
 
-    async def questions(self, number: int) -> list[tuple[Any, ...]]:
-        """What the workers of a lane wait to be told, oldest first."""
-        return [question for question, _ in self._lanes[number].questions]
+    async def questions(self, number: int) -> dict[int, tuple[Any, ...]]:
+        """What the workers of a lane have asked since the last call, by number."""
+        lane = self._lanes[number]
+        asked, lane.questions = lane.questions, {}
+        return asked
 
-    async def answer(self, number: int, answer: Any) -> None:
-        """Answer the oldest question."""
-        _, future = self._lanes[number].questions.popleft()
-        future.set_result(answer)
+    async def answer(self, number: int, question: int, answer: Any) -> None:
+        """Answer a question."""
+        self._lanes[number].answers.pop(question).set_result(answer)
 
     async def state(self) -> dict[str, Any]:
-        """How many lanes are up, how many the cluster holds at `most`, why lanes were ended, and when it pays to start
-        another: once those that are up have been for as long as the last one took to start.
+        """How many lanes are up, how many the cluster holds at `most`, and when it pays to start another: once those
+        that are up have been for as long as the last one took to start.
         """
         shapes = [lane.shape for lane in self._lanes.values()]
         most = most_lanes(shapes[-1], ray.cluster_resources()) if shapes else 1
         up = sum(lane.is_up for lane in self._lanes.values())
-        return {"up": up, "most": most, "restarts": list(self._restarts), "next_start": self._next_start}
+        return {"up": up, "most": most, "next_start": self._next_start}
 
-    async def close(self) -> None:
-        """End all lanes."""
+    async def close(self) -> list[str]:
+        """End all lanes; returns why some were ended before."""
         for lane in list(self._lanes.values()):
             await self._end(lane)
+        return self._restarts
 
     def _do(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -244,7 +250,7 @@ class Pool:
     async def _end(self, lane: _Lane) -> None:
         if self._lanes.pop(lane.number, None) is None:
             return
-        for _, future in lane.questions:
+        for future in lane.answers.values():
             future.cancel()
         for actor, _ in lane.workers:
             with contextlib.suppress(Exception):

@@ -50,6 +50,8 @@ class Tuner(tune.Tuner):
         self._pool_name = f"paceline-lanes-{uuid.uuid4().hex[:12]}"
         self._pace = _Pace(self._pool_name)
         self._driver: Any = None
+        self.restarts: list[str] = []
+        """What trials have left behind for which a lane had to start again."""
         if callable(trainable) and not isinstance(trainable, type):
             self._driver = trainable
             trainable = tune.with_resources(in_lanes(trainable, self._pool_name), _TOKEN)
@@ -78,7 +80,7 @@ class Tuner(tune.Tuner):
         try:
             return super().fit()
         finally:
-            ray.get(pool.close.remote())
+            self.restarts = ray.get(pool.close.remote())
             ray.kill(pool)
 
 

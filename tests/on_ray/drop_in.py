@@ -1,0 +1,161 @@
+"""A user's script: Ray's Tuner and TorchTrainer, from Ray or from Paceline. Prints what a sweep gave as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import ray.tune
+import torch
+from ray.train.v2.api.callback import UserCallback
+from ray.tune.integration.ray_train import TuneReportCallback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def train(config: dict[str, Any]) -> str:
+    """Two dense layers, with a checkpoint after each epoch."""
+    torch.manual_seed(0)
+    rank = ray.train.get_context().get_world_rank()
+    model = ray.train.torch.prepare_model(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
+    begun = 0
+    if (checkpoint := ray.train.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as directory:
+            state = torch.load(Path(directory, "state.pt"))
+            nn.modules.utils.consume_prefix_in_state_dict_if_present(state["model"], "module.")
+            getattr(model, "module", model).load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            begun = state["epoch"] + 1
+    rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(rows, (rows.sum(1) > 0).long() + (rows[:, 0] > 1).long())
+    loader = ray.train.torch.prepare_data_loader(DataLoader(data, batch_size=config["batch_size"], shuffle=True))
+    for epoch in range(begun, config.get("epochs", 3)):
+        if config.get("fails") == epoch and not begun:
+            raise RuntimeError("asked to fail")
+        for features, labels in loader:
+            loss = nn.functional.cross_entropy(model(features), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with tempfile.TemporaryDirectory() as directory:
+            kept = None
+            if rank == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+                torch.save(state, Path(directory, "state.pt"))
+                kept = ray.train.Checkpoint.from_directory(directory)
+            ray.train.report({"loss": loss.item(), "epoch": epoch}, checkpoint=kept)
+    assert len(ray.train.get_all_reported_checkpoints()) == min(2, config.get("epochs", 3))
+    return f"rank {rank}"
+
+
+LEFT: list[Any] = []
+
+
+def leaks(config: dict[str, Any]) -> None:
+    """Leaves behind what its configuration says; reports what it found."""
+    found = [torch.get_default_dtype() == torch.float64, "LEFT_HERE" in os.environ, torch.add is not ADD, *LEFT]
+    kind = config["leaves"]
+    if kind == "dtype":
+        torch.set_default_dtype(torch.float64)
+    elif kind == "variable":
+        os.environ["LEFT_HERE"] = "1"
+    elif kind == "patch":
+        torch.add = lambda *args: 0
+    elif kind == "global":
+        LEFT.append(1)
+    elif kind == "thread":
+        threading.Thread(target=time.sleep, args=(600,), name="left here", daemon=True).start()
+    ray.train.report({"found": sum(map(bool, found)), "pid": os.getpid()})
+
+
+ADD = torch.add
+
+
+class Noting(UserCallback):
+    """Notes what the user's own callbacks hear."""
+
+    def __init__(self) -> None:
+        self.heard: list[float] = []
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        self.heard.append(len(metrics))
+
+
+def slow(config: dict[str, Any]) -> None:
+    """Reports a line of its own slope, so that a scheduler knows early."""
+    for step in range(40):
+        time.sleep(0.01)
+        ray.train.report({"score": step * config["slope"], "pid": os.getpid()})
+
+
+def main(way: str, what: str, storage: str) -> None:
+    """Run one of the sweeps below."""
+    if way == "ours":
+        from tune.ray import TorchTrainer, Tuner
+    else:
+        from ray.train.torch import TorchTrainer
+        from ray.tune import Tuner
+    function, workers, space, more = {
+        "train": (train, 2, {"lr": 1e-2, "batch_size": ray.tune.grid_search([16, 64])}, {}),
+        "fails": (train, 1, {"lr": 1e-2, "batch_size": 16, "fails": ray.tune.grid_search([1, 2, -1])}, {}),
+        "leaks": (
+            leaks,
+            1,
+            {"leaves": ray.tune.grid_search(["no", "dtype", "variable", "patch", "global", "no", "thread", "no"])},
+            {},
+        ),
+        "stops": (
+            slow,
+            1,
+            {"slope": ray.tune.grid_search([4.0, 3.0, 2.0, 1.0, 0.5])},
+            {"scheduler": ray.tune.schedulers.ASHAScheduler(max_t=40, grace_period=4, reduction_factor=2)},
+        ),
+    }[what]
+
+    def driver(config: dict[str, Any]) -> None:
+        callback = Noting()
+        trainer = TorchTrainer(
+            function,
+            train_loop_config=config,
+            scaling_config=ray.train.ScalingConfig(num_workers=workers),
+            run_config=ray.train.RunConfig(
+                name=f"{way}-{ray.tune.get_context().get_trial_id()}",
+                storage_path=storage,
+                checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+                failure_config=ray.train.FailureConfig(max_failures=int(config.get("fails") == 1)),
+                callbacks=[TuneReportCallback(), callback],
+            ),
+        )
+        result = trainer.fit()
+        said = {"returned": result.return_value, "kept": len(result.best_checkpoints or [])}
+        ray.tune.report({"heard": len(callback.heard), **said, **(result.metrics or {})})
+
+    tuner = Tuner(
+        driver,
+        param_space=space,
+        tune_config=ray.tune.TuneConfig(
+            metric="score" if what == "stops" else None, mode="max" if what == "stops" else None, **more
+        ),
+        run_config=ray.tune.RunConfig(name=f"{way}-{what}", storage_path=storage, verbose=0),
+    )
+    results = tuner.fit()
+    trials = []
+    for result in results:
+        rows = result.metrics_dataframe.to_dict("list") if result.metrics_dataframe is not None else {}
+        kept = {key: rows.get(key) for key in ("loss", "epoch", "found", "pid", "score", "heard", "returned", "kept")}
+        trials.append({"config": result.config, "error": str(result.error)[-300:] if result.error else None, **kept})
+    print("JSON", json.dumps({"trials": trials, "restarts": getattr(tuner, "restarts", [])}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
