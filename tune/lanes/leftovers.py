@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable
 from concurrent.futures import thread as futures
 from multiprocessing.connection import Connection
@@ -90,6 +91,10 @@ class Children:
 
 def _child_pids() -> set[int]:
     found: set[int] = set()
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none: one call where the kernel's list takes many
+        return found
     with contextlib.suppress(OSError):
         for thread in os.listdir("/proc/self/task"):  # noqa: PTH208 (names only, after each trial)
             with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children", "rb") as file:  # noqa: PTH123
@@ -113,11 +118,11 @@ class Files:
         # A GPU's driver opens pipes of its own, at its first use and later.
         self._ignored = _NO_FILES if device.type == "cpu" else (*_NO_FILES, "pipe:")
 
-    def restore(self, objects: list[Any], keep: bool) -> list[str]:
+    def restore(self, objects: list[Any], keep: Callable[[], bool]) -> list[str]:
         """Close what an object of Python's owns among `objects`, unless others may still write to it (`keep`); returns
         what else is open, in words. Sockets of native code (Ray's, gloo's) come and go, and are not looked at.
         """
-        if keep or not self._new():
+        if not self._new() or keep():
             return []
         kinds = set(map(type, objects))
         for base in (io.TextIOBase, io.BufferedIOBase, io.RawIOBase, Connection, socket.socket):  # the outer first
@@ -129,7 +134,8 @@ class Files:
         first = self._open()
         if first:
             time.sleep(0.02)  # a thread of Ray's may be reading a file
-        return [f"still open: {what}" for number, what in sorted(self._open().items()) if first.get(number) == what]
+        still = {what for number, what in self._open().items() if first.get(number) == what}
+        return [f"still open: {what}" for what in sorted(still)]
 
     def _open(self) -> dict[int, str]:
         found = {}
@@ -185,8 +191,13 @@ class Threads:
         """What runs in threads of `_thread`; those of native code are in no function of Python's by now."""
         registered = {one.ident for one in threading.enumerate() if not isinstance(one, threading._DummyThread)}
         frames = sys._current_frames()
-        new = frames.keys() - registered - self._frames
-        return [frames[ident].f_code.co_qualname for ident in new]
+        return [_outermost(frames[ident]) for ident in frames.keys() - registered - self._frames]
+
+
+def _outermost(frame: types.FrameType) -> str:
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_qualname
 
 
 def is_harmless(thread: threading.Thread) -> bool:

@@ -8,7 +8,6 @@ were. What an import changes in other packages (it registers itself there) belon
 
 import collections
 import contextlib
-import operator
 import site
 import sys
 import sysconfig
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from tune.lanes.snapshots import CONTAINERS, Snapshots
 
 _INSTALLED = tuple(
     f"{directory}/"
@@ -47,10 +48,6 @@ _LEFT_ALONE = frozenset(
     ]
 )
 """Packages whose globals are not put back."""
-_CONTAINERS = (
-    *(list, dict, set),
-    *(collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter),
-)
 _CODE = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
     *(type, property, staticmethod, classmethod, types.MethodType),
@@ -90,22 +87,6 @@ def is_code(value: Any) -> bool:
     return issubclass(type(value), _CODE)
 
 
-def differing(now: Sequence[Any], kept: Sequence[Any]) -> list[int]:
-    """Indices at which a namespace or a container is not what was kept of it."""
-    try:
-        same = list(map(operator.eq, now, kept))
-        return [] if False not in same else [index for index, is_same in enumerate(same) if not is_same]
-    except Exception:  # an array, say, took the place of another: these have no truth value
-        return [index for index, pair in enumerate(zip(now, kept, strict=True)) if not _equal(*pair)]
-
-
-def _equal(now: Any, kept: Any) -> bool:
-    try:
-        return bool(now == kept)
-    except Exception:
-        return False
-
-
 class Recorded(Protocol):
     """State that tells what an import has changed in it from what the trial has."""
 
@@ -121,16 +102,17 @@ class ModuleState:
 
     def __init__(self) -> None:
         self.others: list[Recorded] = []  # what else takes up what an import changes
-        self._now: list[Any] = []
-        self._kept: list[Any] = []
+        self._snapshots = Snapshots()
         self._owners: list[Any] = []  # None: a container
         self._labels: list[str] = []
         self._known: set[int] = set()  # all are kept alive by the lists above
+        self._of_others: set[int] = (
+            set()
+        )  # containers that a package has only imported: sys.modules, torch's registries
+        self._looked_at: set[str] = set()
         self._importing = threading.local()
         self._lock = threading.RLock()  # comparing may import
-        for name, module in list(sys.modules.items()):
-            if _is_watched(name, module):
-                self._watch_module(name, module)
+        self._watch_modules(list(sys.modules))
         self.finder = _Finder(self)
         sys.meta_path.insert(0, self.finder)
 
@@ -143,8 +125,8 @@ class ModuleState:
         """Put back what has changed since it was recorded; returns what cannot be, in words."""
         with self._lock:
             left = []
-            for index in differing(self._now, self._kept):
-                owner, now, kept = self._owners[index], self._now[index], self._kept[index]
+            for index in self._snapshots.differing():
+                owner, now, kept = self._owners[index], self._snapshots.now[index], self._snapshots.kept[index]
                 try:
                     if owner is None:
                         _refill(now, kept)
@@ -163,7 +145,7 @@ class ModuleState:
             return
         self._importing.names = names = [module.__name__]
         with self._lock:
-            before = self.read()
+            before = self._snapshots.changes()
             others = [(other, other.read()) for other in self.others]
         try:
             yield
@@ -172,24 +154,25 @@ class ModuleState:
             with self._lock:
                 for other, state in others:
                     other.absorb(state)
-                self.absorb(before)
-                for name in names:
-                    if (imported := sys.modules.get(name)) is not None and _is_watched(name, imported):
-                        self._watch_module(name, imported)
+                self._absorb(before)
+                self._watch_modules(names)
 
-    def read(self) -> dict[int, Any]:
-        """Copies of what is not as it was recorded."""
-        return {index: _copy(self._now[index]) for index in differing(self._now, self._kept)}
-
-    def absorb(self, before: dict[int, Any]) -> None:
-        """What has changed since `before` belongs to an import: as if it had been so from the first."""
-        for index in differing(self._now, self._kept):
-            now, kept = self._now[index], self._kept[index]
-            self._kept[index] = with_changes(kept, before.get(index, kept), now)
-            label = self._labels[index]
-            values = now.values() if hasattr(now, "values") else now
-            for value in list(values):
+    def _absorb(self, before: dict[int, Any]) -> None:
+        for index in self._snapshots.absorb(before):
+            now, label = self._snapshots.now[index], self._labels[index]
+            for value in list(now.values() if hasattr(now, "values") else now):
                 self._watch_value(label, value, label.partition(".")[0], 1)
+
+    def _watch_modules(self, names: list[str]) -> None:
+        for name in [name for name in sys.modules if name not in self._looked_at]:
+            self._looked_at.add(name)
+            namespace = getattr(sys.modules[name], "__dict__", {})
+            self._of_others.add(id(namespace))
+            if not _is_watched(name, sys.modules[name]):
+                self._of_others.update(id(value) for value in list(namespace.values()) if type(value) in CONTAINERS)
+        for name in names:
+            if (module := sys.modules.get(name)) is not None and _is_watched(name, module):
+                self._watch_module(name, module)
 
     def _watch_module(self, name: str, module: Any) -> None:
         if id(module) in self._known:
@@ -208,28 +191,27 @@ class ModuleState:
 
     def _watch_value(self, label: str, value: Any, package: str, depth: int) -> None:
         """A container, or an object of the package's own that keeps something."""
-        if id(value) in self._known or depth > _DEPTH:
+        if id(value) in self._known or id(value) in self._of_others or depth > _DEPTH:
             return
-        if type(value) in _CONTAINERS:
-            if label.rpartition(".")[2] in _SLOTS_OF_PYTHON:
+        if type(value) in CONTAINERS:
+            if label.endswith("__"):
                 return
             self._watch(label, None, value)
             inner = value.values() if isinstance(value, dict) else value
             kinds = set(map(type, inner))
-            if not kinds.isdisjoint(_CONTAINERS):
+            if not kinds.isdisjoint(CONTAINERS):
                 for one in list(inner):
-                    if type(one) in _CONTAINERS:
+                    if type(one) in CONTAINERS:
                         self._watch_value(label, one, package, depth + 1)
         elif depth <= 1 and _keeps_state(value, package):
             self._watch(label, value, vars(value))
             for key, one in list(vars(value).items()):
-                if type(one) in _CONTAINERS:
+                if type(one) in CONTAINERS:
                     self._watch_value(f"{label}.{key}", one, package, depth + 1)
 
     def _watch(self, label: str, owner: Any, now: Any) -> None:
         self._known.add(id(now if owner is None else owner))
-        self._now.append(now)
-        self._kept.append(_copy(now))
+        self._snapshots.add(now)
         self._owners.append(owner)
         self._labels.append(label)
 
@@ -279,38 +261,15 @@ def _keeps_state(value: Any, package: str) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict)
 
 
-def _copy(now: Any) -> Any:
-    """A shallow copy; of a namespace, as a dict."""
-    return dict(now) if isinstance(now, types.MappingProxyType) else now.copy()
-
-
-def with_changes(kept: Any, before: Any, now: Any) -> Any:
-    """`kept`, a container or what was copied of a namespace, with all that has changed from `before` to `now`."""
-    if isinstance(now, set):
-        return (kept | (now - before)) - (before - now)
-    if isinstance(now, (list, collections.deque)):
-        if _same(kept, before):
-            return now.copy()
-        if len(now) >= len(before) and all(map(operator.is_, now, before)):
-            merged = kept.copy()
-            merged.extend(list(now)[len(before) :])
-            return merged
-        return kept
-    merged = kept.copy()
-    for key, value in now.items():
-        if before.get(key, _MISSING) is not value:
-            merged[key] = value
-    for key in before:
-        if key not in now:
-            merged.pop(key, None)
-    return merged
-
-
-def _same(one: Any, other: Any) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
 def _refill(container: Any, kept: Any) -> None:
+    if isinstance(container, dict):  # one by one: other threads may be reading it
+        for key in [key for key in container if key not in kept]:
+            del container[key]
+        for key, value in kept.items():
+            if container.get(key, _MISSING) is not value:
+                container[key] = value
+        if list(container) == list(kept):
+            return
     container.clear()
     (container.extend if isinstance(container, (list, collections.deque)) else container.update)(kept)
 
@@ -321,9 +280,9 @@ def _put_back(owner: Any, now: Any, kept: dict[str, Any]) -> None:
     for name in [name for name, value in kept.items() if now.get(name, _MISSING) is not value]:
         value = now.get(name)
         # A lane that lost its reference would start such a thread again and again.
-        if name in _SLOTS_OF_PYTHON or isinstance(value, threading.Thread):
+        if name in _SLOTS_OF_PYTHON or isinstance(value, threading.Thread) or by_torch(name, value):
             kept[name] = value
-        elif not by_torch(name, value):
+        else:
             _set(owner, now, name, kept[name])
     for name in [name for name in now if name not in kept]:
         value = now[name]

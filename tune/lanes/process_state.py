@@ -9,6 +9,7 @@ what a run sets itself (seeds, threads, precision), since a task's module and it
 
 import contextlib
 import gc
+import itertools
 import operator
 import os
 import sys
@@ -62,25 +63,27 @@ class Baseline:
         left += self._children.restore()
         self._destroy_groups()
         torch._dynamo.reset()
-        self._settings.restore()
-        torch.set_flush_denormal(False)
         left += self._state.restore()
         left += self._code.restore()
-        set_rng_state(self._random, self._device)
         gc.collect()
+        changed = self._settings.restore()  # after the last words of what was collected
+        torch.set_flush_denormal(False)
+        if changed:
+            gc.collect()  # what the hooks of a trial held
+        set_rng_state(self._random, self._device)
         objects = gc.get_objects()
-        left += self._files.restore(objects, self._threads.write_files() or self._children.has_harmless())
+        left += self._files.restore(objects, lambda: self._threads.write_files() or self._children.has_harmless())
         has_imported = len(sys.modules) != self._num_frozen
         left += self._memory.held(objects, has_imported)
         del objects
         if has_imported:
             gc.freeze()
             self._num_frozen = len(sys.modules)
-        return [*left, *self._remains()]
+        return [*left, *self._remains(changed)]
 
-    def _remains(self) -> Iterator[str]:
+    def _remains(self, changed: list[int]) -> Iterator[str]:
         """What is still not as it was."""
-        yield from self._settings.remains()
+        yield from self._settings.remains(changed)
         if (dist.group.WORLD if dist.is_initialized() else None) is not self._group:
             yield "the process group is another"
         if capture_failed():
@@ -104,7 +107,10 @@ class Baseline:
             replaced = [name for name, module in self._modules.items() if now.get(name) is not module]
         for name in replaced:
             now[name] = self._modules[name]
-        for name in now.keys() - self._modules.keys():
+        new = itertools.islice(
+            (name for name in reversed(now) if name not in self._modules), len(now) - len(self._modules)
+        )
+        for name in list(new):  # the newest are the last: the search ends with them
             module = now[name]
             if not is_of_users(module, self._path):
                 self._modules[name] = module

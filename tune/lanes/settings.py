@@ -25,8 +25,9 @@ import torch._dynamo  # every optimizer imports it
 import torch._functorch.config
 import torch._inductor.config
 from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from tune.lanes.module_state import with_changes
+from tune.lanes.snapshots import with_changes
 
 Setting = tuple[str, Callable[[], Any], Callable[[Any], Any]]
 _CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
@@ -34,31 +35,40 @@ _IN_SYS = (
     *("stdin", "stdout", "stderr", "argv", "excepthook", "unraisablehook", "displayhook", "breakpointhook"),
     *("dont_write_bytecode", "tracebacklimit"),
 )
+_SIGNALS = sorted(signal.valid_signals())
+_LIMITS = {name: getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_")}
 
 
 class Settings:
     """What each setting is, from now on; what an import sets belongs to the import, and stays."""
 
     def __init__(self) -> None:
-        self.entries = [(label, _safe(read), write) for label, read, write in settings()]
+        self._entries = list(settings())
         self._kept = self.read()
 
     def read(self) -> list[Any]:
-        """What each is now."""
-        return [read() for _, read, _ in self.entries]
+        """What each is now; words, where there is nothing to read: the working directory was deleted, say."""
+        try:
+            return [read() for _, read, _ in self._entries]
+        except Exception:
+            return [_value_of(read) for _, read, _ in self._entries]
 
-    def restore(self) -> None:
-        """Put back what has changed."""
-        for (_, read, write), kept in zip(self.entries, self._kept, strict=True):
-            if read() != kept:
-                with contextlib.suppress(Exception):  # `remains` tells of it
-                    write(kept)
+    def restore(self) -> list[int]:
+        """Put back what has changed; returns which."""
+        changed = [index for index, (now, kept) in enumerate(zip(self.read(), self._kept, strict=True)) if now != kept]
+        for index in changed:
+            with contextlib.suppress(Exception):  # `remains` tells of it
+                self._entries[index][2](self._kept[index])
+        return changed
 
-    def remains(self) -> Iterator[str]:
-        """What is not as it was, in words."""
-        for (label, read, _), kept in zip(self.entries, self._kept, strict=True):
-            if (now := read()) != kept:
-                yield f"{label}: {now!s:.80} in place of {kept!s:.80}"
+    def remains(self, changed: list[int]) -> list[str]:
+        """What of these is still not as it was, in words."""
+        now = {index: _value_of(self._entries[index][1]) for index in changed}
+        return [
+            f"{self._entries[index][0]}: {value!s:.80} in place of {self._kept[index]!s:.80}"
+            for index, value in now.items()
+            if value != self._kept[index]
+        ]
 
     def absorb(self, before: list[Any]) -> None:
         """Take what has changed since `before` (as `read` gave it) for what has been from the first."""
@@ -69,16 +79,11 @@ class Settings:
                 self._kept[index] = with_changes(kept, then, now) if can_merge else now if kept == then else kept
 
 
-def _safe(read: Callable[[], Any]) -> Callable[[], Any]:
-    """A reader that gives the error where there is nothing to read: the working directory was deleted, say."""
-
-    def attempt() -> Any:
-        try:
-            return read()
-        except Exception as error:
-            return repr(error)
-
-    return attempt
+def _value_of(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Exception as error:
+        return repr(error)
 
 
 def settings() -> Iterator[Setting]:
@@ -152,8 +157,7 @@ def _process_settings() -> Iterator[Setting]:
     yield "working directory", os.getcwd, os.chdir
     yield "umask", _umask, os.umask
     yield "locale", partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)
-    for one in signal.valid_signals():
-        yield f"handler of signal {one}", partial(signal.getsignal, one), partial(signal.signal, one)
+    yield "signal handlers", _signal_handlers, _set_signal_handlers
     yield "blocked signals", partial(signal.pthread_sigmask, signal.SIG_BLOCK, ()), _set_blocked
     for name in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"):
         timer: int = getattr(signal, name)
@@ -162,9 +166,7 @@ def _process_settings() -> Iterator[Setting]:
     yield "niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0)
     if hasattr(os, "sched_getaffinity"):
         yield "processors", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0)
-    for name in sorted(name for name in dir(resource) if name.startswith("RLIMIT_")):
-        limit = getattr(resource, name)
-        yield f"limit {name}", partial(resource.getrlimit, limit), partial(resource.setrlimit, limit)
+    yield "limits of resources", _limits, _set_limits
     for number, stream in enumerate(("standard input", "standard output", "standard error")):
         yield f"the file of {stream}", partial(_file_of, number), lambda _: None
 
@@ -173,6 +175,28 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def _signal_handlers() -> dict[int, Any]:
+    """Those that are not the default."""
+    found = zip(_SIGNALS, map(signal.getsignal, _SIGNALS), strict=True)
+    return {number: handler for number, handler in found if handler is not signal.SIG_DFL}
+
+
+def _set_signal_handlers(wanted: dict[int, Any]) -> None:
+    now = _signal_handlers()
+    for number in now.keys() | wanted.keys():
+        if now.get(number) is not wanted.get(number):
+            signal.signal(number, wanted.get(number, signal.SIG_DFL))
+
+
+def _limits() -> dict[str, tuple[int, int]]:
+    return {name: resource.getrlimit(limit) for name, limit in _LIMITS.items()}
+
+
+def _set_limits(wanted: dict[str, tuple[int, int]]) -> None:
+    for name, value in wanted.items():
+        resource.setrlimit(_LIMITS[name], value)
 
 
 def _set_blocked(value: Any) -> None:
@@ -308,8 +332,8 @@ def _pop_function_modes(count: int) -> None:
 
 def _pop_dispatch_modes(count: int) -> None:
     core: Any = torch._C
-    while core._len_torch_dispatch_stack() > count:
-        core._pop_torch_dispatch_stack()
+    for mode in reversed(_get_current_dispatch_mode_stack()[count:]):
+        core._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
 
 
 def _pop_saved_hooks(wanted: Any) -> None:

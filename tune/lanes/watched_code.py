@@ -5,7 +5,8 @@ import sys
 import types
 from typing import Any
 
-from tune.lanes.module_state import by_torch, differing, is_code, is_of_strangers, with_changes
+from tune.lanes.module_state import by_torch, is_code, is_of_strangers
+from tune.lanes.snapshots import Snapshots
 
 _MODULES = frozenset(
     [
@@ -35,24 +36,23 @@ class WatchedCode:
 
     def __init__(self) -> None:
         self._owners = _owners()
-        self._now = [vars(owner) for owner in self._owners]
-        self._kept = [dict(now) for now in self._now]
+        self._snapshots = Snapshots()
+        for owner in self._owners:
+            self._snapshots.add(vars(owner))
 
     def read(self) -> dict[int, dict[str, Any]]:
         """Copies of what is not as it was."""
-        return {index: dict(self._now[index]) for index in differing(self._now, self._kept)}
+        return self._snapshots.changes()
 
     def absorb(self, before: dict[int, dict[str, Any]]) -> None:
         """What has changed since `before` (as `read` gave it) was done by an import, and stays."""
-        for index in differing(self._now, self._kept):
-            kept = self._kept[index]
-            self._kept[index] = with_changes(kept, before.get(index, kept), self._now[index])
+        self._snapshots.absorb(before)
 
     def restore(self) -> list[str]:
         """Put back what was exchanged, and take away what was added; returns what cannot be, in words."""
         left = []
-        for index in differing(self._now, self._kept):  # nearly always none, and compared in C
-            owner, now, kept = self._owners[index], self._now[index], self._kept[index]
+        for index in self._snapshots.differing():
+            owner, now, kept = self._owners[index], self._snapshots.now[index], self._snapshots.kept[index]
             for name in _spoilt(owner, now, kept):
                 with contextlib.suppress(AttributeError, TypeError):
                     if name in kept:
@@ -60,7 +60,7 @@ class WatchedCode:
                     else:
                         delattr(owner, name)
             left += [f"{owner.__name__}.{name} is another" for name in _spoilt(owner, now, kept)]
-            self._kept[index] = dict(now)  # what torch itself has set since
+            self._snapshots.kept[index] = dict(now)  # what torch itself has set since
         return left
 
 
@@ -94,7 +94,8 @@ def _spoilt(owner: Any, now: Any, kept: dict[str, Any]) -> list[str]:
         if name in kept or by_torch(name, value):
             continue
         if is_class:
-            changed += [name] if type(value) is types.FunctionType or is_of_strangers(value) else []
+            is_data = not is_code(value) and not name.startswith("_")
+            changed += [name] if is_data or type(value) is types.FunctionType or is_of_strangers(value) else []
         elif not issubclass(type(value), types.ModuleType) and (not is_code(value) or is_of_strangers(value)):
             changed.append(name)
     return changed
