@@ -144,7 +144,7 @@ def of(module: str) -> Any:
 
 
 @pytest.mark.parametrize("module", ["wandb.sdk.wandb_run", "mlflow", "tensorboard.summary.writer", "torch._inductor.x"])
-def test_a_library_s_threadis_harmless_and_the_task_s_own_is_not(module: str) -> None:
+def test_a_library_s_thread_is_harmless_and_the_task_s_own_is_not(module: str) -> None:
     from tune.lanes.leftovers import is_harmless
 
     assert is_harmless(started(of(module)))

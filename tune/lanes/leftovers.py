@@ -71,8 +71,9 @@ class Children:
     def restore(self) -> list[str]:
         """Kill and reap what is new; returns what lives on, in words."""
         for child in multiprocessing.active_children():
-            child.kill()
-            child.join()
+            with contextlib.suppress(AttributeError):  # joblib's have no `kill`: below
+                child.kill()
+                child.join()
         deadline = time.monotonic() + _CHILD_GRACE_S
         while new := [pid for pid in _child_pids() - self._known if not _is_harmless_process(pid)]:
             for pid in new:

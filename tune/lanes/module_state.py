@@ -54,6 +54,8 @@ _CODE = (
 )
 _DEPTH = 3
 """How deep containers are followed into containers."""
+_LARGE = 256
+"""Containers of more items are tables: what these hold is not followed."""
 _SLOTS_OF_PYTHON = frozenset(
     ["__slotnames__", "__abstractmethods__", "__annotations__", "__doc__", "__warningregistry__"]
 )
@@ -197,6 +199,8 @@ class ModuleState:
             if label.endswith("__"):
                 return
             self._watch(label, None, value)
+            if len(value) > _LARGE:
+                return
             inner = value.values() if isinstance(value, dict) else value
             kinds = set(map(type, inner))
             if not kinds.isdisjoint(CONTAINERS):

@@ -81,8 +81,8 @@ class Baseline:
             self._num_frozen = len(sys.modules)
         return [*left, *self._remains(changed)]
 
-    def _remains(self, changed: list[int]) -> Iterator[str]:
-        """What is still not as it was."""
+    def _remains(self, changed: Sequence[int] = ()) -> Iterator[str]:
+        """What is still not as it was; `changed`: the settings that were put back."""
         yield from self._settings.remains(changed)
         if (dist.group.WORLD if dist.is_initialized() else None) is not self._group:
             yield "the process group is another"

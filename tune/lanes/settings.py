@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,7 @@ class Settings:
                 self._entries[index][2](self._kept[index])
         return changed
 
-    def remains(self, changed: list[int]) -> list[str]:
+    def remains(self, changed: Sequence[int]) -> list[str]:
         """What of these is still not as it was, in words."""
         now = {index: _value_of(self._entries[index][1]) for index in changed}
         return [
