@@ -113,6 +113,7 @@ class ModuleState:
         )  # containers that a package has only imported: sys.modules, torch's registries
         self._looked_at: set[str] = set()
         self._importing = threading.local()
+        self.executed: set[str] = set()  # modules that were since the last `restore`
         self._lock = threading.RLock()  # comparing may import
         self._watch_modules(list(sys.modules))
         self.finder = _Finder(self)
@@ -126,6 +127,7 @@ class ModuleState:
     def restore(self) -> list[str]:
         """Put back what has changed since it was recorded; returns what cannot be, in words."""
         with self._lock:
+            self.executed.clear()
             left = []
             for index in self._snapshots.differing():
                 owner, now, kept = self._owners[index], self._snapshots.now[index], self._snapshots.kept[index]
@@ -141,6 +143,7 @@ class ModuleState:
     @contextlib.contextmanager
     def importing(self, module: types.ModuleType) -> Iterator[None]:
         """While a module is executed; the outermost records all that have been by its end."""
+        self.executed.add(module.__name__)
         if (names := getattr(self._importing, "names", None)) is not None:
             names.append(module.__name__)
             yield

@@ -10,6 +10,7 @@ what a run sets itself (seeds, threads, precision), since a task's module and it
 import contextlib
 import gc
 import itertools
+import multiprocessing
 import operator
 import os
 import sys
@@ -43,6 +44,7 @@ class Baseline:
         self._state = ModuleState()
         self._settings = Settings()
         self._code = WatchedCode()
+        self._start_method = multiprocessing.get_start_method(allow_none=True)
         self._random = get_rng_state(device)
         self._threads, self._children, self._files = Threads(), Children(), Files(device)
         self._group = dist.group.WORLD if dist.is_initialized() else None
@@ -54,11 +56,17 @@ class Baseline:
         self._state.others += [self._settings, self._code, self._memory]
 
     def close(self) -> None:
-        """Record no more imports; there is no `restore` after it."""
+        """Record no more imports: for a process that goes on to do other things."""
         self._state.close()
 
     def restore(self) -> list[str]:
         """Restore everything; returns what could not be, in words."""
+        try:
+            return self._restore()
+        except Exception as error:
+            return [f"what cannot even be put back: {type(error).__name__}: {error!s:.120}"]
+
+    def _restore(self) -> list[str]:
         left = self._restore_modules()
         left += self._children.restore()
         self._destroy_groups()
@@ -68,6 +76,7 @@ class Baseline:
         gc.collect()
         changed = self._settings.restore()  # after the last words of what was collected
         torch.set_flush_denormal(False)
+        multiprocessing.set_start_method(self._start_method, force=True)  # whoever asks for it sets the default
         if changed:
             gc.collect()  # what the hooks of a trial held
         set_rng_state(self._random, self._device)
@@ -105,6 +114,9 @@ class Baseline:
         replaced = []
         if not all(map(operator.is_, map(now.get, self._modules), self._modules.values())):
             replaced = [name for name, module in self._modules.items() if now.get(name) is not module]
+        for name in [name for name in replaced if name in self._state.executed and name in now]:
+            replaced.remove(name)  # imported again, as transformers does to itself
+            self._modules[name] = now[name]
         for name in replaced:
             now[name] = self._modules[name]
         new = itertools.islice(

@@ -7,7 +7,6 @@ import faulthandler
 import gc
 import locale
 import logging
-import multiprocessing
 import os
 import resource
 import signal
@@ -135,11 +134,6 @@ def _python_settings() -> Iterator[Setting]:
     yield _contents("callbacks of the garbage collector", gc.callbacks)
     yield _contents("warning filters", warnings.filters)
     yield _attribute(warnings, "showwarning")
-    yield (
-        "start method of processes",
-        partial(multiprocessing.get_start_method, allow_none=True),
-        partial(multiprocessing.set_start_method, force=True),
-    )
     yield "sharing strategy of tensors", torch.multiprocessing.get_sharing_strategy, _set_sharing_strategy
     asyncio.get_event_loop_policy()  # there is none before somebody asks
     yield _attribute(asyncio.events, "_event_loop_policy", "event loop policy")
