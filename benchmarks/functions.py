@@ -1,4 +1,4 @@
-"""Does a training function give the same in a lane as in Ray's own way? The functions of tests/on_ray/functions, in both.
+"""Does a training function give the same in a lane as in Ray's own way? Those of tests/on_ray/functions, in both.
 
 Run as: python -m benchmarks.functions [NAME ...] [--workers 1 2] [--imported] [--keep]
 
@@ -109,6 +109,7 @@ def make_driver(
 
         number = tune.get_context().get_trial_id().rpartition("_")[2]
         record = directory / f"{label}-{number}"
+        callbacks: list[Any] = [TuneReportCallback(), Record(record.with_suffix(".jsonl"))]
         run = trainer(
             function,
             train_loop_config=config["train_loop_config"],
@@ -117,7 +118,7 @@ def make_driver(
                 name=record.name,
                 storage_path=str(directory / "train"),
                 failure_config=ray.train.FailureConfig(max_failures=max_failures),
-                callbacks=[TuneReportCallback(), Record(record.with_suffix(".jsonl"))],
+                callbacks=callbacks,
             ),
             **further(),
         )
@@ -141,23 +142,29 @@ def as_space(grid: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def sweep(name: str, way: str, workers: int, directory: Path) -> dict[str, Any]:
-    """All trials of a function in one way."""
+def drop_ins(way: str) -> tuple[Any, Any]:
+    """TorchTrainer and Tuner: all that differs."""
     if way == "lanes":
         from tune.ray import TorchTrainer, Tuner
-    else:
-        from ray.train.torch import TorchTrainer  # type: ignore[assignment]
-        from ray.tune import Tuner  # type: ignore[assignment]
 
+        return TorchTrainer, Tuner
+    import ray.train.torch
+
+    return ray.train.torch.TorchTrainer, tune.Tuner
+
+
+def sweep(name: str, way: str, workers: int, directory: Path) -> dict[str, Any]:
+    """All trials of a function in one way."""
+    trainer, tuner = drop_ins(way)
     case = (TRAIN | TUNE)[name]
     label = f"{name}-{workers}"
     if workers:
-        trainable: Any = make_driver(case, label, workers, directory, TorchTrainer)
+        trainable: Any = make_driver(case, label, workers, directory, trainer)
         space: dict[str, Any] = {"train_loop_config": tune.grid_search(case.grid)}
     else:
         trainable, space = case.function, as_space(case.grid)
     asha = tune.schedulers.ASHAScheduler("training_iteration", "loss", "min", grace_period=1, reduction_factor=2)
-    tuner = Tuner(
+    run = tuner(
         trainable,
         param_space=space,
         tune_config=tune.TuneConfig(
@@ -172,17 +179,17 @@ def sweep(name: str, way: str, workers: int, directory: Path) -> dict[str, Any]:
         ),
     )
     began = time.perf_counter()
-    results = tuner.fit()
+    results: Any = run.fit()
     elapsed_s = time.perf_counter() - began
-    trials = [found(result, directory / f"{label}-{number:05d}") for number, result in enumerate(results)]
+    trials = [outcome(result, directory / f"{label}-{number:05d}") for number, result in enumerate(results)]
     return {"elapsed_s": elapsed_s, "trials": trials}
 
 
-def found(result: Any, record: Path) -> dict[str, Any]:
+def outcome(result: Any, record: Path) -> dict[str, Any]:
     """What is left of a trial: in Tune, and where its driver wrote."""
     events, end = record.with_suffix(".jsonl"), record.with_suffix(".json")
     frame = result.metrics_dataframe
-    lines = [] if frame is None else json.loads(frame.to_json(orient="records", double_precision=15))
+    lines = [] if frame is None else frame.to_dict(orient="records")
     return {
         "error": None if result.error is None else type(result.error).__name__,
         "metrics": same_everywhere(result.metrics or {}),

@@ -142,6 +142,7 @@ def accelerated(config: dict[str, Any]) -> None:
 
 def transformers_trainer(config: dict[str, Any]) -> None:
     """Ray Train with transformers: its Trainer, a small BERT without weights from outside, and Ray's callback."""
+    import ray.train
     from ray.train.huggingface.transformers import RayTrainReportCallback, prepare_trainer
     from torch.utils.data import Dataset
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
@@ -171,7 +172,7 @@ def transformers_trainer(config: dict[str, Any]) -> None:
         )
     )
     arguments = TrainingArguments(
-        output_dir="bert",
+        output_dir=f"bert-{ray.train.get_context().get_world_rank()}",  # the callback reads it while rank 0 writes
         num_train_epochs=2,
         learning_rate=config["learning_rate"],
         per_device_train_batch_size=config["per_device_train_batch_size"],

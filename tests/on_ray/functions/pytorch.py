@@ -7,7 +7,7 @@ import functools
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray.train
 import ray.train.collective
@@ -30,6 +30,20 @@ def rows(count: int = 256, seed: int = 0) -> TensorDataset:
     points = torch.randn(count, FEATURES, generator=generator)
     directions = torch.randn(FEATURES, CLASSES, generator=torch.Generator().manual_seed(11))
     return TensorDataset(points, (points @ directions).argmax(dim=1))
+
+
+def rows_in_order() -> dict[str, Any]:
+    """The same as a dataset of Ray, of which each worker gets the same part every time."""
+    import ray.data
+
+    points, labels = rows().tensors
+    pairs = zip(points.numpy(), labels.tolist(), strict=True)
+    items = [{"points": point, "label": label} for point, label in pairs]
+    options = ray.data.ExecutionOptions(preserve_order=True)
+    return {
+        "datasets": {"train": ray.data.from_items(items, override_num_blocks=4)},
+        "dataset_config": ray.train.DataConfig(execution_options=options),
+    }
 
 
 def network(hidden: int = 16) -> nn.Module:
@@ -270,7 +284,7 @@ def accumulation(config: dict[str, Any]) -> None:
         for number, (points, labels) in enumerate(loader, start=1):
             last = number % every == 0
             apart = isinstance(model, DistributedDataParallel) and not last
-            with model.no_sync() if apart else contextlib.nullcontext():
+            with cast(DistributedDataParallel, model).no_sync() if apart else contextlib.nullcontext():
                 loss = nn.functional.cross_entropy(model(points), labels) / every
                 loss.backward()
             if last:

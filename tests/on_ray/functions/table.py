@@ -31,22 +31,6 @@ class Case:
     """ASHA stops some trials by their `loss`."""
 
 
-def rows_in_order() -> dict[str, Any]:
-    """The rows of `pytorch.rows` as a dataset of Ray, of which each worker gets the same part every time."""
-    import ray.data
-    import ray.train
-
-    points, labels = pytorch.rows().tensors
-    rows = [
-        {"points": point, "label": label} for point, label in zip(points.numpy(), labels.numpy().tolist(), strict=True)
-    ]
-    options = ray.data.ExecutionOptions(preserve_order=True)
-    return {
-        "datasets": {"train": ray.data.from_items(rows, override_num_blocks=4)},
-        "dataset_config": ray.train.DataConfig(execution_options=options),
-    }
-
-
 _RATES: list[Config] = [{"lr": 0.1, "batch_size": 32}, {"lr": 1e-4, "batch_size": 32}, {"lr": 0.05, "batch_size": 64}]
 _SIZES: list[Config] = [{"lr": 0.1, "batch_size": size} for size in (16, 64)]
 
@@ -64,7 +48,7 @@ TRAIN = {
     "collectives": Case(
         pytorch.collectives, [{"lr": 0.1, "batch_size": 32, "seed": seed} for seed in (1, 2)], "batch_size"
     ),
-    "data_shard": Case(pytorch.data_shard, _SIZES, "batch_size", trainer=rows_in_order),
+    "data_shard": Case(pytorch.data_shard, _SIZES, "batch_size", trainer=pytorch.rows_in_order),
     "checkpoints_so_far": Case(pytorch.checkpoints_so_far, _SIZES, "batch_size"),
     "preemption": Case(pytorch.preemption, _SIZES, "batch_size"),
     "reduced_by_hand": Case(pytorch.reduced_by_hand, _RATES, "batch_size", asha=True),
