@@ -36,6 +36,7 @@ import tests.on_ray.functions
 from benchmarks.measure import save
 from tests.on_ray.functions.table import TRAIN, TUNE, Case
 
+REPOSITORY = Path(__file__).parents[1]
 WAYS = ("ray", "lanes")
 _AT_A_TIME = 2
 _SPARE_CPUS = 2
@@ -163,7 +164,7 @@ def sweep(name: str, way: str, workers: int, directory: Path) -> dict[str, Any]:
         space: dict[str, Any] = {"train_loop_config": tune.grid_search(case.grid)}
     else:
         trainable, space = case.function, as_space(case.grid)
-    asha = tune.schedulers.ASHAScheduler("training_iteration", "loss", "min", grace_period=1, reduction_factor=2)
+    asha = tune.schedulers.ASHAScheduler(metric="loss", mode="min", grace_period=1, reduction_factor=2)
     run = tuner(
         trainable,
         param_space=space,
@@ -214,12 +215,20 @@ def differences(ray_way: dict[str, Any], lanes: dict[str, Any], asha: bool) -> l
         first["events"], second["events"] = first["events"][:both], second["events"][:both]
     else:
         kinds.append("end")
-    # As text: NaN is equal to NaN there, and 0.0 not to -0.0.
-    return [kind for kind in [*kinds, "events"] if _text(first[kind]) != _text(second[kind])]
+    found = [first_difference(first[kind], second[kind], kind) for kind in [*kinds, "events"]]
+    return [words for words in found if words]
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+def first_difference(one: Any, other: Any, where: str) -> str:
+    """In words; empty where there is none. As text NaN is equal to NaN, and 0.0 not to -0.0."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        pairs = [(one[key], other[key], f"{where}.{key}") for key in one]
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pairs = [(*both, f"{where}[{index}]") for index, both in enumerate(zip(one, other, strict=True))]
+    else:
+        first, second = (json.dumps(value, sort_keys=True, default=str) for value in (one, other))
+        return "" if first == second else f"{where} is {first:.80} and {second:.80}"
+    return next((words for pair in pairs if (words := first_difference(*pair))), "")
 
 
 def unexpected(case: Case, way: dict[str, Any]) -> list[str]:
@@ -249,7 +258,7 @@ def run_way(names: list[str], way: str, workers: int, directory: Path, imported:
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         with (directory / "log").open("ab") as log:
             arguments = [*command, "--into", str(directory), *(["--imported"] if imported else [])]
-            subprocess.run(arguments, env=environment, stdout=log, stderr=log, check=False)
+            subprocess.run(arguments, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, check=False)
         left = left[sum((directory / f"{name}.result").exists() for name in left) + 1 :]
     files = {name: directory / f"{name}.result" for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
@@ -279,7 +288,7 @@ def compare(name: str, workers: int, ways: dict[str, dict[str, Any]]) -> dict[st
         problems += [f"{way}: {words}" for words in unexpected(case, ways[way])]
     for number, (first, second) in enumerate(zip(*(ways[way]["trials"] for way in WAYS), strict=False)):
         if kinds := differences(first, second, case.asha):
-            problems.append(f"trial {number}: {', '.join(kinds)}")
+            problems.append(f"trial {number}: {'; '.join(kinds)}")
     return {
         **row,
         "stopped": num_stopped(ways["lanes"]),

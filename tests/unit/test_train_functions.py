@@ -40,7 +40,7 @@ def _one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
     storage = SimpleNamespace(experiment_fs_path=str(tmp_path))

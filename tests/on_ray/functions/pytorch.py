@@ -103,10 +103,10 @@ def resumed(config: dict[str, Any]) -> None:
         schedule.load_state_dict(state["schedule"])
         first = state["epoch"] + 1
     for epoch in range(first, 4):
-        if epoch == config["fails_at"] and checkpoint is None:
-            raise RuntimeError("this epoch succeeds at the second try only")
         start_epoch(loader, epoch)
         metrics = {"epoch": epoch, "loss": train_epoch(model, loader, optimizer), "lr": schedule.get_last_lr()[0]}
+        if epoch == config["fails_at"] and checkpoint is None:
+            raise RuntimeError("this epoch succeeds at the second try only")
         schedule.step()
         with tempfile.TemporaryDirectory() as directory:
             saved = None
