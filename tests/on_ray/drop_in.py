@@ -100,6 +100,8 @@ def slow(config: dict[str, Any]) -> None:
 
 def main(way: str, what: str, storage: str) -> None:
     """Run one of the sweeps below."""
+    if "RAY_ADDRESS" not in os.environ:
+        ray.init(num_cpus=2 if way == "ours" else 6)  # Ray's way reserves one for each trial's driver
     if way == "ours":
         from tune.ray import TorchTrainer, Tuner
     else:

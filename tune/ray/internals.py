@@ -85,8 +85,7 @@ class LaneWorker(RayTrainWorker):  # type: ignore[misc] # Ray's is not typed
             import torch
 
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self._baseline = self._make_baseline(device, ())
-            self._baseline._path = ("/",)
+            self._baseline = self._make_baseline(device, None)
         random.seed()
         np.random.seed()
         super().init_train_context(**given)
