@@ -98,8 +98,23 @@ def slow(config: dict[str, Any]) -> None:
         ray.train.report({"score": step * config["slope"], "pid": os.getpid()})
 
 
-def main(way: str, what: str, storage: str) -> None:
-    """Run one of the sweeps below."""
+def runs_out(config: dict[str, Any]) -> None:
+    """The last rank runs out of memory in its backward pass, where the others wait for it in an all-reduce."""
+    rank, size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    model = ray.train.torch.prepare_model(nn.Linear(4, 1))
+    outputs = model(torch.ones(config["batch_size"], 4))
+    if rank == size - 1 and config["batch_size"] >= 64:
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        outputs.register_hook(fail)
+    outputs.sum().backward()
+    ray.train.report({"score": float(config["batch_size"])})
+
+
+def main(way: str, sweeps: str, storage: str) -> None:
+    """Run some of the sweeps below, with commas between their names."""
     if "RAY_ADDRESS" not in os.environ:
         ray.init(num_cpus=2 if way == "ours" else 6)  # Ray's way reserves one for each trial's driver
     if way == "ours":
@@ -107,26 +122,29 @@ def main(way: str, what: str, storage: str) -> None:
     else:
         from ray.train.torch import TorchTrainer
         from ray.tune import Tuner
-    function, workers, space, more = {
-        "train": (train, 2, {"lr": 1e-2, "batch_size": ray.tune.grid_search([16, 64])}, {}),
-        "fails": (train, 1, {"lr": 1e-2, "batch_size": 16, "fails": ray.tune.grid_search([1, 2, -1])}, {}),
-        "leaks": (
-            leaks,
-            1,
-            {"leaves": ray.tune.grid_search(["no", "dtype", "variable", "patch", "global", "no", "thread", "no"])},
-            {},
-        ),
-        "stops": (
-            slow,
-            1,
-            {"slope": ray.tune.grid_search([4.0, 3.0, 2.0, 1.0, 0.5])},
-            {"scheduler": ray.tune.schedulers.ASHAScheduler(max_t=40, grace_period=4, reduction_factor=2)},
-        ),
-    }[what]
+    for name in sweeps.split(","):
+        print("JSON", name, json.dumps(sweep(way, name, storage, TorchTrainer, Tuner)), flush=True)
+
+
+SWEEPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "train": (train, 2, {"lr": 1e-2, "batch_size": [16, 64]}),
+    "retries": (train, 1, {"lr": 1e-2, "batch_size": 16, "fails": [1]}),
+    "fails": (train, 1, {"lr": 1e-2, "batch_size": 16, "fails": [1, 2, -1]}),
+    "leaks": (leaks, 1, {"leaves": ["no", "dtype", "variable", "patch", "global", "no", "thread", "no"]}),
+    "stops": (slow, 1, {"slope": [4.0, 3.0, 2.0, 1.0, 0.5]}),
+    "memory": (runs_out, 2, {"batch_size": [16, 64, 128, 32]}),
+}
+"""The training function, its workers, and the grid of its configuration."""
+
+
+def sweep(way: str, name: str, storage: str, trainer_class: Any, tuner_class: Any) -> dict[str, Any]:
+    """Run one of them, with Ray's classes or Paceline's."""
+    function, workers, values = SWEEPS[name]
+    stops = name == "stops"
 
     def driver(config: dict[str, Any]) -> None:
         callback = Noting()
-        trainer = TorchTrainer(
+        trainer = trainer_class(
             function,
             train_loop_config=config,
             scaling_config=ray.train.ScalingConfig(num_workers=workers),
@@ -142,21 +160,24 @@ def main(way: str, what: str, storage: str) -> None:
         said = {"returned": result.return_value, "kept": len(result.best_checkpoints or [])}
         ray.tune.report({"heard": len(callback.heard), **said, **(result.metrics or {})})
 
-    tuner = Tuner(
+    scheduler = ray.tune.schedulers.ASHAScheduler(max_t=40, grace_period=4, reduction_factor=2)
+    judged = {"metric": "score", "mode": "max", "scheduler": scheduler} if stops else {}
+    tuner = tuner_class(
         driver,
-        param_space=space,
-        tune_config=ray.tune.TuneConfig(
-            metric="score" if what == "stops" else None, mode="max" if what == "stops" else None, **more
-        ),
-        run_config=ray.tune.RunConfig(name=f"{way}-{what}", storage_path=storage, verbose=0),
+        param_space={
+            key: ray.tune.grid_search(value) if isinstance(value, list) else value for key, value in values.items()
+        },
+        tune_config=ray.tune.TuneConfig(**judged),
+        run_config=ray.tune.RunConfig(name=f"{way}-{name}", storage_path=storage, verbose=0),
     )
-    results = tuner.fit()
     trials = []
-    for result in results:
-        rows = result.metrics_dataframe.to_dict("list") if result.metrics_dataframe is not None else {}
-        kept = {key: rows.get(key) for key in ("loss", "epoch", "found", "pid", "score", "heard", "returned", "kept")}
-        trials.append({"config": result.config, "error": str(result.error)[-300:] if result.error else None, **kept})
-    print("JSON", json.dumps({"trials": trials, "restarts": getattr(tuner, "restarts", [])}), flush=True)
+    for result in tuner.fit():
+        table = result.metrics_dataframe
+        rows = [] if table is None else json.loads(table.to_json(orient="records"))
+        keys = ("loss", "epoch", "found", "pid", "score", "heard", "returned", "kept")
+        kept = [{key: row[key] for key in keys if row.get(key) is not None} for row in rows]
+        trials.append({"config": result.config, "error": str(result.error or "")[-300:], "rows": kept})
+    return {"trials": trials, "restarts": getattr(tuner, "restarts", [])}
 
 
 if __name__ == "__main__":

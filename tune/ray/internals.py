@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import ray
 import ray.train
-from ray.train._internal.session import get_session
+from ray.train._internal.session import _TrainSession, get_session
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
@@ -41,6 +41,7 @@ from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGro
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.queue import Empty
 
+from trainers.causes import classify
 from trainers.launch.imports import without_collection
 from tune.ray.shape import Shape
 
@@ -66,11 +67,11 @@ class LaneContext(TrainContext):
         return str(name)
 
 
-class LaneWorker(RayTrainWorker):  # type: ignore[misc] # Ray's is not typed
+class LaneWorker(RayTrainWorker):
     """Ray's worker, for trial after trial."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         with without_collection(own_process=True):
             import ray.train.torch  # noqa: F401 (every function needs it)
             import torch.distributed.nn.functional  # noqa: F401 (before any group, which it would keep)
@@ -79,7 +80,7 @@ class LaneWorker(RayTrainWorker):  # type: ignore[misc] # Ray's is not typed
         self._make_baseline = Baseline
         self._baseline: Any = None
 
-    def init_train_context(self, **given: Any) -> None:
+    def init_train_context(self, **given: Any) -> None:  # type: ignore[override]
         """Called by Ray before the function runs; not before Ray has said which GPUs this process sees."""
         if self._baseline is None:
             import torch
@@ -124,9 +125,7 @@ class LaneWorker(RayTrainWorker):  # type: ignore[misc] # Ray's is not typed
         return list(self._baseline.restore())
 
 
-def shape_of(
-    scaling: ray.train.ScalingConfig, runtime_env: Any = None, num_workers: int | None = None, labels: Any = None
-) -> Shape:
+def shape_of(scaling: Any, runtime_env: Any = None, num_workers: int | None = None, labels: Any = None) -> Shape:
     """Return the shape of the lanes on which a TorchTrainer with this scaling runs."""
     return Shape(
         num_workers or int(scaling.num_workers),
@@ -149,7 +148,8 @@ def is_dead(actor: str) -> bool:
 
 def make_barrier() -> Any:
     """Return what the ranks of a trial meet at: the object behind Ray's actor."""
-    return SynchronizationActor.__ray_metadata__.modified_class()
+    actor: Any = SynchronizationActor
+    return actor.__ray_metadata__.modified_class()
 
 
 class _Call:
@@ -197,7 +197,7 @@ class Controller:
         return _Call(lambda *question: self._pool.ask.remote(self._lane, *question))
 
 
-class _BorrowedGroup(DefaultPlacementGroupHandle):  # type: ignore[misc]
+class _BorrowedGroup(DefaultPlacementGroupHandle):
     def wait(self, timeout_seconds: float = 30) -> bool:
         return True
 
@@ -206,12 +206,12 @@ class _BorrowedGroup(DefaultPlacementGroupHandle):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class _BorrowedState(WorkerGroupState):  # type: ignore[misc]
+class _BorrowedState(WorkerGroupState):
     def shutdown(self) -> None:
         pass
 
 
-class _StateBuilder(WorkerGroupStateBuilder):  # type: ignore[misc]
+class _StateBuilder(WorkerGroupStateBuilder):
     def build(self) -> WorkerGroupState:
         return _BorrowedState(**vars(super().build()))
 
@@ -219,7 +219,7 @@ class _StateBuilder(WorkerGroupStateBuilder):  # type: ignore[misc]
         pass
 
 
-class LaneGroup(WorkerGroup):  # type: ignore[misc]
+class LaneGroup(WorkerGroup):
     """Ray's worker group on the workers of a lane."""
 
     pool: Any
@@ -233,7 +233,7 @@ class LaneGroup(WorkerGroup):  # type: ignore[misc]
         self.loan = ray.get(self.pool.borrow.remote(shape, ray.get_runtime_context().get_actor_id()))
         try:
             with self._meeting_in_pool():
-                self._start_impl(_StateBuilder())
+                self._start_impl(_StateBuilder())  # type: ignore[no-untyped-call]
         except BaseException:
             self._give_back(stop=False)
             raise
@@ -248,17 +248,19 @@ class LaneGroup(WorkerGroup):  # type: ignore[misc]
             def options(cls, **options: Any) -> _Call:
                 return _Call(lambda **given: barrier)
 
-        known = ray_worker_group.SynchronizationActor
-        ray_worker_group.SynchronizationActor = Meeting
+        module: Any = ray_worker_group
+        module.SynchronizationActor = Meeting
         try:
             yield
         finally:
-            ray_worker_group.SynchronizationActor = known
+            module.SynchronizationActor = SynchronizationActor
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> _BorrowedGroup:
         return _BorrowedGroup(self.loan.group)
 
-    def _create_workers(self, num_workers: int, placement_group: Any, resources: Any, **given: Any) -> list[Worker]:
+    def _create_workers(  # type: ignore[override]
+        self, num_workers: int, placement_group: Any, resources: Any, **given: Any
+    ) -> list[Worker]:
         workers = [
             Worker(actor, place, resources, placement_group_bundle_index=index)
             for index, (actor, place) in enumerate(self.loan.workers)
@@ -290,15 +292,17 @@ class LaneGroup(WorkerGroup):  # type: ignore[misc]
     def _clear_state(self) -> None:
         status = self._latest_poll_status
         runs = status is None or any(one.running for one in status.worker_statuses.values())
-        super()._clear_state()
+        super()._clear_state()  # type: ignore[no-untyped-call]
         self._give_back(stop=runs)
 
     def _give_back(self, stop: bool) -> None:
         ray.get(self.pool.give_back.remote(self.loan.lane, stop))
 
 
-class _Watch(PreemptionCallback):  # type: ignore[misc]
+class _Watch(PreemptionCallback):
     """Ray's watch for nodes that are about to be taken away, in a thread of the trial in place of an actor."""
+
+    _thread: PreemptionWatcher | None = None
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         self._stop_watcher()
@@ -306,19 +310,23 @@ class _Watch(PreemptionCallback):  # type: ignore[misc]
         for rank, worker in enumerate(worker_group.get_workers()):
             ranks[worker.metadata.node_id].append(rank)
         actors = {rank: worker.actor for rank, worker in enumerate(worker_group.get_workers())}
-        self._watcher = PreemptionWatcher(ranks, self._poll_interval_s, actors)
+        self._thread = PreemptionWatcher(ranks, self._poll_interval_s, actors)
 
     def _stop_watcher(self) -> None:
-        if self._watcher is not None:
-            self._watcher._stop_event.set()
-            self._watcher = None
+        if self._thread is not None:
+            self._thread._stop_event.set()
+            self._thread = None
 
 
-class LaneController(TrainController):  # type: ignore[misc]
+class LaneController(TrainController):
     """Ray's controller, in the process of a trial."""
 
     def __init__(self, pool: Any, **given: Any) -> None:
-        self.worker_group_cls = type("TrialGroup", (LaneGroup,), {"pool": pool})
+        class TrialGroup(LaneGroup):
+            pass
+
+        TrialGroup.pool = pool
+        self.worker_group_cls = TrialGroup
         self._answering: set[asyncio.Task[None]] = set()
         super().__init__(**given)
         self._worker_group_callbacks_to_propagate = [
@@ -328,7 +336,7 @@ class LaneController(TrainController):  # type: ignore[misc]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """Workers answer when they have something to say: there is no need to wait between two polls."""
-        group = self.get_worker_group()
+        group: Any = self.get_worker_group()
         for number, question in (await group.pool.questions.remote(group.loan.lane)).items():
             task = asyncio.create_task(self._answer(group, number, question))  # it may wait for what a poll brings
             self._answering.add(task)
@@ -336,7 +344,8 @@ class LaneController(TrainController):  # type: ignore[misc]
         if is_stopped():
             raise TrialStopped(0)
         await asyncio.sleep(0)
-        return group.poll_status()
+        status: WorkerGroupPollStatus = group.poll_status()
+        return status
 
     async def _answer(self, group: LaneGroup, number: int, question: tuple[Any, ...]) -> None:
         answer = await self.get_all_reported_checkpoints(*question)
@@ -345,7 +354,7 @@ class LaneController(TrainController):  # type: ignore[misc]
     def fit(self) -> Any:
         """Run to the end in this thread; returns Ray's result."""
         try:
-            asyncio.run(self.run())
+            asyncio.run(self.run())  # type: ignore[no-untyped-call]
         except BaseException:
             if (group := self.get_worker_group()) is not None:
                 group.abort()
@@ -353,9 +362,21 @@ class LaneController(TrainController):  # type: ignore[misc]
         return self.get_result()
 
 
+def ran_out_of_memory(error: Exception | None) -> bool:
+    """Whether a rank's failure, in Ray's error of a run, was memory of its device."""
+    failures = error.worker_failures.values() if isinstance(error, ray.train.WorkerGroupError) else ()
+    return any(classify(getattr(failure, "_base_exc", failure)) == "out_of_memory" for failure in failures)
+
+
 def is_stopped() -> bool:
     """Whether Tune has stopped the trial of this process."""
-    return bool(get_session().stop_event.is_set())
+    return _session().stop_event.is_set()
+
+
+def _session() -> _TrainSession:
+    session = get_session()
+    assert session is not None, "this process runs no trial"
+    return session
 
 
 class _Reports(queue.Queue[Any]):
@@ -378,13 +399,14 @@ class _Reports(queue.Queue[Any]):
         while True:
             with contextlib.suppress(queue.Empty):
                 return super().get(block, _LOOK_S)
-            if not get_session().result_queue.empty() or time.monotonic() > deadline:
+            if not _session().result_queue.empty() or time.monotonic() > deadline:
                 raise Empty
 
 
 def report_in_process() -> None:
     """Let Ray's TuneReportCallback report to the trial of this process without an actor between the two."""
-    get_session()._inter_actor_queue = _Reports(1)
+    session: Any = _session()
+    session._inter_actor_queue = _Reports(1)
 
 
 def without_helpers(callbacks: list[Any], datasets: Any) -> list[Any]:

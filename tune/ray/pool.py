@@ -17,6 +17,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from tune.ray.internals import LaneWorker, is_dead, make_barrier, worker_options
+from tune.ray.misfits import Misfits, Sized
 from tune.ray.shape import Shape
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Pool:
         self._count = 0
         self._waiting: list[_Wish] = []
         self._watching = False
+        self._misfits = Misfits()
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarts: list[str] = []
         self._next_start = math.inf
@@ -132,6 +134,14 @@ class Pool:
         """Answer a question."""
         self._lanes[number].answers.pop(question).set_result(answer)
 
+    async def why_not(self, one: Sized) -> str | None:
+        """Why a size of a batch is not worth a try; None where it is."""
+        return self._misfits.why_not(one)
+
+    async def note_misfit(self, one: Sized) -> None:
+        """Note that a size of a batch ran out of memory."""
+        self._misfits.note(one)
+
     async def state(self) -> dict[str, Any]:
         """How many lanes are up, how many the cluster holds at `most`, and when it pays to start another: once those
         that are up have been for as long as the last one took to start.
@@ -183,7 +193,7 @@ class Pool:
         """Start the workers of a lane, and lend it to who waits for it."""
         try:
             await self._placed(lane)
-            make = ray.remote(**worker_options(lane.shape.resources, lane.shape.runtime_env))(LaneWorker)
+            make: Any = ray.remote(**worker_options(lane.shape.resources, lane.shape.runtime_env))(LaneWorker)
             actors = [make.options(**_in_bundle(lane.group, index)).remote() for index in range(lane.shape.num_workers)]
             places = await asyncio.gather(*(actor.get_metadata.remote() for actor in actors))
         except Exception as error:

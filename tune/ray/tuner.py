@@ -19,16 +19,18 @@ from tune.ray.pool import Pool
 from tune.ray.shape import likely_scaling
 
 _LOOK_S = 0.5
-_TOKEN = {"cpu": 0, "memory": 1}
+_TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
 """What Tune reserves for a trial, which only waits for its lane; it refuses one that takes nothing."""
 
 
-def in_lanes(driver: Callable[[dict[str, Any]], Any], pool: str) -> Callable[[dict[str, Any]], Any]:
+def in_lanes(
+    driver: Callable[[dict[str, Any]], Any], pool: str, batch_key: str | None
+) -> Callable[[dict[str, Any]], Any]:
     """Return a trial's function whose TorchTrainers run in the lanes of the pool of a name."""
 
     @functools.wraps(driver)
     def run(config: dict[str, Any]) -> Any:
-        trainer.use(ray.get_actor(pool))
+        trainer.use(ray.get_actor(pool), batch_key)
         report_in_process()
         return driver(config)
 
@@ -36,7 +38,11 @@ def in_lanes(driver: Callable[[dict[str, Any]], Any], pool: str) -> Callable[[di
 
 
 class Tuner(tune.Tuner):
-    """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid."""
+    """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid.
+
+    `batch_key` names the batch size among the keys of `train_loop_config`, where none of the usual names does: a size
+    that ran out of memory is not tried again.
+    """
 
     def __init__(
         self,
@@ -45,6 +51,7 @@ class Tuner(tune.Tuner):
         param_space: dict[str, Any] | None = None,
         tune_config: tune.TuneConfig | None = None,
         run_config: tune.RunConfig | None = None,
+        batch_key: str | None = None,
         **given: Any,
     ) -> None:
         self._pool_name = f"paceline-lanes-{uuid.uuid4().hex[:12]}"
@@ -54,7 +61,7 @@ class Tuner(tune.Tuner):
         """What trials have left behind for which a lane had to start again."""
         if callable(trainable) and not isinstance(trainable, type):
             self._driver = trainable
-            trainable = tune.with_resources(in_lanes(trainable, self._pool_name), _TOKEN)
+            trainable = tune.with_resources(in_lanes(trainable, self._pool_name, batch_key), _TOKEN)
             tune_config = copy.copy(tune_config) or tune.TuneConfig()
             run_config = copy.copy(run_config) or tune.RunConfig()
             tune_config.reuse_actors = True
@@ -63,17 +70,17 @@ class Tuner(tune.Tuner):
         super().__init__(trainable, param_space=param_space, tune_config=tune_config, run_config=run_config, **given)
 
     @classmethod
-    def restore(cls, path: str, trainable: Any, **given: Any) -> Self:
+    def restore(cls, path: str, trainable: Any, batch_key: str | None = None, **given: Any) -> Self:  # type: ignore[override]
         """As Ray's: go on with the trials of a sweep that was cut off."""
         name = f"paceline-lanes-{uuid.uuid4().hex[:12]}"
-        wrapped = tune.with_resources(in_lanes(trainable, name), _TOKEN)
+        wrapped = tune.with_resources(in_lanes(trainable, name, batch_key), _TOKEN)
         restored = cls(_tuner_internal=tune.Tuner.restore(path, wrapped, **given)._local_tuner)
         restored._pool_name, restored._driver = name, trainable
         return restored
 
     def fit(self) -> tune.ResultGrid:
         """As Ray's. The lanes end with it."""
-        pool = ray.remote(Pool).options(name=self._pool_name, num_cpus=0, max_concurrency=10_000).remote()
+        pool: Any = ray.remote(Pool).options(name=self._pool_name, num_cpus=0, max_concurrency=10_000).remote()
         if self._driver is not None:
             scaling = ray.train.ScalingConfig(**likely_scaling(self._driver))
             pool.prepare.remote(shape_of(scaling))  # beside the process of the first trial, which takes as long
@@ -100,7 +107,7 @@ class _Pace(tune.Callback):
         """Take over how many trials of a sweep run at a time, where its scheduler lets none pause."""
         if not isinstance(config.scheduler, FIFOScheduler | AsyncHyperBandScheduler | MedianStoppingRule | None):
             return
-        search = config.search_alg or BasicVariantGenerator()
+        search: Any = config.search_alg or BasicVariantGenerator()
         if isinstance(search, Searcher) and not isinstance(search, ConcurrencyLimiter):
             search = ConcurrencyLimiter(search, max_concurrent=config.max_concurrent_trials or 0)
         if not hasattr(search, "max_concurrent"):
@@ -116,7 +123,8 @@ class _Pace(tune.Callback):
         if self._search is None or now - self._looked < _LOOK_S:
             return
         self._looked = now
-        state = ray.get(ray.get_actor(self._pool_name).state.remote())
+        pool: Any = ray.get_actor(self._pool_name)
+        state = ray.get(pool.state.remote())
         count = self._search.max_concurrent
         if state["up"] < count or now < state["next_start"]:
             return

@@ -1,0 +1,91 @@
+"""Ray's Tuner and TorchTrainer from `tune.ray`, in a user's script: what Ray gives, from warm workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Cluster, Done
+
+pytestmark = pytest.mark.ray
+
+_SCRIPT = str(Path(__file__).with_name("drop_in.py"))
+# Set for the suite by trainers/on_ray, which a user's script does not import.
+_AS_A_USER = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
+
+
+def run(command: Callable[..., Done], cluster: Cluster, directory: Path, way: str, *names: str) -> dict[str, Any]:
+    """What the script's sweeps of some names gave."""
+    done = command(_SCRIPT, way, ",".join(names), str(directory), env=_AS_A_USER, ray_address=cluster.address)
+    lines = [line.split(" ", 2)[1:] for line in done.out.split("\n") if line.startswith("JSON ")]
+    assert [name for name, _ in lines] == list(names), done.err[-3000:]
+    return {name: json.loads(text) for name, text in lines}
+
+
+@pytest.fixture(scope="module")
+def ours(command: Callable[..., Done], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All sweeps of the script, from lanes."""
+    names = ("fails", "leaks", "stops", "train", "memory")
+    return run(command, cluster, tmp_path_factory.mktemp("ours"), "ours", *names)
+
+
+def column(trial: dict[str, Any], key: str) -> list[Any]:
+    return [row[key] for row in trial["rows"] if key in row]
+
+
+def test_checkpoints_callbacks_and_return_values_are_rays(ours: dict[str, Any]) -> None:
+    for trial in ours["train"]["trials"]:
+        assert trial["error"] == ""
+        assert column(trial, "epoch") == [0, 1, 2, 2]
+        assert column(trial, "heard") == [3]
+        assert column(trial, "returned") == ["rank 0"]
+        assert column(trial, "kept") == [2]
+    assert ours["train"]["restarts"] == []
+
+
+def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(ours: dict[str, Any]) -> None:
+    retried, failed, whole = ours["fails"]["trials"]
+    assert "asked to fail" in failed["error"]
+    assert column(failed, "loss") == column(whole, "loss")[:2]
+    assert [retried["error"], whole["error"]] == ["", ""]
+    # It goes on from the checkpoint of its first epoch, with the shuffling of a fresh process.
+    assert column(retried, "epoch") == column(whole, "epoch") == [0, 1, 2, 2]
+    assert column(retried, "loss")[0] == column(whole, "loss")[0]
+
+
+@pytest.mark.full
+def test_a_retried_trial_is_to_the_bit_what_ray_makes_of_it(
+    ours: dict[str, Any], command: Callable[..., Done], cluster: Cluster, tmp_path: Path
+) -> None:
+    [theirs] = run(command, cluster, tmp_path, "ray", "retries")["retries"]["trials"]
+    mine = ours["fails"]["trials"][0]
+    rows = [[{key: row[key] for key in row if key != "pid"} for row in trial["rows"]] for trial in (theirs, mine)]
+    assert rows[0] == rows[1]
+
+
+def test_what_a_function_leaves_behind_reaches_no_other_trial(ours: dict[str, Any]) -> None:
+    trials = ours["leaks"]["trials"]
+    assert [column(trial, "found") for trial in trials] == [[0.0]] * len(trials)
+    assert ours["leaks"]["restarts"] == ["still running: thread left here"]
+    processes = [process for trial in trials for process in column(trial, "pid")[:1]]
+    assert len(set(processes[:6])) == 1, "all but the thread can be put back"
+
+
+def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str, Any]) -> None:
+    best, *others = ours["stops"]["trials"]
+    assert len(column(best, "score")) == 40
+    assert all(4 <= len(column(trial, "score")) < 40 for trial in others)
+    assert ours["stops"]["restarts"] == []
+
+
+def test_a_batch_that_ran_out_of_memory_is_not_tried_again_nor_a_larger_one(ours: dict[str, Any]) -> None:
+    """One rank of two ran out, and the other waits for it in an all-reduce: the trial ends, its lane starts again."""
+    fits, failed, larger, smaller = ours["memory"]["trials"]
+    assert [column(trial, "score")[0] for trial in (fits, smaller)] == [16.0, 32.0]
+    assert "out of memory" in failed["error"]
+    assert "batch_size 128 is not tried: 64 ran out of memory with the same configuration" in larger["error"]
+    assert len(ours["memory"]["restarts"]) == 1
