@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
 
 _HARMLESS = {
     "tqdm": "redraws progress bars, one for the process (so does `datasets`, through it)",
@@ -115,6 +116,8 @@ class Files:
     """File descriptors that were opened since."""
 
     def __init__(self, device: torch.device) -> None:
+        # libuv, under torch's store, opens a pipe at its first use, which stays.
+        TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
         self._known = _descriptors()
         # A GPU's driver opens pipes of its own, at its first use and later.
         self._ignored = _NO_FILES if device.type == "cpu" else (*_NO_FILES, "pipe:")

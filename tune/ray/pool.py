@@ -193,6 +193,8 @@ class Pool:
         """Start the workers of a lane, and lend it to who waits for it."""
         try:
             await self._placed(lane)
+            if lane.number not in self._lanes:
+                return
             make: Any = ray.remote(**worker_options(lane.shape.resources, lane.shape.runtime_env))(LaneWorker)
             actors = [make.options(**_in_bundle(lane.group, index)).remote() for index in range(lane.shape.num_workers)]
             places = await asyncio.gather(*(actor.get_metadata.remote() for actor in actors))
@@ -208,12 +210,12 @@ class Pool:
         self._serve()
 
     async def _placed(self, lane: _Lane) -> None:
-        """Wait until a lane has its place; where there is no room, free lanes of other shapes make it."""
+        """Wait until a lane has its place; where there is no room, lanes of other shapes that nobody has make it."""
         ready = asyncio.ensure_future(lane.group.ready())
-        done, _ = await asyncio.wait([ready], timeout=_PLACE_S)
-        if not done:
-            for other in self._all_free():
-                if other.shape != lane.shape:
+        while not (await asyncio.wait([ready], timeout=_PLACE_S))[0]:
+            wanted = {wish.shape for wish in self._waiting}
+            for other in [one for one in self._lanes.values() if one.shape != lane.shape and one.borrower is None]:
+                if lane.shape in wanted and (other.is_up or other.shape not in wanted):
                     await self._end(other)
         await ready
 

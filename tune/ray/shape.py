@@ -26,11 +26,13 @@ class Shape:
 
 def likely_scaling(driver: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments of the ScalingConfig that a trial's function makes, as far as its source has them as
-    literals or names of globals; of one worker where it has none. Nothing of it is run.
+    literals or names from outside; of one worker where it has none. Nothing of it is run.
     """
-    tree, names = ast.parse(""), getattr(driver, "__globals__", {})
+    tree, names = ast.parse(""), dict[str, Any]()
     with contextlib.suppress(OSError, TypeError, SyntaxError):  # there is no source
         tree = ast.parse(textwrap.dedent(inspect.getsource(driver)))
+        outside = inspect.getclosurevars(driver)
+        names = {**outside.globals, **outside.nonlocals}
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         if ast.unparse(call.func).rpartition(".")[2] == "ScalingConfig":
             found = {}
