@@ -1,0 +1,96 @@
+"""What is known of a user's training function before and between its trials."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainers.errors import ConfigError
+from tune.ray.misfits import Misfits, sized
+from tune.ray.pool import most_lanes
+from tune.ray.shape import Shape, likely_scaling
+
+WORKERS = 3
+made: list[Any] = []
+
+
+def ScalingConfig(**given: Any) -> None:
+    made.append(given)
+
+
+def literal(config: dict[str, Any]) -> None:
+    ScalingConfig(num_workers=2, use_gpu=False, resources_per_worker={"CPU": 2})
+
+
+def named(config: dict[str, Any]) -> None:
+    ScalingConfig(num_workers=WORKERS)
+
+
+def computed(config: dict[str, Any]) -> None:
+    ScalingConfig(num_workers=config["workers"], placement_strategy="SPREAD")
+
+
+def test_the_likely_lane_is_read_and_not_run() -> None:
+    inside = 4
+
+    def enclosed(config: dict[str, Any]) -> None:
+        ScalingConfig(num_workers=inside)
+
+    assert likely_scaling(literal) == {"num_workers": 2, "use_gpu": False, "resources_per_worker": {"CPU": 2}}
+    assert likely_scaling(named) == {"num_workers": 3}
+    assert likely_scaling(enclosed) == {"num_workers": 4}
+    assert likely_scaling(computed) == {"placement_strategy": "SPREAD"}
+    assert likely_scaling(len) == likely_scaling(lambda config: None) == {}
+    assert made == []
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "size"),
+    [
+        ({"batch_size": 32, "lr": 0.1}, None, 32),
+        ({"loader": {"per_device_train_batch_size": 8}}, None, 8),
+        ({"rows": 8}, "rows", 8),
+        ({"a": {"b": {"rows": 8}}, "batch_size": 4}, "a.b.rows", 8),
+        ({"lr": 0.1}, None, None),
+        ({"batch_size": 4, "bs": 8}, None, None),  # which of them is it?
+        ({"batch_size": True}, None, None),
+        ({"batch_size": "auto"}, None, None),
+        ({"batch_size": 0}, None, None),
+    ],
+)
+def test_the_batch_is_found_by_its_key(config: dict[str, Any], key: str | None, size: int | None) -> None:
+    found = sized("train", config, key)
+    assert (found and found.size) == size
+
+
+def test_a_key_that_names_no_size_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"batch_key.*rows.*whole number.*it has loader\.size, lr"):
+        sized("train", {"loader": {"size": 8}, "lr": 0.1}, "rows")
+
+
+def test_what_ran_out_is_not_tried_again_and_smaller_sizes_are() -> None:
+    misfits = Misfits()
+
+    def why_not(size: int, function: str = "train", **others: Any) -> str | None:
+        one = sized(function, {"batch_size": size, "precision": "fp32", "layers": 4, "lr": 0.1, **others})
+        assert one is not None
+        return misfits.why_not(one)
+
+    failed = sized("train", {"batch_size": 64, "precision": "fp32", "layers": 4, "lr": 0.1})
+    assert failed is not None
+    assert why_not(64) is None
+    misfits.note(failed)
+    assert why_not(64) == "batch_size 64 is not tried: 64 ran out of memory with the same configuration"
+    assert why_not(128) is not None
+    assert why_not(128, lr=0.3) is not None  # a rate takes no memory
+    assert why_not(63) is None
+    for other in ({"precision": "bf16"}, {"layers": 2}, {"checkpointing": True}, {"function": "other"}):
+        assert why_not(128, **other) is None
+
+
+def test_a_cluster_holds_so_many_lanes() -> None:
+    shape = Shape(2, (("CPU", 2.0), ("GPU", 1.0)), "PACK", (), "{}")
+    assert most_lanes(shape, {"CPU": 16.0, "GPU": 5.0}) == 2
+    assert most_lanes(shape, {"CPU": 7.0, "GPU": 8.0}) == 1
+    assert most_lanes(shape, {"CPU": 1.0}) == 1
