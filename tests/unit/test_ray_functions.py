@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from typing import Any
 
 import pytest
 
+import tests.unit.test_ray_functions
 from trainers.errors import ConfigError
 from tune.ray.misfits import Misfits, sized
 from tune.ray.pool import most_lanes
-from tune.ray.shape import Shape, likely_scaling
+from tune.ray.shape import Shape, likely_scaling, makes_trainer
 
 WORKERS = 3
 made: list[Any] = []
@@ -42,6 +45,43 @@ def test_the_likely_lane_is_read_and_not_run() -> None:
     assert likely_scaling(enclosed) == {"num_workers": 4}
     assert likely_scaling(computed) == {"placement_strategy": "SPREAD"}
     assert likely_scaling(len) == likely_scaling(lambda config: None) == {}
+    assert made == []
+
+
+def TorchTrainer(*args: Any, **given: Any) -> None:
+    made.append(given)
+
+
+def build(config: dict[str, Any]) -> None:
+    TorchTrainer(literal, train_loop_config=config)
+
+
+def calls_another(config: dict[str, Any]) -> None:
+    build(config)
+
+
+def imports_inside(config: dict[str, Any]) -> None:
+    from ray.train.torch import TorchTrainer
+
+    TorchTrainer(literal)
+
+
+def with_module(config: dict[str, Any]) -> None:
+    tests.unit.test_ray_functions.build(config)
+
+
+def plain(config: dict[str, Any]) -> float:
+    return float(len([made, json.dumps(config)]))
+
+
+def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself() -> None:
+    def enclosing(function: Any) -> Any:
+        return lambda config: function(config)
+
+    for driver in (build, calls_another, imports_inside, with_module, enclosing(build), functools.partial(build)):
+        assert makes_trainer(driver), driver
+    for function in (plain, enclosing(plain), functools.partial(plain), len):
+        assert not makes_trainer(function), function
     assert made == []
 
 

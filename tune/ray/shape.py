@@ -4,7 +4,8 @@ import ast
 import contextlib
 import inspect
 import textwrap
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,33 @@ class Shape:
     """Labels that the node of each worker must have; empty: none."""
     runtime_env: str
     """As JSON: their runtime environment."""
+
+
+def makes_trainer(driver: Callable[..., Any]) -> bool:
+    """Whether a trial's function, or one that it names, names a TorchTrainer; else it trains in the trial's process."""
+    pending, seen = [driver], set[int]()
+    while pending:
+        one: Any = inspect.unwrap(pending.pop())
+        one = getattr(one, "func", one)  # of a partial
+        code, outside = getattr(one, "__code__", None), getattr(one, "__globals__", {})
+        if code is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        names = set(_names(code))
+        if "TorchTrainer" in names:
+            return True
+        found = [*inspect.getclosurevars(one).nonlocals.values(), *(outside[name] for name in names & outside.keys())]
+        of_modules = [getattr(each, name, None) for each in found if inspect.ismodule(each) for name in names]
+        pending += filter(callable, [*found, *of_modules])
+    return False
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """All names that code uses, and that of functions inside it."""
+    yield from (*code.co_names, *code.co_freevars)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def likely_scaling(driver: Callable[..., Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from tune.ray import trainer
 from tune.ray.internals import report_in_process, shape_of
 from tune.ray.pool import Pool
-from tune.ray.shape import likely_scaling
+from tune.ray.shape import likely_scaling, makes_trainer
 
 _LOOK_S = 0.5
 _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
@@ -41,7 +41,7 @@ class Tuner(tune.Tuner):
     """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid.
 
     `batch_key` names the batch size among the keys of `train_loop_config`, where none of the usual names does: a size
-    that ran out of memory is not tried again.
+    that ran out of memory is not tried again. A function without a TorchTrainer runs as Ray runs it.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Tuner(tune.Tuner):
         self._driver: Any = None
         self.restarts: list[str] = []
         """What trials have left behind for which a lane had to start again."""
-        if callable(trainable) and not isinstance(trainable, type):
+        if callable(trainable) and not isinstance(trainable, type) and makes_trainer(trainable):
             self._driver = trainable
             trainable = tune.with_resources(in_lanes(trainable, self._pool_name, batch_key), _TOKEN)
             tune_config = copy.copy(tune_config) or tune.TuneConfig()
@@ -80,10 +80,11 @@ class Tuner(tune.Tuner):
 
     def fit(self) -> tune.ResultGrid:
         """As Ray's. The lanes end with it."""
+        if self._driver is None:
+            return super().fit()
         pool: Any = ray.remote(Pool).options(name=self._pool_name, num_cpus=0, max_concurrency=10_000).remote()
-        if self._driver is not None:
-            scaling = ray.train.ScalingConfig(**likely_scaling(self._driver))
-            pool.prepare.remote(shape_of(scaling))  # beside the process of the first trial, which takes as long
+        scaling = ray.train.ScalingConfig(**likely_scaling(self._driver))
+        pool.prepare.remote(shape_of(scaling))  # beside the process of the first trial, which takes as long
         try:
             return super().fit()
         finally:
