@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
 """Within which a function that was stopped reports once more, and so ends."""
-_PLACE_S, _WATCH_S = 0.5, 1.0
+_PLACE_S, _WATCH_S, _MAKE_S = 0.5, 1.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class _Lane:
     number: int
     shape: Shape
     group: PlacementGroup
+    placed: asyncio.Future[Any]
+    """Done once the group has its place."""
     workers: list[tuple[Any, ActorMetadata]] = field(default_factory=list)
     barrier: Any = None
     """What its ranks meet at, one for each trial."""
@@ -184,7 +186,7 @@ class Pool:
         bundles = [dict(shape.resources)] * shape.num_workers
         labels = [dict(one) for one in shape.labels] or None
         group = placement_group(bundles, strategy=shape.strategy, bundle_label_selector=labels)
-        lane = _Lane(self._count, shape, group, since=time.monotonic())
+        lane = _Lane(self._count, shape, group, asyncio.ensure_future(group.ready()), since=time.monotonic())
         self._count += 1
         self._lanes[lane.number] = lane
         self._do(self._start(lane))
@@ -211,13 +213,12 @@ class Pool:
 
     async def _placed(self, lane: _Lane) -> None:
         """Wait until a lane has its place; where there is no room, lanes of other shapes that nobody has make it."""
-        ready = asyncio.ensure_future(lane.group.ready())
-        while not (await asyncio.wait([ready], timeout=_PLACE_S))[0]:
+        while not (await asyncio.wait([lane.placed], timeout=_PLACE_S))[0]:
             wanted = {wish.shape for wish in self._waiting}
             for other in [one for one in self._lanes.values() if one.shape != lane.shape and one.borrower is None]:
                 if lane.shape in wanted and (other.is_up or other.shape not in wanted):
                     await self._end(other)
-        await ready
+        await lane.placed
 
     async def _watch(self) -> None:
         """Take back the lanes of trials whose process has died."""
@@ -267,6 +268,8 @@ class Pool:
         for actor, _ in lane.workers:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
+        # Removed while Ray makes it, a group would keep its processors for as long as the node lives (ray issue 64693).
+        await asyncio.wait([lane.placed], timeout=_MAKE_S)
         remove_placement_group(lane.group)
 
 

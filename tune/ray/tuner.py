@@ -37,6 +37,10 @@ def in_lanes(
     return run
 
 
+def _new_name() -> str:
+    return f"paceline-lanes-{uuid.uuid4().hex[:12]}"
+
+
 class Tuner(tune.Tuner):
     """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid.
 
@@ -54,7 +58,7 @@ class Tuner(tune.Tuner):
         batch_key: str | None = None,
         **given: Any,
     ) -> None:
-        self._pool_name = f"paceline-lanes-{uuid.uuid4().hex[:12]}"
+        self._pool_name = _new_name()
         self._pace = _Pace(self._pool_name)
         self._driver: Any = None
         self.restarts: list[str] = []
@@ -72,10 +76,15 @@ class Tuner(tune.Tuner):
     @classmethod
     def restore(cls, path: str, trainable: Any, batch_key: str | None = None, **given: Any) -> Self:  # type: ignore[override]
         """As Ray's: go on with the trials of a sweep that was cut off."""
-        name = f"paceline-lanes-{uuid.uuid4().hex[:12]}"
+        if not (callable(trainable) and not isinstance(trainable, type) and makes_trainer(trainable)):
+            return cls(_tuner_internal=tune.Tuner.restore(path, trainable, **given)._local_tuner)
+        name = _new_name()
         wrapped = tune.with_resources(in_lanes(trainable, name, batch_key), _TOKEN)
-        restored = cls(_tuner_internal=tune.Tuner.restore(path, wrapped, **given)._local_tuner)
-        restored._pool_name, restored._driver = name, trainable
+        internal: Any = tune.Tuner.restore(path, wrapped, **given)._local_tuner
+        restored = cls(_tuner_internal=internal)
+        restored._pool_name, restored._driver, restored._pace = name, trainable, _Pace(name)
+        restored._pace.limit(internal._tune_config)
+        internal._run_config.callbacks = [*(internal._run_config.callbacks or []), restored._pace]
         return restored
 
     def fit(self) -> tune.ResultGrid:
@@ -99,7 +108,7 @@ class _Pace(tune.Callback):
         self._pool_name = pool
         self._search: Any = None
         self._most = 0
-        self._looked = self._grew = time.monotonic()
+        self._looked = time.monotonic()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (tune.Callback, ())  # Tune pickles its callbacks
@@ -109,11 +118,12 @@ class _Pace(tune.Callback):
         if not isinstance(config.scheduler, FIFOScheduler | AsyncHyperBandScheduler | MedianStoppingRule | None):
             return
         search: Any = config.search_alg or BasicVariantGenerator()
+        most = int(config.max_concurrent_trials or getattr(search, "max_concurrent", 0))
         if isinstance(search, Searcher) and not isinstance(search, ConcurrencyLimiter):
-            search = ConcurrencyLimiter(search, max_concurrent=config.max_concurrent_trials or 0)
+            search = ConcurrencyLimiter(search, max_concurrent=1)
         if not hasattr(search, "max_concurrent"):
             return
-        self._most = config.max_concurrent_trials or search.max_concurrent or 0
+        self._most = search.most_at_once = getattr(search, "most_at_once", most)  # kept for a restore
         search.max_concurrent = 1
         config.search_alg, config.max_concurrent_trials = search, None
         self._search = search
