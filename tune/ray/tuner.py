@@ -118,7 +118,7 @@ class _Pace(tune.Callback):
         if not isinstance(config.scheduler, FIFOScheduler | AsyncHyperBandScheduler | MedianStoppingRule | None):
             return
         search: Any = config.search_alg or BasicVariantGenerator()
-        most = int(config.max_concurrent_trials or getattr(search, "max_concurrent", 0))
+        most = int(config.max_concurrent_trials or getattr(search, "max_concurrent", None) or 0)
         if isinstance(search, Searcher) and not isinstance(search, ConcurrencyLimiter):
             search = ConcurrencyLimiter(search, max_concurrent=1)
         if not hasattr(search, "max_concurrent"):
