@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Cluster, Done
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 _SCRIPT = str(Path(__file__).with_name("drop_in.py"))
 # Set for the suite by trainers/on_ray, which a user's script does not import.
@@ -57,7 +57,6 @@ def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(ours: di
     assert column(retried, "loss")[0] == column(whole, "loss")[0]
 
 
-@pytest.mark.full
 def test_a_retried_trial_is_to_the_bit_what_ray_makes_of_it(
     ours: dict[str, Any], command: Callable[..., Done], cluster: Cluster, tmp_path: Path
 ) -> None:
