@@ -130,7 +130,11 @@ SWEEPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "train": (train, 2, {"lr": 1e-2, "batch_size": [16, 64]}),
     "retries": (train, 1, {"lr": 1e-2, "batch_size": 16, "fails": [1]}),
     "fails": (train, 1, {"lr": 1e-2, "batch_size": 16, "fails": [1, 2, -1]}),
-    "leaks": (leaks, 1, {"leaves": ["no", "dtype", "variable", "patch", "global", "no", "thread", "no"]}),
+    "leaks": (
+        leaks,
+        1,
+        {"leaves": ["no", "dtype", "variable", "patch", "global", "no", "thread", "no", "thread", "no", "no"]},
+    ),
     "stops": (slow, 1, {"slope": [4.0, 3.0, 2.0, 1.0, 0.5]}),
     "memory": (runs_out, 2, {"batch_size": [16, 64, 128, 32]}),
 }

@@ -106,14 +106,17 @@ class LaneWorker(RayTrainWorker):
         return super().poll_status()
 
     def settle(self, within_s: float) -> list[str]:
-        """Prove that nothing of the trial is left; returns what is. Its function may run on for `within_s`."""
+        """Prove that nothing of the trial is left; returns what is.
+
+        Its function may run on for `within_s`; TimeoutError where it runs even longer.
+        """
         execution = get_train_context().execution_context
         deadline = time.monotonic() + within_s
         while execution.training_thread_runner.is_running() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):  # so that a report can end
                 execution.result_queue.get(timeout=_LOOK_S)
         if execution.training_thread_runner.is_running():
-            return ["its training function still runs"]
+            raise TimeoutError("the training function still runs")
         get_train_context().checkpoint_upload_threadpool.shutdown()
         del execution
         set_train_context(None)
@@ -224,13 +227,16 @@ class LaneGroup(WorkerGroup):
 
     pool: Any
     """Set by the class that a trial makes of this one."""
+    function: str
+    """The name of what it runs."""
 
     def _start(self) -> None:
         wanted, run = self._worker_group_context, self._train_run_context
         shape = shape_of(
             run.scaling_config, run.run_config.worker_runtime_env, wanted.num_workers, wanted.label_selector
         )
-        self.loan = ray.get(self.pool.borrow.remote(shape, ray.get_runtime_context().get_actor_id()))
+        borrower = ray.get_runtime_context().get_actor_id()
+        self.loan = ray.get(self.pool.borrow.remote(shape, borrower, self.function))
         try:
             with self._meeting_in_pool():
                 self._start_impl(_StateBuilder())  # type: ignore[no-untyped-call]
@@ -321,11 +327,11 @@ class _Watch(PreemptionCallback):
 class LaneController(TrainController):
     """Ray's controller, in the process of a trial."""
 
-    def __init__(self, pool: Any, **given: Any) -> None:
+    def __init__(self, pool: Any, function: str, **given: Any) -> None:
         class TrialGroup(LaneGroup):
             pass
 
-        TrialGroup.pool = pool
+        TrialGroup.pool, TrialGroup.function = pool, function
         self.worker_group_cls = TrialGroup
         self._answering: set[asyncio.Task[None]] = set()
         super().__init__(**given)

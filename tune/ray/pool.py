@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
 """Within which a function that was stopped reports once more, and so ends."""
+_FORGIVEN = 2
+"""How often a function may leave something behind before each of its trials has processes of its own."""
 _PLACE_S, _WATCH_S, _MAKE_S = 0.5, 1.0, 1.0
 
 
@@ -41,6 +44,7 @@ class Loan:
 class _Wish:
     shape: Shape
     borrower: str
+    function: str
     loan: asyncio.Future[Loan]
 
 
@@ -61,6 +65,8 @@ class _Lane:
     is_up: bool = False
     borrower: str | None = None
     """The actor that has it; None: it is free, or not up yet."""
+    function: str = ""
+    """What it runs, or has run last."""
     stopping: bool = False
     since: float = 0.0
     """When it began to start, or was free last."""
@@ -77,18 +83,20 @@ class Pool:
         self._misfits = Misfits()
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarts: list[str] = []
+        self._left: Counter[str] = Counter()
+        """How often each function has left something behind."""
         self._next_start = math.inf
         """When starting another lane pays, by this machine's monotonic clock."""
 
-    async def borrow(self, shape: Shape, borrower: str) -> Loan:
-        """Lend a lane of a shape to an actor of an id: one that is free, else the next that comes up."""
+    async def borrow(self, shape: Shape, borrower: str, function: str) -> Loan:
+        """Lend a lane of a shape to the actor with an id: one that is free, else the next that comes up."""
         if not self._watching:
             self._watching = True
             self._do(self._watch())
         if (lane := self._free(shape)) is not None:
-            return self._lend(lane, borrower)
+            return self._lend(lane, borrower, function)
         future: asyncio.Future[Loan] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Wish(shape, borrower, future))
+        self._waiting.append(_Wish(shape, borrower, function, future))
         self._start_wanted()
         return await future
 
@@ -170,8 +178,8 @@ class Pool:
     def _all_free(self) -> list[_Lane]:
         return [lane for lane in self._lanes.values() if lane.is_up and lane.borrower is None]
 
-    def _lend(self, lane: _Lane, borrower: str) -> Loan:
-        lane.borrower, lane.stopping, lane.barrier = borrower, False, make_barrier()
+    def _lend(self, lane: _Lane, borrower: str, function: str) -> Loan:
+        lane.borrower, lane.function, lane.stopping, lane.barrier = borrower, function, False, make_barrier()
         return Loan(lane.number, lane.group, lane.workers)
 
     def _start_wanted(self) -> None:
@@ -234,7 +242,7 @@ class Pool:
         for wish in list(self._waiting):
             if (lane := self._free(wish.shape)) is not None:
                 self._waiting.remove(wish)
-                wish.loan.set_result(self._lend(lane, wish.borrower))
+                wish.loan.set_result(self._lend(lane, wish.borrower, wish.function))
 
     def _fail(self, shape: Shape, error: Exception) -> None:
         for wish in [wish for wish in self._waiting if wish.shape == shape]:
@@ -242,23 +250,32 @@ class Pool:
             wish.loan.set_exception(error)
 
     async def _settle(self, lane: _Lane) -> None:
-        """Have each worker prove that nothing of the trial is left; a lane that cannot is ended."""
+        """Have each worker prove that nothing of the trial is left; a lane that cannot is ended, as is any on which a
+        function ran that has left something behind too often.
+        """
         within_s = _SETTLE_S if lane.stopping else 0.0
-        left: list[str] = []
         try:
             calls = [actor.settle.remote(within_s) for actor, _ in lane.workers]
-            left = [words for rank in await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S) for words in rank]
+            ranks = await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S)
         except Exception as error:
-            left = [f"a worker died or did not answer: {type(error).__name__}"]
-        if left:
-            words = "; ".join(sorted(set(left)))
-            logger.warning("lane %d starts again: a trial has left behind: %s", lane.number, words)
-            self._restarts.append(words)
+            self._say(lane, f"a worker died or did not answer: {type(error).__name__}")
             await self._end(lane)
         else:
+            if left := sorted({words for rank in ranks for words in rank}):
+                self._left[lane.function] += 1
+                self._say(lane, f"{lane.function} has left behind: {'; '.join(left)}")
+                if self._left[lane.function] == _FORGIVEN:
+                    logger.warning("from now on each trial of %s has processes of its own", lane.function)
+            if left or self._left[lane.function] >= _FORGIVEN:
+                await self._end(lane)
+        if lane.number in self._lanes:
             lane.borrower, lane.since = None, time.monotonic()
         self._serve()
         self._start_wanted()
+
+    def _say(self, lane: _Lane, why: str) -> None:
+        logger.warning("lane %d starts again: %s", lane.number, why)
+        self._restarts.append(why)
 
     async def _end(self, lane: _Lane) -> None:
         if self._lanes.pop(lane.number, None) is None:

@@ -39,12 +39,12 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         [trial] = _trial
         own: Any = self
         function, config = own.train_loop_per_worker, own.train_loop_config or {}
-        name = f"{getattr(function, '__qualname__', function)} on {self.scaling_config}"
-        one = sized(name, config, trial.batch_key)
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        one = sized(f"{name} on {self.scaling_config}", config, trial.batch_key)
         if one is not None and (why := ray.get(trial.pool.why_not.remote(one))) is not None:
             raise ray.train.WorkerGroupError(why, {0: MemoryError(why)})
         given["callbacks"] = without_helpers(given["callbacks"], self.datasets)
-        result = LaneController(trial.pool, **given).fit()
+        result = LaneController(trial.pool, name, **given).fit()
         if one is not None and ran_out_of_memory(result.error):
             ray.get(trial.pool.note_misfit.remote(one))
         return result
