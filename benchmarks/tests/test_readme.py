@@ -21,7 +21,7 @@ def test_every_script_is_in_the_table() -> None:
 
 def test_every_kept_file_is_named() -> None:
     kept = {path.name for path in (FOLDER / "results").iterdir()}
-    assert kept == set(re.findall(r"results/([\w.-]+\.json)", TEXT))
+    assert kept == set(re.findall(r"results/([\w.-]+\.(?:json|md))", TEXT))
 
 
 def test_the_targets_are_there() -> None:
