@@ -1,8 +1,9 @@
-"""What does a trial cost besides its training? A sweep as Ray documents it, and through lanes, on one cluster.
+"""What does a trial cost besides its training? A sweep as Ray documents it, the same script with Paceline's Tuner and
+TorchTrainer in place of Ray's, and a sweep of ours, on one cluster.
 
 Run as: python -m benchmarks.sweep [--full] [--keep]        8 and 24 trials; without --full two of Ray's, multiplied
         python -m benchmarks.sweep --noop [1000] [--keep]   trials without training: is the last as cheap as the first?
-A trial is three short epochs of an MLP on 2,000 rows; 4 or 12 batch sizes, each in fp32 and bf16. Both ways run the
+A trial is three short epochs of an MLP on 2,000 rows; 4 or 12 batch sizes, each in fp32 and bf16. All ways run the
 same loop with the same configurations, and must end with the same losses. Ray's way is a function trainable that
 builds a TorchTrainer with TuneReportCallback, as many at a time as the cluster's CPUs hold with their workers.
 """
@@ -106,13 +107,23 @@ def train_one(loop_config: dict[str, Any]) -> None:
     context.flush()
 
 
-def as_documented(file: Path, limit: int | None) -> tuple[float, list[tuple[dict[str, Any], float]]]:
-    """Wall time of the same sweep, or of its first `limit` trials, a TorchTrainer each; configurations and losses."""
+def as_documented(
+    file: Path, limit: int | None, in_lanes: bool = False
+) -> tuple[float, list[tuple[dict[str, Any], float]]]:
+    """Wall time of the same sweep, or of its first `limit` trials, a TorchTrainer each; configurations and losses.
+
+    `in_lanes`: the same with the two names imported from `tune.ray`.
+    """
     import ray
     import ray.train
     from ray import tune
-    from ray.train.torch import TorchTrainer
     from ray.tune.integration.ray_train import TuneReportCallback
+
+    if in_lanes:
+        from tune.ray import TorchTrainer, Tuner
+    else:
+        from ray.train.torch import TorchTrainer  # type: ignore[assignment]
+        from ray.tune import Tuner  # type: ignore[assignment]
 
     from trainers.config import TrainConfig
     from trainers.config.overrides import override
@@ -120,7 +131,7 @@ def as_documented(file: Path, limit: int | None) -> tuple[float, list[tuple[dict
     from tune.sweep.spec import read_sweep
 
     spec = read_sweep(str(file), {})
-    storage = str(file.parent / f"{spec.config.name}-ray")
+    storage = str(file.parent / f"{spec.config.name}-{'import' if in_lanes else 'ray'}")
 
     def trial(config: dict[str, Any]) -> None:
         os.environ.update(RAYS_OWN)
@@ -139,8 +150,8 @@ def as_documented(file: Path, limit: int | None) -> tuple[float, list[tuple[dict
     trials = grid(spec.config)[:limit]
     runs = [{"tree": override(TrainConfig, spec.train, one), "path": list(spec.path)} for one in trials]
     # A trial's function holds one CPU and its worker another: any more of them at a time would wait for ever.
-    at_a_time = max(1, int(ray.cluster_resources()["CPU"]) // 2)
-    tuner = tune.Tuner(
+    at_a_time = None if in_lanes else max(1, int(ray.cluster_resources()["CPU"]) // 2)
+    tuner = Tuner(
         trial,
         param_space={"run": tune.grid_search(runs)},
         tune_config=tune.TuneConfig(max_concurrent_trials=at_a_time),
@@ -174,26 +185,30 @@ def compare(directory: Path, count: int, full: bool) -> dict[str, Any]:
     file = sweep_file(directory, f"sweep-{count}", space, {})
     lanes_s, records = through_lanes(file)
     assert [record.status for record in records] == ["done"] * count, [record.message for record in records]
-    limit = None if full else 2
-    ray_s, found = as_documented(file, limit)
-    for config, loss in found:
+    import_s, imported = as_documented(file, None, in_lanes=True)
+    ray_s, found = as_documented(file, None if full else 2)
+    for config, loss in (*imported, *found):
         ours = next(record for record in records if record.config == config)
         assert ours.metrics["val_loss"] == loss, (config, ours.metrics["val_loss"], loss)
     ray_trial_s = ray_s / len(found)
     row = {
         "trials": count,
         "lanes_s": lanes_s,
+        "import_s": import_s,
         "ray_s": ray_trial_s * count,
         "ray_measured": len(found),
         "ray_trial_s": ray_trial_s,
         "speedup": ray_trial_s * count / lanes_s,
+        "import_speedup": ray_trial_s * count / import_s,
         "train_s": statistics.mean(record.metrics["train_time_s"] for record in records),
         "lanes": len({record.lane for record in records}),
         "each_s": seconds_each(records),
     }
     print(
-        f"{count:5d} trials   lanes {lanes_s:7.1f} s   Ray {row['ray_s']:7.1f} s"
-        f"{'' if full else f' ({len(found)} measured)'}   {row['speedup']:5.1f} x   equal losses",
+        f"{count:5d} trials   lanes {lanes_s:7.1f} s   Ray's script on them {import_s:7.1f} s   "
+        f"Ray {row['ray_s']:7.1f} s"
+        f"{'' if full else f' ({len(found)} measured)'}   {row['speedup']:5.1f} x and {row['import_speedup']:5.1f} x   "
+        "equal losses",
         flush=True,
     )
     return row
