@@ -32,7 +32,7 @@ def makes_trainer(driver: Callable[..., Any]) -> bool:
         one: Any = inspect.unwrap(pending.pop())
         one = getattr(one, "func", one)  # of a partial
         code, outside = getattr(one, "__code__", None), getattr(one, "__globals__", {})
-        if code is None or id(one) in seen:
+        if not isinstance(code, types.CodeType) or id(one) in seen:
             continue
         seen.add(id(one))
         names = set(_names(code))
