@@ -79,6 +79,16 @@ def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself() -
     def enclosing(function: Any) -> Any:
         return lambda config: function(config)
 
+    def recursive(config: dict[str, Any]) -> None:
+        recursive(later(config))
+
+    assert not makes_trainer(recursive)  # one of its cells is empty still
+    assert likely_scaling(recursive) == {}
+
+    def later(config: dict[str, Any]) -> Any:
+        return build(config)
+
+    assert makes_trainer(recursive)
     for driver in (build, calls_another, imports_inside, with_module, enclosing(build), functools.partial(build)):
         assert makes_trainer(driver), driver
     for function in (plain, enclosing(plain), functools.partial(plain), len):

@@ -38,8 +38,12 @@ def makes_trainer(driver: Callable[..., Any]) -> bool:
         names = set(_names(code))
         if "TorchTrainer" in names:
             return True
-        found = [*inspect.getclosurevars(one).nonlocals.values(), *(outside[name] for name in names & outside.keys())]
-        of_modules = [getattr(each, name, None) for each in found if inspect.ismodule(each) for name in names]
+        found = [outside[name] for name in names & outside.keys()]
+        for cell in getattr(one, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                found.append(cell.cell_contents)
+        # Without asking modules that import what they are asked for.
+        of_modules = [vars(each).get(name) for each in found if inspect.ismodule(each) for name in names]
         pending += filter(callable, [*found, *of_modules])
     return False
 
@@ -57,7 +61,7 @@ def likely_scaling(driver: Callable[..., Any]) -> dict[str, Any]:
     literals or names from outside; of one worker where it has none. Nothing of it is run.
     """
     tree, names = ast.parse(""), dict[str, Any]()
-    with contextlib.suppress(OSError, TypeError, SyntaxError):  # there is no source
+    with contextlib.suppress(OSError, TypeError, SyntaxError, ValueError):  # there is no source, or an empty cell
         tree = ast.parse(textwrap.dedent(inspect.getsource(driver)))
         outside = inspect.getclosurevars(driver)
         names = {**outside.globals, **outside.nonlocals}
