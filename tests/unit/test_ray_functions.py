@@ -88,7 +88,11 @@ def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself() -
     def later(config: dict[str, Any]) -> Any:
         return build(config)
 
+    def given_the_class(trainer_class: Any) -> Any:
+        return lambda config: trainer_class(literal)
+
     assert makes_trainer(recursive)
+    assert makes_trainer(given_the_class(type("TorchTrainer", (), {})))
     for driver in (build, calls_another, imports_inside, with_module, enclosing(build), functools.partial(build)):
         assert makes_trainer(driver), driver
     for function in (plain, enclosing(plain), functools.partial(plain), len):
