@@ -75,7 +75,7 @@ def leaks(config: dict[str, Any]) -> None:
         LEFT.append(1)
     elif kind == "thread":
         threading.Thread(target=time.sleep, args=(600,), name="left here", daemon=True).start()
-    ray.train.report({"found": sum(map(bool, found)), "pid": os.getpid()})
+    ray.train.report({"found": sum(map(bool, found)), "process": os.getpid()})
 
 
 ADD = torch.add
@@ -95,7 +95,7 @@ def slow(config: dict[str, Any]) -> None:
     """Reports a line of its own slope, so that a scheduler knows early."""
     for step in range(40):
         time.sleep(0.01)
-        ray.train.report({"score": step * config["slope"], "pid": os.getpid()})
+        ray.train.report({"score": step * config["slope"], "process": os.getpid()})
 
 
 def runs_out(config: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ def sweep(way: str, name: str, storage: str, trainer_class: Any, tuner_class: An
     for result in tuner.fit():
         table = result.metrics_dataframe
         rows = [] if table is None else json.loads(table.to_json(orient="records"))
-        keys = ("loss", "epoch", "found", "pid", "score", "heard", "returned", "kept")
+        keys = ("loss", "epoch", "found", "process", "score", "heard", "returned", "kept")
         kept = [{key: row[key] for key in keys if row.get(key) is not None} for row in rows]
         trials.append({"config": result.config, "error": str(result.error or "")[-300:], "rows": kept})
     return {"trials": trials, "restarts": getattr(tuner, "restarts", [])}

@@ -63,8 +63,7 @@ def test_a_retried_trial_is_to_the_bit_what_ray_makes_of_it(
     [theirs] = run(command, cluster, tmp_path, "ray", "retries")["retries"]["trials"]
     mine = ours["fails"]["trials"][0]
     # Ray's callbacks are copies, in the process of its controller.
-    own = ("pid", "heard")
-    rows = [[{key: row[key] for key in row if key not in own} for row in trial["rows"]] for trial in (theirs, mine)]
+    rows = [[{key: row[key] for key in row if key != "heard"} for row in trial["rows"]] for trial in (theirs, mine)]
     assert rows[0] == rows[1]
 
 
@@ -72,7 +71,7 @@ def test_what_a_function_leaves_behind_reaches_no_other_trial(ours: dict[str, An
     trials = ours["leaks"]["trials"]
     assert [column(trial, "found") for trial in trials] == [[0.0]] * len(trials)
     assert ours["leaks"]["restarts"] == ["leaks has left behind: still running: thread left here"] * 2
-    processes = [column(trial, "pid")[0] for trial in trials]
+    processes = [column(trial, "process")[0] for trial in trials]
     # After the second time the function has a process of its own for each trial.
     assert len(set(processes[-3:])) == 3
 
