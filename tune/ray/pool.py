@@ -258,8 +258,9 @@ class Pool:
             calls = [actor.settle.remote(within_s) for actor, _ in lane.workers]
             ranks = await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S)
         except Exception as error:
-            self._say(lane, f"a worker died or did not answer: {type(error).__name__}")
-            await self._end(lane)
+            if lane.number in self._lanes:  # else it was ended meanwhile, with all others
+                self._say(lane, f"a worker died or did not answer: {type(error).__name__}")
+                await self._end(lane)
         else:
             if left := sorted({words for rank in ranks for words in rank}):
                 self._left[lane.function] += 1
