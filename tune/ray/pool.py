@@ -64,7 +64,7 @@ class _Lane:
     answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     is_up: bool = False
     borrower: str | None = None
-    """The actor that has it; None: it is free, or not up yet."""
+    """The actor that has it; empty while it settles; None: it is free, or not up yet."""
     function: str = ""
     """What it runs, or has run last."""
     stopping: bool = False
@@ -106,13 +106,7 @@ class Pool:
 
     async def give_back(self, number: int, stop: bool) -> None:
         """Take a lane back; `stop`: its function still runs, and ends at its next report."""
-        lane = self._lanes[number]
-        lane.stopping = stop
-        self._do(self._settle(lane))
-
-    async def drop(self, number: int) -> None:
-        """End a lane, whose workers are of no more use."""
-        await self._end(self._lanes[number])
+        self._take_back(self._lanes[number], stop)
 
     async def broadcast(self, number: int, rank: int, data: Any, **given: Any) -> Any:
         """Let a lane's ranks meet, and return what rank 0 brought; None to a report where their trial stops."""
@@ -233,9 +227,11 @@ class Pool:
         while True:
             await asyncio.sleep(_WATCH_S)
             for lane in list(self._lanes.values()):
-                if lane.borrower is not None and not lane.stopping and await asyncio.to_thread(is_dead, lane.borrower):
-                    lane.stopping = True
-                    self._do(self._settle(lane))
+                if not (borrower := lane.borrower):
+                    continue
+                dead: bool = await asyncio.to_thread(is_dead, borrower)
+                if dead and lane.borrower == borrower:
+                    self._take_back(lane, stop=True)
 
     def _serve(self) -> None:
         """Lend free lanes to trials that wait for their shapes, in the order in which they came."""
@@ -248,6 +244,10 @@ class Pool:
         for wish in [wish for wish in self._waiting if wish.shape == shape]:
             self._waiting.remove(wish)
             wish.loan.set_exception(error)
+
+    def _take_back(self, lane: _Lane, stop: bool) -> None:
+        lane.borrower, lane.stopping = "", stop
+        self._do(self._settle(lane))
 
     async def _settle(self, lane: _Lane) -> None:
         """Have each worker prove that nothing of the trial is left; a lane that cannot is ended, as is any on which a
