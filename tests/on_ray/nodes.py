@@ -37,7 +37,7 @@ class Node:
 
 @contextlib.contextmanager
 def another_node(cluster: Cluster, driver: Any, cpus: int) -> Iterator[Node]:
-    """A node that has joined the cluster; its power is cut at the end."""
+    """A node that has joined the cluster; it has left it at the end, or Ray would still use it for half a minute."""
     known = _alive(driver)
     # fmt: off
     command = [
@@ -54,7 +54,14 @@ def another_node(cluster: Cluster, driver: Any, cpus: int) -> Iterator[Node]:
             time.sleep(0.2)
         yield Node(new.pop(), raylet)
     finally:
+        raylet.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            raylet.wait(20)
         Node("", raylet).cut_power()
+        deadline = time.monotonic() + 60
+        while _alive(driver) - known:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
 
 
 def _alive(driver: Any) -> set[str]:

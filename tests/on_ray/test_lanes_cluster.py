@@ -31,11 +31,12 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
         return set(pids.read_text().split()) if pids.exists() else set()
 
     def come_and_go() -> None:
-        with another_node(cluster, driver, cpus=2):
+        with another_node(cluster, driver, cpus=2) as node:
             deadline = time.monotonic() + 120
             while len(workers()) < 2 and time.monotonic() < deadline:
                 time.sleep(0.1)
             time.sleep(1)  # in the middle of its first trial
+            node.cut_power()
 
     thread: threading.Thread = when(lambda: bool(workers()), come_and_go)
     try:
@@ -47,6 +48,21 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
     assert len(workers()) == 2, "a second lane was there, and the first one never started again"
     assert {len(rows(record.curve)) for record in records} == {3}
     assert len(pids.read_text().split()) == 17, "the trial that the node took with it ran again, and no other"
+
+
+@pytest.mark.full
+def test_what_serves_the_sweep_is_on_the_drivers_node(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
+    """Ray puts an actor without a CPU on any node: on one that may be taken back, or that is dead, which Ray learns
+    half a minute later.
+    """
+    here = driver.get_runtime_context().get_node_id()
+    with another_node(cluster, driver, cpus=1):
+        mailboxes = [start_mailbox(Storage(str(tmp_path))) for _ in range(8)]
+        driver.get([mailbox.starts.remote("controller") for mailbox in mailboxes])
+        found = [driver.state.actors(mailbox._actor_id.hex())["Address"]["NodeID"] for mailbox in mailboxes]
+    for mailbox in mailboxes:
+        driver.kill(mailbox)
+    assert found == [here] * 8
 
 
 @pytest.mark.full

@@ -30,6 +30,7 @@ from trainers.on_ray.vital_signs import end_actors
 from trainers.storage import Storage
 from tune.lanes.controller import LaneCallback
 from tune.lanes.mailbox import Mailbox
+from tune.lanes.placement import beside_driver
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ _IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
 def start_mailbox(sweep: Storage) -> Any:
-    """The mailbox of the sweep in a directory: an actor without a CPU."""
-    return ray.remote(Mailbox).options(num_cpus=0, max_concurrency=10_000).remote(sweep)
+    """The mailbox of the sweep in a directory: an actor."""
+    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep)
 
 
 @dataclass

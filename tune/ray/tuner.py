@@ -13,6 +13,7 @@ from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
+from tune.lanes.placement import beside_driver
 from tune.ray import trainer
 from tune.ray.internals import report_in_process, shape_of
 from tune.ray.pool import Pool
@@ -91,7 +92,9 @@ class Tuner(tune.Tuner):
         """As Ray's. The lanes end with it."""
         if self._driver is None:
             return super().fit()
-        pool: Any = ray.remote(Pool).options(name=self._pool_name, num_cpus=0, max_concurrency=10_000).remote()
+        if not ray.is_initialized():
+            ray.init()
+        pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote()
         scaling = ray.train.ScalingConfig(**likely_scaling(self._driver))
         pool.prepare.remote(shape_of(scaling))  # beside the process of the first trial, which takes as long
         try:
