@@ -87,8 +87,8 @@ def sweep_file(
 
 def through_lanes(file: Path) -> tuple[float, list[Any]]:
     """Wall time of a sweep from its call to its last record, and the records."""
-    from tune.sweep.run import run_sweep
-    from tune.sweep.spec import prepare, read_sweep
+    from tune.sweeps.run import run_sweep
+    from tune.sweeps.spec import prepare, read_sweep
 
     spec = read_sweep(str(file), {})
     began = time.perf_counter()
@@ -128,7 +128,7 @@ def as_documented(
     from trainers.config import TrainConfig
     from trainers.config.overrides import override
     from tune.search.space import grid
-    from tune.sweep.spec import read_sweep
+    from tune.sweeps.spec import read_sweep
 
     spec = read_sweep(str(file), {})
     storage = str(file.parent / f"{spec.config.name}-{'import' if in_lanes else 'ray'}")

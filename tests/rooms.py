@@ -27,7 +27,7 @@ trainers: redaction errors causes json_data storage lease versions context confi
 trainers: arrow measure step
 trainers: checkpoint loop launch on_ray inference __main__
 cluster: finding files rules plan health __main__
-tune: config trials search lanes ray report sweep __main__
+tune: config trials search lanes ray report sweeps __main__
 """
 ORDER = {
     package: [
@@ -43,7 +43,7 @@ WITH_RAY = (
     "tune/lanes/",
     "tune/ray/",
     "tune/search/ray_search.py",
-    "tune/sweep/",
+    "tune/sweeps/",
 )
 """Where Ray may be imported: the folder is the mark."""
 

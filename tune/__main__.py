@@ -23,7 +23,7 @@ from trainers.lease import held
 from trainers.redaction import redact
 from trainers.storage import Storage
 from tune.config import SweepConfig
-from tune.sweep.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
@@ -66,7 +66,7 @@ def plan(
 ) -> int:
     """Say lanes, trials, hours and dollars of a sweep on a cluster; start nothing."""
     from cluster.files.ray_up import load_cluster
-    from tune.sweep.plan import make_plan
+    from tune.sweeps.plan import make_plan
 
     spec = read_sweep(location, overrides, own_workers=False)
     print(*make_plan(spec, load_cluster(cluster), minutes_per_trial).lines(), sep="\n")
@@ -99,8 +99,8 @@ def _run(spec: SweepSpec, token: str, fresh: bool, checked: bool) -> int:
         print(f"{spec.uri} holds {before} trials that have ended: only the others run")
     with without_collection(own_process=True):
         from trainers.on_ray.connect import disconnect
-        from tune.sweep.progress import Interrupted
-        from tune.sweep.run import environment, run_sweep
+        from tune.sweeps.progress import Interrupted
+        from tune.sweeps.run import environment, run_sweep
 
     facts: dict[str, str] = {}
     records: list[TrialRecord] | None = None

@@ -22,7 +22,7 @@ from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
 from trainers.launch.spec import RunSpec, read_spec
 from trainers.measure.result import RunResult
-from tune.sweep.spec import read_sweep
+from tune.sweeps.spec import read_sweep
 
 EXAMPLES = REPOSITORY / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/task.py"))

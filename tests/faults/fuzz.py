@@ -44,7 +44,7 @@ from trainers.errors import ConfigError, ConfigErrors, PacelineError
 from trainers.launch.spec import prepare_storage, read_spec
 from trainers.storage import Storage
 from tune.config import SweepConfig
-from tune.sweep.spec import read_sweep
+from tune.sweeps.spec import read_sweep
 
 CPU_S, MEMORY_BYTES, HANG_S = 1.0, 300 * 2**20, 60
 

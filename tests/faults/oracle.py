@@ -210,7 +210,7 @@ def equal_weights(seen: Observed) -> Iterator[str]:
 def _replayed(seen: Observed) -> Iterator[str]:
     from tests.on_ray.test_population import replay, rows
     from trainers.storage import Storage
-    from tune.sweep.spec import read_saved
+    from tune.sweeps.spec import read_saved
     from tune.trials.journal import Journal
 
     uri = str(seen.directory / "runs" / "run")

@@ -214,8 +214,8 @@ def soak(hours: float, seed: int) -> tuple[dict[str, dict[str, Any]], dict[str, 
     tempfile.tempdir = None
     from trainers.launch.local import setup_logging
     from trainers.on_ray.connect import connect, disconnect
-    from tune.sweep.run import run_sweep
-    from tune.sweep.spec import prepare, read_sweep
+    from tune.sweeps.run import run_sweep
+    from tune.sweeps.spec import prepare, read_sweep
 
     setup_logging(1)
 

@@ -11,7 +11,7 @@ import pytest
 from tests.on_ray.test_lanes import run, sweep
 from tune.report.answer import answer
 from tune.search.finalists import contenders
-from tune.sweep.spec import is_complete
+from tune.sweeps.spec import is_complete
 from tune.trials.journal import Journal
 
 pytestmark = pytest.mark.ray

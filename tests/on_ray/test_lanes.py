@@ -13,7 +13,7 @@ from tests.specs import BASE, REPOSITORY, evaluations, make
 from trainers.config.model import build
 from trainers.launch.local import run_local
 from tune.config import SweepConfig
-from tune.sweep.spec import SweepSpec, _spec, prepare
+from tune.sweeps.spec import SweepSpec, _spec, prepare
 from tune.trials.record import TrialRecord
 
 pytestmark = pytest.mark.ray
@@ -37,7 +37,7 @@ def sweep(tmp_path: Path, space: dict[str, Any], train: dict[str, Any] | None = 
 
 
 def run(spec: SweepSpec) -> list[TrialRecord]:
-    from tune.sweep.run import run_sweep
+    from tune.sweeps.run import run_sweep
 
     prepare(spec, fresh=False)
     return run_sweep(spec)

@@ -21,8 +21,8 @@ from trainers.launch.local import LocalContext
 from trainers.launch.spec import RunSpec
 from trainers.storage import Storage
 from tune.search.population import population
-from tune.sweep.population_trial import KEPT_STAGES
-from tune.sweep.spec import read_saved
+from tune.sweeps.population_trial import KEPT_STAGES
+from tune.sweeps.spec import read_saved
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 

@@ -23,7 +23,7 @@ from tests.waits import when
 from trainers.errors import PacelineError
 from trainers.on_ray import vital_signs
 from trainers.storage import Storage
-from tune.sweep.spec import read_saved
+from tune.sweeps.spec import read_saved
 from tune.trials.journal import Journal
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]

@@ -14,7 +14,7 @@ from tests.waits import when
 from trainers import lease
 from trainers.errors import LeaseError
 from trainers.lease import held
-from tune.sweep.spec import SAVED, prepare
+from tune.sweeps.spec import SAVED, prepare
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.full]
 def test_a_sweep_whose_directory_is_deleted_says_so(
     tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tune.sweep.run import run_sweep
+    from tune.sweeps.run import run_sweep
 
     monkeypatch.setattr(lease, "BEAT_S", 0.2)
     spec = sweep(tmp_path, {"seed": [1, 2, 3, 4]}, {"task_args": {"pause_s": 0.02}})

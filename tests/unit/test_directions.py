@@ -109,7 +109,7 @@ def test_importing_the_commands_configures_no_logging(tmp_path: Path) -> None:
         import logging
         before = [logging.getLogger().handlers[:], logging.getLogger().level]
         import trainers.__main__, trainers.launch.local, trainers.loop.fit
-        import tune.__main__, tune.sweep.spec, tune.trials.journal
+        import tune.__main__, tune.sweeps.spec, tune.trials.journal
         print(before == [logging.getLogger().handlers, logging.getLogger().level])
     """
     assert run(script, tmp_path) == "True"

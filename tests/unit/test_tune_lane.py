@@ -18,7 +18,7 @@ from tune.lanes import worker
 from tune.lanes.messages import Assignment
 from tune.lanes.worker import LaneContext
 from tune.search.space import Suggestion, wrap
-from tune.sweep.trial import LaneTrial
+from tune.sweeps.trial import LaneTrial
 from tune.trials.record import Until
 
 ROW = {"step": 10, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}

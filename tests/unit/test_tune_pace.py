@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tune.sweep.progress import Pace
+from tune.sweeps.progress import Pace
 
 
 def parts() -> tuple[Any, Any, list[int]]:

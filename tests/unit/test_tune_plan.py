@@ -14,8 +14,8 @@ from tests.specs import REPOSITORY
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from tune.__main__ import main
-from tune.sweep.plan import Forecast, SweepPlan, lanes_for, make_plan, starts_at_once
-from tune.sweep.spec import prepare, read_sweep
+from tune.sweeps.plan import Forecast, SweepPlan, lanes_for, make_plan, starts_at_once
+from tune.sweeps.spec import prepare, read_sweep
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 

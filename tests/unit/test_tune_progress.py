@@ -16,7 +16,7 @@ from trainers.errors import PacelineError, StorageError
 from trainers.storage import Storage
 from tune.lanes.messages import Event
 from tune.search.space import Suggestion, wrap
-from tune.sweep.progress import Progress
+from tune.sweeps.progress import Progress
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, Until, make_record
 
@@ -162,7 +162,7 @@ def test_a_trial_that_stopped_at_its_target_is_done(metric: str, accuracy: float
 def test_what_has_cut_a_sweep_off_is_said_and_not_what_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, free_bytes: int, words: str
 ) -> None:
-    from tune.sweep import run
+    from tune.sweeps import run
 
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free_bytes))
     spec: Any = SimpleNamespace(storage=Storage(str(tmp_path)))
@@ -172,7 +172,7 @@ def test_what_has_cut_a_sweep_off_is_said_and_not_what_followed(
 
 
 def test_what_lanes_that_started_again_cost_is_summed_by_reason() -> None:
-    from tune.sweep.run import _restarts
+    from tune.sweeps.run import _restarts
 
     found = [(12.0, "still running: thread Thread-5 (spin)"), (10.5, "still running: thread Thread-17 (spin)")]
     assert _restarts([*found, (4.0, "its workers died")]) == (

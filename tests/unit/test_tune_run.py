@@ -12,7 +12,7 @@ import pytest
 from tests.unit.report_records import config, done
 from trainers.errors import PacelineError
 from trainers.storage import Storage
-from tune.sweep import run
+from tune.sweeps import run
 
 RESTARTS = [(12.0, "still running: thread spin")]
 

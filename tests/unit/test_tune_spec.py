@@ -15,7 +15,7 @@ from trainers.errors import ConfigError
 from trainers.lease import LEASE, held
 from trainers.storage import Storage
 from tune.search.population import population as members
-from tune.sweep.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 

@@ -27,12 +27,12 @@ from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
 from tune.report.words import duration
 from tune.search import ray_search
-from tune.sweep.plan import SweepPlan
-from tune.sweep.population_trial import PopulationTrial
-from tune.sweep.progress import Interrupted, Pace, Progress
-from tune.sweep.repeats import run_repeats
-from tune.sweep.spec import SweepSpec, save
-from tune.sweep.trial import LaneTrial
+from tune.sweeps.plan import SweepPlan
+from tune.sweeps.population_trial import PopulationTrial
+from tune.sweeps.progress import Interrupted, Pace, Progress
+from tune.sweeps.repeats import run_repeats
+from tune.sweeps.spec import SweepSpec, save
+from tune.sweeps.trial import LaneTrial
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 

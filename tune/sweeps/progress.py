@@ -23,9 +23,9 @@ from trainers.launch.signals import StopSignals
 from tune.lanes.messages import Event
 from tune.report.answer import objective_value
 from tune.search.space import unwrap
-from tune.sweep.plan import SweepPlan
-from tune.sweep.spec import SweepSpec
-from tune.sweep.terminal import Terminal, View, shown_config
+from tune.sweeps.plan import SweepPlan
+from tune.sweeps.spec import SweepSpec
+from tune.sweeps.terminal import Terminal, View, shown_config
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, make_record
 

@@ -11,8 +11,8 @@ from trainers.config.overrides import override
 from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.report.words import in_short, labels
 from tune.search.finalists import repeats_to_run
-from tune.sweep.plan import SweepPlan
-from tune.sweep.spec import SweepSpec
+from tune.sweeps.plan import SweepPlan
+from tune.sweeps.spec import SweepSpec
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, Until, make_record
 

@@ -17,7 +17,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.errors import ConfigError, StorageError, first_line
 from tune.report.words import duration
-from tune.sweep.spec import SweepSpec
+from tune.sweeps.spec import SweepSpec
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord

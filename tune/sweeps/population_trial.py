@@ -19,7 +19,7 @@ from trainers.config.overrides import override
 from tune.lanes.messages import Assignment, new_ticket
 from tune.report.words import shown
 from tune.search.space import unwrap
-from tune.sweep.trial import LaneTrial
+from tune.sweeps.trial import LaneTrial
 from tune.trials.journal import Stage
 
 KEPT_STAGES = 3
