@@ -25,7 +25,7 @@ PACKAGES = ("trainers", "cluster", "tune")
 _ORDER = """
 trainers: redaction errors causes json_data storage lease versions context config command_line devices data model task
 trainers: arrow measure step
-trainers: checkpoint loop launch on_ray inference __main__
+trainers: checkpoint loop launch on_ray inference start __main__
 cluster: finding files rules plan health __main__
 tune: config trials search lanes ray report sweeps __main__
 """

@@ -1,4 +1,4 @@
-"""Train one PyTorch task: `from trainers import Task`."""
+"""Train one PyTorch task: `from trainers import Task, train`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from trainers.data.order import GroupedByLength
     from trainers.data.packing import PackedDataset, segment_mask
     from trainers.data.shards import Shards
+    from trainers.start import train
     from trainers.task import Task
 
-__all__ = ["ArrowDataset", "GroupedByLength", "PackedDataset", "Shards", "Task", "TrainConfig", "segment_mask"]
+__all__ = ["ArrowDataset", "GroupedByLength", "PackedDataset", "Shards", "Task", "TrainConfig", "segment_mask", "train"]
 
 _HOMES = {
     "ArrowDataset": "trainers.data.arrow",
@@ -23,6 +24,7 @@ _HOMES = {
     "Task": "trainers.task",
     "TrainConfig": "trainers.config",
     "segment_mask": "trainers.data.packing",
+    "train": "trainers.start",
 }
 
 

@@ -8,26 +8,20 @@ Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line o
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from trainers.command_line import run
 from trainers.config import TrainConfig
-from trainers.errors import counted
-from trainers.launch.imports import without_collection
 from trainers.launch.signals import follow_agent
-from trainers.launch.spec import MARK, check_kept, check_precision, prepare_storage, read_spec, torchrun_world_size
-from trainers.lease import held
+from trainers.launch.spec import check_precision, read_spec, torchrun_world_size
 from trainers.redaction import redact
+from trainers.start import launch, run_training
 from trainers.storage import storage_uri
-
-if TYPE_CHECKING:
-    from trainers.measure.result import RunResult
 
 _PROFILE_STEPS = 5
 _Run = Annotated[str, Field(description="a run's directory or URI")]
@@ -46,26 +40,9 @@ def train(
     follow_agent()
     torchrun = torchrun_world_size()
     spec = read_spec(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
-    launcher = "torchrun" if torchrun is not None else spec.config.launcher
-    with without_collection(own_process=True):
-        from trainers.launch.local import setup_logging
-
-        if launcher == "ray":
-            from trainers.on_ray.connect import check_cluster
-    rank = 0 if torchrun is None else int(os.environ["RANK"])
-    setup_logging(rank)
-    spec.load_task()
-    check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
-    with held(spec.storage, MARK) if rank == 0 else contextlib.nullcontext("") as token:
-        result = prepare_storage(spec, fresh) if rank == 0 else None
-        if result is not None and torchrun is None:
-            print(f"{spec.uri} is complete already (--fresh starts it anew)")
-        else:
-            result = _launch(replace(spec, token=token), launcher, rank)
-        if rank == 0:
-            check_kept(spec.storage, result)
-    if rank == 0:
-        print(redact(summary(result)))
+    result = run_training(spec, fresh, is_command=True)
+    if torchrun is None or os.environ["RANK"] == "0":
+        print(redact(str(result)))
     return 0
 
 
@@ -144,63 +121,10 @@ def _infer(location: str, overrides: dict[str, Any], split: str, checkpoint: str
     if out is not None and rank == 0:
         check_out(out)
     job = Inference(**asdict(spec), split=split, which=checkpoint, out=out)
-    result = _launch(job, "torchrun" if torchrun is not None else spec.config.launcher, rank)
+    result = launch(job, "torchrun" if torchrun is not None else spec.config.launcher, rank)
     if rank == 0:
         print(redact(str(result)))
     return 0
-
-
-def _launch(job: Any, launcher: str, rank: int) -> Any:
-    """Run a RunSpec or an Inference on all of its workers, of which this process may be one."""
-    from trainers.launch import local
-
-    starts: dict[str, Any] = {"local": local.run_local, "spawn": local.run_spawn, "torchrun": local.run_torchrun}
-    with contextlib.ExitStack() as stack:
-        if launcher == "ray":
-            from trainers.on_ray.connect import disconnect
-            from trainers.on_ray.trainer import run_on_ray
-
-            starts["ray"] = run_on_ray
-            stack.callback(disconnect)  # Ray prints what its workers say, amid lines of ours, until then
-        stack.enter_context(local.failing_as_run(rank))
-        return starts[launcher](job)
-
-
-def summary(result: RunResult) -> str:
-    """The result as the user reads it."""
-    own_s, earlier_s = result.train_time_s - result.earlier_time_s, result.earlier_time_s
-    steps = counted(result.steps, "step")
-    if result.epochs is not None:
-        steps += f", {counted(result.epochs, 'epoch', '.4g')}"
-    done = f"{result.status}: {steps}, {own_s:.1f} s of training"
-    before = f"; {earlier_s:.1f} s of training before this start" if earlier_s else ""
-    workers = counted(result.world_size, "worker")
-    arithmetic = f"microbatch {result.microbatch_size} x accumulation {result.accumulation} x {workers}"
-    lines = [
-        f"{done} ({result.wall_time_s:.1f} s with evaluation and checkpoints{before})",
-        "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(result.metrics.items())),
-        f"  global batch {result.global_batch_size} = {arithmetic}",
-    ]
-    if (speed := result.throughput) is not None:
-        lines.append(
-            f"  {speed.samples_per_s:,.0f} samples/s; a step {speed.step_time_s * 1e3:.2f} ms "
-            f"(95 % interval +-{speed.step_time_ci95_s * 1e3:.2f}, n={speed.steps}); "
-            f"{speed.data_wait_share:.0%} of it waiting for data"
-        )
-    if result.compile is not None and result.first_step_s is not None:
-        names = ((count, what.replace("_", " ")) for what, count in result.compile.items())
-        counts = ", ".join(f"{count} {name.removesuffix('s' * (count == 1))}" for count, name in names)
-        lines.append(f"  first step {result.first_step_s:.1f} s (compile), {counts}")
-    if result.mfu is not None and result.flops_per_sample is not None:
-        lines.append(f"  MFU {result.mfu:.1%} ({result.flops_per_sample / 1e9:.4g} GFLOP a sample)")
-    lines.append(f"  peak memory {result.peak_memory_bytes / 2**20:,.0f} MiB")
-    if result.checkpoint:
-        lines.append(f"  checkpoint {result.checkpoint}")
-    if result.world_size > 1 and result.ranks:
-        from trainers.measure.ranks import table
-
-        lines += [f"  {line}" for line in table(result.ranks)]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

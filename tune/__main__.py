@@ -9,23 +9,16 @@ the cluster; 130 interrupted, and how to resume is said.
 
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainers.command_line import complain, run
-from trainers.errors import CheckpointError
-from trainers.json_data import validated
-from trainers.launch.imports import without_collection
-from trainers.lease import held
+from trainers.command_line import run
 from trainers.redaction import redact
-from trainers.storage import Storage
 from tune.config import SweepConfig
-from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
-from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord
+from tune.sweeps.spec import SweepSpec, is_complete, read_saved, read_sweep
+from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, saved_answer
 
 _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
@@ -54,7 +47,7 @@ def report(directory: _Directory) -> int:
     spec = read_saved(directory)
     if spec.config.search != "random" and not is_complete(spec):
         print(f"the sweep has not ended: `python -m tune resume {shlex.quote(spec.uri)}` goes on")
-    return _answer(spec, Journal(spec.storage).records(), _environment(spec.storage))
+    return _show(saved_answer(spec))
 
 
 def plan(
@@ -81,73 +74,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
-    from trainers.launch.local import setup_logging
-
-    setup_logging(0)
-    with held(spec.storage, SAVED) as token:
-        return _run(spec, token, fresh, checked)
-
-
-def _run(spec: SweepSpec, token: str, fresh: bool, checked: bool) -> int:
-    """Sweep in a directory whose lease is held."""
-    before = prepare(spec, fresh)
-    spec = replace(spec, token=token)
-    if is_complete(spec):
-        print(f"{spec.uri} is complete already (--fresh starts it anew)")
-        return report(spec.uri)
-    if before:
-        print(f"{spec.uri} holds {before} trials that have ended: only the others run")
-    with without_collection(own_process=True):
-        from trainers.on_ray.connect import disconnect
-        from tune.sweeps.progress import Interrupted
-        from tune.sweeps.run import environment, run_sweep
-
-    facts: dict[str, str] = {}
-    records: list[TrialRecord] | None = None
     try:
-        records = run_sweep(spec, checked, facts)
-        versions = environment() | facts
-    except (Interrupted, KeyboardInterrupt):
-        pass
-    finally:
-        disconnect()
-    if records is None:
-        kept = prepare(spec, False)
+        result = run_to_answer(spec, fresh, checked, is_command=True)
+    except SweepInterrupted as interrupted:
         python = Path(sys.executable)
         if python.is_relative_to(Path.cwd()):
             python = python.relative_to(Path.cwd())
         command = f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
-        print(f"interrupted: {kept} trials are kept; go on with\n    {command}", flush=True)
+        print(f"interrupted: {interrupted.kept} trials are kept; go on with\n    {command}", flush=True)
         return 130
-    return _answer(spec, records, versions)
+    return _show(result)
 
 
-def _environment(sweep: Storage) -> dict[str, str]:
-    """What the report before this one says of versions and nodes."""
-    try:
-        summary = sweep.read_json("summary.json", dict[str, Any]) if sweep.exists("summary.json") else {}
-        return validated(summary.get("environment", {}), dict[str, str])
-    except CheckpointError as error:
-        complain(f"{error}; the report is written without versions and nodes", "warning")
-        return {}
-
-
-def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> int:
-    """Write the report, and print the table, the sentence and where things are."""
+def _show(result: SweepResult) -> int:
+    """Print the table, the sentence and where things are."""
     from rich.console import Console
 
-    from tune.report.table import table
-    from tune.report.write import write_report
-
-    task_dir = spec.path[0] if spec.path else None
-    answer = write_report(spec.storage, spec.config, spec.train, records, environment, task_dir=task_dir)
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    console.print(table(spec.config, records, answer))
-    print(redact(answer.sentence))
-    if answer.best is not None:
-        print(f"best.yaml:   {spec.storage.locate('best.yaml')}   (python -m trainers ... trains it)")
-    print(f"report.html: {spec.storage.locate('report.html')}")
-    return 0 if answer.best is not None else 1
+    console.print(result.table())
+    print(redact(result.answer.sentence))
+    if result.best_yaml is not None:
+        print(f"best.yaml:   {result.best_yaml}   (python -m trainers ... trains it)")
+    print(f"report.html: {result.report}")
+    return 0 if result.best_yaml is not None else 1
 
 
 if __name__ == "__main__":

@@ -309,13 +309,13 @@ def test_without_compile_there_are_no_figures(tmp_path: Path) -> None:
     result = train(tmp_path)
     assert result.compile is None
     assert result.first_step_s is not None
-    assert "(compile)" not in command.summary(result)
+    assert "(compile)" not in str(result)
 
 
 def test_the_summary_tells_what_was_compiled(tmp_path: Path) -> None:
     result = train(tmp_path)
     counts = {"graphs": 2, "graph_breaks": 1, "recompiles": 0}
-    shown = command.summary(RunResult(**{**result.__dict__, "first_step_s": 12.34, "compile": counts}))
+    shown = str(RunResult(**{**result.__dict__, "first_step_s": 12.34, "compile": counts}))
     assert "first step 12.3 s (compile), 2 graphs, 1 graph break, 0 recompiles" in shown
 
 

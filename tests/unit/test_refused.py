@@ -17,7 +17,6 @@ from torchmetrics.classification import MulticlassRecall
 
 from tests.unit.test_loop import RARE, Tiny, train
 from tests.unit.test_microbatch import Hungry, choose
-from trainers.__main__ import summary
 from trainers.causes import classify
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError, DivergedError
@@ -275,10 +274,10 @@ def test_an_error_at_the_first_size_is_the_tasks_own() -> None:
 
 def test_the_summary_of_a_resumed_run_has_one_clock() -> None:
     result = RunResult("done", 9, 1.0, 1, 8, 8, 1, train_time_s=5.0, wall_time_s=6.5, peak_memory_bytes=1)
-    assert "5.0 s of training (6.5 s with evaluation and checkpoints)" in summary(result)
+    assert "5.0 s of training (6.5 s with evaluation and checkpoints)" in str(result)
     resumed = replace(result, train_time_s=15.0, earlier_time_s=10.0)
-    assert "5.0 s of training (6.5 s with" in summary(resumed)
-    assert "; 10.0 s of training before this start)" in summary(resumed)
+    assert "5.0 s of training (6.5 s with" in str(resumed)
+    assert "; 10.0 s of training before this start)" in str(resumed)
 
 
 def test_a_resumed_run_knows_what_was_before(tmp_path: Path) -> None:

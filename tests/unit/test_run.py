@@ -304,12 +304,12 @@ def test_a_run_whose_checkpoint_is_gone_at_its_end_is_no_success(
 ) -> None:
     from trainers.__main__ import main
 
-    def launch(spec: RunSpec, launcher: str, rank: int) -> RunResult:
+    def launch(spec: RunSpec, *args: object) -> RunResult:
         result = replace(finish(spec), checkpoint=checkpoint(spec))
         spec.storage.delete(f"checkpoints/{folder_name(2)}")
         return result
 
-    monkeypatch.setattr("trainers.__main__._launch", launch)
+    monkeypatch.setattr("trainers.start.launch", launch)
     assert main([str(user / "train.yaml"), "--storage_path", read(user).storage.parent.uri]) == 1
     shown = capsys.readouterr()
     assert f"{folder_name(2)}/manifest.json was deleted since" in shown.err

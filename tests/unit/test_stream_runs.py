@@ -13,7 +13,6 @@ import torch
 from tests.specs import evaluations, losses, make
 from tests.stream_tasks import Numbered
 from tests.tasks import Blobs
-from trainers.__main__ import summary
 from trainers.errors import ConfigError
 from trainers.inference.passes import Inference
 from trainers.launch.local import LocalContext, run_local
@@ -135,7 +134,7 @@ def test_it_has_no_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert result.epochs is None
     assert RunResult.from_json(spec.storage.read("result.json")).epochs is None
     assert all("epoch" not in row for row in read_log(spec.storage))
-    assert summary(result).startswith("done: 1 step, ")
+    assert str(result).startswith("done: 1 step, ")
     said = [record.getMessage() for record in caplog.records]
     assert any(words.startswith("1 step in all; ") for words in said)
     assert any(words.startswith("step 1/1  loss ") for words in said)

@@ -235,7 +235,7 @@ def test_a_live_sweep_is_neither_started_again_nor_deleted(
 ) -> None:
     from tune.__main__ import main
 
-    monkeypatch.setattr("tune.__main__._run", lambda *args: pytest.fail("it has started"))
+    monkeypatch.setattr("tune.sweeps.sweep.prepare", lambda *args: pytest.fail("it has started"))
     spec = read(user)
     with held(spec.storage, SAVED):
         prepare(spec, fresh=False)

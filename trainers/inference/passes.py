@@ -111,7 +111,9 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
         raise ConfigError("--split", job.split, "is none of this task's: dataset() gives None", "name another split")
     if not hasattr(dataset, "__len__") or len(dataset) == 0:
         raise ConfigError("--split", job.split, "has no sample, or a dataset without length", "name another split")
-    checkpoint, step, model, spec = _model(task, config, group, spec, job)
+    checkpoint, step, model, spec = load_trained(task, config, group, spec, job)
+    if config.compile != "off":
+        compile_model(model, config.compile, config.fullgraph)
     seed_all(config.seed + context.rank)
     sharers = context.local_world_size if device.type == "cpu" else 1
     feed = task_feed(dataset, task, config.data, device, sharers=sharers, seed=config.seed)
@@ -137,7 +139,7 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
     )
 
 
-def _model(
+def load_trained(
     task: Task, config: TrainConfig, group: Group, spec: PrecisionSpec, job: Inference
 ) -> tuple[str, int, nn.Module, PrecisionSpec]:
     """Return the checkpoint's location and step, the model with its weights, and the precision with its layout."""
@@ -162,8 +164,6 @@ def _model(
             raise
         words = " ".join(str(error).split())
         raise CheckpointError(f"checkpoint {archive.storage.locate(name)} does not fit this model: {words}") from error
-    if config.compile != "off":
-        compile_model(model, config.compile, config.fullgraph)
     return archive.storage.locate(name), step, model.eval(), spec
 
 

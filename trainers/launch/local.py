@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=1800)
 """How long a rank waits for the others, in a collective or for their meeting."""
 _LOOK_S = 0.2
+_PACKAGES = ("trainers", "cluster", "tune")
 _PREFIX, _FRESH_S = "paceline-spawn-", 5.0  # a directory is not locked as soon as it is there
 
 
@@ -83,7 +84,7 @@ def setup_logging(rank: int) -> None:
     """Send our packages' log to standard output: rank 0's progress as it is, other ranks' warnings with their rank."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
-    for name in ("trainers", "cluster", "tune"):
+    for name in _PACKAGES:
         package = logging.getLogger(name)
         package.handlers[:] = [handler]
         package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -91,8 +92,27 @@ def setup_logging(rank: int) -> None:
 
 
 @contextlib.contextmanager
-def failing_as_run(rank: int) -> Iterator[None]:
-    """Print the traceback of an exception that is not ours, and raise it as RunFailedError."""
+def shown_log(rank: int) -> Iterator[None]:
+    """In a block of another program show our log as a command does, unless that program shows it itself."""
+    packages = [logging.getLogger(name) for name in _PACKAGES]
+    if all(package.isEnabledFor(logging.INFO) and package.hasHandlers() for package in packages):
+        yield
+        return
+    before = [(package.handlers[:], package.level, package.propagate) for package in packages]
+    setup_logging(rank)
+    try:
+        yield
+    finally:
+        for package, (handlers, level, propagate) in zip(packages, before, strict=True):
+            package.handlers[:], package.propagate = handlers, propagate
+            package.setLevel(level)
+
+
+@contextlib.contextmanager
+def failing_as_run(rank: int, is_command: bool = True) -> Iterator[None]:
+    """Raise an exception that is not ours as RunFailedError; where a sentence is all that is shown of that, print its
+    traceback.
+    """
     try:
         yield
     except PacelineError as error:
@@ -101,7 +121,7 @@ def failing_as_run(rank: int) -> Iterator[None]:
     except Exception as error:
         failure = failure_of(error, rank)
         _leave(failure, traceback.format_exc(), None)
-        if not failure.follows:
+        if is_command and not failure.follows:
             print(redact(traceback.format_exc()), file=sys.stderr, end="")
         raise failure from error
 

@@ -162,10 +162,22 @@ def read_spec(
     started from here must fit on this machine.
     """
     text, directory = read_file(location)
-    tree = override(TrainConfig, parse_mapping(text, location), overrides)
+    return spec_with(parse_mapping(text, location), location, directory, overrides, world_size, own_workers)
+
+
+def spec_with(
+    tree: dict[str, Any],
+    source: str,
+    directory: Path | None,
+    overrides: Mapping[str, Any],
+    world_size: int | None,
+    own_workers: bool = True,
+) -> RunSpec:
+    """`make_spec` of a mapping with dotted keys set, and for the workers that `read_spec` says."""
+    tree = override(TrainConfig, tree, overrides)
     if world_size is not None:
         tree = override(TrainConfig, tree, {"scaling.num_workers": world_size, "launcher": "spawn"})
-    return make_spec(tree, location, directory, own_workers and world_size is None)
+    return make_spec(tree, source, directory, own_workers and world_size is None)
 
 
 def make_spec(tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True) -> RunSpec:

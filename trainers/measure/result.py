@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from trainers.errors import Status
+from trainers.errors import Status, counted
 from trainers.json_data import parse_json
 from trainers.measure.clock import Throughput
-from trainers.measure.ranks import RankFigures
+from trainers.measure.ranks import RankFigures, table
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,40 @@ class RunResult:
     def to_json(self) -> str:
         """As `result.json` has it."""
         return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        """The result as the user reads it."""
+        own_s, earlier_s = self.train_time_s - self.earlier_time_s, self.earlier_time_s
+        steps = counted(self.steps, "step")
+        if self.epochs is not None:
+            steps += f", {counted(self.epochs, 'epoch', '.4g')}"
+        done = f"{self.status}: {steps}, {own_s:.1f} s of training"
+        before = f"; {earlier_s:.1f} s of training before this start" if earlier_s else ""
+        workers = counted(self.world_size, "worker")
+        arithmetic = f"microbatch {self.microbatch_size} x accumulation {self.accumulation} x {workers}"
+        lines = [
+            f"{done} ({self.wall_time_s:.1f} s with evaluation and checkpoints{before})",
+            "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(self.metrics.items())),
+            f"  global batch {self.global_batch_size} = {arithmetic}",
+        ]
+        if (speed := self.throughput) is not None:
+            lines.append(
+                f"  {speed.samples_per_s:,.0f} samples/s; a step {speed.step_time_s * 1e3:.2f} ms "
+                f"(95 % interval +-{speed.step_time_ci95_s * 1e3:.2f}, n={speed.steps}); "
+                f"{speed.data_wait_share:.0%} of it waiting for data"
+            )
+        if self.compile is not None and self.first_step_s is not None:
+            names = ((count, what.replace("_", " ")) for what, count in self.compile.items())
+            counts = ", ".join(f"{count} {name.removesuffix('s' * (count == 1))}" for count, name in names)
+            lines.append(f"  first step {self.first_step_s:.1f} s (compile), {counts}")
+        if self.mfu is not None and self.flops_per_sample is not None:
+            lines.append(f"  MFU {self.mfu:.1%} ({self.flops_per_sample / 1e9:.4g} GFLOP a sample)")
+        lines.append(f"  peak memory {self.peak_memory_bytes / 2**20:,.0f} MiB")
+        if self.checkpoint:
+            lines.append(f"  checkpoint {self.checkpoint}")
+        if self.world_size > 1 and self.ranks:
+            lines += [f"  {line}" for line in table(self.ranks)]
+        return "\n".join(lines)
 
     @staticmethod
     def from_json(text: bytes) -> RunResult:

@@ -59,6 +59,17 @@ def connect(show_workers: bool = True) -> None:
         logger.info("dashboard: http://%s (it asks for the token that `ray get-auth-token` prints)", url)
 
 
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Leave after the block the cluster that it has joined; not one that was joined before."""
+    was_joined = ray.is_initialized()
+    try:
+        yield
+    finally:
+        if not was_joined:
+            disconnect()
+
+
 def disconnect() -> None:
     """Leave the cluster. An embedded one ends, even where a process of it was stopped: Ray would wait for that."""
     if not ray.is_initialized():

@@ -1,10 +1,12 @@
 """The table of a sweep's trials: its columns for terminal and page, and as rich draws it."""
 
+import io
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -41,6 +43,14 @@ def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> Ta
         style = "bold green" if is_best else "" if record.finished else "dim"
         result.add_row(*map(Text, [f"* {first}" if is_best else first, *rest]), style=style)
     return result
+
+
+def as_html(*shown: RenderableType) -> str:
+    """Return what a terminal would show as a page of a notebook can."""
+    console = Console(width=140, record=True, file=io.StringIO(), force_jupyter=False, highlight=False)
+    console.print(*shown, sep="\n")
+    frame = '<pre style="white-space: pre; overflow-x: auto; line-height: normal">{code}</pre>'
+    return console.export_html(inline_styles=True, code_format=frame)
 
 
 def in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecord]:

@@ -64,7 +64,17 @@ def read_sweep(location: str, overrides: Mapping[str, Any], own_workers: bool = 
     `own_workers`: it will run from here; one that is only planned for a cluster need not fit on this machine.
     """
     text, directory = read_file(location)
-    tree = parse_mapping(text, location)
+    return sweep_with(parse_mapping(text, location), location, directory, overrides, own_workers)
+
+
+def sweep_with(
+    tree: dict[str, Any],
+    location: str,
+    directory: Path | None,
+    overrides: Mapping[str, Any],
+    own_workers: bool = True,
+) -> SweepSpec:
+    """Check a sweep's mapping that came from `location`, with overrides as `read_sweep` has them."""
     of_train = {key.removeprefix("train."): value for key, value in overrides.items() if key.startswith("train.")}
     of_space = {key.removeprefix("space."): value for key, value in overrides.items() if key.startswith("space.")}
     of_sweep = {key: value for key, value in overrides.items() if not key.startswith(("train.", "space."))}

@@ -1,9 +1,9 @@
-"""The sweep on the terminal while it runs: a live table where there is one, plain lines in a log."""
+"""The sweep while it runs: a live table on a terminal or in a notebook, plain lines in a log."""
 
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from trainers.redaction import redact
 from tune.config import SweepConfig
+from tune.report.table import as_html
 from tune.report.words import duration, shown
 from tune.trials.record import TrialRecord
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class View:
-    """All that the terminal shows."""
+    """All that is shown."""
 
     config: SweepConfig
     total: int | None
@@ -75,16 +76,24 @@ def render(view: View) -> RenderableType:
 
 
 class Terminal:
-    """Lines, and below them the live table where standard output is a terminal."""
+    """Lines, and beside them the live table where standard output is a terminal or a notebook's."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
-        self._live: Live | None = None
+        self._draw: Callable[[RenderableType], None] | None = None
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
+        if self._console.is_jupyter:
+            from IPython.display import HTML, display
+
+            # rich's own needs ipywidgets, and the notebook their extension.
+            cell = display(HTML(""), display_id=True)
+            self._draw = lambda shown: cell.update(HTML(as_html(shown)))
+            self._undo.callback(cell.update, HTML(""))
         if self._console.is_terminal:
-            self._live = self._undo.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
+            live = self._undo.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
+            self._draw = lambda shown: live.update(shown, refresh=True)
             # Log lines go above the table, although the handlers were bound to the stream before it.
             handlers = {id(one): one for name in ("tune", "trainers") for one in logging.getLogger(name).handlers}
             for handler in handlers.values():
@@ -98,12 +107,12 @@ class Terminal:
     def close(self) -> None:
         """Take the table away."""
         self._undo.close()
-        self._live = None
+        self._draw = None
 
     def update(self, view: View) -> None:
         """Redraw the live table, where there is one."""
-        if self._live is not None:
-            self._live.update(render(view), refresh=True)
+        if self._draw is not None:
+            self._draw(render(view))
 
     def say(self, words: str) -> None:
         """Print a line that stays."""

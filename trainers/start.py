@@ -1,0 +1,107 @@
+"""Start a training run, for the command and for Python: `from trainers import train`.
+
+Environment read: RANK, which torchrun sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.launch.from_python import Given, check_thread, plain, read_given
+from trainers.launch.imports import without_collection
+from trainers.launch.spec import (
+    MARK,
+    Job,
+    R,
+    RunSpec,
+    check_kept,
+    check_precision,
+    prepare_storage,
+    spec_with,
+    torchrun_world_size,
+)
+from trainers.lease import held
+
+logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from trainers.inference.trained_run import TrainedRun
+    from trainers.measure.result import RunResult
+
+
+def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun:
+    """Train, or go on from the run's newest checkpoint: what `python -m trainers` does.
+
+    Args:
+        run: The file of a run (a path or URI), a mapping of its keys, or a Task class, which may be a notebook's.
+        fresh: Start anew: delete what the run's directory holds.
+        keys: Keys of the run, in place of those that `run` has: `epochs=3`, `**{"optimizer.lr": 0.1}`.
+
+    An interrupt makes the run write a checkpoint and end as `stopped`, and the same call goes on. Raises ConfigError
+    where a value cannot be used, RunFailedError where training failed. Under torchrun every worker must call it.
+    """
+    check_thread("train()")
+    places: list[Path] = []
+    overrides = plain(keys, "train()", places)
+    tree, source, directory = read_given(run, "train()")
+    spec = spec_with(tree, source, places[0] if places else directory, overrides, torchrun_world_size())
+    result = run_training(spec, fresh)
+    from trainers.inference.trained_run import TrainedRun
+
+    return TrainedRun(**vars(result), uri=spec.uri)
+
+
+def run_training(spec: RunSpec, fresh: bool, is_command: bool = False) -> RunResult:
+    """Train by the launcher of the configuration, or as the worker of torchrun's that this process is.
+
+    `is_command`: the process is there for nothing else. Otherwise its Ray connection, its log and its garbage
+    collection stay as they are.
+    """
+    is_torchrun = torchrun_world_size() is not None
+    launcher = "torchrun" if is_torchrun else spec.config.launcher
+    rank = int(os.environ["RANK"]) if is_torchrun else 0
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as cluster:
+        with without_collection(own_process=is_command):
+            from trainers.launch.local import setup_logging, shown_log
+
+            if launcher == "ray":
+                from trainers.on_ray.connect import check_cluster, leaving
+
+                cluster.enter_context(leaving())
+        if is_command:
+            setup_logging(rank)
+        else:
+            stack.enter_context(shown_log(rank))
+        spec.load_task()
+        check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
+        with held(spec.storage, MARK) if rank == 0 else contextlib.nullcontext("") as token:
+            result = prepare_storage(spec, fresh) if rank == 0 else None
+            if result is not None and not is_torchrun:
+                anew = "--fresh" if is_command else "fresh=True"
+                logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
+            else:
+                # Ray prints what its workers say, amid lines of ours, until the cluster is left.
+                with cluster:
+                    result = launch(replace(spec, token=token), launcher, rank, is_command)
+            if rank == 0:
+                check_kept(spec.storage, result)
+    assert result is not None
+    return result
+
+
+def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True) -> R:
+    """Run a RunSpec or an Inference on all of its workers, of which this process may be one."""
+    from trainers.launch import local
+
+    starts: dict[str, Any] = {"local": local.run_local, "spawn": local.run_spawn, "torchrun": local.run_torchrun}
+    if launcher == "ray":
+        from trainers.on_ray.trainer import run_on_ray
+
+        starts["ray"] = run_on_ray
+    with local.failing_as_run(rank, is_command):
+        done: R = starts[launcher](job)
+        return done

@@ -1,0 +1,187 @@
+"""A sweep from its start to its answer, for the command and for Python: `from tune import sweep`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.errors import CheckpointError
+from trainers.json_data import validated
+from trainers.launch.from_python import Given, check_thread, plain, read_given
+from trainers.launch.imports import without_collection
+from trainers.lease import held
+from trainers.redaction import redact
+from trainers.storage import Storage
+from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, sweep_with
+from tune.trials.journal import Journal
+from tune.trials.record import TrialRecord
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.table import Table
+
+    from tune.report.answer import Answer
+
+logger = logging.getLogger(__name__)
+
+
+class SweepInterrupted(KeyboardInterrupt):
+    """Ctrl-C, a notebook's interrupt, or SIGTERM; what has ended is in the journal."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__(f"{kept} trials are kept, and the same call goes on")
+        self.kept = kept
+
+
+@dataclass(frozen=True, repr=False)
+class SweepResult:
+    """A sweep's trials, and what it says of them."""
+
+    spec: SweepSpec
+    records: list[TrialRecord]
+    """All trials, with those that failed."""
+    answer: Answer
+    """What the sweep says: `sentence`, `ranking`, and more."""
+
+    @property
+    def best(self) -> TrialRecord | None:
+        """The best trial, as `best.config` and `best.metrics`; None where no trial ended well."""
+        return self.answer.best
+
+    @property
+    def best_yaml(self) -> str | None:
+        """The file that trains with the best configuration: `train(result.best_yaml)`; None without one."""
+        return self.spec.storage.locate("best.yaml") if self.best else None
+
+    @property
+    def report(self) -> str:
+        """Where the page with figures is."""
+        return self.spec.storage.locate("report.html")
+
+    def dataframe(self) -> pd.DataFrame:
+        """Return results.parquet, a row a trial; needs pandas."""
+        from pyarrow import BufferReader, parquet
+
+        table: pd.DataFrame = parquet.read_table(BufferReader(self.spec.storage.read("results.parquet"))).to_pandas()
+        return table
+
+    def table(self) -> Table:
+        """Return the table that the command prints, for rich."""
+        from tune.report.table import table
+
+        return table(self.spec.config, self.records, self.answer)
+
+    def __repr__(self) -> str:
+        return redact(f"{self.answer.sentence}\n  report {self.report}")
+
+    def _repr_html_(self) -> str:
+        from rich.text import Text
+
+        from tune.report.table import as_html
+
+        return as_html(self.table(), Text(repr(self)))
+
+
+def sweep(
+    train: Given,
+    space: Mapping[str, Any],
+    objective: str | Mapping[str, Any] = "val_loss",
+    *,
+    fresh: bool = False,
+    check: bool = True,
+    **keys: Any,
+) -> SweepResult:
+    """Sweep a training run, or go on with the sweep in its directory: what `python -m tune` does.
+
+    Args:
+        train: The run to vary: its file (a path or URI), a mapping of its keys, or a Task class, which may be a
+            notebook's.
+        space: Dotted keys of the run and their values: a list, or a range such as `{"loguniform": [1e-4, 1e-2]}`.
+        objective: What the best trial is best at: a metric, or a mapping with `metric`, `mode` and `target`.
+        fresh: Start anew: delete what the sweep's directory holds.
+        check: Look at the nodes of a cluster first.
+        keys: Further keys of the sweep (`name="lr"`, `search="random"`, `budget={"trials": 20}`), and of the run
+            (`**{"train.epochs": 3}`).
+
+    An interrupt raises SweepInterrupted, a KeyboardInterrupt, and the same call goes on. Raises ConfigError where a
+    value cannot be used, PacelineError where the sweep was cut off, and ClusterError where nodes are not in order.
+    """
+    check_thread("sweep()")
+    places: list[Path] = []
+    objective = {"metric": objective} if isinstance(objective, str) else objective
+    tree = plain({"space": space, "objective": objective}, "sweep()", places)
+    overrides = plain(keys, "sweep()", places)
+    directory: Path | None = Path.cwd()
+    if isinstance(train, str | os.PathLike):
+        file = os.fspath(train)
+        tree["train"] = file if "://" in file else str(Path.cwd() / file)
+    else:
+        tree["train"], _, directory = read_given(train, "sweep()")
+    spec = sweep_with(tree, "sweep()", places[0] if places else directory, overrides)
+    return run_to_answer(spec, fresh, check)
+
+
+def run_to_answer(spec: SweepSpec, fresh: bool, checked: bool, is_command: bool = False) -> SweepResult:
+    """Run what has no record yet, and write the report; of a sweep that is complete, only that.
+
+    `is_command`: the process is there for nothing else. Otherwise its Ray connection, its log and its garbage
+    collection stay as they are.
+    """
+    from trainers.launch.local import setup_logging, shown_log
+
+    with ExitStack() as stack:
+        if is_command:
+            setup_logging(0)
+        else:
+            stack.enter_context(shown_log(0))
+        token = stack.enter_context(held(spec.storage, SAVED))
+        before = prepare(spec, fresh)
+        spec = replace(spec, token=token)
+        if is_complete(spec):
+            logger.info(
+                "%s is complete already (%s starts it anew)", spec.uri, "--fresh" if is_command else "fresh=True"
+            )
+            return saved_answer(spec)
+        if before:
+            logger.info("%s holds %d trials that have ended: only the others run", spec.uri, before)
+        with without_collection(own_process=is_command):
+            from trainers.on_ray.connect import leaving
+            from tune.sweeps.progress import Interrupted
+            from tune.sweeps.run import environment, run_sweep
+
+        facts: dict[str, str] = {}
+        try:
+            with leaving():
+                records = run_sweep(spec, checked, facts)
+                versions = environment() | facts
+        except (Interrupted, KeyboardInterrupt):
+            raise SweepInterrupted(prepare(spec, False)) from None
+        return _answer(spec, records, versions)
+
+
+def saved_answer(spec: SweepSpec) -> SweepResult:
+    """Write the report again from the journal."""
+    return _answer(spec, Journal(spec.storage).records(), _environment(spec.storage))
+
+
+def _environment(sweep: Storage) -> dict[str, str]:
+    """What the report before this one says of versions and nodes."""
+    try:
+        summary = sweep.read_json("summary.json", dict[str, Any]) if sweep.exists("summary.json") else {}
+        return validated(summary.get("environment", {}), dict[str, str])
+    except CheckpointError as error:
+        logger.warning("%s; the report is written without versions and nodes", error)
+        return {}
+
+
+def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> SweepResult:
+    from tune.report.write import write_report
+
+    task_dir = spec.path[0] if spec.path else None
+    answer = write_report(spec.storage, spec.config, spec.train, records, environment, task_dir=task_dir)
+    return SweepResult(replace(spec, token=""), records, answer)
