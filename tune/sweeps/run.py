@@ -209,6 +209,7 @@ def _tuner(
             name="tune",
             storage_path=spec.uri,
             verbose=0,
+            progress_reporter=tune.CLIReporter(),  # it says nothing; a notebook's clears the cell before that
             callbacks=[progress],
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),  # it would be an empty one
             failure_config=tune.FailureConfig(max_failures=_ACTORS - 1),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainers.errors import CheckpointError
+from trainers.errors import CheckpointError, counted
 from trainers.json_data import validated
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.imports import without_collection
@@ -34,7 +34,7 @@ class SweepInterrupted(KeyboardInterrupt):
     """Ctrl-C, a notebook's interrupt, or SIGTERM; what has ended is in the journal."""
 
     def __init__(self, kept: int) -> None:
-        super().__init__(f"{kept} trials are kept, and the same call goes on")
+        super().__init__(f"{counted(kept, 'trial')} kept; the same call goes on")
         self.kept = kept
 
 

@@ -1,0 +1,330 @@
+"""`train()` and `sweep()`: what Python gives becomes what a file would say, in the same directories as the commands."""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import logging
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tune
+from tests.tasks import Blobs
+from trainers import train
+from trainers.config.yaml import dump_yaml, parse_mapping
+from trainers.errors import ConfigError, RunFailedError
+from trainers.launch.from_python import plain, read_given
+from trainers.storage import Storage
+from tune.config import Range
+from tune.report.answer import answer
+from tune.sweeps import sweep as sweep_module
+from tune.sweeps.spec import SweepSpec
+from tune.sweeps.sweep import SweepResult
+from tune.trials.record import TrialRecord
+
+RUN: dict[str, Any] = {
+    "task": Blobs,
+    "name": "blobs",
+    "epochs": 2,
+    "global_batch_size": 16,
+    "optimizer": {"lr": 0.1},
+    "launcher": "local",
+    "device": "cpu",
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has its own directory, and its own path for imports."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("PACELINE_STORAGE", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_class_trains_and_its_run_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    before = [logging.getLogger("trainers").handlers[:], logging.getLogger("trainers").level]
+    run = train(RUN, epochs=1, **{"optimizer.lr": 0.2})
+    assert (run.status, run.epochs, run.uri) == ("done", 1, str(Path.cwd() / "results/blobs"))
+    assert Storage(run.uri).read_json("result.json", dict[str, Any])["metrics"] == run.metrics
+    assert "val_loss" in run.metrics
+    assert run.checkpoint is not None
+    assert [row["lr"] for row in run.log() if "lr" in row] == [0.2]
+    assert run.dataframe()["val_loss"].iloc[-1] == run.metrics["val_loss"]
+    assert run.model()(torch.ones(5, 12)).shape == (5, 4)
+    assert not run.model("newest").training
+    assert repr(run).startswith("done: ")
+    assert "val_loss" in capsys.readouterr().out, "the log is shown"
+    assert before == [logging.getLogger("trainers").handlers, logging.getLogger("trainers").level]
+
+    again = train(RUN, epochs=1, **{"optimizer.lr": 0.2})
+    assert "is complete already (fresh=True starts it anew)" in capsys.readouterr().out
+    assert asdict(again) == asdict(run)
+    assert train(RUN, **{"optimizer.lr": 0.2}).steps == 2 * run.steps, "it goes on"
+    with pytest.raises(ConfigError, match=r"`optimizer` is .* but differs from"):
+        train(RUN)
+    assert train(RUN, fresh=True, epochs=1).steps == run.steps
+
+
+def test_a_program_that_shows_the_log_itself_gets_no_second_one(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO):
+        train(RUN, epochs=1)
+    assert "evaluated at step" in caplog.text
+    assert capsys.readouterr().out == ""
+
+
+def test_a_file_is_read_as_the_command_reads_it(tmp_path: Path) -> None:
+    tree = {**RUN, "task": "its_task:Mine", "epochs": 1}
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user/its_task.py").write_text("from tests.tasks import Blobs\n\nclass Mine(Blobs): pass\n")
+    (tmp_path / "user/train.yaml").write_text(dump_yaml(tree))
+    assert train(Path("user/train.yaml"), name="other").uri.endswith("results/other")
+    with pytest.raises(ConfigError, match=r"did you mean `user/train\.yaml`"):
+        train("user/trian.yaml")
+
+
+def test_a_failure_of_the_task_is_the_cause_of_the_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunFailedError, match="the run ended as `error`") as raised:
+        train(RUN, task_args={"fail_at": 3})
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert "Traceback" not in capsys.readouterr().err, "Python shows it"
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (Blobs(), "`train()` is a Blobs, where a file, a mapping, a Task class or a function is needed"),
+        ({**RUN, "epoch": 1}, "train(): `epoch` is 1, but there is no such key; did you mean `epochs`?"),
+        ({**RUN, "task_args": {"x": torch.ones(1)}}, "train(): `task_args.x` holds a Tensor, which no file can"),
+        ({**RUN, "task": Path}, 'train(): `task` is "pathlib:Path", but is not a trainers.task.Task'),
+        ({**RUN, "task": lambda: None}, "train(): `task` is "),
+        ("", "`the file` cannot be read"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_anything_starts(run: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        train(run)
+    assert str(raised.value).startswith(said)
+    assert not Path("results").exists()
+
+
+def test_a_class_inside_a_function_has_no_name() -> None:
+    class Inside(Blobs):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Inside\", but has no name in its module; define it with `class`"):
+        train(Inside)
+
+
+@pytest.mark.parametrize("call", ["train", "sweep"])
+def test_a_thread_hears_no_interrupt(call: str) -> None:
+    raised: list[Exception] = []
+
+    def body() -> None:
+        try:
+            train(RUN) if call == "train" else tune.sweep(RUN, {"seed": [1]})
+        except ConfigError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    [error] = raised
+    assert str(error) == f"`{call}()` was called in a thread of its own; call it in the main thread."
+
+
+def module_function(config: dict[str, Any]) -> None:
+    """A training function of Ray Train's."""
+
+
+def test_python_s_values_become_a_file_s() -> None:
+    places: list[Path] = []
+    given = {
+        "lr": np.float64(0.1),
+        "sizes": np.array([1, 2]),
+        "range": range(2),
+        "task": Blobs,
+        "nested": {"path": Path("a/b"), "none": None, "pair": (True, "x")},
+        "installed": np.ndarray,
+    }
+    found = plain(given, "sweep()", places)
+    assert found == {
+        "lr": 0.1,
+        "sizes": [1, 2],
+        "range": [0, 1],
+        "task": "tests.tasks:Blobs",
+        "nested": {"path": "a/b", "none": None, "pair": [True, "x"]},
+        "installed": "numpy:ndarray",
+    }
+    assert type(found["lr"]) is float
+    assert places == [Path(__file__).parents[2]]
+    function, source, directory = read_given(module_function, "train()")
+    assert function == {"train_func": f"{__name__}:module_function"}
+    assert (source, directory) == ("train()", Path(__file__).parents[__name__.count(".")])
+
+
+class AskedError(Exception):
+    """The sweep that would run."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call `sweep()`; returns what would run."""
+
+    def run(spec: SweepSpec, fresh: bool, checked: bool) -> None:
+        raise AskedError(spec)
+
+    def call(*args: Any, **keys: Any) -> SweepSpec:
+        with pytest.raises(AskedError) as raised:
+            tune.sweep(*args, **keys)
+        [spec] = raised.value.args
+        return spec
+
+    monkeypatch.setattr(sweep_module, "run_to_answer", run)
+    return call
+
+
+def test_a_sweep_is_the_one_that_a_file_would_be(asked: Any, tmp_path: Path) -> None:
+    spec = asked(
+        RUN,
+        {"optimizer.lr": {"loguniform": (1e-4, 1e-2)}, "seed": np.arange(2)},
+        "val_accuracy",
+        name="mine",
+        search="random",
+        budget={"trials": 3},
+        **{"train.epochs": 5, "objective.mode": "max"},
+    )
+    assert (spec.config.name, spec.config.search, spec.config.budget.trials) == ("mine", "random", 3)
+    assert spec.config.space == {"optimizer.lr": Range(loguniform=[1e-4, 1e-2]), "seed": [0, 1]}
+    assert (spec.config.objective.metric, spec.config.objective.direction) == ("val_accuracy", "max")
+    assert (spec.train["task"], spec.train["epochs"]) == ("tests.tasks:Blobs", 5)
+    assert spec.uri == str(tmp_path / "results/mine")
+    target = asked(RUN, {"seed": [1]}, {"metric": "time_to_target", "target": {"val_loss": 0.1}})
+    assert target.config.objective.target == {"val_loss": 0.1}
+
+
+def test_a_sweep_s_file_is_beside_the_program(asked: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(dump_yaml({**RUN, "task": "tests.tasks:Blobs"}))
+    for train_file in ("train.yaml", Path("train.yaml"), tmp_path / "train.yaml"):
+        assert asked(train_file, {"task": [Blobs]}).train["task"] == "tests.tasks:Blobs"
+    with pytest.raises(ConfigError, match=r"sweep\(\): `lane` is 2, but there is no such key; did you mean `lanes`"):
+        tune.sweep("train.yaml", {"seed": [1]}, lane=2)
+    with pytest.raises(ConfigError, match=r"space\.seed"):
+        tune.sweep("train.yaml", {"seed": 1})
+
+
+def test_a_result_shows_its_table_and_its_answer(asked: Any) -> None:
+    spec = asked(RUN, {"seed": [1, 2]})
+    records = [TrialRecord(str(n), {"seed": n}, "done", 0, 1, metrics={"val_loss": n / 2}) for n in (1, 2)]
+    result = SweepResult(spec, records, answer(spec.config, records))
+    assert result.best is records[0]
+    html = result._repr_html_()
+    for words in ("* 1", "val_loss", "seed 1 has the lowest val_loss, 0.5", "report.html"):
+        assert words in html
+    nothing = SweepResult(spec, [], answer(spec.config, []))
+    assert (nothing.best, nothing.best_yaml) == (None, None)
+
+
+NOTEBOOK = '''
+import numpy as np
+import torch.nn.functional as F
+from torch import nn
+from tests.tasks import Blobs as Base
+
+WIDTH, TABLE = 4, {"a": [1, 2]}
+tensor = np.ones(3)
+
+def scale(loss):
+    return loss * TABLE["a"][0]
+
+def named(cls):
+    cls.known = True
+    return cls
+
+class Deep(Base):
+    @staticmethod
+    def factor():
+        return 2
+
+@named
+class Mine(Deep):
+    """A task of a notebook."""
+
+    def loss(self, outputs, batch):
+        again = [scale(F.cross_entropy(outputs, batch[1])) for tensor in range(2)]
+        return self.factor() * sum(again) / WIDTH
+
+class Bad(Mine):
+    def loss(self, outputs, batch):
+        return tensor.sum()
+
+class Silent(Base):
+    pass
+'''
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a cell; returns the notebook's names."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    cells = iter(range(100))
+
+    def run(source: str) -> Any:
+        name = f"/cells/{next(cells)}.py"
+        monkeypatch.setitem(linecache.cache, name, (len(source), None, source.splitlines(True), name))
+        exec(compile(source, name, "exec"), vars(main))  # noqa: S102
+        return main
+
+    return run
+
+
+def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(notebook: Any) -> None:
+    cells = notebook(NOTEBOOK)
+    run = train(RUN, task=cells.Mine, epochs=1)
+    [file] = Path("notebook_tasks").glob("*.py")
+    module = importlib.import_module(f"notebook_tasks.{file.stem}")
+    assert module.Mine.known
+    assert (module.WIDTH, module.TABLE) == (4, {"a": [1, 2]})
+    assert not hasattr(module, "tensor"), "only what is used"
+    assert parse_mapping((Path(run.uri) / "config.yaml").read_text(), "f")["task"] == f"notebook_tasks.{file.stem}:Mine"
+    with pytest.raises(
+        ConfigError, match="cannot be given to workers: `tensor` is a ndarray that only this notebook has"
+    ):
+        train(RUN, task=cells.Bad)
+    with pytest.raises(ConfigError, match="cannot be given to workers: `Silent` has no source that can be found"):
+        train(RUN, task=cells.Silent)
+
+
+def test_a_notebook_s_class_that_has_changed_is_another_task(notebook: Any) -> None:
+    first = plain(notebook(NOTEBOOK).Mine, "train()", [])
+    assert (
+        plain(notebook(NOTEBOOK.replace("def loss", "\n    # as before\n    def loss", 1)).Mine, "train()", []) == first
+    )
+    assert plain(notebook(NOTEBOOK.replace("return 2", "return 3")).Mine, "train()", []) != first
+
+
+def test_a_script_s_class_is_imported_from_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "my_script.py"
+    script.write_text("class Mine: pass\n")
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec("class Mine: pass", vars(main))  # noqa: S102
+    places: list[Path] = []
+    assert plain(main.Mine, "train()", places) == "my_script:Mine"
+    assert places == [tmp_path]
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = importlib.import_module("my_script")
+    with pytest.raises(ConfigError, match='put it below `if __name__ == "__main__":`'):
+        plain(imported.Mine, "train()", [])
