@@ -104,6 +104,24 @@ def test_a_mistake_is_said_before_torch_and_ray_are_imported(tmp_path: Path) -> 
     assert run(script, tmp_path) == "2 2 False"
 
 
+def test_python_s_doors_import_neither_torch_nor_ray(tmp_path: Path) -> None:
+    script = BLOCK.format(blocked={"ray", "torch"}) + textwrap.dedent(
+        """
+        from trainers import train
+        from tune import sweep
+        from trainers.errors import ConfigError
+
+        import tune.sweeps.spec, tune
+        for call, keys in ((train, {}), (tune.sweep, {"space": {"seed": [1]}})):
+            try:
+                call({"task": "a:B"}, **keys)
+            except ConfigError as error:
+                print("required" in str(error), "torch" in sys.modules, "ray" in sys.modules)
+        """
+    )
+    assert run(script, tmp_path) == "True False False\nTrue False False"
+
+
 def test_importing_the_commands_configures_no_logging(tmp_path: Path) -> None:
     script = """
         import logging
