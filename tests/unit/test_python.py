@@ -243,6 +243,7 @@ from tests.tasks import Blobs as Base
 
 WIDTH, TABLE = 4, {"a": [1, 2]}
 tensor = np.ones(3)
+API_KEY = "0123456789"
 
 def scale(loss):
     return loss * TABLE["a"][0]
@@ -256,8 +257,10 @@ class Deep(Base):
     def factor():
         return 2
 
+Alias = Deep
+
 @named
-class Mine(Deep):
+class Mine(Alias):
     """A task of a notebook."""
 
     def loss(self, outputs, batch):
@@ -267,6 +270,10 @@ class Mine(Deep):
 class Bad(Mine):
     def loss(self, outputs, batch):
         return tensor.sum()
+
+class Secret(Mine):
+    def dataset(self, split):
+        return fetch(API_KEY)
 
 class Silent(Base):
     pass
@@ -302,6 +309,8 @@ def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(notebook:
         ConfigError, match="cannot be given to workers: `tensor` is a ndarray that only this notebook has"
     ):
         train(RUN, task=cells.Bad)
+    with pytest.raises(ConfigError, match="`API_KEY` holds a secret, which no file may; read it from the environment"):
+        train(RUN, task=cells.Secret)
     with pytest.raises(ConfigError, match="cannot be given to workers: `Silent` has no source that can be found"):
         train(RUN, task=cells.Silent)
 

@@ -21,11 +21,13 @@ from typing import Any
 from trainers.config.yaml import parse_mapping
 from trainers.errors import MISSING, ConfigError
 from trainers.launch.spec import read_file
+from trainers.redaction import redact
 
 Given = str | os.PathLike[str] | Mapping[str, Any] | type | Callable[..., Any]
 """A file or URI, a mapping of keys, a Task class, or a training function of Ray Train's."""
 
 _FOLDER = "notebook_tasks"
+_FIX = "make it in the class, pass it in `task_args`, or write the class to a file (`%%writefile task.py`)"
 
 
 def check_thread(call: str) -> None:
@@ -78,7 +80,8 @@ def _reference(thing: Any, call: str, key: str) -> tuple[str, Path | None]:
     """Return the `module:name` of a class or function, and its directory; None where the module is installed."""
     name, module, main = thing.__qualname__, thing.__module__, sys.modules["__main__"]
     if not name.isidentifier():
-        raise ConfigError(key, name, "has no name in its module", "define it with `class` or `def`, in nothing", call)
+        fix = "define it with `class` or `def` at the top level of a module, or of a notebook"
+        raise ConfigError(key, name, "has no name in its module", fix, call)
     file, script = (getattr(sys.modules.get(one), "__file__", None) for one in (module, "__main__"))
     if module == "__main__":
         if file is None:
@@ -109,6 +112,10 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
         if isinstance(value, ModuleType):
             imports.append(f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else ""))
         elif home == "__main__" and (isinstance(value, type) or inspect.isfunction(value)):
+            if own != name and own in space:
+                add(own, value)
+                definitions.append(f"{name} = {own}")
+                return
             source = _source(value)
             if source is None:
                 raise refused(name, "has no source that can be found")
@@ -120,11 +127,12 @@ def _write_module(thing: Any, call: str, key: str) -> tuple[str, Path]:
             imports.append(f"from {home} import {own}" + (f" as {name}" if name != own else ""))
         elif _is_literal(value):
             definitions.append(f"{name} = {value!r}")
+            if redact(definitions[-1]) != definitions[-1]:
+                raise refused(name, "holds a secret, which no file may", "read it from the environment, in the class")
         else:
             raise refused(name, f"is a {type(value).__name__} that only this notebook has")
 
-    def refused(name: str, rule: str) -> ConfigError:
-        fix = "make it in the class, pass it in `task_args`, or write the class to a file (`%%writefile task.py`)"
+    def refused(name: str, rule: str, fix: str = _FIX) -> ConfigError:
         return ConfigError(key, thing.__name__, f"cannot be given to workers: `{name}` {rule}", fix, call)
 
     add(thing.__name__, thing)
