@@ -81,7 +81,7 @@ import numpy, psutil, torch
 import torch.distributed as dist
 import tune.lanes.module_state as module_state
 from tune.lanes.leftovers import adopt_orphans
-from tune.lanes.foreign_state import Baseline
+from tune.lanes.process_state import Baseline
 module_state._INSTALLED += (site,)
 
 def state():

@@ -76,7 +76,7 @@ class LaneWorker(RayTrainWorker):
             import ray.train.torch  # noqa: F401 (every function needs it)
             import torch.distributed.nn.functional  # noqa: F401 (before any group, which it would keep)
 
-            from tune.lanes.foreign_state import Baseline
+            from tune.lanes.process_state import Baseline
         self._make_baseline = Baseline
         self._baseline: Any = None
 
