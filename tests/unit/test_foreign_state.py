@@ -66,7 +66,8 @@ REPORTED = {
     "native_memory": "MiB of the host's memory are still held",
 }
 INNOCENT = (
-    *("plain", "loader_with_workers", "data_parallel", "autocast", "lazy_submodule", "lazy_attribute"),
+    *("plain", "loader_with_workers", "data_parallel", "autocast", "many_shapes"),
+    *("lazy_submodule", "lazy_attribute"),
     *("accelerate_without", "accelerate_bf16", "transformers_model"),
 )
 
