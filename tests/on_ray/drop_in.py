@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import random
 import sys
 import tempfile
 import threading
@@ -113,6 +115,16 @@ def runs_out(config: dict[str, Any]) -> None:
     ray.train.report({"score": float(config["batch_size"])})
 
 
+def draws(config: dict[str, Any]) -> None:
+    """Reports what depends on the trials before it in the same process, in the state of a C library."""
+    ray.train.report({"score": ctypes.CDLL(None).lrand48(), "process": os.getpid()})
+
+
+def unseeded(config: dict[str, Any]) -> None:
+    """Never reports the same."""
+    ray.train.report({"score": random.random(), "process": os.getpid()})
+
+
 def main(way: str, sweeps: str, storage: str) -> None:
     """Run some of the sweeps below, with commas between their names."""
     if "RAY_ADDRESS" not in os.environ:
@@ -136,6 +148,8 @@ SWEEPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
         {"leaves": ["no", "dtype", "variable", "patch", "global", "no", "thread", "no", "thread", "no", "no"]},
     ),
     "stops": (slow, 1, {"slope": [4.0, 3.0, 2.0, 1.0, 0.5]}),
+    "draws": (draws, 1, {"x": [0, 1, 2]}),
+    "unseeded": (unseeded, 1, {"x": [0, 1, 2]}),
     "memory": (runs_out, 2, {"batch_size": [16, 64, 128, 32]}),
 }
 """The training function, its workers, and the grid of its configuration."""

@@ -29,7 +29,7 @@ def run(command: Callable[..., Done], cluster: Cluster, directory: Path, way: st
 @pytest.fixture(scope="module")
 def ours(command: Callable[..., Done], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All sweeps of the script, from lanes."""
-    names = ("fails", "leaks", "stops", "train", "memory")
+    names = ("fails", "leaks", "stops", "train", "draws", "unseeded", "memory")
     return run(command, cluster, tmp_path_factory.mktemp("ours"), "ours", *names)
 
 
@@ -74,6 +74,22 @@ def test_what_a_function_leaves_behind_reaches_no_other_trial(ours: dict[str, An
     processes = [column(trial, "process")[0] for trial in trials]
     # After the second time the function has a process of its own for each trial.
     assert len(set(processes[-3:])) == 3
+
+
+def test_a_function_whose_reports_depend_on_the_trial_before_has_fresh_processes(ours: dict[str, Any]) -> None:
+    trials = ours["draws"]["trials"]
+    assert [column(trial, "score") for trial in trials] == [[0.0]] * 3
+    assert len({column(trial, "process")[0] for trial in trials}) == 3
+    [words] = ours["draws"]["restarts"]
+    assert words.startswith("draws does not give the same on a warm lane: `score` is ")
+    assert words.endswith(", not 0 (report 1 of rank 0)")
+
+
+def test_a_function_that_never_reports_the_same_stays_warm(ours: dict[str, Any]) -> None:
+    trials = ours["unseeded"]["trials"]
+    assert ours["unseeded"]["restarts"] == []
+    assert len({column(trial, "score")[0] for trial in trials}) == 3
+    assert len({column(trial, "process")[0] for trial in trials}) < 3
 
 
 def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str, Any]) -> None:
