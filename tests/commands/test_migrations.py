@@ -20,52 +20,54 @@ def val_loss(directory: Path) -> float:
     return float(json.loads(result.read_text())["metrics"]["val_loss"])
 
 
-def migrate(command: Callable[..., Done], section: str, directory: Path, *arguments: str) -> float:
-    """What the task of a section reaches."""
-    migrations.after(section, directory)
-    done = command("-m", "trainers", "train.yaml", *arguments, cwd=directory, forked=True)
-    assert done.code == 0, done.err
-    return val_loss(directory)
-
-
-def test_every_script_has_its_diff() -> None:
+def test_every_script_has_its_diff(tmp_path: Path) -> None:
     found = [diff for section in migrations.sections() for diff in migrations.diffs(section)]
     assert len(found) == migrations.PAGE.count("```diff") == 7
     assert sorted(name for name, _, _ in found) == sorted(path.name for path in migrations.SCRIPTS.iterdir())
+    for section in migrations.sections():
+        migrations.after(section, tmp_path)
 
 
-@pytest.mark.parametrize("hunk", ["@@\n one\n-two\n+2\n", "@@\n-three\n", "@@\n-on\n", "@@\n one\n+2\n@@\n-one\n"])
-def test_a_diff_applies_as_it_is_or_not_at_all(hunk: str) -> None:
-    if "three" in hunk or "-on\n" in hunk:
-        with pytest.raises(AssertionError, match="not in the script"):
-            migrations.patched("one\ntwo\n", hunk)
-    else:
-        assert migrations.patched("one\ntwo\n", hunk) == ("2\ntwo\n" if "-one" in hunk else "one\n2\n")
+def test_a_diff_applies_as_it_is_or_not_at_all() -> None:
+    assert migrations.patched("one\n\ntwo\n", "@@\n one\n\n-two\n+2\n@@\n-one\n") == "\n2\n"
+    for hunk in ("-three\n", "-on\n", "-one\n", " two\n two\n"):
+        with pytest.raises(AssertionError, match="not in the script, or more than once"):
+            migrations.patched("one\ntwo\none\n", f"@@\n{hunk}")
 
 
 def test_plain_ddp(tmp_path: Path, command: Callable[..., Done]) -> None:
-    script = migrations.before("Plain DDP", tmp_path)
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    def run(module: str, *arguments: str) -> Done:
+        """Two ranks, as torchrun starts them; what the first says."""
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+        world = sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
-    def rank(number: int) -> Done:  # as torchrun starts it
-        ranks = {"RANK": str(number), "LOCAL_RANK": str(number)}
-        return command("-m", script.removesuffix(".py"), cwd=tmp_path, env=world | ranks, forked=True)
+        def rank(number: int) -> Done:
+            own = {"RANK": str(number), "LOCAL_RANK": str(number), "OMP_NUM_THREADS": "1"}
+            return command("-m", module, *arguments, cwd=tmp_path, env=world | own, forked=True)
 
-    with ThreadPoolExecutor() as pool:
-        done, _ = pool.map(rank, range(2))
-    losses = re.findall(r"val_loss (\S+)", done.out)
-    assert len(losses) == 5, done.err
-    task = migrate(command, "Plain DDP", tmp_path, "--launcher", "spawn", "--scaling.num_workers", "2")
-    assert task == pytest.approx(float(losses[-1]), rel=1e-5)
+        with ThreadPoolExecutor() as pool:
+            first, second = pool.map(rank, range(2))
+        assert first.code == second.code == 0, first.err + second.err
+        return first
+
+    migrations.after("Plain DDP", tmp_path)
+    script = run(migrations.before("Plain DDP", tmp_path).removesuffix(".py"))
+    assert "2 workers (torchrun" in run("trainers", "train.yaml").out
+    losses = re.findall(r"val_loss (\S+)", script.out)
+    assert len(losses) == 5
+    assert val_loss(tmp_path) == pytest.approx(float(losses[-1]), rel=1e-5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("section", ["Lightning", "transformers' Trainer"])
 def test_a_trainer(section: str, tmp_path: Path, command: Callable[..., Done]) -> None:
-    script = migrations.before(section, tmp_path)
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = command("-m", script.removesuffix(".py"), cwd=tmp_path, env=environment, forked=True)
-    assert done.code == 0, done.err
-    loss = re.findall(r"'(?:val|eval)_loss': ([\d.]+)", done.out)[-1]
-    task = migrate(command, section, tmp_path, "--launcher", "local", "--device", "cpu")
-    assert task == pytest.approx(float(loss), rel=1e-5)
+    migrations.after(section, tmp_path)
+    modules = (
+        [migrations.before(section, tmp_path).removesuffix(".py")],
+        ["trainers", "train.yaml", "--launcher", "local"],
+    )
+    on_cpu = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    script, task = (command("-m", *module, cwd=tmp_path, env=on_cpu, forked=True) for module in modules)
+    assert script.code == task.code == 0, script.err + task.err
+    loss = re.findall(r"'(?:val|eval)_loss': ([\d.]+)", script.out)[-1]
+    assert val_loss(tmp_path) == pytest.approx(float(loss), rel=1e-5)
