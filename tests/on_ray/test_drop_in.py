@@ -14,13 +14,11 @@ from tests.conftest import Cluster, Done
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 _SCRIPT = str(Path(__file__).with_name("drop_in.py"))
-# Set for the suite by trainers/on_ray, which a user's script does not import.
-_AS_A_USER = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 
 
 def run(command: Callable[..., Done], cluster: Cluster, directory: Path, way: str, *names: str) -> dict[str, Any]:
     """What the script's sweeps of some names gave."""
-    done = command(_SCRIPT, way, ",".join(names), str(directory), env=_AS_A_USER, ray_address=cluster.address)
+    done = command(_SCRIPT, way, ",".join(names), str(directory), ray_address=cluster.address)
     lines = [line.split(" ", 2)[1:] for line in done.out.split("\n") if line.startswith("JSON ")]
     assert [name for name, _ in lines] == list(names), done.err[-3000:]
     return {name: json.loads(text) for name, text in lines}
