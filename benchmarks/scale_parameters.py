@@ -176,11 +176,12 @@ def by_parameters(sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     from tune.lanes.process_state import Baseline
 
     directory = Path(tempfile.mkdtemp(prefix="paceline-scale-"))
+    baseline = Baseline(_CPU, ())
     try:
-        baseline = Baseline(_CPU, ())
         of_parameters(sizes[0], directory, baseline.restore)
         rows = in_turn(sizes, rounds, lambda size: of_parameters(size, directory, baseline.restore))
     finally:
+        baseline.close()
         gc.unfreeze()  # a lane's process freezes what it has imported, and ends without looking back
         shutil.rmtree(directory, ignore_errors=True)
     lines: dict[str, Any] = {}

@@ -116,7 +116,9 @@ def command() -> Callable[..., Done]:
         program: tuple[str, ...] = (sys.executable,),
         forked: bool = False,
     ) -> Done:
-        settings = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "PACELINE_STORAGE")}
+        # What this process has from its own imports and fixtures is not what a user has.
+        own = ("RAY_ADDRESS", "PACELINE_STORAGE", "RAY_AIR_NEW_OUTPUT", "TUNE_")
+        settings = {key: value for key, value in os.environ.items() if not key.startswith(own)}
         settings["PATH"] = f"{Path(sys.executable).parent}:{settings['PATH']}"
         if ray_address:
             settings["RAY_ADDRESS"] = ray_address

@@ -33,6 +33,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainers.devices.device import total_memory_bytes
+
 MIB = 2**20
 SEEN: list[int] = []
 """Module state, as careless scripts keep it."""
@@ -303,12 +305,20 @@ def array() -> Callable[[], None]:
     return keep([np.ones(8 * MIB)])
 
 
+def many_shapes() -> None:
+    """oneDNN keeps some 3 MiB for each, in bf16."""
+    model = nn.Linear(64, 128)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for rows in range(16, 40):
+            model(torch.ones(rows, 64)).sum().backward()
+
+
 def native_memory() -> Callable[[], None]:
     import ctypes
 
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    held = libc.malloc(50 * MIB)
+    held = libc.malloc(2**28 + total_memory_bytes(torch.device("cpu")) // 100)  # never touched
     return lambda: libc.free(held)
 
 

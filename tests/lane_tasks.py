@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.tasks import Blobs
 
@@ -85,7 +86,7 @@ class Poison(Blobs):
 
     def _hooks(self) -> None:
         nn.modules.module.register_module_forward_hook(lambda module, args, outputs: outputs * 0.5)
-        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *args: None)
+        register_optimizer_step_post_hook(lambda *args: None)
         F.cross_entropy = lambda *args, **kwargs: torch.zeros((), requires_grad=True)
         nn.Linear.forward = lambda self, inputs: inputs @ self.weight.T
         torch.tanh = torch.sigmoid

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import random
 import sys
 import tempfile
 import threading
@@ -99,18 +101,36 @@ def slow(config: dict[str, Any]) -> None:
 
 
 def runs_out(config: dict[str, Any]) -> None:
-    """The last rank runs out of memory in its backward pass, where the others wait for it in an all-reduce."""
+    """The last rank runs out of memory at some place, where the others wait for it in a collective."""
+    case = config["case"]
     rank, size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
     model = ray.train.torch.prepare_model(nn.Linear(4, 1))
-    outputs = model(torch.ones(config["batch_size"], 4))
-    if rank == size - 1 and config["batch_size"] >= 64:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def fail(gradient: torch.Tensor) -> None:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    def fail(*given: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
+    where = case["where"] if rank == size - 1 and case["batch_size"] >= 64 else "nowhere"
+    if where == "forward":
+        model.register_forward_hook(fail)
+    outputs = model(torch.ones(case["batch_size"], 4))
+    if where == "backward":
         outputs.register_hook(fail)
     outputs.sum().backward()
-    ray.train.report({"score": float(config["batch_size"])})
+    if where == "optimizer":
+        optimizer.register_step_pre_hook(fail)
+    optimizer.step()
+    ray.train.report({"score": float(case["batch_size"])})
+
+
+def draws(config: dict[str, Any]) -> None:
+    """Reports what depends on the trials before it in the same process, in the state of a C library."""
+    ray.train.report({"score": ctypes.CDLL(None).lrand48(), "process": os.getpid()})
+
+
+def unseeded(config: dict[str, Any]) -> None:
+    """Never reports the same."""
+    ray.train.report({"score": random.random(), "process": os.getpid()})
 
 
 def main(way: str, sweeps: str, storage: str) -> None:
@@ -136,7 +156,19 @@ SWEEPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
         {"leaves": ["no", "dtype", "variable", "patch", "global", "no", "thread", "no", "thread", "no", "no"]},
     ),
     "stops": (slow, 1, {"slope": [4.0, 3.0, 2.0, 1.0, 0.5]}),
-    "memory": (runs_out, 2, {"batch_size": [16, 64, 128, 32]}),
+    "draws": (draws, 1, {"x": [0, 1, 2]}),
+    "unseeded": (unseeded, 1, {"x": [0, 1, 2]}),
+    "memory": (
+        runs_out,
+        2,
+        {
+            "case": [
+                {"where": where, "batch_size": size}
+                for where in ("forward", "backward", "optimizer")
+                for size in (16, 64, 128, 32)
+            ]
+        },
+    ),
 }
 """The training function, its workers, and the grid of its configuration."""
 

@@ -14,13 +14,11 @@ from tests.conftest import Cluster, Done
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 _SCRIPT = str(Path(__file__).with_name("drop_in.py"))
-# Set for the suite by trainers/on_ray, which a user's script does not import.
-_AS_A_USER = {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "0", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 
 
 def run(command: Callable[..., Done], cluster: Cluster, directory: Path, way: str, *names: str) -> dict[str, Any]:
     """What the script's sweeps of some names gave."""
-    done = command(_SCRIPT, way, ",".join(names), str(directory), env=_AS_A_USER, ray_address=cluster.address)
+    done = command(_SCRIPT, way, ",".join(names), str(directory), ray_address=cluster.address)
     lines = [line.split(" ", 2)[1:] for line in done.out.split("\n") if line.startswith("JSON ")]
     assert [name for name, _ in lines] == list(names), done.err[-3000:]
     return {name: json.loads(text) for name, text in lines}
@@ -29,7 +27,7 @@ def run(command: Callable[..., Done], cluster: Cluster, directory: Path, way: st
 @pytest.fixture(scope="module")
 def ours(command: Callable[..., Done], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All sweeps of the script, from lanes."""
-    names = ("fails", "leaks", "stops", "train", "memory")
+    names = ("fails", "leaks", "stops", "train", "draws", "unseeded", "memory")
     return run(command, cluster, tmp_path_factory.mktemp("ours"), "ours", *names)
 
 
@@ -76,6 +74,22 @@ def test_what_a_function_leaves_behind_reaches_no_other_trial(ours: dict[str, An
     assert len(set(processes[-3:])) == 3
 
 
+def test_a_function_whose_reports_depend_on_the_trial_before_has_fresh_processes(ours: dict[str, Any]) -> None:
+    trials = ours["draws"]["trials"]
+    assert [column(trial, "score") for trial in trials] == [[0.0]] * 3
+    assert len({column(trial, "process")[0] for trial in trials}) == 3
+    [words] = ours["draws"]["restarts"]
+    assert words.startswith("draws does not give the same on a warm lane: `score` is ")
+    assert words.endswith(", not 0 (report 1 of rank 0)")
+
+
+def test_a_function_that_never_reports_the_same_stays_warm(ours: dict[str, Any]) -> None:
+    trials = ours["unseeded"]["trials"]
+    assert ours["unseeded"]["restarts"] == []
+    assert len({column(trial, "score")[0] for trial in trials}) == 3
+    assert len({column(trial, "process")[0] for trial in trials}) < 3
+
+
 def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str, Any]) -> None:
     best, *others = ours["stops"]["trials"]
     assert len(column(best, "score")) == 40
@@ -83,9 +97,13 @@ def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str,
     assert ours["stops"]["restarts"] == []
 
 
-def test_a_batch_that_ran_out_of_memory_is_not_tried_again_nor_a_larger_one(ours: dict[str, Any]) -> None:
-    """One rank of two ran out, and the other waits for it in an all-reduce: the trial ends, and the next ones run."""
-    fits, failed, larger, smaller = ours["memory"]["trials"]
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_a_batch_that_ran_out_of_memory_is_not_tried_again_nor_a_larger_one(ours: dict[str, Any], where: str) -> None:
+    """One rank of two ran out, and the other waits for it in a collective: the trial ends, and the next ones run."""
+    fits, failed, larger, smaller = [
+        trial for trial in ours["memory"]["trials"] if trial["config"]["case"]["where"] == where
+    ]
     assert [column(trial, "score")[0] for trial in (fits, smaller)] == [16.0, 32.0]
     assert "out of memory" in failed["error"]
-    assert "batch_size 128 is not tried: 64 ran out of memory with the same configuration" in larger["error"]
+    why = "case.batch_size 128 is not tried: 64 ran out of memory with the same configuration"
+    assert why in larger["error"]

@@ -66,7 +66,8 @@ REPORTED = {
     "native_memory": "MiB of the host's memory are still held",
 }
 INNOCENT = (
-    *("plain", "loader_with_workers", "data_parallel", "autocast", "lazy_submodule", "lazy_attribute"),
+    *("plain", "loader_with_workers", "data_parallel", "autocast", "many_shapes"),
+    *("lazy_submodule", "lazy_attribute"),
     *("accelerate_without", "accelerate_bf16", "transformers_model"),
 )
 
@@ -81,7 +82,7 @@ import numpy, psutil, torch
 import torch.distributed as dist
 import tune.lanes.module_state as module_state
 from tune.lanes.leftovers import adopt_orphans
-from tune.lanes.foreign_state import Baseline
+from tune.lanes.process_state import Baseline
 module_state._INSTALLED += (site,)
 
 def state():

@@ -301,6 +301,7 @@ def test_a_step_that_cannot_be_captured_is_an_error_with_torchs_reason() -> None
 def test_a_process_in_which_a_capture_failed_serves_no_other_trial() -> None:
     """torch 2.11 leaves the pool of a failed capture open, and its random generators capturing."""
     baseline, words = Baseline(CPU, []), "a capture of CUDA graphs that failed"
+    baseline.close()
     train(make(Fake()), [[4]] * 5)
     assert not any(words in left for left in baseline._remains())
     with pytest.raises(ConfigError):

@@ -65,7 +65,9 @@ for poison in ("thread", "group"):
     from tests import lane_tasks
     lane_tasks.Poison([poison]).dataset("val")
     found["left"][poison] = baseline.restore()
-baseline._threads.update(__import__("threading").enumerate())
+baseline._threads.known.update(__import__("threading").enumerate())
+baseline._settings._entries = [one for one in baseline._settings._entries if one[0] != "profile function"]
+baseline._settings._kept = baseline._settings.read()
 found["calls"] = []
 for _ in range(3):
     curve()
@@ -143,44 +145,44 @@ def of(module: str) -> Any:
 
 @pytest.mark.parametrize("module", ["wandb.sdk.wandb_run", "mlflow", "tensorboard.summary.writer", "torch._inductor.x"])
 def test_a_library_s_thread_is_harmless_and_the_task_s_own_is_not(module: str) -> None:
-    from tune.lanes.process_state import _is_harmless
+    from tune.lanes.leftovers import is_harmless
 
-    assert _is_harmless(started(of(module)))
-    assert not _is_harmless(started(of("task"), module))
-    assert not _is_harmless(started(of(f"{module.partition('.')[0]}_like"), "wandb"))
+    assert is_harmless(started(of(module)))
+    assert not is_harmless(started(of("task"), module))
+    assert not is_harmless(started(of(f"{module.partition('.')[0]}_like"), "wandb"))
 
 
 def test_real_libraries_threads_are_harmless() -> None:
-    from tune.lanes.process_state import _is_harmless
+    from tune.lanes.leftovers import is_harmless
 
     tqdm, fsspec = pytest.importorskip("tqdm"), pytest.importorskip("fsspec.asyn")
     before = set(threading.enumerate())
     list(tqdm.tqdm(range(2), file=io.StringIO()))
     fsspec.get_loop()
     new = set(threading.enumerate()) - before
-    assert all(map(_is_harmless, new)), [thread.name for thread in new if not _is_harmless(thread)]
+    assert all(map(is_harmless, new)), [thread.name for thread in new if not is_harmless(thread)]
     timer = threading.Timer(3600, of("matplotlib.font_manager"))
     timer.start()
-    assert _is_harmless(timer)
+    assert is_harmless(timer)
     timer.cancel()
     own = threading.Timer(3600, of("task"))
     own.start()
-    assert not _is_harmless(own)
+    assert not is_harmless(own)
     own.cancel()
-    assert not _is_harmless(started(asyncio.new_event_loop().run_forever, "io")), "fsspec's is known by its name too"
+    assert not is_harmless(started(asyncio.new_event_loop().run_forever, "io")), "fsspec's is known by its name too"
 
 
-def test_a_pool_is_harmless_while_it_waits_for_work() -> None:
-    from tune.lanes.process_state import _is_harmless
+def test_a_poolis_harmless_while_it_waits_for_work() -> None:
+    from tune.lanes.leftovers import is_harmless
 
     held = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
         [thread] = pool._threads
-        while not _is_harmless(thread):  # it is on its way back to the queue
+        while not is_harmless(thread):  # it is on its way back to the queue
             time.sleep(0.001)
         working = threading.Event()
         pool.submit(lambda: (working.set(), held.wait()))
         working.wait()
-        assert not _is_harmless(thread)
+        assert not is_harmless(thread)
         held.set()

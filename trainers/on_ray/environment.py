@@ -5,11 +5,6 @@ RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the
 RAY_TRAIN_HEALTH_CHECK_INTERVAL_S       a run's end is noticed sooner than after 2 s
 RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S a worker that was stopped is noticed sooner than after 600 s
 RAY_USAGE_STATS_ENABLED                 nothing is sent anywhere
-RAY_AIR_NEW_OUTPUT                      the terminal is Paceline's, not Tune's
-TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
-                                        the journal is the record; a failed trial has no metric
-TUNE_DISABLE_SIGINT_HANDLER             Ctrl-C is Paceline's too
-TUNE_PRINT_ALL_TRIAL_ERRORS             and so are its sentences
 on a cluster that RAY_ADDRESS names:
 RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     set explicitly: Ray hands it to the run's controller, whose process has no
                                         RAY_ADDRESS and would switch it off
@@ -18,6 +13,12 @@ RAY_AUTH_MODE                           token, as Ray's own default for a new cl
 RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     an embedded node is never drained: one actor less for each worker group
 PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
 RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its controller
+and, for a sweep of `python -m tune`, which Tune reads as it runs (a Tuner of `tune.ray` is as Ray has it):
+RAY_AIR_NEW_OUTPUT                      the terminal is Paceline's, not Tune's
+TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
+                                        the journal is the record; a failed trial has no metric
+TUNE_DISABLE_SIGINT_HANDLER             Ctrl-C is Paceline's too
+TUNE_PRINT_ALL_TRIAL_ERRORS             and so are its sentences
 """
 
 import os
@@ -28,11 +29,6 @@ _ALWAYS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "180",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AIR_NEW_OUTPUT": "0",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
-    "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
 }
 _CLUSTER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1"}
 _EMBEDDED = {
@@ -40,6 +36,13 @@ _EMBEDDED = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
+}
+_SWEEP = {
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
 }
 
 
@@ -50,5 +53,14 @@ def embedded() -> bool:
 
 def set_environment() -> None:
     """Set what the user has not set."""
-    for name, value in (_ALWAYS | (_EMBEDDED if embedded() else _CLUSTER)).items():
+    _set(_ALWAYS | (_EMBEDDED if embedded() else _CLUSTER))
+
+
+def set_sweep_environment() -> None:
+    """Set what the user has not set, in the process that runs a sweep."""
+    _set(_SWEEP)
+
+
+def _set(wanted: dict[str, str]) -> None:
+    for name, value in wanted.items():
         os.environ.setdefault(name, value)

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
 
+from trainers.devices.device import total_memory_bytes
+
 _HARMLESS = {
     "tqdm": "redraws progress bars, one for the process (so does `datasets`, through it)",
     "wandb": "sends what was logged, and the state of its run",
@@ -51,8 +53,8 @@ _THREAD_GRACE_S = 0.5
 _CHILD_GRACE_S = 5.0
 _TENSORS_TOLERANCE_BYTES = 2**20
 _CONSTANTS_TOLERANCE_BYTES = 16 * 2**20
-_HOST_TOLERANCE_BYTES = 32 * 2**20
-_DRIVER_FACTOR = 8  # a driver allocates on the host as it loads libraries and kernels, which it does when they are used
+_HOST_TOLERANCE_BYTES, _HOST_TOLERANCE_SHARE = 2**28, 0.01
+"""Of what native code may keep: oneDNN has 3 MiB for each shape in bf16, a GPU's driver some for each library."""
 _SMALL_BYTES = 2**16
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -242,7 +244,8 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._allocated = _allocated()
-        self._host_tolerance_bytes = _HOST_TOLERANCE_BYTES * (1 if device.type == "cpu" else _DRIVER_FACTOR)
+        host_bytes = total_memory_bytes(torch.device("cpu"))
+        self._host_tolerance_bytes = max(_HOST_TOLERANCE_BYTES, int(_HOST_TOLERANCE_SHARE * host_bytes))
         self._device_floor_bytes = device_bytes(device)
         self._host_floor_bytes = self._allocated()
 

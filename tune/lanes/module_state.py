@@ -35,7 +35,7 @@ _INSTALLED = tuple(
 _OWN_PACKAGES = ("trainers", "cluster", "tune")
 _LEFT_ALONE = frozenset(
     [
-        # Watched by name in watched_code.py, and what torch itself computes with: it keeps caches there.
+        # Watched by name in process_state.py, and what torch itself computes with: it keeps caches there.
         *("torch", "numpy", "functorch", "torchgen", "triton", "sympy", "mpmath", "networkx"),
         # Ray's workers and our own loop use them all the time, from threads of their own.
         *("ray", "google", "grpc", "opencensus", "opentelemetry", "prometheus_client", "psutil", "setproctitle"),

@@ -21,6 +21,7 @@ from trainers.launch.local import setup_logging
 from trainers.launch.spec import RunSpec
 from trainers.on_ray.context import Gauges, WorkerContext, own_gpu
 from trainers.storage import Storage
+from tune.lanes.leftovers import adopt_orphans
 from tune.lanes.messages import Assignment
 from tune.lanes.process_state import Baseline
 
@@ -88,6 +89,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
     device = torch.device("cuda", own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
     group = Group(context.get_world_rank(), context.get_world_size(), device)
     path = loop_config["path"]
+    adopt_orphans()
     baseline = Baseline(group.device, path)
     # What decides how much fits: the GPU's model and memory.
     label = f"{device_name(group.device)}, {total_memory_bytes(group.device) / 2**30:.1f} GiB"

@@ -9,6 +9,7 @@ no process.
 import asyncio
 import contextlib
 import json
+import math
 import queue
 import random
 import threading
@@ -26,6 +27,7 @@ from ray.train._internal.session import _TrainSession, get_session
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
+from ray.train.v2._internal.execution.callback import ReportCallback
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
 from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
 from ray.train.v2._internal.execution.controller import TrainController
@@ -76,7 +78,7 @@ class LaneWorker(RayTrainWorker):
             import ray.train.torch  # noqa: F401 (every function needs it)
             import torch.distributed.nn.functional  # noqa: F401 (before any group, which it would keep)
 
-            from tune.lanes.foreign_state import Baseline
+            from tune.lanes.process_state import Baseline
         self._make_baseline = Baseline
         self._baseline: Any = None
 
@@ -229,6 +231,10 @@ class LaneGroup(WorkerGroup):
     """Set by the class that a trial makes of this one."""
     function: str
     """The name of what it runs."""
+    which: str
+    """The lane that it asks for."""
+    loans: list[Any]
+    """What it has borrowed, also those before a retry."""
 
     def _start(self) -> None:
         wanted, run = self._worker_group_context, self._train_run_context
@@ -236,7 +242,8 @@ class LaneGroup(WorkerGroup):
             run.scaling_config, run.run_config.worker_runtime_env, wanted.num_workers, wanted.label_selector
         )
         borrower = ray.get_runtime_context().get_actor_id()
-        self.loan = ray.get(self.pool.borrow.remote(shape, borrower, self.function))
+        self.loan = ray.get(self.pool.borrow.remote(shape, borrower, self.function, self.which))
+        self.loans.append(self.loan)
         try:
             with self._meeting_in_pool():
                 self._start_impl(_StateBuilder())  # type: ignore[no-untyped-call]
@@ -324,21 +331,43 @@ class _Watch(PreemptionCallback):
             self._thread = None
 
 
+class Heard(ReportCallback):
+    """Keeps what the ranks have reported, a list for each report."""
+
+    def __init__(self) -> None:
+        self.reports: list[list[dict[str, Any]]] = []
+
+    def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
+        """Called by Ray in the controller."""
+        self.reports.append(metrics)
+
+
 class LaneController(TrainController):
     """Ray's controller, in the process of a trial."""
 
-    def __init__(self, pool: Any, function: str, **given: Any) -> None:
+    def __init__(self, pool: Any, function: str, which: str = "any", most_s: float = math.inf, **given: Any) -> None:
+        """`which`: the lane that is wanted (tune/ray/pool.py); `most_s`: a run that takes longer raises TrialStopped
+        once it has reported.
+        """
+
         class TrialGroup(LaneGroup):
             pass
 
-        TrialGroup.pool, TrialGroup.function = pool, function
+        self.loans: list[Any] = []
+        TrialGroup.pool, TrialGroup.function, TrialGroup.which, TrialGroup.loans = pool, function, which, self.loans
         self.worker_group_cls = TrialGroup
+        self.heard = Heard()
+        self._deadline = time.monotonic() + most_s
         self._answering: set[asyncio.Task[None]] = set()
-        super().__init__(**given)
+        super().__init__(**{**given, "callbacks": [*given["callbacks"], self.heard]})
         self._worker_group_callbacks_to_propagate = [
             _Watch() if isinstance(callback, PreemptionCallback) else callback
             for callback in self._worker_group_callbacks_to_propagate
         ]
+
+    def ran_on(self, which: str) -> bool:
+        """Whether it has run on one lane, which was fresh or warm."""
+        return [loan.is_fresh for loan in self.loans] == [which == "fresh"]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """Workers answer when they have something to say: there is no need to wait between two polls."""
@@ -347,7 +376,7 @@ class LaneController(TrainController):
             task = asyncio.create_task(self._answer(group, number, question))  # it may wait for what a poll brings
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
-        if is_stopped():
+        if is_stopped() or (self.heard.reports and time.monotonic() > self._deadline):
             raise TrialStopped(0)
         await asyncio.sleep(0)
         status: WorkerGroupPollStatus = group.poll_status()

@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
@@ -30,6 +30,10 @@ _FORGIVEN = 2
 _PLACE_S, _WATCH_S, _MAKE_S = 0.5, 1.0, 1.0
 
 
+Which = Literal["any", "warm", "fresh"]
+"""The lane that a trial asks for; warm and fresh ones are for comparing the two."""
+
+
 @dataclass(frozen=True)
 class Loan:
     """A lane as a trial gets it."""
@@ -38,6 +42,8 @@ class Loan:
     group: PlacementGroup
     workers: list[tuple[Any, ActorMetadata]]
     """The handle of each worker's actor, and where it is."""
+    is_fresh: bool
+    """Whether nothing has run on it."""
 
 
 @dataclass
@@ -45,6 +51,7 @@ class _Wish:
     shape: Shape
     borrower: str
     function: str
+    which: Which
     loan: asyncio.Future[Loan]
 
 
@@ -66,7 +73,7 @@ class _Lane:
     borrower: str | None = None
     """The actor that has it; empty while it settles; None: it is free, or not up yet."""
     function: str = ""
-    """What it runs, or has run last."""
+    """What it runs, or has run last; empty: nothing yet."""
     stopping: bool = False
     since: float = 0.0
     """When it began to start, or was free last."""
@@ -75,7 +82,12 @@ class _Lane:
 class Pool:
     """One for each driver; every call is short or waits without holding a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, compares: bool = True) -> None:
+        """`compares`: a function has fresh lanes until its reports on a warm one were seen to be the same."""
+        self._compares = compares
+        self._proven: set[str] = set()
+        self._comparing: dict[str, str] = {}
+        """The functions that are being compared, and the actors that do."""
         self._lanes: dict[int, _Lane] = {}
         self._count = 0
         self._waiting: list[_Wish] = []
@@ -88,17 +100,40 @@ class Pool:
         self._next_start = math.inf
         """When starting another lane pays, by this machine's monotonic clock."""
 
-    async def borrow(self, shape: Shape, borrower: str, function: str) -> Loan:
+    async def borrow(self, shape: Shape, borrower: str, function: str, which: Which = "any") -> Loan:
         """Lend a lane of a shape to the actor with an id: one that is free, else the next that comes up."""
         if not self._watching:
             self._watching = True
             self._do(self._watch())
-        if (lane := self._free(shape)) is not None:
-            return self._lend(lane, borrower, function)
-        future: asyncio.Future[Loan] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Wish(shape, borrower, function, future))
+        wish = _Wish(shape, borrower, function, which, asyncio.get_running_loop().create_future())
+        if (lane := self._free(wish)) is not None:
+            return self._lend(lane, wish)
+        self._waiting.insert(len(self._waiting) if which == "any" else 0, wish)
         self._start_wanted()
-        return await future
+        return await wish.loan
+
+    async def compares(self, function: str, actor: str) -> bool:
+        """Whether the actor with an id shall run a function again, on a warm lane, and `judge` it."""
+        if self._is_proven(function) or function in self._comparing or self._left[function] >= _FORGIVEN:
+            return False
+        self._comparing[function] = actor
+        return True
+
+    async def judge(self, function: str, is_same: bool | None, words: str = "") -> None:
+        """Note whether a function reports the same on a warm lane, in words where it does not; None: it is not known,
+        and the next trial tells.
+        """
+        self._comparing.pop(function, None)
+        if is_same:
+            self._proven.add(function)
+        elif is_same is not None:
+            self._left[function] = _FORGIVEN
+            logger.warning("%s: each trial of it has processes of its own", words)
+            self._restarts.append(words)
+            for lane in [lane for lane in self._all_free() if lane.function == function]:
+                await self._end(lane)
+        self._serve()
+        self._start_wanted()
 
     async def prepare(self, shape: Shape) -> None:
         """Start a lane that is likely to be asked for."""
@@ -166,15 +201,35 @@ class Pool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _free(self, shape: Shape) -> _Lane | None:
-        return next((lane for lane in self._all_free() if lane.shape == shape), None)
+    def _free(self, wish: _Wish) -> _Lane | None:
+        return next((lane for lane in self._all_free() if self._serves(lane, wish)), None)
+
+    def _serves(self, lane: _Lane, wish: _Wish) -> bool:
+        may_be_warm = wish.which == "warm" or (wish.which == "any" and self._is_proven(wish.function))
+        return lane.shape == wish.shape and (may_be_warm or not lane.function)
+
+    def _is_proven(self, function: str) -> bool:
+        return not self._compares or function in self._proven
+
+    def _is_in_the_way(self, other: _Lane, lane: _Lane) -> bool:
+        """Whether a lane that nobody has takes the room of one that is waited for."""
+        waiting = [wish for wish in self._waiting if wish.shape == lane.shape]
+        if not waiting or other.borrower is not None:
+            return False
+        if other.shape != lane.shape:
+            return other.is_up or all(wish.shape != other.shape for wish in self._waiting)
+        if not other.is_up or any(self._serves(other, wish) for wish in waiting):
+            return False
+        # A function that is being compared may be proven in a moment.
+        return any(wish.which == "fresh" or wish.function not in self._comparing for wish in waiting)
 
     def _all_free(self) -> list[_Lane]:
         return [lane for lane in self._lanes.values() if lane.is_up and lane.borrower is None]
 
-    def _lend(self, lane: _Lane, borrower: str, function: str) -> Loan:
-        lane.borrower, lane.function, lane.stopping, lane.barrier = borrower, function, False, make_barrier()
-        return Loan(lane.number, lane.group, lane.workers)
+    def _lend(self, lane: _Lane, wish: _Wish) -> Loan:
+        is_fresh = not lane.function
+        lane.borrower, lane.function, lane.stopping, lane.barrier = wish.borrower, wish.function, False, make_barrier()
+        return Loan(lane.number, lane.group, lane.workers, is_fresh)
 
     def _start_wanted(self) -> None:
         """Start lanes for trials that wait for more of a shape than start already."""
@@ -214,11 +269,10 @@ class Pool:
         self._serve()
 
     async def _placed(self, lane: _Lane) -> None:
-        """Wait until a lane has its place; where there is no room, lanes of other shapes that nobody has make it."""
+        """Wait until a lane has its place; where there is no room, lanes that nobody has make it."""
         while not (await asyncio.wait([lane.placed], timeout=_PLACE_S))[0]:
-            wanted = {wish.shape for wish in self._waiting}
-            for other in [one for one in self._lanes.values() if one.shape != lane.shape and one.borrower is None]:
-                if lane.shape in wanted and (other.is_up or other.shape not in wanted):
+            for other in list(self._lanes.values()):
+                if self._is_in_the_way(other, lane):
                     await self._end(other)
         await lane.placed
 
@@ -229,16 +283,18 @@ class Pool:
             for lane in list(self._lanes.values()):
                 if not (borrower := lane.borrower):
                     continue
-                dead: bool = await asyncio.to_thread(is_dead, borrower)
-                if dead and lane.borrower == borrower:
+                if await asyncio.to_thread(is_dead, borrower) and lane.borrower == borrower:
                     self._take_back(lane, stop=True)
+            for function, actor in list(self._comparing.items()):
+                if await asyncio.to_thread(is_dead, actor):
+                    await self.judge(function, None)
 
     def _serve(self) -> None:
         """Lend free lanes to trials that wait for their shapes, in the order in which they came."""
         for wish in list(self._waiting):
-            if (lane := self._free(wish.shape)) is not None:
+            if (lane := self._free(wish)) is not None:
                 self._waiting.remove(wish)
-                wish.loan.set_result(self._lend(lane, wish.borrower, wish.function))
+                wish.loan.set_result(self._lend(lane, wish))
 
     def _fail(self, shape: Shape, error: Exception) -> None:
         for wish in [wish for wish in self._waiting if wish.shape == shape]:

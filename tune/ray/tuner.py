@@ -46,7 +46,9 @@ class Tuner(tune.Tuner):
     """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid.
 
     `batch_key` names the batch size among the keys of `train_loop_config`, where none of the usual names does: a size
-    that ran out of memory is not tried again. A function without a TorchTrainer runs as Ray runs it.
+    that ran out of memory is not tried again. `compare`: the first trial that ends well is run again on its warm lane,
+    for 20 s or until it has reported; where that gives other reports than its fresh process did, each trial has
+    processes of its own. A function without a TorchTrainer runs as Ray runs it.
     """
 
     def __init__(
@@ -57,10 +59,12 @@ class Tuner(tune.Tuner):
         tune_config: tune.TuneConfig | None = None,
         run_config: tune.RunConfig | None = None,
         batch_key: str | None = None,
+        compare: bool = True,
         **given: Any,
     ) -> None:
         self._pool_name = _new_name()
         self._pace = _Pace(self._pool_name)
+        self._compares = compare
         self._driver: Any = None
         self.restarts: list[str] = []
         """What trials have left behind for which a lane had to start again."""
@@ -75,14 +79,16 @@ class Tuner(tune.Tuner):
         super().__init__(trainable, param_space=param_space, tune_config=tune_config, run_config=run_config, **given)
 
     @classmethod
-    def restore(cls, path: str, trainable: Any, batch_key: str | None = None, **given: Any) -> Self:  # type: ignore[override]
+    def restore(  # type: ignore[override]
+        cls, path: str, trainable: Any, batch_key: str | None = None, compare: bool = True, **given: Any
+    ) -> Self:
         """As Ray's: go on with the trials of a sweep that was cut off."""
         if not (callable(trainable) and not isinstance(trainable, type) and makes_trainer(trainable)):
             return cls(_tuner_internal=tune.Tuner.restore(path, trainable, **given)._local_tuner)
         name = _new_name()
         wrapped = tune.with_resources(in_lanes(trainable, name, batch_key), _TOKEN)
         internal: Any = tune.Tuner.restore(path, wrapped, **given)._local_tuner
-        restored = cls(_tuner_internal=internal)
+        restored = cls(_tuner_internal=internal, compare=compare)
         restored._pool_name, restored._driver, restored._pace = name, trainable, _Pace(name)
         restored._pace.limit(internal._tune_config)
         internal._run_config.callbacks = [*(internal._run_config.callbacks or []), restored._pace]
@@ -94,7 +100,7 @@ class Tuner(tune.Tuner):
             return super().fit()
         if not ray.is_initialized():
             ray.init()
-        pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote()
+        pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote(self._compares)
         scaling = ray.train.ScalingConfig(**likely_scaling(self._driver))
         pool.prepare.remote(shape_of(scaling))  # beside the process of the first trial, which takes as long
         try:

@@ -1,3 +1,5 @@
 """Plan, run and watch a sweep."""
 
-import trainers.on_ray  # noqa: F401 (sets what Ray reads from the environment at import)
+from trainers.on_ray.environment import set_sweep_environment  # with what Ray reads from the environment at import
+
+set_sweep_environment()
