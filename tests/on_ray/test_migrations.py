@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import migrations
-from tune.sweep.spec import prepare, read_sweep
+from tune.sweeps.spec import prepare, read_sweep
 from tune.trials.record import TrialRecord
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
@@ -22,7 +22,7 @@ def as_user(directory: Path, section: str, monkeypatch: pytest.MonkeyPatch) -> d
     """Run a section's sweep.py in its directory, as Ray has it by itself; its globals."""
     migrations.after(section, directory)
     monkeypatch.chdir(directory)
-    for name in [name for name in os.environ if name.startswith("TUNE_")]:  # tune.sweep has set them here
+    for name in [name for name in os.environ if name.startswith("TUNE_")]:  # tune.sweeps has set them here
         monkeypatch.delenv(name)
     return runpy.run_path(str(directory / "sweep.py"), run_name="__main__")
 
@@ -56,7 +56,7 @@ def test_accelerate(
 
 def sweep(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[TrialRecord]:
     """Run sweep.yaml of a directory."""
-    from tune.sweep.run import run_sweep
+    from tune.sweeps.run import run_sweep
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "task", raising=False)
