@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -22,8 +21,6 @@ def as_user(directory: Path, section: str, monkeypatch: pytest.MonkeyPatch) -> d
     """Run a section's sweep.py in its directory, as Ray has it by itself; its globals."""
     migrations.after(section, directory)
     monkeypatch.chdir(directory)
-    for name in [name for name in os.environ if name.startswith("TUNE_")]:  # tune.sweeps has set them here
-        monkeypatch.delenv(name)
     return runpy.run_path(str(directory / "sweep.py"), run_name="__main__")
 
 

@@ -63,6 +63,7 @@ again = {file.name: file.stat().st_mtime_ns for file in Path("results/waiting/tr
 print(json.dumps({
     "kept": len(kept), "untouched": kept.items() <= again.items(), "all": len(again),
     "statuses": sorted({record.status for record in resumed.records}), "connected": ray.is_initialized(),
+    "tune": [name for name in os.environ if name.startswith("TUNE_")],
 }))
 ray.shutdown()
 """
@@ -125,3 +126,4 @@ def test_the_page_s_examples_run_in_a_notebook(
     assert 1 <= after["kept"] < 4
     assert (after["untouched"], after["all"], after["statuses"]) == (True, 4, ["done"])
     assert after["connected"], "the connection is the notebook's own"
+    assert after["tune"] == [], "its own Tuners are as Ray has them"

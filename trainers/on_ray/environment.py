@@ -13,7 +13,7 @@ RAY_AUTH_MODE                           token, as Ray's own default for a new cl
 RAY_TRAIN_ENABLE_PREEMPTION_WATCHER     an embedded node is never drained: one actor less for each worker group
 PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
 RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its controller
-and, for a sweep of `python -m tune`, which Tune reads as it runs (a Tuner of `tune.ray` is as Ray has it):
+and, while a sweep runs, which is when Tune reads it (a Tuner of the user's is as Ray has it):
 RAY_AIR_NEW_OUTPUT                      the terminal is Paceline's, not Tune's
 TUNE_DISABLE_AUTO_CALLBACK_LOGGERS, TUNE_DISABLE_STRICT_METRIC_CHECKING
                                         the journal is the record; a failed trial has no metric
@@ -21,7 +21,9 @@ TUNE_DISABLE_SIGINT_HANDLER             Ctrl-C is Paceline's too
 TUNE_PRINT_ALL_TRIAL_ERRORS             and so are its sentences
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 _ALWAYS = {
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
@@ -53,14 +55,17 @@ def embedded() -> bool:
 
 def set_environment() -> None:
     """Set what the user has not set."""
-    _set(_ALWAYS | (_EMBEDDED if embedded() else _CLUSTER))
-
-
-def set_sweep_environment() -> None:
-    """Set what the user has not set, in the process that runs a sweep."""
-    _set(_SWEEP)
-
-
-def _set(wanted: dict[str, str]) -> None:
-    for name, value in wanted.items():
+    for name, value in (_ALWAYS | (_EMBEDDED if embedded() else _CLUSTER)).items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def sweep_environment() -> Iterator[None]:
+    """In a block in which Tune runs a sweep of ours, set what the user has not set."""
+    added = {name: value for name, value in _SWEEP.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

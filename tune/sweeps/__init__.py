@@ -1,5 +1,3 @@
 """Plan, run and watch a sweep."""
 
-from trainers.on_ray.environment import set_sweep_environment  # with what Ray reads from the environment at import
-
-set_sweep_environment()
+import trainers.on_ray  # noqa: F401 (sets what Ray reads from the environment at import)

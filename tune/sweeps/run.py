@@ -22,6 +22,7 @@ from trainers.launch.spec import RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, connect
+from trainers.on_ray.environment import sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
@@ -80,7 +81,8 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
             lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
             began = time.monotonic()
-            _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
+            with sweep_environment():
+                _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
             is_over_budget = time.monotonic() - began >= (spec.config.time_budget_s or math.inf)
             progress.record_rest(is_over_budget)
