@@ -18,10 +18,19 @@ from pydantic import Field
 
 from trainers.command_line import run
 from trainers.config import TrainConfig
-from trainers.errors import counted
+from trainers.errors import ConfigError, counted
 from trainers.launch.imports import without_collection
 from trainers.launch.signals import follow_agent
-from trainers.launch.spec import MARK, check_kept, check_precision, prepare_storage, read_spec, torchrun_world_size
+from trainers.launch.spec import (
+    MARK,
+    FunctionSpec,
+    check_kept,
+    check_precision,
+    prepare_storage,
+    read_function,
+    read_spec,
+    torchrun_world_size,
+)
 from trainers.lease import held
 from trainers.redaction import redact
 from trainers.storage import storage_uri
@@ -45,7 +54,10 @@ def train(
     """Train, or go on from the run's newest checkpoint."""
     follow_agent()
     torchrun = torchrun_world_size()
-    spec = read_spec(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
+    overrides = ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides
+    if (function := read_function(location, overrides)) is not None:
+        return _train_function(function, fresh, torchrun is not None)
+    spec = read_spec(location, overrides, torchrun)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
     with without_collection(own_process=True):
         from trainers.launch.local import setup_logging
@@ -128,6 +140,28 @@ def main(argv: list[str] | None = None) -> int:
         "memory": memory,
     }
     return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)
+
+
+def _train_function(spec: FunctionSpec, fresh: bool, by_torchrun: bool) -> int:
+    """Train with a user's own function, on Ray."""
+    if by_torchrun:
+        rule = "is called by workers of Ray Train, which torchrun does not start"
+        raise ConfigError("train_func", spec.config.train_func, rule, "start it without torchrun", spec.source)
+    with without_collection(own_process=True):
+        from trainers.launch.local import failing_as_run, setup_logging
+        from trainers.on_ray.connect import check_cluster, disconnect
+        from trainers.on_ray.function import run_function
+
+    setup_logging(0)
+    spec.load()
+    check_cluster(spec)
+    with contextlib.ExitStack() as stack:
+        stack.callback(disconnect)
+        token = stack.enter_context(held(spec.storage, MARK))
+        stack.enter_context(failing_as_run(0))
+        said = run_function(replace(spec, token=token), fresh)
+    print(redact(said))
+    return 0
 
 
 def _infer(location: str, overrides: dict[str, Any], split: str, checkpoint: str, out: str | None) -> int:

@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 
 from trainers.config import TrainConfig
 from trainers.config.foreign import by_name
+from trainers.config.function import BATCH_KEYS as BATCH_KEYS
 from trainers.config.model import Settings
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Count, Positive, Seconds
 from trainers.errors import MISSING, ConfigError
 
 MOST_TRIALS = 10_000
-BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
 TO_TARGET = ("time_to_target", "usd_to_target")
 SCORES = ("accuracy", "f1", "auc")  # ends of the names of metrics of which more is better
 
@@ -185,7 +185,7 @@ class SweepConfig(Settings):
         examples=[{"global_batch_size": [32, 64, 128]}],
         json_schema_extra={"rule": "must be a list of values, or a range such as {loguniform: [1e-4, 1e-2]}"},
     )
-    """Dotted TrainConfig keys and their values: a list, {uniform|loguniform|choice: ...} or {min, max}."""
+    """Dotted keys of the run and their values: a list, {uniform|loguniform|choice: ...} or {min, max}."""
     objective: Objective = Field(default_factory=lambda: Objective(metric="val_loss"))
     """What the best trial is best at."""
     search: Literal["grid", "random", "optuna", "frontier"] = Field(default="grid")
