@@ -26,6 +26,7 @@ from trainers.launch.spec import (
     FunctionSpec,
     check_kept,
     check_precision,
+    prepare_function,
     prepare_storage,
     read_function,
     read_spec,
@@ -159,7 +160,8 @@ def _train_function(spec: FunctionSpec, fresh: bool, by_torchrun: bool) -> int:
         stack.callback(disconnect)
         token = stack.enter_context(held(spec.storage, MARK))
         stack.enter_context(failing_as_run(0))
-        said = run_function(replace(spec, token=token), fresh)
+        prepare_function(spec, fresh)
+        said = run_function(replace(spec, token=token))
     print(redact(said))
     return 0
 

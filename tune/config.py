@@ -212,6 +212,22 @@ class SweepConfig(Settings):
     """Price of all that the sweep holds, dollars an hour; `python -m tune plan` says it of a cluster file."""
 
     @model_validator(mode="after")
+    def _fits_function(self) -> Self:
+        if isinstance(self.train, dict) and "train_func" in self.train:
+            self.check_function()
+        return self
+
+    def check_function(self) -> None:
+        """Raise ConfigError for what the sweep of a training function cannot have."""
+        loop, frontier, pbt = "Paceline's own loop", self.search == "frontier", self.scheduler == "pbt"
+        rule = f"needs the throughput and the gradient noise scale that {loop} measures: a train_func has neither"
+        self.refuse_if(frontier, "search", rule, "set `search: grid`, `random` or `optuna`")
+        rule = f"goes on from checkpoints of {loop}, and a train_func has its own"
+        self.refuse_if(pbt, "scheduler", rule, "set `scheduler: asha`")
+        rule = "repeats trials with other seeds, which a train_func is not given"
+        self.refuse_if(self.finalists.count not in ("auto", 0), "finalists.count", rule, "remove it")
+
+    @model_validator(mode="after")
     def _search_fits_space(self) -> Self:
         is_frontier, batch_key = self.search == "frontier", next((key for key in BATCH_KEYS if key in self.space), None)
         if is_frontier:

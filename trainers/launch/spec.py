@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from trainers.config import TrainConfig
-from trainers.config.function import FunctionConfig, kind_of
+from trainers.config.function import FUNCTION_IDENTITY, FunctionConfig, kind_of
 from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.train import IDENTITY
@@ -318,6 +318,15 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
         storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
     keep(spec)
     return None
+
+
+def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
+    """Make the directory of a function's run, whose lease is held, ready; ConfigError as for `prepare_storage`."""
+    if fresh:
+        delete_own(spec.storage, MARK)
+    if spec.storage.exists(MARK):
+        check_same(spec, FUNCTION_IDENTITY)
+    keep(spec)
 
 
 def check_same(spec: Spec, keys: Sequence[str]) -> dict[str, Any]:

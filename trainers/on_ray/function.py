@@ -6,9 +6,8 @@ from typing import Any
 import ray.train
 from ray.train.torch import TorchTrainer
 
-from trainers.config.function import FUNCTION_IDENTITY
 from trainers.errors import RunFailedError
-from trainers.launch.spec import MARK, FunctionSpec, check_same, delete_own, keep
+from trainers.launch.spec import FunctionSpec
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import ray_scaling, wants_gpu
@@ -34,17 +33,12 @@ def _worker(loop_config: dict[str, Any]) -> Any:
     return FunctionSpec(**loop_config).load()()
 
 
-def run_function(spec: FunctionSpec, fresh: bool) -> str:
+def run_function(spec: FunctionSpec) -> str:
     """Train on the connected cluster, from the newest checkpoint where there is one; returns the result in words.
 
-    Raises ConfigError when another run of this name is there, and RunFailedError.
+    Raises RunFailedError.
     """
     config, storage = spec.config, spec.storage
-    if fresh:
-        delete_own(storage, MARK)
-    if storage.exists(MARK):
-        check_same(spec, FUNCTION_IDENTITY)
-    keep(spec)
     trainer = TorchTrainer(
         _worker,
         train_loop_config=asdict(spec),

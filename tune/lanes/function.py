@@ -30,13 +30,9 @@ from trainers.devices.device import peak_memory_bytes, reset_peak_memory
 from trainers.devices.group import Group
 from trainers.launch.spec import FunctionSpec
 from tune.lanes.foreign_state import Baseline
-from tune.lanes.messages import Assignment
+from tune.lanes.messages import Assignment, TrialStopped
 from tune.trials.microbatch_bounds import fixed_size
 from tune.trials.record import placed
-
-
-class TrialStopped(SystemExit):
-    """Ends a training function at its report, once the search has stopped the trial."""
 
 
 @dataclass
@@ -77,7 +73,15 @@ class FunctionContext(TrainContext):
 
     def get_all_reported_checkpoints(self, *args: Any, **given: Any) -> Any:
         """Not known here."""
-        raise NotImplementedError("a trial of a sweep keeps no list of its checkpoints; get_checkpoint has the newest")
+        raise NotImplementedError(
+            "the trial of a sweep from a file has no list of its checkpoints, get_checkpoint has one"
+        )
+
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        """Not known here."""
+        raise NotImplementedError(
+            "a sweep from a file has no Ray datasets: read the data in the function, or use tune.ray"
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -51,37 +51,6 @@ def _check(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
         raise ConfigError(field, error.value, rule, error.fix, source) from error
 
 
-def refuse_for_function(config: SweepConfig, source: str) -> None:
-    """Raise ConfigError for what only the sweep of a task can have."""
-    count = config.finalists.count
-    loop = "Paceline's own loop"
-    for condition, key, value, rule, fix in (
-        (
-            config.search == "frontier",
-            "search",
-            "frontier",
-            f"needs the throughput and the gradient noise scale that {loop} measures, and a train_func has neither",
-            "set `search: grid`, `random` or `optuna`",
-        ),
-        (
-            config.scheduler == "pbt",
-            "scheduler",
-            "pbt",
-            f"goes on from the checkpoints of {loop}, which a train_func does not write",
-            "set `scheduler: asha`",
-        ),
-        (
-            count not in ("auto", 0),
-            "finalists.count",
-            count,
-            "repeats trials with other seeds, which a train_func is not given",
-            "remove it",
-        ),
-    ):
-        if condition:
-            raise ConfigError(key, value, rule, fix, source)
-
-
 def grid_values(values: list[Any] | Range) -> list[Any]:
     """Return a list's values, or the batch sizes of a range that search frontier may try."""
     return values if isinstance(values, list) else grid_sizes(*sample_values(values))

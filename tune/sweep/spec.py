@@ -20,7 +20,7 @@ from tune.search.finalists import repeats_to_run
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
 from tune.search.population import population
-from tune.search.space import check_space, grid, known_space, planned_trials, refuse_for_function, trial_tree
+from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
 from tune.trials.journal import Journal, trial_id
 
 SAVED = "sweep.yaml"
@@ -107,6 +107,8 @@ def _spec(
     space = known_space(config.space, given, source)
     base = trial_tree(given, {key: sample_values(values)[0] for key, values in space.items()})
     try:
+        if kind_of(base) is FunctionConfig:
+            config.check_function()
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
         raise error.at(source) from error
@@ -119,8 +121,6 @@ def _spec(
         raise
     kept = {key: value for key, value in run.tree.items() if key != "storage_path"}
     config = config.model_copy(update={"space": space})
-    if kind_of(base) is FunctionConfig:
-        refuse_for_function(config, source)
     check_space(config, kept, source)
     return SweepSpec(config, kept, run.path, source, uri)
 
