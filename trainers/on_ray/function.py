@@ -6,7 +6,7 @@ from typing import Any
 import ray.train
 from ray.train.torch import TorchTrainer
 
-from trainers.errors import RunFailedError
+from trainers.errors import RunFailedError, printable
 from trainers.launch.spec import FunctionSpec
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster_end import ending_with_cluster
@@ -24,7 +24,7 @@ class _Reports(ray.train.UserCallback):
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
         """Called by Ray with the metrics of all ranks."""
-        words = "  ".join(f"{name} {value}" for name, value in metrics[0].items())
+        words = printable("  ".join(f"{name} {value}" for name, value in metrics[0].items()))
         self._storage.write("newest_report.txt", words.encode())
 
 
