@@ -28,7 +28,7 @@ from trainers.launch.spec import (
     check_precision,
     prepare_function,
     prepare_storage,
-    read_function,
+    read_run,
     read_spec,
     torchrun_world_size,
 )
@@ -56,9 +56,9 @@ def train(
     follow_agent()
     torchrun = torchrun_world_size()
     overrides = ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides
-    if (function := read_function(location, overrides)) is not None:
-        return _train_function(function, fresh, torchrun is not None)
-    spec = read_spec(location, overrides, torchrun)
+    spec = read_run(location, overrides, torchrun)
+    if isinstance(spec, FunctionSpec):
+        return _train_function(spec, fresh, torchrun is not None)
     launcher = "torchrun" if torchrun is not None else spec.config.launcher
     with without_collection(own_process=True):
         from trainers.launch.local import setup_logging

@@ -13,7 +13,7 @@ from trainers.config.function import BATCH_KEYS, FunctionConfig, build_run
 from trainers.config.model import build
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
-from trainers.launch.spec import FunctionSpec, read_function
+from trainers.launch.spec import FunctionSpec, read_run
 from tune.report.write import write_report
 from tune.search.space import trial_tree
 from tune.sweep.spec import SweepSpec, prepare, read_saved, read_sweep
@@ -52,8 +52,8 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def spec(user: Path, **keys: Any) -> FunctionSpec:
     file = user / "run.yaml"
     file.write_text(dump_yaml(RUN | keys))
-    found = read_function(str(file), {})
-    assert found is not None
+    found = read_run(str(file), {})
+    assert isinstance(found, FunctionSpec)
     return found
 
 
@@ -195,8 +195,8 @@ def test_best_yaml_is_the_functions_configuration(user: Path) -> None:
     found = sweep(user)
     records = [record({"batch_size_per_worker": size, "precision": "fp32"}, 1.0 / size) for size in (8, 16)]
     write_report(found.storage, found.config, found.train, records, {}, task_dir=str(user))
-    best = read_function(found.storage.locate("best.yaml"), {})
-    assert best is not None
+    best = read_run(found.storage.locate("best.yaml"), {})
+    assert isinstance(best, FunctionSpec)
     assert best.load()() == {"lr": 0.1, "loader": {"rows": 16}, "kind": "fp32"}
     assert best.config.name == "sweep-best"
     page = found.storage.read("report.html").decode()

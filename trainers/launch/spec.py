@@ -172,28 +172,39 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
     return parse_mapping(_read(storage, name, source), source)
 
 
+def read_run(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec | FunctionSpec:
+    """Read and check the file of a run, of a task or of a training function; else as `read_spec`."""
+    text, directory = read_file(location)
+    tree = parse_mapping(text, location)
+    if kind_of(tree) is FunctionConfig:
+        return make_function_spec(override(FunctionConfig, tree, overrides), location, directory)
+    return _of_task(tree, location, directory, overrides, world_size, own_workers=True)
+
+
 def read_spec(
     location: str, overrides: Mapping[str, Any], world_size: int | None = None, own_workers: bool = True
 ) -> RunSpec:
-    """Read and check a training file; ConfigError says what is wrong, before torch or Ray is imported.
+    """Read and check a task's training file; ConfigError says what is wrong, before torch or Ray is imported.
 
     `world_size` is given by a launcher that has decided it already (torchrun). `own_workers`: those of a run that is
     started from here must fit on this machine.
     """
     text, directory = read_file(location)
-    tree = override(TrainConfig, parse_mapping(text, location), overrides)
+    return _of_task(parse_mapping(text, location), location, directory, overrides, world_size, own_workers)
+
+
+def _of_task(
+    tree: dict[str, Any],
+    location: str,
+    directory: Path | None,
+    overrides: Mapping[str, Any],
+    world_size: int | None,
+    own_workers: bool,
+) -> RunSpec:
+    tree = override(TrainConfig, tree, overrides)
     if world_size is not None:
         tree = override(TrainConfig, tree, {"scaling.num_workers": world_size, "launcher": "spawn"})
     return make_spec(tree, location, directory, own_workers and world_size is None)
-
-
-def read_function(location: str, overrides: Mapping[str, Any]) -> FunctionSpec | None:
-    """Read and check the file of a training function, as `read_spec`; None where the file has no `train_func`."""
-    text, directory = read_file(location)
-    tree = parse_mapping(text, location)
-    if kind_of(tree) is not FunctionConfig:
-        return None
-    return make_function_spec(override(FunctionConfig, tree, overrides), location, directory)
 
 
 def make_function_spec(
