@@ -240,13 +240,16 @@ class Mailbox:
 
     async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
         """Note that a trial has ended on its lane."""
-        if self._trials[ticket].restarting:
-            return
-        if self._running.get(lane) == ticket:
-            del self._running[lane]
         trial = self._trials[ticket]
+        if trial.restarting:
+            return
+        runs = self._running.get(lane) == ticket
+        if runs:
+            del self._running[lane]
+        elif "train_func" in trial.assignment.tree:
+            return  # another rank has said it before, or the lane was lost: the trial may be about to start again
         allowed = trial.assignment.tree.get("failure", {}).get("max_failures", 0)  # of a training function
-        if outcome["status"] == "error" and not trial.ended and (allowed == -1 or trial.failures < allowed):
+        if runs and outcome["status"] == "error" and (allowed == -1 or trial.failures < allowed):
             trial.failures += 1
             self.say(f"trial {trial.assignment.trial} has failed, and starts again: {outcome['message']}")
             await self._enqueue(ticket, first=True)
