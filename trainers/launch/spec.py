@@ -222,6 +222,9 @@ def make_spec(tree: dict[str, Any], source: str, directory: Path | None, own_wor
 
     `own_workers`: the workers will be started here, and must fit; torchrun's are started already, on any machine.
     """
+    if kind_of(tree) is FunctionConfig:
+        rule, fix = "is no `task`, which this command needs", "name a run of a task"
+        raise ConfigError("train_func", tree["train_func"], rule, fix, source)
     config = build(TrainConfig, tree, source)
     own_workers = own_workers and (config.launcher != "ray" or not os.environ.get("RAY_ADDRESS"))
     path, uri = _places(config, config.task, "task", source, directory, own_workers)
