@@ -18,9 +18,9 @@ from pydantic import Field
 from trainers.command_line import run
 from trainers.config import TrainConfig
 from trainers.launch.signals import follow_agent
-from trainers.launch.spec import check_precision, read_spec, torchrun_world_size
+from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
 from trainers.redaction import redact
-from trainers.start import launch, run_training
+from trainers.start import launch, run_training, train_function
 from trainers.storage import storage_uri
 
 _PROFILE_STEPS = 5
@@ -39,7 +39,10 @@ def train(
     """Train, or go on from the run's newest checkpoint."""
     follow_agent()
     torchrun = torchrun_world_size()
-    spec = read_spec(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
+    spec = read_run(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
+    if isinstance(spec, FunctionSpec):
+        print(redact(train_function(spec, fresh)))
+        return 0
     result = run_training(spec, fresh, is_command=True)
     if torchrun is None or os.environ["RANK"] == "0":
         print(redact(str(result)))

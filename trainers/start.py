@@ -12,15 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainers.errors import ConfigError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.imports import without_collection
 from trainers.launch.spec import (
     MARK,
+    FunctionSpec,
     Job,
     R,
     RunSpec,
     check_kept,
     check_precision,
+    prepare_function,
     prepare_storage,
     spec_with,
     torchrun_world_size,
@@ -91,6 +94,24 @@ def run_training(spec: RunSpec, fresh: bool, is_command: bool = False) -> RunRes
                 check_kept(spec.storage, result)
     assert result is not None
     return result
+
+
+def train_function(spec: FunctionSpec, fresh: bool) -> str:
+    """Train with a user's own function, on Ray, for the command; returns the result in words."""
+    if torchrun_world_size() is not None:
+        rule = "is called by workers of Ray Train, which torchrun does not start"
+        raise ConfigError("train_func", spec.config.train_func, rule, "start it without torchrun", spec.source)
+    with without_collection(own_process=True):
+        from trainers.launch.local import failing_as_run, setup_logging
+        from trainers.on_ray.connect import check_cluster, leaving
+        from trainers.on_ray.function import run_function
+    setup_logging(0)
+    spec.load()
+    with leaving():
+        check_cluster(spec)
+        with held(spec.storage, MARK) as token, failing_as_run(0):
+            prepare_function(spec, fresh)
+            return run_function(replace(spec, token=token))
 
 
 def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True) -> R:

@@ -8,12 +8,12 @@ from pydantic import Field, model_validator
 
 from trainers.config import TrainConfig
 from trainers.config.foreign import by_name
+from trainers.config.function import BATCH_KEYS as BATCH_KEYS
 from trainers.config.model import Settings
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Count, Positive, Seconds
 from trainers.errors import MISSING, ConfigError
 
 MOST_TRIALS = 10_000
-BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
 TO_TARGET = ("time_to_target", "usd_to_target")
 SCORES = ("accuracy", "f1", "auc")  # ends of the names of metrics of which more is better
 
@@ -185,7 +185,7 @@ class SweepConfig(Settings):
         examples=[{"global_batch_size": [32, 64, 128]}],
         json_schema_extra={"rule": "must be a list of values, or a range such as {loguniform: [1e-4, 1e-2]}"},
     )
-    """Dotted TrainConfig keys and their values: a list, {uniform|loguniform|choice: ...} or {min, max}."""
+    """Dotted keys of the run and their values: a list, {uniform|loguniform|choice: ...} or {min, max}."""
     objective: Objective = Field(default_factory=lambda: Objective(metric="val_loss"))
     """What the best trial is best at."""
     search: Literal["grid", "random", "optuna", "frontier"] = Field(default="grid")
@@ -210,6 +210,22 @@ class SweepConfig(Settings):
     """What the sweep may spend."""
     usd_per_hour: float | None = Field(default=None, gt=0, le=1e12, examples=[9.69])
     """Price of all that the sweep holds, dollars an hour; `python -m tune plan` says it of a cluster file."""
+
+    @model_validator(mode="after")
+    def _fits_function(self) -> Self:
+        if isinstance(self.train, dict) and "train_func" in self.train:
+            self.check_function()
+        return self
+
+    def check_function(self) -> None:
+        """Raise ConfigError for what the sweep of a training function cannot have."""
+        loop, frontier, pbt = "Paceline's own loop", self.search == "frontier", self.scheduler == "pbt"
+        rule = f"needs the throughput and the gradient noise scale that {loop} measures: a train_func has neither"
+        self.refuse_if(frontier, "search", rule, "set `search: grid`, `random` or `optuna`")
+        rule = f"goes on from checkpoints of {loop}, and a train_func has its own"
+        self.refuse_if(pbt, "scheduler", rule, "set `scheduler: asha`")
+        rule = "repeats trials with other seeds, which a train_func is not given"
+        self.refuse_if(self.finalists.count not in ("auto", 0), "finalists.count", rule, "remove it")
 
     @model_validator(mode="after")
     def _search_fits_space(self) -> Self:

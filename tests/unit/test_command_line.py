@@ -235,7 +235,7 @@ def test_each_of_torchruns_workers_says_its_own_failure(
         raise RunFailedError("error", "rank 1: ValueError: it is bad (task.py:3)")
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(trainers.__main__, "read_spec", fails)
+    monkeypatch.setattr(trainers.__main__, "read_run", fails)
     assert trainers.__main__.main(["train.yaml"]) == 1
     assert capsys.readouterr().err.startswith("error: the run ended as `error`: rank 1: ValueError: it is bad")
 
@@ -245,7 +245,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "argv", ["paceline-train", "train.yaml"])
-    monkeypatch.setattr(trainers.__main__, "read_spec", interrupted)
+    monkeypatch.setattr(trainers.__main__, "read_run", interrupted)
     assert trainers.__main__.main() == 130
     assert capsys.readouterr().err == "error: interrupted\n"
 
@@ -256,7 +256,7 @@ def test_what_nobody_has_foreseen_ends_in_a_sentence_too(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise LookupError("no such host\nin the task's constructor")
 
-    monkeypatch.setattr(trainers.__main__, "read_spec", fail)
+    monkeypatch.setattr(trainers.__main__, "read_run", fail)
     assert trainers.__main__.main(["train.yaml"]) == 1
     *trace, sentence = capsys.readouterr().err.strip().splitlines()
     assert trace[0].startswith("Traceback")

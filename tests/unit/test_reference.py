@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainers.config import TrainConfig
+from trainers.config.function import FunctionConfig
 from trainers.config.model import Settings, build, child_model, keys_of
 from trainers.config.overrides import set_key
 from trainers.config.reference import entries, reference
@@ -20,7 +21,7 @@ def keys(model: type[Settings], prefix: str = "") -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("model", [TrainConfig, SweepConfig])
+@pytest.mark.parametrize("model", [TrainConfig, FunctionConfig, SweepConfig])
 def test_every_key_is_there_with_its_meaning(model: type[Settings]) -> None:
     found = {key: (default, description) for key, default, description in entries(model)}
     assert list(found) == keys(model)

@@ -52,6 +52,7 @@ class Driver:
         self.spec: Any = SimpleNamespace(
             config=config(), storage=Storage(str(directory)), uri=str(directory), train={}, path=(), source="s"
         )
+        self.spec.is_of_function = False
 
     def __enter__(self) -> Driver:
         return self

@@ -1,8 +1,12 @@
-"""Find a task's module as the user means it: beside the YAML, above it, in the working directory, or installed."""
+"""Find the module of a task or of a training function as the user means it: beside the YAML, above it, in the working
+directory, or installed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -10,6 +14,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +27,9 @@ if TYPE_CHECKING:
     from trainers.task import Task
 
 
-def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: str) -> list[str]:
-    """Return the directories that must be on `sys.path` for `module:Class`: looks for files, and imports nothing.
+def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: str, key: str = "task") -> list[str]:
+    """Return the directories that must be on `sys.path` for what `key` names, as `module:Class` or `module:function`:
+    looks for files, and imports nothing.
 
     Raises ConfigError when there is neither such a file nor such an installed module.
     """
@@ -43,7 +49,7 @@ def task_path(task: str, task_dir: str | None, yaml_dir: Path | None, source: st
     fix = did_you_mean(module.rsplit(".", 1)[-1], beside, otherwise, lambda near: f"{near}:{class_name}")
     file = module.replace(".", "/") + ".py"
     rule = f"cannot be found: no {file} {where}in {Path.cwd()}, nor an installed module"
-    raise ConfigError("task", task, rule, fix, source)
+    raise ConfigError(key, task, rule, fix, source)
 
 
 def _is_installed(module: str) -> bool:
@@ -92,26 +98,51 @@ def _where(error: Exception) -> str:
 
 def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
     """Import and construct a task; its directories must be on `sys.path`. ConfigError says what is wrong."""
-    module_name, _, class_name = task.partition(":")
     with without_collection():
         from trainers.task import Task
 
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:
-            words = error.msg if isinstance(error, SyntaxError) else str(error)
-            rule = f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})"
-            raise ConfigError("task", task, rule, "fix that line or install what it needs", source) from error
-    cls = getattr(module, class_name, None)
-    if cls is None:
-        otherwise = "name a class that is there"
-        fix = did_you_mean(class_name, dir(module), otherwise, lambda near: f"{module_name}:{near}")
-        raise ConfigError("task", task, f"names no class of {module.__file__}", fix, source)
+        cls = _load("task", task, "class", source)
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise ConfigError("task", task, "is not a trainers.task.Task", "derive the class from Task", source)
-    try:
-        inspect.signature(cls).bind(**task_args)
-    except TypeError as error:
-        rule, fix = f"does not fit {class_name} ({error})", f"its signature is {class_name}{inspect.signature(cls)}"
-        raise ConfigError("task_args", task_args, rule, fix, source) from error
+    _check_call("task_args", task_args, cls, source, **task_args)
     return cls(**task_args)
+
+
+def load_function(train_func: str, config: dict[str, Any], source: str) -> Callable[[], Any]:
+    """Import a training function, and return it ready to be called, with `config` where it takes one; else as
+    `load_task`.
+    """
+    with without_collection():
+        function: Callable[..., Any] = _load("train_func", train_func, "function", source)
+    if not callable(function) or isinstance(function, type):
+        raise ConfigError("train_func", train_func, "is no function", "name one", source)
+    if config or inspect.signature(function).parameters:
+        _check_call("train_loop_config", config, function, source, config)
+        return functools.partial(function, copy.deepcopy(config))
+    return function
+
+
+def _load(key: str, named: str, kind: str, source: str) -> Any:
+    """Import what `module:name` means, a class or a function."""
+    module_name, _, name = named.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        words = error.msg if isinstance(error, SyntaxError) else str(error)
+        rule = f"cannot be imported ({type(error).__name__}: {words}, at {_where(error)})"
+        raise ConfigError(key, named, rule, "fix that line or install what it needs", source) from error
+    found = getattr(module, name, None)
+    if found is None:
+        fix = did_you_mean(name, dir(module), f"name a {kind} that is there", lambda near: f"{module_name}:{near}")
+        raise ConfigError(key, named, f"names no {kind} of {module.__file__}", fix, source)
+    return found
+
+
+def _check_call(key: str, value: Any, called: Any, source: str, *args: Any, **given: Any) -> None:
+    """Raise ConfigError where a class or a function does not take what the value of `key` gives it."""
+    signature, name = inspect.signature(called), getattr(called, "__name__", "it")
+    try:
+        signature.bind(*args, **given)
+    except TypeError as error:
+        rule, fix = f"does not fit {name} ({error})", f"its signature is {name}{signature}"
+        raise ConfigError(key, value, rule, fix, source) from error

@@ -11,19 +11,20 @@ import logging
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from trainers.config import TrainConfig
+from trainers.config.function import FUNCTION_IDENTITY, FunctionConfig, kind_of
 from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.train import IDENTITY
 from trainers.config.yaml import LONGEST, decode, dump_yaml, parse_mapping, read_text
 from trainers.context import RunContext
 from trainers.errors import CheckpointError, ConfigError, StorageError, did_you_mean, first_line
-from trainers.launch.find_task import add_to_path, load_task, portable, task_path
+from trainers.launch.find_task import add_to_path, load_function, load_task, portable, task_path
 from trainers.launch.imports import without_collection
 from trainers.lease import LEASE, fenced
 from trainers.loop.watchdog import enter, watched
@@ -50,13 +51,13 @@ R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True)
-class Job(ABC, Generic[R]):
-    """All that a worker needs; crosses to other processes as plain data. Its `tree` must not be changed."""
+class Spec:
+    """What is to be run; crosses to other processes as plain data. Its `tree` must not be changed."""
 
     tree: dict[str, Any]
-    """The resolved TrainConfig."""
+    """The resolved configuration."""
     path: tuple[str, ...]
-    """Directories of the task's module."""
+    """Directories of the module that the configuration names."""
     source: str
     """The file it came from, for error messages."""
     uri: str
@@ -65,17 +66,35 @@ class Job(ABC, Generic[R]):
     """Of the directory's lease, without which nothing is written; empty where nobody holds one."""
 
     @functools.cached_property
-    def config(self) -> TrainConfig:
-        """The configuration, validated at the first access in a process."""
-        return build(TrainConfig, self.tree, self.source)
-
-    @functools.cached_property
     def storage(self) -> Storage:
         """The run's directory."""
         return fenced(Storage(self.uri), MARK, self.token)
 
     def __getstate__(self) -> dict[str, Any]:
         return asdict(self)  # without what is kept of the properties
+
+
+class FunctionSpec(Spec):
+    """A run of a training function for Ray Train."""
+
+    @functools.cached_property
+    def config(self) -> FunctionConfig:
+        """The configuration, validated at the first access in a process."""
+        return build(FunctionConfig, self.tree, self.source)
+
+    def load(self) -> Callable[[], Any]:
+        """Import the function, with its directories on `sys.path`; ready to be called. ConfigError as for a task."""
+        add_to_path(list(self.path))
+        return load_function(self.config.train_func, self.config.train_loop_config, self.source)
+
+
+class Job(Spec, ABC, Generic[R]):
+    """All that a worker of our own loop needs."""
+
+    @functools.cached_property
+    def config(self) -> TrainConfig:
+        """The configuration, validated at the first access in a process."""
+        return build(TrainConfig, self.tree, self.source)
 
     def load_task(self) -> Task:
         """Import and construct the task, with its directories on `sys.path`; ConfigError says what is wrong."""
@@ -153,10 +172,19 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
     return parse_mapping(_read(storage, name, source), source)
 
 
+def read_run(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec | FunctionSpec:
+    """Read and check the file of a run, of a task or of a training function; else as `read_spec`."""
+    text, directory = read_file(location)
+    tree = parse_mapping(text, location)
+    if kind_of(tree) is FunctionConfig:
+        return make_function_spec(override(FunctionConfig, tree, overrides), location, directory)
+    return spec_with(tree, location, directory, overrides, world_size)
+
+
 def read_spec(
     location: str, overrides: Mapping[str, Any], world_size: int | None = None, own_workers: bool = True
 ) -> RunSpec:
-    """Read and check a training file; ConfigError says what is wrong, before torch or Ray is imported.
+    """Read and check a task's training file; ConfigError says what is wrong, before torch or Ray is imported.
 
     `world_size` is given by a launcher that has decided it already (torchrun). `own_workers`: those of a run that is
     started from here must fit on this machine.
@@ -180,24 +208,45 @@ def spec_with(
     return make_spec(tree, source, directory, own_workers and world_size is None)
 
 
+def make_function_spec(
+    tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True
+) -> FunctionSpec:
+    """Check the mapping of a training function, as `make_spec`."""
+    config = build(FunctionConfig, tree, source)
+    named, key = config.train_func, "train_func"
+    path, uri = _places(config, named, key, source, directory, own_workers and not os.environ.get("RAY_ADDRESS"))
+    return FunctionSpec(config.tree(), path, source, uri)
+
+
 def make_spec(tree: dict[str, Any], source: str, directory: Path | None, own_workers: bool = True) -> RunSpec:
     """Check a training mapping that came from `source`, whose relative names mean `directory`.
 
     `own_workers`: the workers will be started here, and must fit; torchrun's are started already, on any machine.
     """
+    if kind_of(tree) is FunctionConfig:
+        rule, fix = "is no `task`, which this command needs", "name a run of a task"
+        raise ConfigError("train_func", tree["train_func"], rule, fix, source)
     config = build(TrainConfig, tree, source)
+    own_workers = own_workers and (config.launcher != "ray" or not os.environ.get("RAY_ADDRESS"))
+    path, uri = _places(config, config.task, "task", source, directory, own_workers)
+    return RunSpec(config.with_global_batch().tree(), path, source, uri)
+
+
+def _places(
+    config: TrainConfig | FunctionConfig, named: str, key: str, source: str, directory: Path | None, own_workers: bool
+) -> tuple[tuple[str, ...], str]:
+    """The directories of the module that a key of a configuration names, and the run's own."""
     try:
-        path = task_path(config.task, config.task_dir, directory, source)
+        path = task_path(named, config.task_dir, directory, source, key)
         uri = storage_uri(config.storage_path)
-        if own_workers and (config.launcher != "ray" or not os.environ.get("RAY_ADDRESS")):
+        if own_workers:
             check_machine(config)
     except ConfigError as error:
         raise error.at(source) from error
-    resolved = config.with_global_batch().tree()
-    return RunSpec(resolved, tuple(portable(path)), source, Storage(uri).child(config.name).uri)
+    return tuple(portable(path)), Storage(uri).child(config.name).uri
 
 
-def check_machine(config: TrainConfig) -> None:
+def check_machine(config: TrainConfig | FunctionConfig) -> None:
     """Raise ConfigError where the workers of a local launcher do not fit on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers, each = config.scaling.max_workers, config.scaling.cpus_per_worker
@@ -277,17 +326,37 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
     if fresh:
         delete_own(storage, MARK)
     if storage.exists(MARK):
-        before = read_mapping(storage, MARK)
-        for key in IDENTITY:
-            if before.get(key) != spec.tree.get(key):
-                rule = f"differs from {before.get(key)} in {storage.uri}"
-                fix = "train under another `--name`, or start anew with --fresh"
-                raise ConfigError(key, spec.tree.get(key), rule, fix, spec.source)
+        before = check_same(spec, IDENTITY)
         same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps", "early_stopping"))
         if same_length and (result := _finished(storage)) is not None:
             return result
         storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
+    keep(spec)
+    return None
+
+
+def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
+    """Make the directory of a function's run, whose lease is held, ready; ConfigError as for `prepare_storage`."""
+    if fresh:
+        delete_own(spec.storage, MARK)
+    if spec.storage.exists(MARK):
+        check_same(spec, FUNCTION_IDENTITY)
+    keep(spec)
+
+
+def check_same(spec: Spec, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration in the run's directory; ConfigError where one of some keys has another value there."""
+    before = read_mapping(spec.storage, MARK)
+    for key in keys:
+        if before.get(key) != spec.tree.get(key):
+            rule = f"differs from {before.get(key)} in {spec.storage.uri}"
+            fix = "train under another `--name`, or start anew with --fresh"
+            raise ConfigError(key, spec.tree.get(key), rule, fix, spec.source)
+    return before
+
+
+def keep(spec: Spec) -> None:
+    """Write the configuration into the run's directory."""
     # A command that opens the run later may start in another directory.
     found = {"task_dir": spec.path[0]} if spec.path else {}
-    storage.write(MARK, dump_yaml({**spec.tree, **found}).encode())
-    return None
+    spec.storage.write(MARK, dump_yaml({**spec.tree, **found}).encode())

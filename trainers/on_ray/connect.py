@@ -20,9 +20,10 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
 
 from trainers.config import TrainConfig
+from trainers.config.function import FunctionConfig
 from trainers.config.sections import ScalingConfig
 from trainers.errors import ClusterError, ConfigError, first_line
-from trainers.launch.spec import RunSpec
+from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray import reaper
 from trainers.on_ray.capacity import capacity
 
@@ -118,7 +119,7 @@ def _node() -> Any:
     return ray._private.worker._global_node
 
 
-def check_cluster(spec: RunSpec) -> str:
+def check_cluster(spec: RunSpec | FunctionSpec) -> str:
     """Connect, and return the device type of the run's workers; ConfigError where the cluster can never hold them."""
     connect()
     scaling, most = spec.config.scaling, capacity()
@@ -133,11 +134,12 @@ def check_cluster(spec: RunSpec) -> str:
     return "cuda" if gpu else "cpu"
 
 
-def wants_gpu(config: TrainConfig, most: dict[str, float]) -> bool:
+def wants_gpu(config: TrainConfig | FunctionConfig, most: dict[str, float]) -> bool:
     """Return whether workers get GPUs: as configured, or for auto when the cluster has or may get any."""
     use_gpu = config.scaling.use_gpu
     if use_gpu == "auto":
-        return config.device in ("auto", "cuda") and most.get("GPU", 0.0) > 0
+        may = isinstance(config, FunctionConfig) or config.device in ("auto", "cuda")
+        return may and most.get("GPU", 0.0) > 0
     return use_gpu
 
 

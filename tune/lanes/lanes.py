@@ -64,6 +64,8 @@ class Lanes:
     """Lanes that may start at the same time."""
     is_patient: bool
     """Whether the others start only where the sweep is likely to last."""
+    of_function: bool = False
+    """Whether trials are runs of a training function, not of a task."""
 
     def __post_init__(self) -> None:
         self._closing, self._settled = threading.Event(), threading.Event()
@@ -211,7 +213,7 @@ class Lanes:
         """Run a worker group of a lane to its end."""
         from tune.lanes.trainer import LaneTrainer
 
-        of_sweep = {"path": self.path, "fresh": self.is_fresh, "name": self.sweep.name}
+        of_sweep = {"path": self.path, "fresh": self.is_fresh, "of_function": self.of_function, "name": self.sweep.name}
         LaneTrainer(
             serve,
             train_loop_config={"lane": lane, "mailbox": self.mailbox, **of_sweep},

@@ -5,18 +5,20 @@ that is known not to fit never starts. The driver learns from it how far the sta
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any
 
+from trainers.config.function import build_run
 from trainers.errors import RunFailedError, StorageError
 from trainers.loop.watchdog import GRACE_S
 from trainers.on_ray.vital_signs import show_life
 from trainers.step.ceiling import next_smaller
 from trainers.storage import Storage
-from tune.lanes.messages import Assignment, Event, Submission
+from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.trials.journal import read_boundary, write_boundary
 from tune.trials.microbatch_bounds import Boundary
 
@@ -65,6 +67,7 @@ class Mailbox:
         if (adopted := await self.adopt(assignment.ticket.rpartition("/")[0])) is not None:
             return adopted
         trial = self._trials[assignment.ticket] = Submission(assignment)
+        await self._drop_checkpoints(trial)  # of a start that was cut off
         if self._broken is not None:
             trial.tell(Event(outcome={"status": "error", "message": self._broken}))
         elif not self._refused(trial):
@@ -101,6 +104,7 @@ class Mailbox:
             if trial.losses >= MAX_LOSSES or status == "hung":
                 message = f"its worker group died {trial.losses} time{'s' * (trial.losses > 1)} under it{why}"
                 trial.tell(Event(outcome={"status": status, "message": message, "lane": lane}))
+                await self._drop_checkpoints(trial)
                 return
             self.say(f"lane {lane} died under trial {trial.assignment.trial}, which starts again{why}")
         trial.restarting = False
@@ -116,6 +120,7 @@ class Mailbox:
                 trial = self._next(self._devices.get(lane, ""))
                 if trial is not None:
                     self._running[lane], trial.started = trial.assignment.ticket, time.time()
+                    trial.assignment = replace(trial.assignment, attempt=trial.losses + trial.failures)
                     return trial.assignment
                 try:
                     await asyncio.wait_for(self._arrived.wait(), deadline - time.monotonic())
@@ -146,7 +151,8 @@ class Mailbox:
         if self._boundary.fits(key, size) is not False:
             return None
         failed = self._boundary.smallest_misfit(key)
-        return f"a microbatch of {size} is not tried: one of {failed} ran out of memory ({_label(trial, device)})"
+        what = "batch" if "train_func" in trial.assignment.tree else "microbatch"
+        return f"a {what} of {size} is not tried: one of {failed} ran out of memory ({_label(trial, device)})"
 
     def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""
@@ -186,6 +192,29 @@ class Mailbox:
             trial.tell(Event(metrics))
         return not (trial.cancelled or self._closed)
 
+    async def report_part(
+        self, ticket: str, attempt: int, number: int, num_ranks: int, row: dict[str, float], checkpoint: str | None
+    ) -> bool:
+        """Keep a training function's report number `number`, once all of its ranks have brought their part; returns
+        whether the trial should go on, the same to all. `row` is empty but for rank 0; `checkpoint` is the path of what
+        a rank has stored, from which the trial goes on where it is started again.
+        """
+        trial = self._trials[ticket]
+        report = trial.reports.setdefault((attempt, number), Report())
+        report.num_parts += 1
+        report.row, report.checkpoint = row or report.row, checkpoint or report.checkpoint
+        # A rank of an earlier attempt, whose process is about to be ended, waits for others in vain.
+        if report.num_parts == num_ranks and attempt == trial.assignment.attempt:
+            if number > len(trial.events):  # else it was heard before the trial was started again
+                trial.tell(Event(report.row))
+            if report.checkpoint is not None:
+                begun = Begun(number, report.checkpoint, report.row["train_time_s"])
+                trial.assignment = replace(trial.assignment, begun=begun)
+            del trial.reports[attempt, number]
+            ends = trial.cancelled or self._closed or trial.assignment.until.reached(report.row)
+            report.goes_on.set_result(not ends)
+        return await report.goes_on
+
     async def too_large(self, ticket: str, microbatch_size: int) -> None:
         """Start a trial of which a rank ran out of memory again, with a smaller microbatch, once its lane is back.
 
@@ -211,11 +240,28 @@ class Mailbox:
 
     async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
         """Note that a trial has ended on its lane."""
-        if self._trials[ticket].restarting:
+        trial = self._trials[ticket]
+        if trial.restarting:
             return
-        if self._running.get(lane) == ticket:
+        runs = self._running.get(lane) == ticket
+        if runs:
             del self._running[lane]
-        self._trials[ticket].tell(Event(outcome={"lane": lane, **outcome}))
+        elif "train_func" in trial.assignment.tree:
+            return  # another rank has said it before, or the lane was lost: the trial may be about to start again
+        allowed = trial.assignment.tree.get("failure", {}).get("max_failures", 0)  # of a training function
+        if runs and outcome["status"] == "error" and (allowed == -1 or trial.failures < allowed):
+            trial.failures += 1
+            self.say(f"trial {trial.assignment.trial} has failed, and starts again: {outcome['message']}")
+            await self._enqueue(ticket, first=True)
+            return
+        trial.tell(Event(outcome={"lane": lane, **outcome}))
+        await self._drop_checkpoints(trial)
+
+    async def _drop_checkpoints(self, trial: Submission) -> None:
+        """Delete what the training function of a trial has reported; a task's trial keeps nothing."""
+        if self._sweep is not None and "train_func" in trial.assignment.tree:
+            with contextlib.suppress(StorageError):
+                await asyncio.to_thread(self._sweep.delete, f"lanes/{trial.assignment.trial}")
 
     async def next_event(self, ticket: str, index: int) -> Event:
         """Wait for event number `index` of a submission. Its end may be held back, see `expect`."""
@@ -321,4 +367,5 @@ class Mailbox:
 
 def _label(trial: Submission, device: str) -> str:
     """A key of the boundary in words."""
-    return f"{trial.assignment.tree['precision']} on {device}"
+    config = build_run(trial.assignment.tree, "trial")
+    return f"{config.precision or trial.assignment.tree['train_func']} on {device}"

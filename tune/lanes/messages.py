@@ -12,6 +12,34 @@ from tune.trials.microbatch_bounds import fixed_size, key_of
 from tune.trials.record import Until
 
 
+class TrialStopped(SystemExit):
+    """Ends a training function at its report, and the function of its trial, once the search has stopped the trial."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The newest report of a training function with a checkpoint."""
+
+    number: int
+    """How many reports there were up to it."""
+    checkpoint: str
+    """Its path on the sweep's storage."""
+    train_time_s: float
+
+
+@dataclass
+class Report:
+    """A training function's report, of which each rank brings its part."""
+
+    num_parts: int = 0
+    row: dict[str, float] = field(default_factory=dict)
+    """Rank 0's metrics."""
+    checkpoint: str | None = None
+    """The path of what any of them has stored."""
+    goes_on: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done once all have come."""
+
+
 @dataclass(frozen=True)
 class Assignment:
     """A trial as a lane gets it."""
@@ -20,7 +48,7 @@ class Assignment:
     """Names this submission: Tune may start two actors for one trial, and drop one of them."""
     trial: str
     tree: dict[str, Any]
-    """Its whole TrainConfig."""
+    """Its whole configuration: a TrainConfig, or a FunctionConfig."""
     microbatch_ceiling: int | None = None
     """The largest microbatch that may still fit, where one is known not to."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
@@ -35,6 +63,10 @@ class Assignment:
     """Directory of the run whose newest checkpoint it begins with."""
     until_epoch: float | None = None
     """Where the stage of a population's trial ends."""
+    attempt: int = 0
+    """How often it was started before."""
+    begun: Begun | None = None
+    """Where a training function goes on that was started before."""
 
 
 def new_ticket(name: str) -> str:
@@ -70,6 +102,10 @@ class Submission:
     losses: int = 0
     hangs: list[tuple[RunFailedError, str]] = field(default_factory=list)
     """What its ranks have said of a hang, each with its stack."""
+    failures: int = 0
+    """How often its training function has failed."""
+    reports: dict[tuple[int, int], Report] = field(default_factory=dict)
+    """Those of its training function that ranks wait for, by attempt and number."""
     restarting: bool = False
     started: float = 0.0
     keys: dict[str, str] = field(default_factory=dict)
@@ -90,7 +126,7 @@ class Submission:
     def key(self, device: str) -> str:
         """Its key in the boundary on a model of device."""
         if device not in self.keys:
-            own = "cpu" if self.assignment.tree["device"] == "cpu" else device
+            own = "cpu" if self.assignment.tree.get("device") == "cpu" else device
             self.keys[device] = key_of(self.assignment.tree, own)
         return self.keys[device]
 

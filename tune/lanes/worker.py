@@ -10,6 +10,7 @@ from typing import Any
 import ray
 import ray.train
 import torch
+import torch.distributed as dist
 
 from trainers.causes import failure_of
 from trainers.config.yaml import dump_yaml
@@ -17,6 +18,7 @@ from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, grow_segments, total_memory_bytes
 from trainers.devices.group import Group
 from trainers.errors import DivergedError, PacelineError, RunFailedError
+from trainers.launch.imports import without_collection
 from trainers.launch.local import setup_logging
 from trainers.launch.spec import RunSpec
 from trainers.on_ray.context import Gauges, WorkerContext, own_gpu
@@ -90,7 +92,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
     group = Group(context.get_world_rank(), context.get_world_size(), device)
     path = loop_config["path"]
     adopt_orphans()
-    baseline = Baseline(group.device, path)
+    baseline = _function().make_baseline(device) if loop_config["of_function"] else Baseline(device, path)
     # What decides how much fits: the GPU's model and memory.
     label = f"{device_name(group.device)}, {total_memory_bytes(group.device) / 2**30:.1f} GiB"
     devices = sorted(set(group.gather(label)))
@@ -102,7 +104,12 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             return
         if assignment is None:
             continue
-        outcome = _run(assignment, LaneContext(mailbox, lane, assignment, gauges), path)
+        if loop_config["of_function"]:
+            pressure = Pressure()
+            outcome = _function().run_function(assignment, path, mailbox, lane, group)
+            outcome |= {"cpu_pressure": pressure.share()}
+        else:
+            outcome = _run(assignment, LaneContext(mailbox, lane, assignment, gauges), path)
         if group.rank == 0 or "raised" in outcome:
             raised = outcome.pop("raised", None)
             ray.get(mailbox.end.remote(lane, assignment.ticket, outcome))
@@ -110,12 +117,22 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
                 raise raised
         if loop_config["fresh"]:
             return
-        left = [words for rank in group.gather(baseline.restore()) for words in rank]
+        own = baseline.restore()
+        is_whole = group.world_size == 1 or dist.is_initialized()  # a function may have destroyed it, on all ranks
+        left = [words for rank in (group.gather(own) if is_whole else [own]) for words in rank]
         if left:
             words = "; ".join(left)
             if group.rank == 0:
                 ray.get(mailbox.left_behind.remote(lane, assignment.trial, words))
             raise RunFailedError("error", f"trial {assignment.trial} has left behind: {words}")
+
+
+def _function() -> Any:
+    """The part that only sweeps of training functions need: it imports more of Ray and torch."""
+    with without_collection():
+        from tune.lanes import function
+
+    return function
 
 
 def _run(assignment: Assignment, context: LaneContext, path: tuple[str, ...]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from ray.util.queue import Empty
 
 from trainers.causes import classify
 from trainers.launch.imports import without_collection
+from tune.lanes.messages import TrialStopped
 from tune.ray.shape import Shape
 
 _HEAR_S = 0.25
@@ -52,10 +53,6 @@ _HEAR_S = 0.25
 _LOOK_S = 0.002
 _ANSWER_S = 5.0
 """Within which a worker that is well answers a poll."""
-
-
-class TrialStopped(SystemExit):
-    """Ends a training function at its report, and the function of the trial, once the search has stopped the trial."""
 
 
 @dataclass

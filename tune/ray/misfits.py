@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainers.config.function import flat
 from trainers.errors import MISSING, ConfigError
 
 BATCH_KEYS = (
@@ -28,23 +29,16 @@ def sized(function: str, config: Mapping[str, Any], key: str | None = None) -> S
 
     `key` names it, with dots where it lies deeper; ConfigError where that is no whole number.
     """
-    flat = _flat(config)
-    names = [name for name in flat if name.rpartition(".")[2] in BATCH_KEYS] if key is None else [key]
-    size = flat.get(names[0], MISSING) if len(names) == 1 else MISSING
+    known = flat(config)
+    names = [name for name in known if name.rpartition(".")[2] in BATCH_KEYS] if key is None else [key]
+    size = known.get(names[0], MISSING) if len(names) == 1 else MISSING
     if type(size) is not int or size < 1:
         if key is not None:
-            rule, fix = "must name a whole number of train_loop_config", f"it has {', '.join(flat) or 'nothing'}"
+            rule, fix = "must name a whole number of train_loop_config", f"it has {', '.join(known) or 'nothing'}"
             raise ConfigError("batch_key", key, rule, fix)
         return None
-    others = {name: value for name, value in flat.items() if name != names[0] and not isinstance(value, float)}
+    others = {name: value for name, value in known.items() if name != names[0] and not isinstance(value, float)}
     return Sized(names[0], size, f"{function} {sorted(others.items(), key=lambda item: item[0])!r}")
-
-
-def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        found |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
-    return found
 
 
 class Misfits:

@@ -10,7 +10,8 @@ import ray.train
 import ray.train.torch
 
 from trainers.errors import last_line
-from tune.ray.internals import LaneController, TrialStopped, ran_out_of_memory, without_helpers
+from tune.lanes.messages import TrialStopped
+from tune.ray.internals import LaneController, ran_out_of_memory, without_helpers
 from tune.ray.misfits import sized
 from tune.ray.pool import Which
 from tune.ray.reports import Reports, difference

@@ -11,9 +11,7 @@ import pyarrow as pa
 from jinja2 import Environment, StrictUndefined
 from pyarrow import parquet
 
-from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.config.overrides import override
+from trainers.config.function import build_run
 from trainers.config.yaml import dump_yaml
 from trainers.errors import STATUSES
 from trainers.redaction import escape_controls, redact
@@ -23,6 +21,7 @@ from tune.report.answer import Answer, answer, objective_value
 from tune.report.figures import figures
 from tune.report.table import columns, in_order
 from tune.report.words import duration, labels, metric_names, printable, shown
+from tune.search.space import trial_tree
 from tune.trials.record import TrialRecord
 
 
@@ -37,16 +36,16 @@ def write_report(
 ) -> Answer:
     """Write results.parquet, best.yaml, summary.json and report.html into the sweep's storage.
 
-    `train` is the sweep's TrainConfig mapping, `environment` the names and versions to show. Without a best
+    `train` is the sweep's mapping of the run, `environment` the names and versions to show. Without a best
     trial there is no best.yaml: one that an earlier report left is deleted.
     """
     found, command = answer(config, records, train), f"python -m trainers {shlex.quote(sweep.locate('best.yaml'))}"
     sweep.write("results.parquet", to_parquet(config, records))
     if found.best:
-        tree = override(TrainConfig, train, found.best.config)
+        tree = trial_tree(train, found.best.config)
         tree |= {"name": f"{config.name}-best", "storage_path": sweep.parent.uri}
         tree |= {"task_dir": task_dir} if task_dir is not None else {}
-        resolved = build(TrainConfig, tree, "best.yaml").tree()
+        resolved = build_run(tree, "best.yaml").tree()
         sweep.write("best.yaml", (_header(command, config, found.best) + dump_yaml(tree)).encode())
     else:
         resolved = train

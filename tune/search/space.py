@@ -1,4 +1,4 @@
-"""The search space: dotted TrainConfig keys and their values, their grid, and trials as Ray Tune holds them. Pure.
+"""The search space: dotted keys of a run and their values, their grid, and trials as Ray Tune holds them. Pure.
 
 Tune's configurations are wrapped and unwrapped here and nowhere else.
 """
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainers.config import TrainConfig
-from trainers.config.model import build
+from trainers.config.function import build_run, kind_of
+from trainers.config.model import Tree, build
 from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
 from tune.config import BATCH_KEYS, Range, SweepConfig, sample_values
@@ -22,7 +23,7 @@ _SUGGESTION = "suggestion"
 
 
 def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None:
-    """Check that every value of the space makes a TrainConfig, alone and (in a grid) in every combination.
+    """Check that every value of the space makes a configuration of the run, alone and (in a grid) in every combination.
 
     Raises ConfigError for one that does not, and where the search is not installed.
     """
@@ -30,7 +31,7 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
         fix = "run `pip install 'paceline[optuna]'`"
         raise ConfigError("search", "optuna", "the package optuna is not installed", fix, source)
     for key, values in config.space.items():
-        if key.split(".")[0] in ("scaling", "launcher", "name", "storage_path", "task_dir"):
+        if key.split(".")[0] in ("scaling", "launcher", "name", "storage_path", "task_dir", "keys"):
             rule = "cannot vary inside a sweep: lanes are set up once"
             raise ConfigError(f"space.{key}", MISSING, rule, "set it under `train:` and run a sweep for each", source)
         for value in sample_values(values):
@@ -41,7 +42,7 @@ def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None
 
 def _check(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
     try:
-        trial_config(train, trial)
+        build_run(trial_tree(train, trial), "space")
     except ConfigError as error:
         field, rule = f"space.{error.field}", error.rule
         if not any(error.field == key or error.field.startswith(f"{key}.") for key in trial):
@@ -71,9 +72,24 @@ def grid(config: SweepConfig) -> list[dict[str, Any]]:
     return [dict(zip(config.space, values, strict=True)) for values in itertools.product(*config.space.values())]
 
 
+def trial_tree(train: Tree, trial: Mapping[str, Any]) -> Tree:
+    """Return the configuration of one trial as plain data; what `keys` of a function name lands where they say."""
+    keys = train.get("keys") or {}
+    return override(kind_of(train), train, {keys.get(key, key): value for key, value in trial.items()})
+
+
+def known_space(space: Mapping[str, list[Any] | Range], train: Tree, source: str) -> dict[str, list[Any] | Range]:
+    """Return a space with a function's own keys by the names that its `keys` give them."""
+    names = {path: name for name, path in (train.get("keys") or {}).items()}
+    for path, name in names.items():
+        if path in space and name in space:
+            raise ConfigError(f"space.{path}", MISSING, f"is {name}, which is there too", "keep one of the two", source)
+    return {names.get(key, key): values for key, values in space.items()}
+
+
 def trial_config(train: dict[str, Any], trial: dict[str, Any]) -> TrainConfig:
-    """Return the TrainConfig of one trial."""
-    return build(TrainConfig, override(TrainConfig, train, trial), "space")
+    """Return the TrainConfig of one trial of a task."""
+    return build(TrainConfig, trial_tree(train, trial), "space")
 
 
 def planned_trials(config: SweepConfig) -> int:
@@ -99,7 +115,7 @@ class Suggestion:
     """A trial that a search asks for."""
 
     trial: dict[str, Any]
-    """Dotted TrainConfig keys and their values."""
+    """Dotted keys of the run and their values."""
     purpose: Purpose | None = None
     """Set by search frontier, whose trials end when they have shown enough."""
     member: str | None = None

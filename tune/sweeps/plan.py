@@ -8,13 +8,12 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from cluster.files.capacity import total, worker_slots
 from cluster.files.cluster_file import ClusterFile
 from cluster.plan import ClusterPlan, Size, has_gpus, with_resources
-from trainers.config import TrainConfig
-from trainers.config.model import build
+from trainers.config.function import FunctionConfig, RunConfig, build_run
 from trainers.errors import ConfigError, StorageError, first_line
 from tune.report.words import duration
 from tune.sweeps.spec import SweepSpec
@@ -33,7 +32,7 @@ Nodes = Sequence[Mapping[str, float]]
 class SweepPlan:
     """What a sweep runs, and on how many lanes."""
 
-    train: TrainConfig
+    train: RunConfig
     """The run that trials vary; the worker group of each lane has its shape."""
     num_trials: int
     """Trials that the search makes; of `search: frontier` an estimate."""
@@ -41,7 +40,7 @@ class SweepPlan:
     """The same; None where it is not certain."""
     is_independent: bool
     """Whether the search chooses trials regardless of how others end, so that an end may be held back from it."""
-    precisions: tuple[str, ...]
+    precisions: tuple[Any, ...]
     """All those that a trial may have."""
     use_gpu: bool
     max_lanes: int
@@ -59,7 +58,7 @@ class SweepPlan:
 
         Raises ConfigError where more lanes are asked for than fit.
         """
-        config, train = spec.config, build(TrainConfig, spec.train, spec.source)
+        config, train = spec.config, build_run(spec.train, spec.source)
         scaling = train.scaling
         shape = (scaling.cpus_per_worker, scaling.gpus_per_worker if use_gpu else 0.0)
         fits = worker_slots(up, *shape) // scaling.min_workers
@@ -170,10 +169,10 @@ def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | 
     Raises ConfigError when the sweep cannot fit: no node holds a worker, the cluster never holds one group or the
     lanes that are asked for, or the budget ends before the first trial does.
     """
-    train, cluster = build(TrainConfig, spec.train, spec.source), with_resources(cluster)
+    train, cluster = build_run(spec.train, spec.source), with_resources(cluster)
     scaling, budget = train.scaling, spec.config.budget
     use_gpu = has_gpus(cluster) if scaling.use_gpu == "auto" else scaling.use_gpu
-    use_gpu = use_gpu and train.device in ("auto", "cuda")
+    use_gpu = use_gpu and (isinstance(train, FunctionConfig) or train.device in ("auto", "cuda"))
     on = ClusterPlan(cluster, float(scaling.cpus_per_worker), scaling.gpus_per_worker if use_gpu else 0.0)
     on.require(scaling.min_workers, "train.scaling.num_workers", scaling.num_workers, spec.source)
     plan = SweepPlan.make(spec, on.grown().nodes, (), use_gpu)

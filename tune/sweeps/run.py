@@ -18,7 +18,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler
 
 from cluster.health.check import require_sound
 from trainers.errors import ConfigError, LeaseError, PacelineError, first_line, last_line
-from trainers.launch.spec import RunSpec, check_precision
+from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, connect
@@ -61,7 +61,8 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
     mailbox = start_mailbox(spec.storage)
     is_fresh, is_auto = spec.config.isolation == "fresh", spec.config.lanes == "auto"
     scaling, at_once = plan.train.scaling, plan.num_at_once
-    lanes = Lanes(mailbox, scaling, plan.use_gpu, spec.path, is_fresh, spec.storage, at_once, is_patient=is_auto)
+    at = mailbox, scaling, plan.use_gpu, spec.path, is_fresh, spec.storage, at_once
+    lanes = Lanes(*at, is_patient=is_auto, of_function=spec.is_of_function)
     pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
 
     def grow() -> None:
@@ -140,14 +141,15 @@ def _why(error: Exception, spec: SweepSpec) -> str:
 
 def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
     """Connect, check the task and the cluster, and plan the sweep on it."""
-    run = RunSpec(spec.train, spec.path, spec.source, spec.uri)
-    run.load_task()
+    given = spec.train, spec.path, spec.source, spec.uri
+    run: Any = FunctionSpec(*given) if spec.is_of_function else RunSpec(*given)
+    run.load() if spec.is_of_function else run.load_task()
     connect(show_workers=False)
     device_type = check_cluster(run)
     if checked:
         require_sound(spec.uri)
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
-    for precision in plan.precisions:
+    for precision in () if spec.is_of_function else plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
     lanes, workers = plan.num_lanes, plan.train.scaling.max_workers
     groups = f"{lanes} lane{'s' * (lanes > 1)} of {workers} worker{'s' * (workers > 1)}"

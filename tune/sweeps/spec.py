@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config import TrainConfig
+from trainers.config.function import FunctionConfig, build_run, kind_of
 from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
-from trainers.launch.spec import delete_own, make_spec, read_file, read_mapping
+from trainers.launch.spec import delete_own, make_function_spec, make_spec, read_file, read_mapping
 from trainers.lease import fenced
 from trainers.storage import Storage, storage_uri
 from tune.config import Range, SweepConfig, sample_values
@@ -19,7 +20,7 @@ from tune.search.finalists import repeats_to_run
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
 from tune.search.population import population
-from tune.search.space import check_space, grid, planned_trials
+from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
 from tune.trials.journal import Journal, trial_id
 
 SAVED = "sweep.yaml"
@@ -31,7 +32,7 @@ class SweepSpec:
 
     config: SweepConfig
     train: dict[str, Any]
-    """The resolved TrainConfig that trials vary."""
+    """The resolved configuration that trials vary: a TrainConfig, or a FunctionConfig."""
     path: tuple[str, ...]
     """Directories of the task's module."""
     source: str
@@ -45,6 +46,11 @@ class SweepSpec:
     def storage(self) -> Storage:
         """The sweep's directory."""
         return fenced(Storage(self.uri), SAVED, self.token)
+
+    @property
+    def is_of_function(self) -> bool:
+        """Whether trials are runs of a training function, not of a task."""
+        return kind_of(self.train) is FunctionConfig
 
     @property
     def num_trials(self) -> int:
@@ -88,7 +94,7 @@ def sweep_with(
         train, source = parse_mapping(text, file), file
     else:
         train, source = config.train, location
-    return _spec(config, override(TrainConfig, train, of_train), source, location, directory, own_workers)
+    return _spec(config, override(kind_of(train), train, of_train), source, location, directory, own_workers)
 
 
 def _space(space: Any, overrides: Mapping[str, Any]) -> Any:
@@ -108,18 +114,23 @@ def _spec(
     # A trial's own name and storage have no effect: it keeps nothing, the journal does.
     given = {key: value for key, value in train.items() if key not in ("name", "storage_path")}
     # With the first value of each swept key, so that what only the space gives is there.
-    base = override(TrainConfig, given, {key: sample_values(values)[0] for key, values in config.space.items()})
+    space = known_space(config.space, given, source)
+    base = trial_tree(given, {key: sample_values(values)[0] for key, values in space.items()})
     try:
+        if kind_of(base) is FunctionConfig:
+            config.check_function()
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
         raise error.at(source) from error
     try:
-        run = make_spec({**base, "storage_path": uri}, train_file, directory, own_workers)
+        make = make_function_spec if kind_of(base) is FunctionConfig else make_spec
+        run = make({**base, "storage_path": uri}, train_file, directory, own_workers)
     except ConfigError as error:
-        if error.field in config.space:
+        if error.field in space:
             raise ConfigError(f"space.{error.field}", error.value, error.rule, error.fix, source) from error
         raise
     kept = {key: value for key, value in run.tree.items() if key != "storage_path"}
+    config = config.model_copy(update={"space": space})
     check_space(config, kept, source)
     return SweepSpec(config, kept, run.path, source, uri)
 
@@ -175,7 +186,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
         keys = ["space", "search", "seed", "objective", *(["scheduler"] if is_population else [])]
         pairs = {key: (before.get(key), now.get(key)) for key in keys}
-        for key in TrainConfig.model_fields:
+        for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
             if key not in ("task_dir", "scaling"):
                 pairs[f"train.{key}"] = (then.get(key), train.get(key))
         for key, (was, value) in pairs.items():
@@ -191,5 +202,5 @@ def _with_defaults(train: Any, source: str) -> dict[str, Any]:
     """`train` as an older version saved it, with the defaults of the keys that it did not have yet."""
     tree = train if isinstance(train, dict) else {}
     with contextlib.suppress(ConfigError):  # that of a task that is compared, not run
-        tree = build(TrainConfig, tree, source).tree()
+        tree = build_run(tree, source).tree()
     return tree

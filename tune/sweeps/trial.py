@@ -15,7 +15,7 @@ from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.config import TO_TARGET, Objective
 from tune.lanes.messages import Assignment, Event, new_ticket
-from tune.search.space import unwrap
+from tune.search.space import trial_tree, unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, Until, make_record, time_to_target
@@ -62,7 +62,7 @@ class LaneTrial(Trainable):
         self._started = time.time()
         self._record = self._journal.find(self._trial)
         if self._record is None:
-            tree, is_probe = override(TrainConfig, self._train, self._space_config), suggestion.purpose == "probe"
+            tree, is_probe = trial_tree(self._train, self._space_config), suggestion.purpose == "probe"
             if suggestion.purpose is not None:  # search frontier, which learns from a trial as it runs
                 every = {"log_every_steps": min(10, tree.get("log_every_steps", 10))} if is_probe else {}
                 tree = override(TrainConfig, tree, {"noise_scale": True, **every})

@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from trainers.config import TrainConfig
-from trainers.config.model import build
+from trainers.config.function import FunctionConfig, RunConfig, build_run
 from trainers.config.sections import Positive
 from trainers.json_data import validated
 
@@ -31,18 +30,22 @@ _MEMORY_KEYS = (
 def key_of(tree: Mapping[str, Any], device_name: str) -> str:
     """Return a digest that is equal for trials whose microbatches need the same memory on a device of one model.
 
-    `tree` is the TrainConfig as plain data, `device_name` the GPU's model and memory ("NVIDIA A10G, 22.5 GiB"). The
-    learning rate, the seed, the length and the global batch size of a run change no tensor's size.
+    `tree` is the run's configuration as plain data, `device_name` the GPU's model and memory ("NVIDIA A10G, 22.5 GiB").
+    The learning rate, the seed, the length and the global batch size of a task's run change no tensor's size; of a
+    training function's configuration only the batch size and numbers with a fraction do not count.
     """
-    config = build(TrainConfig, dict(tree), "trial")
+    config = build_run(dict(tree), "trial")
+    if isinstance(config, FunctionConfig):
+        return _digest(
+            {"train_func": config.train_func, "device": device_name, "config": config.others, **_group(config)}
+        )
     optimizer = config.optimizer
     settings = {key: getattr(config, key) for key in _MEMORY_KEYS} | {
         "device": device_name,
         "strategy": config.strategy,
         "ddp": config.ddp.model_dump(exclude={"sync_batchnorm"}),  # its statistics are a few numbers a channel
         "fsdp": config.fsdp.model_dump(),
-        "workers": [config.scaling.min_workers, config.scaling.max_workers],
-        "gpus_per_worker": config.scaling.gpus_per_worker,  # below 1, workers share a GPU's memory
+        **_group(config),
         "optimizer": [optimizer.name, bool(optimizer.momentum)],  # decides how much state a parameter has
         "resident": config.data.resident,
         "evaluation": config.evaluate.microbatch_size,  # it runs on the same device, between steps
@@ -51,13 +54,29 @@ def key_of(tree: Mapping[str, Any], device_name: str) -> str:
         settings["optimizer state"] = optimizer.state
     if config.ema.decay is not None:
         settings["ema"] = True  # a copy of the weights
+    return _digest(settings)
+
+
+def _group(config: RunConfig) -> dict[str, Any]:
+    scaling = config.scaling
+    return {
+        "workers": [scaling.min_workers, scaling.max_workers],
+        "gpus_per_worker": scaling.gpus_per_worker,  # below 1, workers share a GPU's memory
+    }
+
+
+def _digest(settings: dict[str, Any]) -> str:
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fixed_size(tree: Mapping[str, Any]) -> int | None:
-    """Return the microbatch that a trial insists on, cut to a worker's share of the batch; None for `auto`."""
-    config = build(TrainConfig, dict(tree), "trial")
+    """Return the microbatch that a trial insists on, cut to a worker's share of the batch; None for `auto`. A training
+    function insists on its batch size.
+    """
+    config = build_run(dict(tree), "trial")
+    if isinstance(config, FunctionConfig):
+        return config.batch_size[1] if config.batch_size else None
     if config.microbatch_size == "auto":
         return None
     return min(config.microbatch_size, -(-config.batch_size // config.scaling.min_workers))

@@ -1,5 +1,6 @@
 """TrialRecord: how one trial ended, made from what a lane reports; and what ends a trial before its last step."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ _Whole = Annotated[int, Field(ge=0, lt=2**63)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def _placed(row: dict[str, float]) -> dict[str, float]:
+def placed(row: dict[str, float]) -> dict[str, float]:
+    """Return an evaluation; ValueError where it says that it is from nowhere in a run."""
     for name, otherwise in (("step", -1.0), ("epoch", 0.0), ("train_time_s", -1.0)):
         if not 0 <= row.get(name, otherwise) < 1e12:
             raise ValueError(f"{name} is no position in a run")
@@ -35,7 +37,7 @@ def _in_epoch(row: dict[str, float]) -> dict[str, float]:
     return row
 
 
-Row = Annotated[dict[str, float], AfterValidator(_placed)]
+Row = Annotated[dict[str, float], AfterValidator(placed)]
 """An evaluation: step, epoch (not over a stream), train_time_s, train_loss, val_loss, ...; only figures may be NaN or
 infinite."""
 StageRow = Annotated[Row, AfterValidator(_in_epoch)]
@@ -63,6 +65,7 @@ Part = Annotated[dict[str, Any], AfterValidator(_part)]
 """Of the course of a trial's weights, in a population: each `config`, and the `trial`, `step` and `epoch` from which on
 it was used."""
 
+_SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
 PROBE_SHARE = 0.08  # the longest probe, of a whole trial: one whose throughput does not settle before
 PROBE_STEPS = 10  # the fewest of a probe
 
@@ -171,10 +174,12 @@ def make_record(
     """
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
-    speeds: dict[str, Any] = {name: speed.get(name) for name in ("samples_per_s", "step_time_s", "step_time_ci95_s")}
     status: Status = outcome["status"] if outcome["status"] in STATUSES else "error"
     message = outcome.get("message", "")
     metrics = {**(curve[-1] if curve else {}), **result.get("metrics", {})}
+    # A training function may report them itself.
+    found = {name: speed.get(name, metrics.get(name)) for name in _SPEEDS}
+    speeds: Any = {name: value for name, value in found.items() if value is not None and 0 <= value < math.inf}
     time_s = time_to_target(objective, curve)
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
@@ -199,7 +204,7 @@ def make_record(
         lane=outcome.get("lane"),
         purpose=purpose,
         seed=seed,
-        samples=result["steps"] * result["global_batch_size"] if result else None,
+        samples=result["steps"] * result["global_batch_size"] if "steps" in result else None,
         epochs=result.get("epochs"),
         noise_scale=result.get("noise_scale"),
         cpu_pressure=outcome.get("cpu_pressure"),

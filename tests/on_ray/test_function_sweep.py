@@ -1,0 +1,135 @@
+"""Sweeps over a training function for Ray Train, from a file."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import Cluster
+from tests.on_ray.embedded import await_end_of_trials
+from tests.on_ray.test_lanes import run
+from tests.on_ray.test_tune_killed import names, start
+from tests.specs import REPOSITORY
+from trainers.__main__ import main as train
+from tune.__main__ import main as tune
+from tune.sweeps.spec import SweepSpec, read_sweep
+from tune.trials.journal import Journal
+
+pytestmark = [pytest.mark.ray, pytest.mark.full]
+
+
+def write(directory: Path, train: dict[str, Any], **keys: Any) -> str:
+    """A sweep's file."""
+    function = {"train_func": "tests.lane_functions:train", "task_dir": str(REPOSITORY), **train}
+    tree = {"name": "sweep", "storage_path": str(directory), "train": function, "lanes": 1, **keys}
+    file = directory / "sweep.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return str(file)
+
+
+def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
+    tmp_path: Path,
+    cluster: Cluster,
+    driver: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One rank of two runs out of memory in each place; the driver is killed amid that, and `resume` goes on."""
+    note = tmp_path / "note"
+    file = write(
+        tmp_path,
+        {
+            "train_loop_config": {"lr": 0.01, "note": str(note)},
+            "keys": {"batch_size_per_worker": "train_loop_config.batch_size"},
+            "scaling": {"num_workers": 2},
+        },
+        space={
+            "train_loop_config.batch_size": [64, 128, 32],
+            "train_loop_config.place": ["forward", "backward", "optimizer"],
+        },
+        objective={"metric": "loss"},
+    )
+    killed = start([file], cluster)
+    deadline = time.monotonic() + 120
+    while not names(tmp_path / "sweep" / "trials"):
+        assert killed.poll() is None, killed.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    kill(killed)
+    before = {path.name: path.read_text() for path in (tmp_path / "sweep" / "trials").iterdir()}
+    monkeypatch.setattr("trainers.on_ray.connect.disconnect", lambda: None)  # this process stays in the cluster
+    assert tune(["resume", str(tmp_path / "sweep")]) == 0
+    said = capsys.readouterr().out
+
+    spec = read_sweep(file, {})
+    records = {(r.config["batch_size_per_worker"], r.config["train_loop_config.place"]): r for r in journal(spec)}
+    assert len(records) == 9
+    assert before.items() <= {path.name: path.read_text() for path in (tmp_path / "sweep" / "trials").iterdir()}.items()
+    for place in ("forward", "backward", "optimizer"):
+        assert records[64, place].message.startswith("rank 1: OutOfMemoryError: CUDA out of memory")
+        assert records[128, place].message.startswith("a batch of 128 is not tried: one of 64 ran out of memory")
+        assert [records[size, place].status for size in (64, 128, 32)] == ["out_of_memory"] * 2 + ["done"]
+    ran = note.read_text().split()
+    assert not [line for line in ran if line.startswith("128")]
+    assert "batch_size_per_worker 32 with place forward has the lowest loss" in said
+    assert names(tmp_path / "sweep" / "lanes" / "*") == []
+
+    assert train([str(tmp_path / "sweep" / "best.yaml")]) == 0
+    said = capsys.readouterr().out
+    found = re.search(r"^done\n  loss (\S+)  epoch 2  words no number\n  checkpoint ", said, re.MULTILINE)
+    assert found, said
+    # Ray's own TorchTrainer has trained that: to the bit what the lane has.
+    assert float(found[1]) == records[32, "forward"].metrics["loss"]
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    process.kill()
+    process.communicate()
+    await_end_of_trials()
+
+
+def journal(spec: SweepSpec) -> list[Any]:
+    return Journal(spec.storage).records()
+
+
+def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> None:
+    """One lane of one worker: a trial that failed goes on from its checkpoint, and one at its target ends there."""
+    file = write(
+        tmp_path,
+        {
+            "train_loop_config": {"lr": 0.01, "batch_size": 32, "fails": -1},
+            "failure": {"max_failures": 1},
+        },
+        space={
+            "train_loop_config.fails": [-1, 1],
+            "train_loop_config.lr": [0.01, 0.1],
+            "train_func": ["tests.lane_functions:train", "tests.lane_functions:by_tune"],
+        },
+        objective={"metric": "time_to_target", "target": {"loss": 0.5}},
+    )
+    spec = read_sweep(file, {})
+    records = run(spec)
+    shown = ("train_loop_config.fails", "train_loop_config.lr", "train_func")
+    by_key = {tuple(record.config[key] for key in shown): record for record in records}
+    assert {record.status for record in records} == {"done"}, [record.message for record in records]
+    whole, retried = (rows(by_key[fails, 0.01, "tests.lane_functions:train"]) for fails in (-1, 1))
+    assert [row["epoch"] for row in whole] == [0, 1, 2]
+    assert retried == whole
+    at_target = by_key[-1, 0.1, "tests.lane_functions:train"]
+    assert len(at_target.curve) < 3
+    assert at_target.metrics["loss"] <= 0.5
+    assert at_target.time_to_target_s == at_target.curve[-1]["train_time_s"]
+    of_tune = [record for record in records if "by_tune" in record.config["train_func"]]
+    assert all(len(record.curve) == 1 for record in of_tune), "the first report is at the target"
+    assert len({record.metrics["drawn"] for record in of_tune}) == 4, "random draws are those of new processes"
+    assert len({record.metrics["process"] for record in of_tune}) == 1
+
+
+def rows(record: Any) -> list[dict[str, float]]:
+    return [{key: row[key] for key in ("step", "epoch", "loss")} for row in record.curve]

@@ -1,0 +1,108 @@
+"""The mailbox and trials of a training function: reports of all ranks, restarts, batches that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.unit.test_mailbox import WAIT_S, asynchronous, reports, taken
+from tune.lanes.mailbox import Mailbox
+from tune.lanes.messages import Assignment, Begun
+from tune.trials.record import Until
+
+
+def assignment(ticket: str, rows: int = 8, failures: int = 0, **given: Any) -> Assignment:
+    tree = {
+        "train_func": "module:train",
+        "train_loop_config": {"rows": rows, "kind": "fp32"},
+        "keys": {"batch_size_per_worker": "train_loop_config.rows", "precision": "train_loop_config.kind"},
+        "failure": {"max_failures": failures},
+    }
+    return Assignment(ticket, ticket, tree, **given)
+
+
+def row(number: int, loss: float = 1.0) -> dict[str, float]:
+    return {"step": float(number), "loss": loss, "train_time_s": number / 10}
+
+
+async def both(mailbox: Mailbox, number: int, attempt: int = 0, kept: str | None = None, loss: float = 1.0) -> Any:
+    """A report of both ranks, rank 1 first: what each hears."""
+    parts = [({}, kept), (row(number, loss), None)]
+    return await asyncio.gather(*(mailbox.report_part("a", attempt, number, 2, *part) for part in parts))
+
+
+@asynchronous
+async def test_a_report_counts_once_all_ranks_have_brought_their_part(mailbox: Mailbox) -> None:
+    await mailbox.submit(assignment("a"))
+    await taken(mailbox)
+    first = asyncio.ensure_future(mailbox.report_part("a", 0, 1, 2, row(1), None))
+    await asyncio.sleep(WAIT_S)
+    assert not first.done()
+    assert await reports(mailbox, "a") == []
+    assert await mailbox.report_part("a", 0, 1, 2, {}, None) is True
+    assert await first is True
+    assert await reports(mailbox, "a") == [row(1)]
+
+
+@pytest.mark.parametrize("why", ["cancelled", "target"])
+def test_all_ranks_end_at_the_same_report(why: str) -> None:
+    async def main() -> None:
+        mailbox = Mailbox()
+        await mailbox.submit(assignment("a", until=Until(("loss", 0.5)) if why == "target" else Until()))
+        await taken(mailbox)
+        assert await both(mailbox, 1) == [True, True]
+        if why == "cancelled":
+            await mailbox.cancel("a")
+        assert await both(mailbox, 2, loss=0.4) == [False, False]
+        assert await reports(mailbox, "a") == [row(1), row(2, 0.4)]
+
+    asyncio.run(main())
+
+
+@asynchronous
+async def test_a_trial_whose_lane_died_goes_on_from_its_newest_whole_checkpoint(mailbox: Mailbox) -> None:
+    await mailbox.submit(assignment("a"))
+    await mailbox.hello(0, "cpu")
+    await taken(mailbox)
+    await both(mailbox, 1, kept="first")
+    await both(mailbox, 2)
+    dying = asyncio.ensure_future(mailbox.report_part("a", 0, 3, 2, row(3), "half"))
+    await mailbox.lost(0)
+    await mailbox.hello(0, "cpu")
+    again = await mailbox.take(0, WAIT_S)
+    assert isinstance(again, Assignment)
+    assert (again.attempt, again.begun) == (1, Begun(1, "first", 0.1))
+    assert await both(mailbox, 2, attempt=1) == [True, True]
+    assert await both(mailbox, 3, attempt=1) == [True, True]
+    assert [one["step"] for one in await reports(mailbox, "a")] == [1, 2, 3], "what was heard is not heard again"
+    assert not dying.done(), "a rank that is about to be ended waits until then"
+    dying.cancel()
+
+
+@asynchronous
+async def test_a_function_that_fails_starts_again_as_often_as_it_may(mailbox: Mailbox) -> None:
+    await mailbox.submit(assignment("a", failures=1))
+    for _ in range(2):
+        assert await taken(mailbox) == "a"
+        for rank in range(2):  # both fail, and it counts once
+            await mailbox.end(0, "a", {"status": "error", "message": f"rank {rank}"})
+    assert await taken(mailbox) is None
+    [end] = await mailbox.heard("a")
+    assert end.outcome == {"status": "error", "message": "rank 0", "lane": 0}
+
+
+@asynchronous
+async def test_a_batch_as_large_as_one_that_did_not_fit_is_refused(mailbox: Mailbox) -> None:
+    await mailbox.hello(0, "cpu, 8 GiB")
+    await mailbox.submit(assignment("a", rows=64, failures=3))
+    assert await taken(mailbox) == "a"
+    await mailbox.observe(0, "a", 64, False)
+    await mailbox.end(0, "a", {"status": "out_of_memory", "message": "it did not fit"})
+    for ticket, rows in (("larger", 128), ("smaller", 32)):
+        await mailbox.submit(assignment(ticket, rows))
+    assert await taken(mailbox) == "smaller"
+    [end] = await mailbox.heard("larger")
+    words = "a batch of 128 is not tried: one of 64 ran out of memory (fp32 on cpu, 8 GiB)"
+    assert end.outcome == {"status": "out_of_memory", "message": words}

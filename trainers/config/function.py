@@ -1,0 +1,136 @@
+"""FunctionConfig: what a file may say whose `train_func` is a training function for Ray Train, in place of a Task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from trainers.config.model import Settings, Tree, build, plain
+from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Restarts, ScalingConfig
+from trainers.config.train import TrainConfig
+from trainers.errors import ConfigError, did_you_mean
+
+BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
+FUNCTION_IDENTITY = ("train_func", "train_loop_config")
+"""Keys that decide what is learned."""
+_CONFIG = "train_loop_config"
+_OF_TASK = "that is a key of a `task`: what a `train_func` reads lies in `train_loop_config`"
+
+
+def flat(tree: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
+    """Return a mapping without mappings in it: values by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+    return found
+
+
+class FunctionKeys(Settings):
+    """Which of the function's own keys are what Paceline knows by another name; with dots, below train_loop_config."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (BATCH_KEYS,)
+
+    global_batch_size: str | None = Field(default=None, examples=[f"{_CONFIG}.batch_size"])
+    """The key that holds the samples of one optimizer step over all workers."""
+    batch_size_per_worker: str | None = Field(default=None, examples=[f"{_CONFIG}.batch_size"])
+    """The same of one worker."""
+    precision: str | None = Field(default=None, examples=[f"{_CONFIG}.precision"])
+    """The key that holds the number format, in whatever words the function has for it."""
+
+
+class FunctionFailure(Settings):
+    """Restarts of a function that fails."""
+
+    max_failures: Restarts = Field(default=0)
+    """How often it starts again, with its newest checkpoint, as Ray's FailureConfig has it; -1: no limit."""
+
+
+class FunctionConfig(Settings):
+    """One run of a training function on Ray Train."""
+
+    foreign: ClassVar[Mapping[str, tuple[str, ...] | str]] = {
+        **dict.fromkeys([*TrainConfig.model_fields, *TrainConfig.foreign], _OF_TASK),
+        **dict.fromkeys(BATCH_KEYS, "name the function's own key with `keys`"),
+        "precision": "name the function's own key with `keys.precision`",
+        "task": "keep one of `task` and `train_func`",
+        "launcher": "remove it: a `train_func` runs on Ray",
+        "checkpoint": "remove it: the function reports its checkpoints itself",
+    }
+    call: ClassVar[str] = "python -m trainers"
+
+    train_func: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        max_length=256,
+        examples=["my_script:train_func"],
+        json_schema_extra={"rule": "must be `module:function`"},
+    )
+    """The function that each worker calls, as `module:function`; the YAML's own directory and those above it are
+    searched."""
+    train_loop_config: dict[str, Any] = Field(default_factory=dict, examples=[{"batch_size": 32, "lr": 0.001}])
+    """What the function is called with."""
+    task_dir: str | None = Field(default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE})
+    """Directory to search for the function's module first; sweeps set it in best.yaml."""
+    name: str = Field(default="run", pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE})
+    """Name of the run: its directory below `storage_path`."""
+    storage_path: str | None = Field(
+        default=None, pattern=PATH, examples=["s3://bucket/runs"], json_schema_extra={"rule": PATH_RULE}
+    )
+    """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
+    keys: FunctionKeys = Field(default_factory=FunctionKeys)
+    """Which of the function's own keys are the batch size and the precision: boundary, answer and figures use them."""
+    scaling: ScalingConfig = Field(default_factory=ScalingConfig)
+    """Workers and what each of them gets."""
+    failure: FunctionFailure = Field(default_factory=FunctionFailure)
+    """Restarts."""
+
+    @model_validator(mode="after")
+    def _keys_are_there(self) -> Self:
+        known = flat({_CONFIG: self.train_loop_config})
+        for name, path in plain(self.keys).items():
+            listed = f"its keys are {', '.join(known)}" if known else f"add it to `{_CONFIG}`"
+            wrong = path not in known
+            self.refuse_if(wrong, f"keys.{name}", f"names no key of {_CONFIG}", did_you_mean(path, known, listed))
+            if name in BATCH_KEYS and (type(known[path]) is not int or known[path] < 1):
+                rule = f"must be a whole number of at least 1, since `keys.{name}` names it"
+                raise ConfigError(path, known[path], rule, f"write for example `{path.rpartition('.')[2]}: 32`")
+        return self
+
+    @property
+    def batch_size(self) -> tuple[str, int] | None:
+        """The batch size by the name that it has here, and its value; None where `keys` names none."""
+        named = [(name, path) for name, path in plain(self.keys).items() if name in BATCH_KEYS]
+        return (named[0][0], flat({_CONFIG: self.train_loop_config})[named[0][1]]) if named else None
+
+    @property
+    def precision(self) -> str | None:
+        """The number format in the function's words; None where `keys` names none."""
+        path = self.keys.precision
+        return None if path is None else str(flat({_CONFIG: self.train_loop_config})[path])
+
+    @property
+    def others(self) -> Tree:
+        """The function's configuration without its batch size, and without numbers with a fraction: rates and
+        probabilities take no memory.
+        """
+        sizes = {path for name, path in plain(self.keys).items() if name in BATCH_KEYS}
+        whole = flat({_CONFIG: self.train_loop_config})
+        return {path: value for path, value in whole.items() if path not in sizes and not isinstance(value, float)}
+
+    def tree(self) -> Tree:
+        """Plain data that `FunctionConfig` reads back; keys without a value are left out."""
+        return plain(self)
+
+
+RunConfig = TrainConfig | FunctionConfig
+
+
+def kind_of(tree: Mapping[str, Any]) -> type[TrainConfig] | type[FunctionConfig]:
+    """Return the model of a run's configuration: it has a `task`, or a `train_func`."""
+    return FunctionConfig if "train_func" in tree else TrainConfig
+
+
+def build_run(tree: Tree, source: str) -> RunConfig:
+    """Validate a run's configuration, of either kind; ConfigError as for `build`."""
+    return build(FunctionConfig, tree, source) if "train_func" in tree else build(TrainConfig, tree, source)
