@@ -41,7 +41,7 @@ def train(
     torchrun = torchrun_world_size()
     spec = read_run(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
     if isinstance(spec, FunctionSpec):
-        print(redact(train_function(spec, fresh)))
+        print(redact(str(train_function(spec, fresh, is_command=True))))
         return 0
     result = run_training(spec, fresh, is_command=True)
     if torchrun is None or os.environ["RANK"] == "0":

@@ -10,7 +10,8 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, overload
 
 from trainers.errors import ConfigError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
@@ -25,7 +26,7 @@ from trainers.launch.spec import (
     check_precision,
     prepare_function,
     prepare_storage,
-    spec_with,
+    run_with,
     torchrun_world_size,
 )
 from trainers.lease import held
@@ -34,13 +35,21 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from trainers.inference.trained_run import TrainedRun
     from trainers.measure.result import RunResult
+    from trainers.on_ray.function import FunctionRun
 
 
-def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun:
+@overload
+def train(run: type, *, fresh: bool = ..., **keys: Any) -> TrainedRun: ...
+@overload
+def train(run: FunctionType, *, fresh: bool = ..., **keys: Any) -> FunctionRun: ...
+@overload
+def train(run: Given, *, fresh: bool = ..., **keys: Any) -> TrainedRun | FunctionRun: ...
+def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | FunctionRun:
     """Train, or go on from the run's newest checkpoint: what `python -m trainers` does.
 
     Args:
-        run: The file of a run (a path or URI), a mapping of its keys, or a Task class, which may be a notebook's.
+        run: The file of a run (a path or URI), a mapping of its keys, a Task class, which may be a notebook's, or a
+            training function of Ray Train's, of which a FunctionRun is returned.
         fresh: Start anew: delete what the run's directory holds.
         keys: Keys of the run, in place of those that `run` has: `epochs=3`, `**{"optimizer.lr": 0.1}`.
 
@@ -51,7 +60,9 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun:
     places: list[Path] = []
     overrides = plain(keys, "train()", places)
     tree, source, directory = read_given(run, "train()")
-    spec = spec_with(tree, source, places[0] if places else directory, overrides, torchrun_world_size())
+    spec = run_with(tree, source, places[0] if places else directory, overrides, torchrun_world_size())
+    if isinstance(spec, FunctionSpec):
+        return train_function(spec, fresh)
     result = run_training(spec, fresh)
     from trainers.inference.trained_run import TrainedRun
 
@@ -96,22 +107,27 @@ def run_training(spec: RunSpec, fresh: bool, is_command: bool = False) -> RunRes
     return result
 
 
-def train_function(spec: FunctionSpec, fresh: bool) -> str:
-    """Train with a user's own function, on Ray, for the command; returns the result in words."""
+def train_function(spec: FunctionSpec, fresh: bool, is_command: bool = False) -> FunctionRun:
+    """Train with a user's own function, on Ray; `is_command` as for `run_training`."""
     if torchrun_world_size() is not None:
         rule = "is called by workers of Ray Train, which torchrun does not start"
         raise ConfigError("train_func", spec.config.train_func, rule, "start it without torchrun", spec.source)
-    with without_collection(own_process=True):
-        from trainers.launch.local import failing_as_run, setup_logging
+    with without_collection(own_process=is_command):
+        from trainers.launch.local import failing_as_run, setup_logging, shown_log
         from trainers.on_ray.connect import check_cluster, leaving
         from trainers.on_ray.function import run_function
-    setup_logging(0)
-    spec.load()
-    with leaving():
+    with contextlib.ExitStack() as stack:
+        if is_command:
+            setup_logging(0)
+        else:
+            stack.enter_context(shown_log(0))
+        spec.load()
+        stack.enter_context(leaving())
         check_cluster(spec)
-        with held(spec.storage, MARK) as token, failing_as_run(0):
-            prepare_function(spec, fresh)
-            return run_function(replace(spec, token=token))
+        token = stack.enter_context(held(spec.storage, MARK))
+        stack.enter_context(failing_as_run(0, is_command))
+        prepare_function(spec, fresh)
+        return run_function(replace(spec, token=token))
 
 
 def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True) -> R:

@@ -175,10 +175,20 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
 def read_run(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec | FunctionSpec:
     """Read and check the file of a run, of a task or of a training function; else as `read_spec`."""
     text, directory = read_file(location)
-    tree = parse_mapping(text, location)
+    return run_with(parse_mapping(text, location), location, directory, overrides, world_size)
+
+
+def run_with(
+    tree: dict[str, Any],
+    source: str,
+    directory: Path | None,
+    overrides: Mapping[str, Any],
+    world_size: int | None,
+) -> RunSpec | FunctionSpec:
+    """`make_spec` or `make_function_spec` of a mapping with dotted keys set."""
     if kind_of(tree) is FunctionConfig:
-        return make_function_spec(override(FunctionConfig, tree, overrides), location, directory)
-    return spec_with(tree, location, directory, overrides, world_size)
+        return make_function_spec(override(FunctionConfig, tree, overrides), source, directory)
+    return spec_with(tree, source, directory, overrides, world_size)
 
 
 def read_spec(

@@ -1,6 +1,7 @@
 """Train with a user's own training function, as Ray's TorchTrainer does."""
 
-from dataclasses import asdict
+import json
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray.train
@@ -15,6 +16,29 @@ from trainers.on_ray.failures import as_failure
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.storage import Storage
 
+_NEWEST = "newest_report.json"
+
+
+@dataclass(frozen=True)
+class FunctionRun:
+    """A run of a training function that is done."""
+
+    metrics: dict[str, Any]
+    """What rank 0 reported last; what JSON cannot hold is text."""
+    checkpoint: str | None
+    """Where the newest checkpoint is."""
+    uri: str
+    """The run's directory."""
+
+    def __str__(self) -> str:
+        words = printable("  ".join(f"{name} {value}" for name, value in self.metrics.items()))
+        lines = [
+            "done",
+            words or "nothing was reported",
+            *([f"checkpoint {self.checkpoint}"] if self.checkpoint else []),
+        ]
+        return "\n  ".join(lines)
+
 
 class _Reports(ray.train.UserCallback):
     """Keeps the newest report's metrics, which Ray's result has only beside a checkpoint."""
@@ -24,8 +48,7 @@ class _Reports(ray.train.UserCallback):
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
         """Called by Ray with the metrics of all ranks."""
-        words = printable("  ".join(f"{name} {value}" for name, value in metrics[0].items()))
-        self._storage.write("newest_report.txt", words.encode())
+        self._storage.write(_NEWEST, json.dumps(metrics[0], default=str).encode())
 
 
 def _worker(loop_config: dict[str, Any]) -> Any:
@@ -33,8 +56,8 @@ def _worker(loop_config: dict[str, Any]) -> Any:
     return FunctionSpec(**loop_config).load()()
 
 
-def run_function(spec: FunctionSpec) -> str:
-    """Train on the connected cluster, from the newest checkpoint where there is one; returns the result in words.
+def run_function(spec: FunctionSpec) -> FunctionRun:
+    """Train on the connected cluster, from the newest checkpoint where there is one.
 
     Raises RunFailedError.
     """
@@ -57,8 +80,5 @@ def run_function(spec: FunctionSpec) -> str:
         raise RunFailedError.first([as_failure(rank, one) for rank, one in error.worker_failures.items()]) from None
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
-    name = "newest_report.txt"
-    lines = ["done", storage.read(name).decode() if storage.exists(name) else "nothing was reported"]
-    if result.checkpoint is not None:
-        lines.append(f"checkpoint {result.checkpoint.path}")
-    return "\n  ".join(lines)
+    metrics = storage.read_json(_NEWEST, dict[str, Any], finite=False) if storage.exists(_NEWEST) else {}
+    return FunctionRun(metrics, result.checkpoint.path if result.checkpoint else None, storage.uri)

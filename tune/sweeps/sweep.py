@@ -99,8 +99,8 @@ def sweep(
     """Sweep a training run, or go on with the sweep in its directory: what `python -m tune` does.
 
     Args:
-        train: The run to vary: its file (a path or URI), a mapping of its keys, or a Task class, which may be a
-            notebook's.
+        train: The run to vary: its file (a path or URI), a mapping of its keys, a Task class, which may be a
+            notebook's, or a training function of Ray Train's.
         space: Dotted keys of the run and their values: a list, or a range such as `{"loguniform": [1e-4, 1e-2]}`.
         objective: What the best trial is best at: a metric, or a mapping with `metric`, `mode` and `target`.
         fresh: Start anew: delete what the sweep's directory holds.
