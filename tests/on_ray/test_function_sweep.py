@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -80,7 +81,9 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     assert "batch_size_per_worker 32 with place forward has the lowest loss" in said
     assert names(tmp_path / "sweep" / "lanes" / "*") == []
 
+    interrupted = signal.getsignal(signal.SIGINT)
     assert train([str(tmp_path / "sweep" / "best.yaml")]) == 0
+    assert signal.getsignal(signal.SIGINT) is interrupted, "Ray's handler would keep its controller"
     said = capsys.readouterr().out
     found = re.search(r"^done\n  loss (\S+)  epoch 2  words no number\n  checkpoint ", said, re.MULTILINE)
     assert found, said

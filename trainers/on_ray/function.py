@@ -1,6 +1,7 @@
 """Train with a user's own training function, as Ray's TorchTrainer does."""
 
 import json
+import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,6 +57,19 @@ def _worker(loop_config: dict[str, Any]) -> Any:
     return FunctionSpec(**loop_config).load()()
 
 
+def _fit(trainer: TorchTrainer) -> ray.train.Result:
+    """Run Ray's `fit`; its own handler of Ctrl-C, which aborts the run and ends the process as if all were well, goes
+    with it: it would keep the run's controller, too.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return trainer.fit()
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def run_function(spec: FunctionSpec) -> FunctionRun:
     """Train on the connected cluster, from the newest checkpoint where there is one.
 
@@ -75,7 +89,7 @@ def run_function(spec: FunctionSpec) -> FunctionRun:
     )
     try:
         with ending_with_cluster("the same command goes on from the newest checkpoint"), VitalSigns():
-            result = trainer.fit()
+            result = _fit(trainer)
     except ray.train.WorkerGroupError as error:
         raise RunFailedError.first([as_failure(rank, one) for rank, one in error.worker_failures.items()]) from None
     except ray.train.ControllerError as error:
