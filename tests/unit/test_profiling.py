@@ -335,6 +335,6 @@ def test_the_flag_is_five_steps(args: list[str], steps: int | None, monkeypatch:
         seen.append(overrides.get("profile_steps"))
         raise ConfigError("the file", location, "was read", "enough")
 
-    monkeypatch.setattr(command, "read_spec", read)
+    monkeypatch.setattr(command, "read_run", read)
     assert command.main(["train.yaml", *args]) == 2
     assert seen == [steps]
