@@ -191,8 +191,11 @@ class Pool:
         return {"up": up, "most": most, "next_start": self._next_start}
 
     async def close(self) -> list[str]:
-        """End all lanes; returns why some were ended before."""
-        for lane in list(self._lanes.values()):
+        """End all lanes; returns why some were ended before.
+
+        First those without a place: Ray would make one of them as soon as another leaves it room.
+        """
+        for lane in sorted(self._lanes.values(), key=lambda lane: lane.placed.done()):
             await self._end(lane)
         return self._restarts
 
@@ -232,12 +235,16 @@ class Pool:
         return Loan(lane.number, lane.group, lane.workers, is_fresh)
 
     def _start_wanted(self) -> None:
-        """Start lanes for trials that wait for more of a shape than start already."""
-        for shape in {wish.shape for wish in self._waiting}:
-            wanted = sum(wish.shape == shape for wish in self._waiting)
-            starting = sum(not lane.is_up and lane.shape == shape for lane in self._lanes.values())
-            for _ in range(wanted - starting):
-                self._begin(shape)
+        """Start lanes for trials that wait for more of a shape than start, or are given back, already."""
+        coming = Counter(lane.shape for lane in self._lanes.values() if not lane.is_up)
+        settling = [lane for lane in self._lanes.values() if lane.is_up and lane.borrower == ""]
+        for wish in self._waiting:
+            if (lane := next((lane for lane in settling if self._serves(lane, wish)), None)) is not None:
+                settling.remove(lane)
+            elif coming[wish.shape] > 0:
+                coming[wish.shape] -= 1
+            else:
+                self._begin(wish.shape)
 
     def _begin(self, shape: Shape) -> None:
         bundles = [dict(shape.resources)] * shape.num_workers
