@@ -16,19 +16,8 @@ from typing import TYPE_CHECKING, Any, overload
 from trainers.errors import ConfigError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.imports import without_collection
-from trainers.launch.spec import (
-    MARK,
-    FunctionSpec,
-    Job,
-    R,
-    RunSpec,
-    check_kept,
-    check_precision,
-    prepare_function,
-    prepare_storage,
-    run_with,
-    torchrun_world_size,
-)
+from trainers.launch.run_directory import check_kept, prepare_function, prepare_storage
+from trainers.launch.spec import MARK, FunctionSpec, Job, R, RunSpec, check_precision, run_with, torchrun_world_size
 from trainers.lease import held
 
 logger = logging.getLogger(__name__)

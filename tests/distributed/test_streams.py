@@ -18,7 +18,8 @@ from tests.stream_tasks import Sharded, Streamed, write
 from trainers.errors import ConfigError
 from trainers.inference.passes import Inference, infer
 from trainers.launch.local import LocalContext, run_local
-from trainers.launch.spec import RunSpec, prepare_storage
+from trainers.launch.run_directory import prepare_storage
+from trainers.launch.spec import RunSpec
 
 pytestmark = pytest.mark.full
 

@@ -41,7 +41,8 @@ from trainers.command_line import Command
 from trainers.config import TrainConfig
 from trainers.config.reference import entries
 from trainers.errors import ConfigError, ConfigErrors, PacelineError
-from trainers.launch.spec import prepare_storage, read_spec
+from trainers.launch.run_directory import prepare_storage
+from trainers.launch.spec import read_spec
 from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.sweeps.spec import read_sweep

@@ -20,7 +20,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.sections import EarlyStoppingConfig
 from trainers.errors import ConfigError
-from trainers.launch.spec import prepare_storage
+from trainers.launch.run_directory import prepare_storage
 from trainers.loop.early_stopping import EarlyStopping
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult

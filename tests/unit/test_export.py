@@ -21,7 +21,8 @@ from trainers.devices.group import Group
 from trainers.inference.export import export
 from trainers.launch.find_task import load_task
 from trainers.launch.local import run_local
-from trainers.launch.spec import RunSpec, prepare_storage
+from trainers.launch.run_directory import prepare_storage
+from trainers.launch.spec import RunSpec
 from trainers.storage import Storage
 
 torch.set_num_threads(1)

@@ -27,7 +27,8 @@ from trainers.errors import CheckpointError, ConfigError, RunFailedError, Storag
 from trainers.inference.passes import Inference, check_out, infer, run_spec
 from trainers.inference.predict import predict
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import RunSpec, prepare_storage
+from trainers.launch.run_directory import prepare_storage
+from trainers.launch.spec import RunSpec
 from trainers.loop.fit import fit
 from trainers.model.precision import TABLE
 from trainers.storage import Storage

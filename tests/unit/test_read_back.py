@@ -19,7 +19,7 @@ from tests.unit.report_records import ENVIRONMENT, TRAIN, config, done, failed
 from tests.unit.test_loop import Tiny, train
 from trainers.context import RunContext
 from trainers.errors import CheckpointError, StorageError
-from trainers.launch.spec import _finished
+from trainers.launch.run_directory import _finished
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.step.ceiling import read_ceiling

@@ -16,17 +16,8 @@ from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name
 from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError, LeaseError, StorageError
-from trainers.launch.spec import (
-    MARK,
-    RunSpec,
-    check_kept,
-    check_precision,
-    make_spec,
-    prepare_storage,
-    read_file,
-    read_spec,
-    torchrun_world_size,
-)
+from trainers.launch.run_directory import check_kept, prepare_storage
+from trainers.launch.spec import MARK, RunSpec, check_precision, make_spec, read_file, read_spec, torchrun_world_size
 from trainers.lease import LEASE, held
 from trainers.measure.result import RunResult
 from trainers.storage import Storage

@@ -16,7 +16,7 @@ from tests.tasks import Blobs
 from trainers.errors import ConfigError
 from trainers.inference.passes import Inference
 from trainers.launch.local import LocalContext, run_local
-from trainers.launch.spec import prepare_storage
+from trainers.launch.run_directory import prepare_storage
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log

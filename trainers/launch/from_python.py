@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from trainers.config.yaml import parse_mapping
 from trainers.errors import MISSING, ConfigError
 from trainers.launch.spec import read_file
 from trainers.redaction import redact
@@ -43,8 +42,8 @@ def read_given(run: Given, call: str) -> tuple[dict[str, Any], str, Path | None]
     """
     if isinstance(run, str | os.PathLike):
         location = os.fspath(run)
-        text, directory = read_file(location)
-        return parse_mapping(text, location), location, directory
+        tree, directory = read_file(location)
+        return tree, location, directory
     places: list[Path] = []
     if isinstance(run, type) or inspect.isroutine(run):
         run = {"task" if isinstance(run, type) else "train_func": run}

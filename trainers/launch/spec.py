@@ -9,24 +9,22 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from trainers.config import TrainConfig
-from trainers.config.function import FUNCTION_IDENTITY, FunctionConfig, kind_of
+from trainers.config.function import FunctionConfig, kind_of
 from trainers.config.model import build
 from trainers.config.overrides import override
-from trainers.config.train import IDENTITY
-from trainers.config.yaml import LONGEST, decode, dump_yaml, parse_mapping, read_text
+from trainers.config.yaml import LONGEST, decode, parse_mapping, read_text
 from trainers.context import RunContext
-from trainers.errors import CheckpointError, ConfigError, StorageError, did_you_mean, first_line
+from trainers.errors import ConfigError, StorageError, did_you_mean, first_line
 from trainers.launch.find_task import add_to_path, load_function, load_task, portable, task_path
 from trainers.launch.imports import without_collection
-from trainers.lease import LEASE, fenced
+from trainers.lease import fenced
 from trainers.loop.watchdog import enter, watched
 from trainers.storage import Storage, storage_uri
 
@@ -139,14 +137,15 @@ def torchrun_world_size() -> int | None:
     return None
 
 
-def read_file(location: str) -> tuple[str, Path | None]:
-    """Return the text of a configuration file and its directory (None when it is not on this machine)."""
+def read_file(location: str) -> tuple[dict[str, Any], Path | None]:
+    """Return the mapping of a configuration file and its directory (None when it is not on this machine)."""
     if "://" in location:
         file = Storage(location)
-        return _read(file.parent, file.name, location), None
+        return parse_mapping(_read(file.parent, file.name, location), location), None
     path = Path(location)
     try:
-        return read_text(path, location), Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
+        tree = parse_mapping(read_text(path, location), location)
+        return tree, Path(os.path.abspath(path.parent))  # noqa: PTH100 (no symlink is resolved)
     except FileNotFoundError:
         beside = [file.name for file in path.parent.glob("*.y*ml")]
         fix = did_you_mean(path.name, beside, "check its name", lambda near: str(path.parent / near))
@@ -174,8 +173,8 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
 
 def read_run(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec | FunctionSpec:
     """Read and check the file of a run, of a task or of a training function; else as `read_spec`."""
-    text, directory = read_file(location)
-    return run_with(parse_mapping(text, location), location, directory, overrides, world_size)
+    tree, directory = read_file(location)
+    return run_with(tree, location, directory, overrides, world_size)
 
 
 def run_with(
@@ -199,8 +198,8 @@ def read_spec(
     `world_size` is given by a launcher that has decided it already (torchrun). `own_workers`: those of a run that is
     started from here must fit on this machine.
     """
-    text, directory = read_file(location)
-    return spec_with(parse_mapping(text, location), location, directory, overrides, world_size, own_workers)
+    tree, directory = read_file(location)
+    return spec_with(tree, location, directory, overrides, world_size, own_workers)
 
 
 def spec_with(
@@ -280,93 +279,3 @@ def check_precision(spec: RunSpec, device_type: str | None = None) -> None:
             check_device_type(config.precision, device_type)
     except ConfigError as error:
         raise error.at(spec.source) from error
-
-
-def delete_own(storage: Storage, mark: str) -> None:
-    """Delete what a directory holds but its lease; ConfigError when there is no file `mark`, which we would have
-    written.
-    """
-    names = [name for name in storage.names() if name != LEASE]
-    if names and mark not in names:
-        rule = f"is not ours to delete: it holds files but no {mark}"
-        raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
-    for name in sorted(names, key=lambda name: name == mark):  # cut off, it is still ours to delete
-        storage.delete(name)
-
-
-def _finished(storage: Storage) -> RunResult | None:
-    """The result of a run that is done; None when there is none, none that can be read, or nothing left to use."""
-    from trainers.measure.result import RunResult
-
-    if not storage.exists("result.json"):
-        return None
-    try:
-        result = storage.read_json("result.json", RunResult, finite=False)
-        if result.status == "done":
-            check_kept(storage, result)
-            return result
-    except (StorageError, CheckpointError) as error:
-        logger.warning("%s; the run goes on from its newest checkpoint", error)
-    return None
-
-
-def check_kept(storage: Storage, result: RunResult) -> None:
-    """Raise StorageError or CheckpointError where the checkpoint with which a run has ended is not there."""
-    from trainers.checkpoint.manifest import Manifest
-
-    if result.checkpoint is None:
-        return
-    name = Storage(result.checkpoint).name  # its run may have been moved since
-    if not re.fullmatch("step-[0-9]{12}", name):
-        raise CheckpointError(f"{storage.locate('result.json')} is damaged: it names no checkpoint")
-    kept = storage.child("checkpoints", name)
-    lost = ["manifest.json"]
-    if kept.exists("manifest.json"):
-        lost = [file for file in Manifest.from_json(kept.read("manifest.json")).files if not kept.exists(file)]
-    if lost:
-        raise StorageError(f"the run ended as `{result.status}`, but {kept.locate(lost[0])} was deleted since")
-
-
-def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
-    """Make the run's directory, whose lease is held, ready; return the result when the run is complete already.
-
-    Raises ConfigError when another run of this name is there that learned something else.
-    """
-    storage = spec.storage
-    if fresh:
-        delete_own(storage, MARK)
-    if storage.exists(MARK):
-        before = check_same(spec, IDENTITY)
-        same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps", "early_stopping"))
-        if same_length and (result := _finished(storage)) is not None:
-            return result
-        storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
-    keep(spec)
-    return None
-
-
-def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
-    """Make the directory of a function's run, whose lease is held, ready; ConfigError as for `prepare_storage`."""
-    if fresh:
-        delete_own(spec.storage, MARK)
-    if spec.storage.exists(MARK):
-        check_same(spec, FUNCTION_IDENTITY)
-    keep(spec)
-
-
-def check_same(spec: Spec, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration in the run's directory; ConfigError where one of some keys has another value there."""
-    before = read_mapping(spec.storage, MARK)
-    for key in keys:
-        if before.get(key) != spec.tree.get(key):
-            rule = f"differs from {before.get(key)} in {spec.storage.uri}"
-            fix = "train under another `--name`, or start anew with --fresh"
-            raise ConfigError(key, spec.tree.get(key), rule, fix, spec.source)
-    return before
-
-
-def keep(spec: Spec) -> None:
-    """Write the configuration into the run's directory."""
-    # A command that opens the run later may start in another directory.
-    found = {"task_dir": spec.path[0]} if spec.path else {}
-    spec.storage.write(MARK, dump_yaml({**spec.tree, **found}).encode())

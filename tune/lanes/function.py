@@ -28,6 +28,7 @@ from ray.train.v2._internal.execution.context import TrainContext, get_train_con
 from trainers.causes import failure_of
 from trainers.devices.device import peak_memory_bytes, reset_peak_memory
 from trainers.devices.group import Group
+from trainers.errors import ConfigError
 from trainers.launch.spec import FunctionSpec
 from tune.lanes.messages import Assignment, TrialStopped
 from tune.lanes.process_state import Baseline
@@ -72,16 +73,16 @@ class FunctionContext(TrainContext):
             raise TrialStopped(0)
 
     def get_all_reported_checkpoints(self, *args: Any, **given: Any) -> Any:
-        """Not known here."""
-        raise NotImplementedError(
-            "the trial of a sweep from a file has no list of its checkpoints, get_checkpoint has one"
-        )
+        """A sweep's trial keeps no list of them."""
+        raise self._refused("get_all_reported_checkpoints", "call `ray.train.get_checkpoint` for the newest one")
 
     def get_dataset_shard(self, dataset_info: Any) -> Any:
-        """Not known here."""
-        raise NotImplementedError(
-            "a sweep from a file has no Ray datasets: read the data in the function, or use tune.ray"
-        )
+        """A sweep's file can name no Ray dataset."""
+        raise self._refused("get_dataset_shard", "read the data in the function, or sweep with `tune.ray`")
+
+    def _refused(self, call: str, fix: str) -> ConfigError:
+        named = self.assignment.tree["train_func"]
+        return ConfigError("train_func", named, f"calls `{call}`, which a sweep from a file does not have", fix)
 
 
 def _is_number(value: Any) -> bool:

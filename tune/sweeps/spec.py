@@ -10,9 +10,10 @@ from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, build_run, kind_of
 from trainers.config.model import build
 from trainers.config.overrides import override
-from trainers.config.yaml import dump_yaml, parse_mapping
+from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
-from trainers.launch.spec import delete_own, make_function_spec, make_spec, read_file, read_mapping
+from trainers.launch.run_directory import delete_own
+from trainers.launch.spec import make_function_spec, make_spec, read_file, read_mapping
 from trainers.lease import fenced
 from trainers.storage import Storage, storage_uri
 from tune.config import Range, SweepConfig, sample_values
@@ -69,8 +70,8 @@ def read_sweep(location: str, overrides: Mapping[str, Any], own_workers: bool = 
     Overrides mean keys of the sweep (`--lanes 2`, `--objective.metric val_loss`) or, below `train.`, of the run.
     `own_workers`: it will run from here; one that is only planned for a cluster need not fit on this machine.
     """
-    text, directory = read_file(location)
-    return sweep_with(parse_mapping(text, location), location, directory, overrides, own_workers)
+    tree, directory = read_file(location)
+    return sweep_with(tree, location, directory, overrides, own_workers)
 
 
 def sweep_with(
@@ -90,8 +91,7 @@ def sweep_with(
     config = build(SweepConfig, tree, location)
     if isinstance(config.train, str):
         file = config.train if "://" in config.train or directory is None else str(directory / config.train)
-        text, directory = read_file(file)
-        train, source = parse_mapping(text, file), file
+        (train, directory), source = read_file(file), file
     else:
         train, source = config.train, location
     return _spec(config, override(kind_of(train), train, of_train), source, location, directory, own_workers)

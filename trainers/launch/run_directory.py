@@ -1,0 +1,110 @@
+"""A run's directory, whose lease is held: what it must hold before the run starts, and once it has ended."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainers.config.function import FUNCTION_IDENTITY
+from trainers.config.train import IDENTITY
+from trainers.config.yaml import dump_yaml
+from trainers.errors import CheckpointError, ConfigError, StorageError
+from trainers.launch.spec import MARK, FunctionSpec, RunSpec, Spec, read_mapping
+from trainers.lease import LEASE
+from trainers.storage import Storage
+
+logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from trainers.measure.result import RunResult
+
+
+def delete_own(storage: Storage, mark: str) -> None:
+    """Delete what a directory holds but its lease; ConfigError when there is no file `mark`, which we would have
+    written.
+    """
+    names = [name for name in storage.names() if name != LEASE]
+    if names and mark not in names:
+        rule = f"is not ours to delete: it holds files but no {mark}"
+        raise ConfigError("--fresh", storage.uri, rule, "give another `--name`")
+    for name in sorted(names, key=lambda name: name == mark):  # cut off, it is still ours to delete
+        storage.delete(name)
+
+
+def _finished(storage: Storage) -> RunResult | None:
+    """The result of a run that is done; None when there is none, none that can be read, or nothing left to use."""
+    from trainers.measure.result import RunResult
+
+    if not storage.exists("result.json"):
+        return None
+    try:
+        result = storage.read_json("result.json", RunResult, finite=False)
+        if result.status == "done":
+            check_kept(storage, result)
+            return result
+    except (StorageError, CheckpointError) as error:
+        logger.warning("%s; the run goes on from its newest checkpoint", error)
+    return None
+
+
+def check_kept(storage: Storage, result: RunResult) -> None:
+    """Raise StorageError or CheckpointError where the checkpoint with which a run has ended is not there."""
+    from trainers.checkpoint.manifest import Manifest
+
+    if result.checkpoint is None:
+        return
+    name = Storage(result.checkpoint).name  # its run may have been moved since
+    if not re.fullmatch("step-[0-9]{12}", name):
+        raise CheckpointError(f"{storage.locate('result.json')} is damaged: it names no checkpoint")
+    kept = storage.child("checkpoints", name)
+    lost = ["manifest.json"]
+    if kept.exists("manifest.json"):
+        lost = [file for file in Manifest.from_json(kept.read("manifest.json")).files if not kept.exists(file)]
+    if lost:
+        raise StorageError(f"the run ended as `{result.status}`, but {kept.locate(lost[0])} was deleted since")
+
+
+def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
+    """Make the run's directory, whose lease is held, ready; return the result when the run is complete already.
+
+    Raises ConfigError when another run of this name is there that learned something else.
+    """
+    storage = spec.storage
+    if fresh:
+        delete_own(storage, MARK)
+    if storage.exists(MARK):
+        before = check_same(spec, IDENTITY)
+        same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps", "early_stopping"))
+        if same_length and (result := _finished(storage)) is not None:
+            return result
+        storage.delete("result.json")  # of a shorter run: it must not be taken for this one's
+    keep(spec)
+    return None
+
+
+def prepare_function(spec: FunctionSpec, fresh: bool) -> None:
+    """Make the directory of a function's run, whose lease is held, ready; ConfigError as for `prepare_storage`."""
+    if fresh:
+        delete_own(spec.storage, MARK)
+    if spec.storage.exists(MARK):
+        check_same(spec, FUNCTION_IDENTITY)
+    keep(spec)
+
+
+def check_same(spec: Spec, keys: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration in the run's directory; ConfigError where one of some keys has another value there."""
+    before = read_mapping(spec.storage, MARK)
+    for key in keys:
+        if before.get(key) != spec.tree.get(key):
+            rule = f"differs from {before.get(key)} in {spec.storage.uri}"
+            fix = "train under another `--name`, or start anew with --fresh"
+            raise ConfigError(key, spec.tree.get(key), rule, fix, spec.source)
+    return before
+
+
+def keep(spec: Spec) -> None:
+    """Write the configuration into the run's directory."""
+    # A command that opens the run later may start in another directory.
+    found = {"task_dir": spec.path[0]} if spec.path else {}
+    spec.storage.write(MARK, dump_yaml({**spec.tree, **found}).encode())
