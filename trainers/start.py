@@ -69,16 +69,13 @@ def run_training(spec: RunSpec, fresh: bool, is_command: bool = False) -> RunRes
     rank = int(os.environ["RANK"]) if is_torchrun else 0
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as cluster:
         with without_collection(own_process=is_command):
-            from trainers.launch.local import setup_logging, shown_log
+            from trainers.launch.local import shown_log
 
             if launcher == "ray":
                 from trainers.on_ray.connect import check_cluster, leaving
 
                 cluster.enter_context(leaving())
-        if is_command:
-            setup_logging(rank)
-        else:
-            stack.enter_context(shown_log(rank))
+        stack.enter_context(shown_log(rank, is_command))
         spec.load_task()
         check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
         with held(spec.storage, MARK) if rank == 0 else contextlib.nullcontext("") as token:
@@ -102,14 +99,11 @@ def train_function(spec: FunctionSpec, fresh: bool, is_command: bool = False) ->
         rule = "is called by workers of Ray Train, which torchrun does not start"
         raise ConfigError("train_func", spec.config.train_func, rule, "start it without torchrun", spec.source)
     with without_collection(own_process=is_command):
-        from trainers.launch.local import failing_as_run, setup_logging, shown_log
+        from trainers.launch.local import failing_as_run, shown_log
         from trainers.on_ray.connect import check_cluster, leaving
         from trainers.on_ray.function import run_function
     with contextlib.ExitStack() as stack:
-        if is_command:
-            setup_logging(0)
-        else:
-            stack.enter_context(shown_log(0))
+        stack.enter_context(shown_log(0, is_command))
         spec.load()
         stack.enter_context(leaving())
         check_cluster(spec)

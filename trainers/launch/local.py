@@ -92,8 +92,12 @@ def setup_logging(rank: int) -> None:
 
 
 @contextlib.contextmanager
-def shown_log(rank: int) -> Iterator[None]:
-    """In a block of another program show our log as a command does, unless that program shows it itself."""
+def shown_log(rank: int, is_command: bool) -> Iterator[None]:
+    """Show our log as a command does: for good, or (in another program) in a block, unless it shows that itself."""
+    if is_command:
+        setup_logging(rank)
+        yield
+        return
     packages = [logging.getLogger(name) for name in _PACKAGES]
     if all(package.isEnabledFor(logging.INFO) and package.hasHandlers() for package in packages):
         yield

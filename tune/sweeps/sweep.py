@@ -132,13 +132,10 @@ def run_to_answer(spec: SweepSpec, fresh: bool, checked: bool, is_command: bool 
     `is_command`: the process is there for nothing else. Otherwise its Ray connection, its log and its garbage
     collection stay as they are.
     """
-    from trainers.launch.local import setup_logging, shown_log
+    from trainers.launch.local import shown_log
 
     with ExitStack() as stack:
-        if is_command:
-            setup_logging(0)
-        else:
-            stack.enter_context(shown_log(0))
+        stack.enter_context(shown_log(0, is_command))
         token = stack.enter_context(held(spec.storage, SAVED))
         before = prepare(spec, fresh)
         spec = replace(spec, token=token)
