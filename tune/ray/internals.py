@@ -414,31 +414,42 @@ def _session() -> _TrainSession:
 class _Reports(queue.Queue[Any]):
     """Takes the place of the actor through which Ray's TuneReportCallback hands metrics to the trial's main thread."""
 
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._num_taken = self._num_passed_on = 0
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Reports, (1,)  # a copy of the callback goes to every worker, where nothing calls it
+        return _Reports, ()  # a copy of the callback goes to every worker, where nothing calls it
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Wait until the report before was taken; raises TrialStopped where that will not be."""
-        while True:
-            with contextlib.suppress(queue.Full):
-                return super().put(item, timeout=_HEAR_S)
+        """Wait until Tune has the report, or the next one would overtake it, as the trial's end would; raises
+        TrialStopped where that will not be.
+        """
+        number = self._num_taken + 1
+        super().put(item)
+        while self._num_passed_on < number:
             if is_stopped():
                 raise TrialStopped(0)
+            time.sleep(_LOOK_S)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """As Ray's own queue; not longer than nothing was reported to the trial itself, as its end is."""
+        """As Ray's own queue; called again only when Tune has what it gave before."""
+        self._num_passed_on = self._num_taken
         deadline = time.monotonic() + (timeout or 0.0)
-        while True:
+        while _session().result_queue.empty():  # what the trial itself has reported is to be fetched first
             with contextlib.suppress(queue.Empty):
-                return super().get(block, _LOOK_S)
-            if not _session().result_queue.empty() or time.monotonic() > deadline:
-                raise Empty
+                item = super().get(block, _LOOK_S)
+                self._num_taken += 1
+                return item
+            if time.monotonic() > deadline:
+                break
+        raise Empty
 
 
 def report_in_process() -> None:
     """Let Ray's TuneReportCallback report to the trial of this process without an actor between the two."""
     session: Any = _session()
-    session._inter_actor_queue = _Reports(1)
+    session._inter_actor_queue = _Reports()
 
 
 def without_helpers(callbacks: list[Any], datasets: Any) -> list[Any]:

@@ -1,0 +1,74 @@
+"""How reports pass from the thread of a trial's function to Tune (tune/ray/internals.py), as Ray's session has it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.util.queue import Empty
+
+from tune.ray import internals
+from tune.ray.internals import TrialStopped, report_in_process
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What of Ray's session the reports touch."""
+    session = SimpleNamespace(result_queue=queue.Queue(1), stop_event=threading.Event(), _inter_actor_queue=None)
+    monkeypatch.setattr(internals, "_session", lambda: session)
+    report_in_process()
+    return session
+
+
+def test_no_report_is_lost_or_overtaken_by_the_trials_end(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune has just looked for a report when the last one comes, and with it the end."""
+    reports, heard = session._inter_actor_queue, list[Any]()
+    look = queue.Queue.get
+
+    def function() -> None:
+        reports.put("loss")
+        session.result_queue.put("end")
+
+    thread = threading.Thread(target=function)
+
+    def late(self: Any, block: bool = True, timeout: float | None = None) -> Any:
+        try:
+            return look(self, block, timeout)
+        except queue.Empty:
+            if thread.ident is None:
+                thread.start()
+                thread.join(0.2)
+            raise
+
+    monkeypatch.setattr(queue.Queue, "get", late)
+    while "end" not in heard:
+        with contextlib.suppress(Empty):
+            heard.append(reports.get(block=True, timeout=0.2))
+            continue
+        with contextlib.suppress(queue.Empty):
+            heard.append(session.result_queue.get(timeout=0.2))
+    thread.join()
+    assert heard == ["loss", "end"]
+
+
+def test_a_report_that_nobody_takes_ends_with_the_trial(session: Any) -> None:
+    raised: list[BaseException] = []
+
+    def function() -> None:
+        try:
+            session._inter_actor_queue.put(1)
+        except TrialStopped as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=function)
+    thread.start()
+    time.sleep(0.02)
+    assert thread.is_alive(), "it waits until Tune has the report"
+    session.stop_event.set()
+    thread.join(10)
+    assert len(raised) == 1
