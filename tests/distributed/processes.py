@@ -43,7 +43,9 @@ PRELOADED = [
 
 def run_processes(world_size: int, function: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:
     """`function(rank, world_size, *args)` in `world_size` new processes; the results in rank order."""
-    _fork(_enter, (world_size, function, str(directory), args), nprocs=world_size)
+    # A file of its own each time: where a process ends without closing its store, the last group's addresses stay in it.
+    with tempfile.TemporaryDirectory(dir=directory) as meeting:
+        _fork(_enter, (world_size, function, f"file://{meeting}/store", str(directory), args), nprocs=world_size)
     return [pickle.loads((directory / f"result-{rank}").read_bytes()) for rank in range(world_size)]  # noqa: S301
 
 
@@ -111,9 +113,10 @@ def _command(module: str, arguments: list[str], cwd: str, environment: dict[str,
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _enter(rank: int, world_size: int, function: Callable[..., Any], directory: str, args: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, world_size: int, function: Callable[..., Any], where: str, directory: str, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    where = f"file://{directory}/rendezvous-{world_size}"
     dist.init_process_group("gloo", where, timedelta(seconds=60), world_size, rank)
     try:
         result = function(rank, world_size, *args)
