@@ -97,8 +97,10 @@ class Pool:
         self._restarts: list[str] = []
         self._left: Counter[str] = Counter()
         """How often each function has left something behind."""
-        self._next_start = math.inf
-        """When starting another lane pays, by this machine's monotonic clock."""
+        self._start_s = 0.0
+        """How long the last start of a lane took."""
+        self._first_up: float | None = None
+        self._last_up = 0.0
 
     async def borrow(self, shape: Shape, borrower: str, function: str, which: Which = "any") -> Loan:
         """Lend a lane of a shape to the actor with an id: one that is free, else the next that comes up."""
@@ -182,13 +184,16 @@ class Pool:
         self._misfits.note(one)
 
     async def state(self) -> dict[str, Any]:
-        """How many lanes are up, how many the cluster holds at `most`, and when it pays to start another: once those
-        that are up have been for as long as the last one took to start.
+        """How many lanes are up, how many the cluster holds at `most`, how long the last one took to start (`start_s`),
+        and for how long trials have had lanes (`serving_s`) and the last of them (`last_up_s`), in seconds.
         """
         shapes = [lane.shape for lane in self._lanes.values()]
         most = most_lanes(shapes[-1], ray.cluster_resources()) if shapes else 1
         up = sum(lane.is_up for lane in self._lanes.values())
-        return {"up": up, "most": most, "next_start": self._next_start}
+        now = time.monotonic()
+        serving_s = 0.0 if self._first_up is None else now - self._first_up
+        last_up_s = now - self._last_up
+        return {"up": up, "most": most, "start_s": self._start_s, "serving_s": serving_s, "last_up_s": last_up_s}
 
     async def close(self) -> list[str]:
         """End all lanes; returns why some were ended before.
@@ -270,8 +275,9 @@ class Pool:
                 self._fail(lane.shape, error)
             return
         lane.workers = list(zip(actors, places, strict=True))
-        now = time.monotonic()
-        self._next_start = 2 * now - lane.since
+        now = self._last_up = time.monotonic()
+        self._start_s = now - lane.since
+        self._first_up = self._first_up or now
         lane.is_up, lane.since = True, now
         self._serve()
 
