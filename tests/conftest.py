@@ -160,7 +160,6 @@ def cluster() -> Iterator[Cluster]:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
-        "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     }
     # fmt: off
     head = subprocess.Popen(

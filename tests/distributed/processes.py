@@ -43,7 +43,7 @@ PRELOADED = [
 
 def run_processes(world_size: int, function: Callable[..., Any], directory: Path, *args: Any) -> list[Any]:
     """`function(rank, world_size, *args)` in `world_size` new processes; the results in rank order."""
-    # A file of its own each time: where a process ends without closing its store, the last group's addresses stay in it.
+    # A file of its own each time: a process that ends without closing its store leaves the group's addresses in it.
     with tempfile.TemporaryDirectory(dir=directory) as meeting:
         _fork(_enter, (world_size, function, f"file://{meeting}/store", str(directory), args), nprocs=world_size)
     return [pickle.loads((directory / f"result-{rank}").read_bytes()) for rank in range(world_size)]  # noqa: S301

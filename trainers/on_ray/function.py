@@ -13,6 +13,7 @@ from trainers.launch.spec import FunctionSpec
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import ray_scaling, wants_gpu
+from trainers.on_ray.environment import run_environment
 from trainers.on_ray.failures import as_failure
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.storage import Storage
@@ -63,7 +64,8 @@ def _fit(trainer: TorchTrainer) -> ray.train.Result:
     """
     before = signal.getsignal(signal.SIGINT)
     try:
-        return trainer.fit()
+        with run_environment():
+            return trainer.fit()
     except SystemExit:
         raise KeyboardInterrupt from None
     finally:

@@ -25,6 +25,7 @@ from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import ray_scaling, wants_gpu
 from trainers.on_ray.context import RayContext, request_stop
 from trainers.on_ray.coordinator import NodeCount, free_dead_runs
+from trainers.on_ray.environment import run_environment
 from trainers.on_ray.failures import FailurePolicy, as_failure
 from trainers.on_ray.process_group import GroupConfig
 from trainers.on_ray.vital_signs import VitalSigns
@@ -102,7 +103,8 @@ def _fit(trainer: TorchTrainer, storage: Storage) -> None:
 
     def run() -> None:
         try:
-            trainer.fit()
+            with run_environment():
+                trainer.fit()
         except BaseException as error:
             failed.append(error)
 

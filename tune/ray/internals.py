@@ -32,6 +32,7 @@ from ray.train.v2._internal.execution.checkpoint.sync_actor import Synchronizati
 from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.preemption import PreemptionWatcher
+from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
 from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
 from ray.train.v2._internal.execution.worker_group import worker_group as ray_worker_group
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
@@ -328,6 +329,16 @@ class _Watch(PreemptionCallback):
             self._thread = None
 
 
+class _LanePolicy(FixedScalingPolicy):
+    """Ray's, without the actor that it starts to ask the autoscaler for room: a lane's placement group has asked."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        pass
+
+    def _maybe_send_resource_request(self) -> None:
+        pass
+
+
 class Heard(ReportCallback):
     """Keeps what the ranks have reported, a list for each report."""
 
@@ -356,7 +367,10 @@ class LaneController(TrainController):
         self.heard = Heard()
         self._deadline = time.monotonic() + most_s
         self._answering: set[asyncio.Task[None]] = set()
-        super().__init__(**{**given, "callbacks": [*given["callbacks"], self.heard]})
+        given["callbacks"] = [*given["callbacks"], self.heard]
+        if isinstance(policy := given["scaling_policy"], FixedScalingPolicy):
+            given["scaling_policy"] = _LanePolicy(policy.scaling_config)
+        super().__init__(**given)
         self._worker_group_callbacks_to_propagate = [
             _Watch() if isinstance(callback, PreemptionCallback) else callback
             for callback in self._worker_group_callbacks_to_propagate
