@@ -52,7 +52,7 @@ def run(steps: Callable[[Pool], Coroutine[Any, Any, Any]]) -> Any:
     async def all_of_it() -> Any:
         pool = Pool()
         pool._watching = True
-        await pool.prepare(SHAPE)
+        pool._begin(SHAPE)
         await asyncio.sleep(0)
         return await steps(pool)
 
@@ -91,7 +91,7 @@ def test_a_lane_of_a_proven_function_is_waited_for(removed: list[Group]) -> None
 
 def test_lanes_without_a_place_end_first(removed: list[Group]) -> None:
     async def steps(pool: Pool) -> list[bool]:
-        await pool.prepare(SHAPE)
+        pool._begin(SHAPE)
         await pool.close()
         return [group.future.done() and not group.future.cancelled() for group in removed]
 

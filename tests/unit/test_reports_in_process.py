@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from ray.util.queue import Empty
 
+from tune.lanes.stopped import TrialStopped
 from tune.ray import internals
-from tune.ray.internals import TrialStopped, report_in_process
+from tune.ray.internals import report_in_process
 
 
 @pytest.fixture

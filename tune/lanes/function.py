@@ -30,8 +30,9 @@ from trainers.devices.device import peak_memory_bytes, reset_peak_memory
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.launch.spec import FunctionSpec
-from tune.lanes.messages import Assignment, TrialStopped
+from tune.lanes.messages import Assignment
 from tune.lanes.process_state import Baseline
+from tune.lanes.stopped import TrialStopped
 from tune.trials.microbatch_bounds import fixed_size
 from tune.trials.record import placed
 

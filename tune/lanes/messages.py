@@ -12,10 +12,6 @@ from tune.trials.microbatch_bounds import fixed_size, key_of
 from tune.trials.record import Until
 
 
-class TrialStopped(SystemExit):
-    """Ends a training function at its report, and the function of its trial, once the search has stopped the trial."""
-
-
 @dataclass(frozen=True)
 class Begun:
     """The newest report of a training function with a checkpoint."""

@@ -22,7 +22,6 @@ import torch
 import torch._dynamo  # every optimizer imports it
 import torch.distributed as dist
 
-import trainers.loop.fit  # noqa: F401 (all that a run imports belongs to the baseline)
 from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.step.cuda_graphs import capture_failed
 from tune.lanes.leftovers import Children, Files, Memory, Threads

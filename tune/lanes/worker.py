@@ -12,6 +12,7 @@ import ray.train
 import torch
 import torch.distributed as dist
 
+import trainers.loop.fit  # noqa: F401 (all that a run imports belongs to the baseline)
 from trainers.causes import failure_of
 from trainers.config.yaml import dump_yaml
 from trainers.devices.cpu_pressure import Pressure

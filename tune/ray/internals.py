@@ -46,7 +46,7 @@ from ray.util.queue import Empty
 
 from trainers.causes import classify
 from trainers.launch.imports import without_collection
-from tune.lanes.messages import TrialStopped
+from tune.lanes.stopped import TrialStopped
 from tune.ray.shape import Shape
 
 _HEAR_S = 0.25

@@ -10,16 +10,20 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
-from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tune.ray.internals import LaneWorker, is_dead, make_barrier, worker_options
 from tune.ray.misfits import Misfits, Sized
 from tune.ray.shape import Shape
+
+if TYPE_CHECKING:
+    from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class Loan:
 
     lane: int
     group: PlacementGroup
-    workers: list[tuple[Any, ActorMetadata]]
+    workers: list[tuple[Any, "ActorMetadata"]]
     """The handle of each worker's actor, and where it is."""
     is_fresh: bool
     """Whether nothing has run on it."""
@@ -62,7 +66,9 @@ class _Lane:
     group: PlacementGroup
     placed: asyncio.Future[Any]
     """Done once the group has its place."""
-    workers: list[tuple[Any, ActorMetadata]] = field(default_factory=list)
+    actors: list[Any]
+    """The handle of each worker's actor; empty until it is started."""
+    workers: list[tuple[Any, "ActorMetadata"]] = field(default_factory=list)
     barrier: Any = None
     """What its ranks meet at, one for each trial."""
     asked: int = 0
@@ -137,9 +143,9 @@ class Pool:
         self._serve()
         self._start_wanted()
 
-    async def prepare(self, shape: Shape) -> None:
-        """Start a lane that is likely to be asked for."""
-        self._begin(shape)
+    async def prepare(self, shape: Shape, group: PlacementGroup, actors: list[Any]) -> None:
+        """Take over a lane that was begun before this process was up."""
+        self._begin(shape, group, actors)
 
     async def give_back(self, number: int, stop: bool) -> None:
         """Take a lane back; `stop`: its function still runs, and ends at its next report."""
@@ -251,11 +257,10 @@ class Pool:
             else:
                 self._begin(wish.shape)
 
-    def _begin(self, shape: Shape) -> None:
-        bundles = [dict(shape.resources)] * shape.num_workers
-        labels = [dict(one) for one in shape.labels] or None
-        group = placement_group(bundles, strategy=shape.strategy, bundle_label_selector=labels)
-        lane = _Lane(self._count, shape, group, asyncio.ensure_future(group.ready()), since=time.monotonic())
+    def _begin(self, shape: Shape, group: PlacementGroup | None = None, actors: Sequence[Any] = ()) -> None:
+        group = group or reserve(shape)
+        placed = asyncio.ensure_future(group.ready())
+        lane = _Lane(self._count, shape, group, placed, list(actors), since=time.monotonic())
         self._count += 1
         self._lanes[lane.number] = lane
         self._do(self._start(lane))
@@ -266,15 +271,14 @@ class Pool:
             await self._placed(lane)
             if lane.number not in self._lanes:
                 return
-            make: Any = ray.remote(**worker_options(lane.shape.resources, lane.shape.runtime_env))(LaneWorker)
-            actors = [make.options(**_in_bundle(lane.group, index)).remote() for index in range(lane.shape.num_workers)]
-            places = await asyncio.gather(*(actor.get_metadata.remote() for actor in actors))
+            lane.actors = lane.actors or start_workers(lane.shape, lane.group)
+            places = await asyncio.gather(*(actor.get_metadata.remote() for actor in lane.actors))
         except Exception as error:
             if lane.number in self._lanes:
                 await self._end(lane)
                 self._fail(lane.shape, error)
             return
-        lane.workers = list(zip(actors, places, strict=True))
+        lane.workers = list(zip(lane.actors, places, strict=True))
         now = self._last_up = time.monotonic()
         self._start_s = now - lane.since
         self._first_up = self._first_up or now
@@ -352,7 +356,7 @@ class Pool:
             return
         for future in lane.answers.values():
             future.cancel()
-        for actor, _ in lane.workers:
+        for actor in lane.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
         # Removed while Ray makes it, a group would keep its processors for as long as the node lives (ray issue 64693).
@@ -360,10 +364,19 @@ class Pool:
         remove_placement_group(lane.group)
 
 
-def _in_bundle(group: PlacementGroup, index: int) -> dict[str, Any]:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+def reserve(shape: Shape) -> PlacementGroup:
+    """Ask Ray for the room of a lane."""
+    bundles = [dict(shape.resources)] * shape.num_workers
+    labels = [dict(one) for one in shape.labels] or None
+    group: PlacementGroup = placement_group(bundles, strategy=shape.strategy, bundle_label_selector=labels)
+    return group
 
-    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)}
+
+def start_workers(shape: Shape, group: PlacementGroup) -> list[Any]:
+    """Start the workers of a lane, each once the group has its place; returns the handles of their actors."""
+    make: Any = ray.remote(**worker_options(shape.resources, shape.runtime_env))(LaneWorker)
+    places = [PlacementGroupSchedulingStrategy(group, index) for index in range(shape.num_workers)]
+    return [make.options(scheduling_strategy=place).remote() for place in places]
 
 
 def most_lanes(shape: Shape, resources: dict[str, float]) -> int:

@@ -10,7 +10,7 @@ import ray.train
 import ray.train.torch
 
 from trainers.errors import last_line
-from tune.lanes.messages import TrialStopped
+from tune.lanes.stopped import TrialStopped
 from tune.ray.internals import LaneController, ran_out_of_memory, without_helpers
 from tune.ray.misfits import sized
 from tune.ray.pool import Which

@@ -17,7 +17,7 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from tune.lanes.placement import beside_driver
 from tune.ray import trainer
 from tune.ray.internals import report_in_process, shape_of
-from tune.ray.pool import Pool
+from tune.ray.pool import Pool, reserve, start_workers
 from tune.ray.shape import likely_scaling, makes_trainer
 
 _LOOK_S = 0.5
@@ -103,9 +103,12 @@ class Tuner(tune.Tuner):
             return super().fit()
         if not ray.is_initialized():
             ray.init()
+        # All that the first trial needs starts at once; its own process takes as long.
+        shape = shape_of(ray.train.ScalingConfig(**likely_scaling(self._driver)))
+        group = reserve(shape)
+        actors = start_workers(shape, group)
         pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote(self._compares)
-        scaling = ray.train.ScalingConfig(**likely_scaling(self._driver))
-        pool.prepare.remote(shape_of(scaling))  # beside the process of the first trial, which takes as long
+        pool.prepare.remote(shape, group, actors)
         try:
             return super().fit()
         finally:
