@@ -11,6 +11,7 @@ builds a TorchTrainer with TuneReportCallback, as many at a time as the cluster'
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
@@ -30,6 +31,12 @@ from trainers.task import Task
 
 BATCHES = {8: [16, 64, 256, 1000], 24: [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1000]}
 PRECISIONS = ["fp32", "bf16"]
+RAYS_OWN = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "2.0",
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
+}
+"""What Ray does by itself, where Paceline (trainers/on_ray/environment.py) has set something else."""
 _IDLE_PERCENT = 10.0
 _EDGE = 100
 """Of a thousand trials: so many at the beginning and at the end are compared."""
@@ -127,6 +134,7 @@ def as_documented(
     storage = str(file.parent / f"{spec.config.name}-{'import' if in_lanes else 'ray'}")
 
     def trial(config: dict[str, Any]) -> None:
+        os.environ.update(RAYS_OWN)
         trainer = TorchTrainer(
             train_one,
             train_loop_config=config["run"],

@@ -26,6 +26,7 @@ from trainers.errors import ClusterError, ConfigError, first_line
 from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray import reaper
 from trainers.on_ray.capacity import capacity
+from trainers.on_ray.environment import run_environment
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def connect(show_workers: bool = True) -> None:
         # As Ray has it on macOS and Windows: all of its ports, those for metrics too, are on the loopback alone.
         ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        with _keeping_sigterm():
+        with _keeping_sigterm(), run_environment():  # all processes of an embedded cluster have what this one has now
             context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
     except Exception as error:  # Ray raises whatever it meets, often a plain Exception
         raise ClusterError(_unreached(address, error)) from error

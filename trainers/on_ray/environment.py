@@ -6,7 +6,7 @@ and, for an embedded cluster (no RAY_ADDRESS):
 RAY_AUTH_MODE                           token, as Ray's own default for a new cluster, without its warning
 PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
 RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its controller
-while Ray Train has a run of ours, whose controller is given these (a TorchTrainer of the user's is as Ray has it):
+while an embedded cluster starts, and while Ray Train has a run of ours, or lanes (others are as Ray has them):
 RAY_TRAIN_ENABLE_STATE_TRACKING         the run is visible in the dashboard
 RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the size of the group is chosen anew
 RAY_TRAIN_HEALTH_CHECK_INTERVAL_S       its end is noticed sooner than after 2 s

@@ -22,7 +22,7 @@ from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, connect
-from trainers.on_ray.environment import sweep_environment
+from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
@@ -78,7 +78,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
     progress.records.update({record.id: record for record in before})
     try:
         ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
-        with ending, progress.heeding_signals(), progress.terminal, VitalSigns():
+        with ending, progress.heeding_signals(), progress.terminal, VitalSigns(), run_environment():
             lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
             began = time.monotonic()
