@@ -204,6 +204,9 @@ class SweepConfig(Settings):
     """Worker groups that run trials side by side; auto: as many as the cluster holds, or may grow to by its file."""
     isolation: Literal["warm", "fresh"] = Field(default="warm")
     """warm: trial after trial in the same processes; fresh: a worker group of its own for each trial."""
+    compare: bool = Field(default=True)
+    """Whether a `train_func` that ended well in a fresh process runs once more on a warm lane, for 20 s or until it has
+    reported: where that gives anything else, and another fresh process does not, each trial has one of its own."""
     finalists: Finalists = Field(default_factory=Finalists)
     """The best trials once more, for an answer with an interval."""
     budget: Budget = Field(default_factory=Budget)

@@ -487,7 +487,7 @@ async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox: Mailbox) 
 async def test_lanes_that_start_again_are_counted_and_said_once(mailbox: Mailbox) -> None:
     for lane, trial in ((0, "a"), (1, "b"), (0, "c")):
         await mailbox.hello(lane)
-        await mailbox.left_behind(lane, trial, "a thread")
+        await mailbox.starts_again(lane, "a thread", trial)
     await mailbox.lost(1)  # as the controller hears of it
     for lane in (0, 1):
         await mailbox.hello(lane)

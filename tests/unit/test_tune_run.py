@@ -35,7 +35,7 @@ class Driver:
         lanes = {name: lambda *args: None for name in ("grow", "await_first", "settle", "close", "end")}
         replaced: dict[str, Any] = {
             "_plan": lambda spec, checked: plan,
-            "start_mailbox": lambda sweep: SimpleNamespace(restarts=ask),
+            "start_mailbox": lambda sweep, compares: SimpleNamespace(restarts=ask),
             "Lanes": lambda *args, **options: SimpleNamespace(**lanes, count=1),
             "Pace": lambda *args: SimpleNamespace(over=lambda: None),
             "Progress": lambda *args: self,

@@ -41,9 +41,9 @@ _MAKE_S = 1.0
 _IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
-def start_mailbox(sweep: Storage) -> Any:
-    """The mailbox of the sweep in a directory: an actor."""
-    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep)
+def start_mailbox(sweep: Storage, compares: bool = False) -> Any:
+    """The mailbox of the sweep in a directory: an actor; `compares` as a Mailbox does."""
+    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, compares)
 
 
 @dataclass

@@ -10,17 +10,16 @@ import logging
 import time
 from collections import defaultdict, deque
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from trainers.config.function import build_run
 from trainers.errors import RunFailedError, StorageError
 from trainers.loop.watchdog import GRACE_S
 from trainers.on_ray.vital_signs import show_life
 from trainers.step.ceiling import next_smaller
 from trainers.storage import Storage
+from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
-from tune.trials.journal import read_boundary, write_boundary
-from tune.trials.microbatch_bounds import Boundary
+from tune.lanes.microbatches import Microbatches
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +33,20 @@ class Mailbox:
 
     hold_s = 60.0
 
-    def __init__(self, sweep: Storage | None = None) -> None:
-        """`sweep` is the directory that keeps the boundary; None: nothing is kept."""
+    def __init__(self, sweep: Storage | None = None, compares: bool = False) -> None:
+        """`sweep` is the directory that keeps the boundary; None: nothing is kept. `compares`: training functions are
+        run once more on a warm lane, which must give the same.
+        """
         show_life()
         self._starts: dict[str, dict[int, Any]] = defaultdict(dict)
         self._sweep = sweep
-        self._boundary = Boundary() if sweep is None else read_boundary(sweep)
-        self._labels: dict[str, str] = {}
-        self._writing = asyncio.Lock()
+        self._microbatches = Microbatches(sweep)
         self._trials: dict[str, Submission] = {}
         self._queue: deque[str] = deque()
         self._arrived = asyncio.Condition()
         self._running: dict[int, str] = {}
         self._devices: dict[int, str] = {}
+        self._comparison = Comparison(compares)
         self._down: dict[int, tuple[float, str]] = {}
         self._restarts: list[tuple[float, str]] = []
         self._expected = 0
@@ -86,6 +86,7 @@ class Mailbox:
         self._devices.pop(lane, None)
         await self.lost(lane)
         self._devices[lane] = device
+        self._comparison.used.discard(lane)
         if lane in self._down:
             since, why = self._down.pop(lane)
             self._restarts.append((time.monotonic() - since, why))
@@ -96,6 +97,9 @@ class Mailbox:
             self._down.setdefault(lane, (time.monotonic(), cause.message if cause else "its workers died"))
         trial = self._trials.get(self._running.pop(lane, ""))
         if trial is None or trial.ended:
+            return
+        if trial.is_comparison:
+            await self._drop(trial)
             return
         if not trial.restarting:
             trial.losses += 1
@@ -110,16 +114,24 @@ class Mailbox:
         trial.restarting = False
         await self._enqueue(trial.assignment.ticket, first=True)
 
-    async def take(self, lane: int, wait_s: float) -> Assignment | str | None:
-        """The next trial for a lane; "close" when there will be none; None when `wait_s` passed without one."""
+    async def take(self, lane: int, wait_s: float) -> Assignment | Literal["close", "anew"] | None:
+        """The next trial for a lane; "close" when there will be none, "anew" where its process is to start again first;
+        None when `wait_s` passed without one.
+        """
         deadline = time.monotonic() + wait_s
         async with self._arrived:
             while True:
                 if self._closed:
                     return "close"
-                trial = self._next(self._devices.get(lane, ""))
+                trial = self._next(lane)
+                if isinstance(trial, str):
+                    await self.starts_again(lane, trial)
+                    return "anew"
                 if trial is not None:
-                    self._running[lane], trial.started = trial.assignment.ticket, time.time()
+                    ticket = trial.assignment.ticket
+                    self._trials[ticket], self._running[lane], trial.started = trial, ticket, time.time()
+                    trial.is_fresh = lane not in self._comparison.used
+                    self._comparison.used.add(lane)
                     trial.assignment = replace(trial.assignment, attempt=trial.losses + trial.failures)
                     return trial.assignment
                 try:
@@ -127,36 +139,30 @@ class Mailbox:
                 except TimeoutError:
                     return None
 
-    def _next(self, device: str) -> Submission | None:
-        """The first trial in the queue that may fit on a device, with what is known of its microbatches."""
-        for ticket in list(self._queue):
-            trial = self._trials[ticket]
-            if not (trial.cancelled or trial.ended) and self._misfit(trial, device) is not None:
-                continue  # a lane on another device may still run it
-            self._queue.remove(ticket)
-            if trial.cancelled or trial.ended:
-                continue
-            if device:
-                key = trial.key(device)
-                bounds = self._boundary.largest_fit(key), self._boundary.smallest_misfit(key)
-                trial.assignment = replace(trial.assignment, microbatch_bounds=bounds)
-            return trial
-        return None
-
-    def _misfit(self, trial: Submission, device: str) -> str | None:
-        """Why a trial cannot fit on a device; None when it may."""
-        if not device:
-            return None
-        size, key = trial.smallest, trial.key(device)
-        if self._boundary.fits(key, size) is not False:
-            return None
-        failed = self._boundary.smallest_misfit(key)
-        what = "batch" if "train_func" in trial.assignment.tree else "microbatch"
-        return f"a {what} of {size} is not tried: one of {failed} ran out of memory ({_label(trial, device)})"
+    def _next(self, lane: int) -> Submission | str | None:
+        """The first trial in the queue that may run and fit on a lane, with what is known of its microbatches; one for
+        comparison; or why the lane has to start again first.
+        """
+        device = self._devices.get(lane, "")
+        live = [ticket for ticket in self._queue if not (self._trials[ticket].cancelled or self._trials[ticket].ended)]
+        self._queue = deque(live)
+        # A lane on another device may still run those that do not fit on this one.
+        waiting = [self._trials[one] for one in live if self._microbatches.why_not(self._trials[one], device) is None]
+        instead = self._comparison.instead(waiting, lane)
+        if isinstance(instead, Submission):
+            return instead
+        for trial in waiting:
+            if self._comparison.may_take(trial, lane):
+                self._queue.remove(trial.assignment.ticket)
+                if device:
+                    bounds = self._microbatches.bounds(trial, device)
+                    trial.assignment = replace(trial.assignment, microbatch_bounds=bounds)
+                return trial
+        return instead
 
     def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""
-        reasons = [self._misfit(trial, device) for device in sorted(set(self._devices.values()))]
+        reasons = [self._microbatches.why_not(trial, device) for device in sorted(set(self._devices.values()))]
         if not reasons or None in reasons:
             return False
         trial.tell(Event(outcome={"status": "out_of_memory", "message": str(reasons[0])}))
@@ -167,21 +173,13 @@ class Mailbox:
         device, trial = self._devices.get(lane), self._trials[ticket]
         if not device:
             return
-        key = trial.key(device)
-        self._labels[key] = _label(trial, device)
-        known = self._boundary.fits(key, size)
-        contradiction = self._boundary.observe(key, size, fits)
+        is_news, contradiction = self._microbatches.observe(trial, device, size, fits)
         if contradiction is not None:
-            self.say(f"{self._labels[key]}: {contradiction}")
-        if known is fits:
-            return
-        self._queue = deque(waiting for waiting in self._queue if not self._refused(self._trials[waiting]))
-        if self._sweep is not None:
-            async with self._writing:
-                try:
-                    await asyncio.to_thread(write_boundary, self._sweep, self._boundary)
-                except StorageError as error:
-                    self.say(f"what is known of microbatches could not be kept: {error}")
+            self.say(contradiction)
+        if is_news:
+            self._queue = deque(waiting for waiting in self._queue if not self._refused(self._trials[waiting]))
+            if (words := await self._microbatches.keep()) is not None:
+                self.say(words)
 
     async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
         """Keep an evaluation of a running trial, but not twice where the trial was started again; returns whether the
@@ -211,7 +209,8 @@ class Mailbox:
                 begun = Begun(number, report.checkpoint, report.row["train_time_s"])
                 trial.assignment = replace(trial.assignment, begun=begun)
             del trial.reports[attempt, number]
-            ends = trial.cancelled or self._closed or trial.assignment.until.reached(report.row)
+            is_over = self._comparison.is_over(trial, time.time() - trial.started)
+            ends = trial.cancelled or self._closed or is_over or trial.assignment.until.reached(report.row)
             report.goes_on.set_result(not ends)
         return await report.goes_on
 
@@ -246,20 +245,34 @@ class Mailbox:
         runs = self._running.get(lane) == ticket
         if runs:
             del self._running[lane]
-        elif "train_func" in trial.assignment.tree:
+        elif trial.function is not None:
             return  # another rank has said it before, or the lane was lost: the trial may be about to start again
         allowed = trial.assignment.tree.get("failure", {}).get("max_failures", 0)  # of a training function
-        if runs and outcome["status"] == "error" and (allowed == -1 or trial.failures < allowed):
+        may_fail = not trial.is_comparison and (allowed == -1 or trial.failures < allowed)
+        if runs and outcome["status"] == "error" and may_fail:
             trial.failures += 1
             self.say(f"trial {trial.assignment.trial} has failed, and starts again: {outcome['message']}")
             await self._enqueue(ticket, first=True)
             return
         trial.tell(Event(outcome={"lane": lane, **outcome}))
+        if (words := self._comparison.ended(trial)) is not None:
+            self.say(words)
+        if trial.is_comparison:
+            await self._drop(trial)
+        else:
+            await self._drop_checkpoints(trial)
+
+    async def _drop(self, trial: Submission) -> None:
+        """Forget a trial that ran for comparison, and let those go on that waited for it."""
+        self._comparison.drop(trial)
+        del self._trials[trial.assignment.ticket]
         await self._drop_checkpoints(trial)
+        async with self._arrived:
+            self._arrived.notify_all()
 
     async def _drop_checkpoints(self, trial: Submission) -> None:
         """Delete what the training function of a trial has reported; a task's trial keeps nothing."""
-        if self._sweep is not None and "train_func" in trial.assignment.tree:
+        if self._sweep is not None and trial.function is not None:
             with contextlib.suppress(StorageError):
                 await asyncio.to_thread(self._sweep.delete, f"lanes/{trial.assignment.trial}")
 
@@ -294,11 +307,12 @@ class Mailbox:
         if ticket in self._trials:
             self._trials[ticket].cancelled = True
 
-    async def left_behind(self, lane: int, trial: str, what: str) -> None:
-        """Note that a lane starts again for what a trial has left in its process; said once of each."""
-        if all(why != what for _, why in (*self._restarts, *self._down.values())):
-            self.say(f"lane {lane} starts again: trial {trial} has left behind: {what} (from now on only counted)")
-        self._down[lane] = time.monotonic(), what
+    async def starts_again(self, lane: int, why: str, trial: str = "") -> None:
+        """Note that a lane starts again; `trial` is named for what it has left behind. Each reason is said once."""
+        if all(why != known for _, known in (*self._restarts, *self._down.values())):
+            words = f"trial {trial} has left behind: {why}" if trial else why
+            self.say(f"lane {lane} starts again: {words} (from now on only counted)")
+        self._down[lane] = time.monotonic(), why
 
     async def restarts(self) -> list[tuple[float, str]]:
         """How long lanes that started again took no trials, s, and why they had to."""
@@ -358,14 +372,5 @@ class Mailbox:
             trial = self._trials[ticket]
             newest = next((event.metrics for event in reversed(trial.events) if event.outcome is None), {})
             running[lane] = {"trial": trial.assignment.trial, "started": trial.started, "metrics": newest}
-        boundary = {
-            label: (self._boundary.largest_fit(key), self._boundary.smallest_misfit(key))
-            for key, label in sorted(self._labels.items(), key=lambda item: item[1])
-        }
+        boundary = self._microbatches.shown()
         return {"lanes": sorted(self._devices), "running": running, "boundary": boundary, "notes": self._notes[notes:]}
-
-
-def _label(trial: Submission, device: str) -> str:
-    """A key of the boundary in words."""
-    config = build_run(trial.assignment.tree, "trial")
-    return f"{config.precision or trial.assignment.tree['train_func']} on {device}"

@@ -91,6 +91,10 @@ class Submission:
     events: list[Event] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
+    is_comparison: bool = False
+    """Whether it runs to be compared with another; Tune knows nothing of it."""
+    is_fresh: bool = False
+    """Whether nothing else had run in its lane's process."""
     orphaned: bool = False
     """Whether its Tune actor has died."""
     told: bool = False
@@ -111,6 +115,16 @@ class Submission:
     def ended(self) -> bool:
         """Whether its last event is there."""
         return bool(self.events) and self.events[-1].outcome is not None
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """How it ended."""
+        return self.events[-1].outcome or {}
+
+    @property
+    def function(self) -> str | None:
+        """The training function that it runs; None: a task."""
+        return self.assignment.tree.get("train_func")
 
     def tell(self, event: Event) -> None:
         """Append an event and wake who waits for it; nothing follows the end."""

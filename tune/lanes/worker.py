@@ -103,6 +103,8 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
         assignment = group.first(ray.get(mailbox.take.remote(lane, _IDLE_S)) if group.rank == 0 else None)
         if assignment == "close":
             return
+        if assignment == "anew":
+            raise RunFailedError("error", "the lane starts again")
         if assignment is None:
             continue
         if loop_config["of_function"]:
@@ -124,7 +126,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
         if left:
             words = "; ".join(left)
             if group.rank == 0:
-                ray.get(mailbox.left_behind.remote(lane, assignment.trial, words))
+                ray.get(mailbox.starts_again.remote(lane, words, assignment.trial))
             raise RunFailedError("error", f"trial {assignment.trial} has left behind: {words}")
 
 

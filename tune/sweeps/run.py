@@ -58,8 +58,8 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
     before = journal.records() if spec.config.search in ("optuna", "frontier") else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
     search = ray_search.searcher(spec.config, at_a_time, _objectives(spec, before), spec.train, journal.records)
-    mailbox = start_mailbox(spec.storage)
     is_fresh, is_auto = spec.config.isolation == "fresh", spec.config.lanes == "auto"
+    mailbox = start_mailbox(spec.storage, spec.is_of_function and spec.config.compare and not is_fresh)
     scaling, at_once = plan.train.scaling, plan.num_at_once
     at = mailbox, scaling, plan.use_gpu, spec.path, is_fresh, spec.storage, at_once
     lanes = Lanes(*at, is_patient=is_auto, of_function=spec.is_of_function)
