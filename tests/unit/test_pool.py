@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tune.ray import pool as pools
-from tune.ray.pool import Pool, Which
+from tune.ray.lane import Which
+from tune.ray.pool import Pool
 from tune.ray.shape import Shape
 
 SHAPE = Shape(1, (("CPU", 1.0),), "PACK", (), "{}")
@@ -40,7 +41,7 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     async def start(pool: Pool, lane: Any) -> None:
         lane.is_up = lane.placed.done()
 
-    monkeypatch.setattr(pools, "placement_group", make)
+    monkeypatch.setattr(pools, "reserve", make)
     monkeypatch.setattr(pools, "remove_placement_group", gone.append)
     monkeypatch.setattr(pools, "_MAKE_S", 0.01)
     monkeypatch.setattr(Pool, "_start", start)
@@ -96,3 +97,16 @@ def test_lanes_without_a_place_end_first(removed: list[Group]) -> None:
         return [group.future.done() and not group.future.cancelled() for group in removed]
 
     assert run(steps) == [False, True]
+
+
+def test_a_trial_ends_once_as_many_as_are_expected_have_begun(removed: list[Group]) -> None:
+    async def steps(pool: Pool) -> list[bool]:
+        await pool.enter("first")
+        await pool.expect(2)
+        seen = [await pool.may_leave("first")]
+        await pool.enter("second")
+        seen += [await pool.may_leave("first"), await pool.may_leave("second")]
+        await pool.expect(0)
+        return [*seen, await pool.may_leave("second")]
+
+    assert run(steps) == [False, True, False, True]

@@ -7,23 +7,18 @@ each worker proves that nothing of it is left, or the lane is ended and another 
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from tune.ray.internals import LaneWorker, is_dead, make_barrier, worker_options
+from tune.ray.internals import is_dead, make_barrier
+from tune.ray.lane import Lane, Loan, Which, Wish, most_lanes, reserve, start_workers
 from tune.ray.misfits import Misfits, Sized
 from tune.ray.shape import Shape
-
-if TYPE_CHECKING:
-    from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -32,57 +27,6 @@ _SETTLE_S = 10.0
 _FORGIVEN = 2
 """How often a function may leave something behind before each of its trials has processes of its own."""
 _PLACE_S, _WATCH_S, _MAKE_S = 0.5, 1.0, 1.0
-
-
-Which = Literal["any", "warm", "fresh"]
-"""The lane that a trial asks for; warm and fresh ones are for comparing the two."""
-
-
-@dataclass(frozen=True)
-class Loan:
-    """A lane as a trial gets it."""
-
-    lane: int
-    group: PlacementGroup
-    workers: list[tuple[Any, "ActorMetadata"]]
-    """The handle of each worker's actor, and where it is."""
-    is_fresh: bool
-    """Whether nothing has run on it."""
-
-
-@dataclass
-class _Wish:
-    shape: Shape
-    borrower: str
-    function: str
-    which: Which
-    loan: asyncio.Future[Loan]
-
-
-@dataclass
-class _Lane:
-    number: int
-    shape: Shape
-    group: PlacementGroup
-    placed: asyncio.Future[Any]
-    """Done once the group has its place."""
-    actors: list[Any]
-    """The handle of each worker's actor; empty until it is started."""
-    workers: list[tuple[Any, "ActorMetadata"]] = field(default_factory=list)
-    barrier: Any = None
-    """What its ranks meet at, one for each trial."""
-    asked: int = 0
-    questions: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    """What workers ask the controller of their trial, and it has not heard."""
-    answers: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    is_up: bool = False
-    borrower: str | None = None
-    """The actor that has it; empty while it settles; None: it is free, or not up yet."""
-    function: str = ""
-    """What it runs, or has run last; empty: nothing yet."""
-    stopping: bool = False
-    since: float = 0.0
-    """When it began to start, or was free last."""
 
 
 class Pool:
@@ -94,9 +38,9 @@ class Pool:
         self._proven: set[str] = set()
         self._comparing: dict[str, str] = {}
         """The functions that are being compared, and the actors that do."""
-        self._lanes: dict[int, _Lane] = {}
+        self._lanes: dict[int, Lane] = {}
         self._count = 0
-        self._waiting: list[_Wish] = []
+        self._waiting: list[Wish] = []
         self._watching = False
         self._misfits = Misfits()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,15 +49,18 @@ class Pool:
         """How often each function has left something behind."""
         self._start_s = 0.0
         """How long the last start of a lane took."""
-        self._first_up: float | None = None
+        self._first_lent: float | None = None
         self._last_up = 0.0
+        self._inside: set[str] = set()
+        """The actors whose trials run their drivers."""
+        self._expected = 0
 
     async def borrow(self, shape: Shape, borrower: str, function: str, which: Which = "any") -> Loan:
         """Lend a lane of a shape to the actor with an id: one that is free, else the next that comes up."""
         if not self._watching:
             self._watching = True
             self._do(self._watch())
-        wish = _Wish(shape, borrower, function, which, asyncio.get_running_loop().create_future())
+        wish = Wish(shape, borrower, function, which, asyncio.get_running_loop().create_future())
         if (lane := self._free(wish)) is not None:
             return self._lend(lane, wish)
         self._waiting.insert(len(self._waiting) if which == "any" else 0, wish)
@@ -189,15 +136,34 @@ class Pool:
         """Note that a size of a batch ran out of memory."""
         self._misfits.note(one)
 
+    async def enter(self, actor: str) -> None:
+        """Note that the actor with an id runs a trial's driver."""
+        self._inside.add(actor)
+
+    async def may_leave(self, actor: str) -> bool:
+        """Whether a trial may end whose driver has ended.
+
+        Tune gives its actor to a trial whose own still starts, and drops that one: with trials shorter than a start
+        it would start actor after actor and never have more of them. So the first ones wait for the others.
+        """
+        if len(self._inside) < self._expected:
+            return False
+        self._inside.discard(actor)
+        return True
+
+    async def expect(self, count: int) -> None:
+        """Have trials end only while the drivers of as many run."""
+        self._expected = count
+
     async def state(self) -> dict[str, Any]:
         """How many lanes are up, how many the cluster holds at `most`, how long the last one took to start (`start_s`),
-        and for how long trials have had lanes (`serving_s`) and the last of them (`last_up_s`), in seconds.
+        for how long trials have had lanes (`serving_s`), and how long the last one is up (`last_up_s`), in seconds.
         """
         shapes = [lane.shape for lane in self._lanes.values()]
         most = most_lanes(shapes[-1], ray.cluster_resources()) if shapes else 1
         up = sum(lane.is_up for lane in self._lanes.values())
         now = time.monotonic()
-        serving_s = 0.0 if self._first_up is None else now - self._first_up
+        serving_s = 0.0 if self._first_lent is None else now - self._first_lent
         last_up_s = now - self._last_up
         return {"up": up, "most": most, "start_s": self._start_s, "serving_s": serving_s, "last_up_s": last_up_s}
 
@@ -215,17 +181,17 @@ class Pool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _free(self, wish: _Wish) -> _Lane | None:
+    def _free(self, wish: Wish) -> Lane | None:
         return next((lane for lane in self._all_free() if self._serves(lane, wish)), None)
 
-    def _serves(self, lane: _Lane, wish: _Wish) -> bool:
+    def _serves(self, lane: Lane, wish: Wish) -> bool:
         may_be_warm = wish.which == "warm" or (wish.which == "any" and self._is_proven(wish.function))
         return lane.shape == wish.shape and (may_be_warm or not lane.function)
 
     def _is_proven(self, function: str) -> bool:
         return not self._compares or function in self._proven
 
-    def _is_in_the_way(self, other: _Lane, lane: _Lane) -> bool:
+    def _is_in_the_way(self, other: Lane, lane: Lane) -> bool:
         """Whether a lane that nobody has takes the room of one that is waited for."""
         waiting = [wish for wish in self._waiting if wish.shape == lane.shape]
         if not waiting or other.borrower is not None:
@@ -237,11 +203,12 @@ class Pool:
         # A function that is being compared may be proven in a moment.
         return any(wish.which == "fresh" or wish.function not in self._comparing for wish in waiting)
 
-    def _all_free(self) -> list[_Lane]:
+    def _all_free(self) -> list[Lane]:
         return [lane for lane in self._lanes.values() if lane.is_up and lane.borrower is None]
 
-    def _lend(self, lane: _Lane, wish: _Wish) -> Loan:
+    def _lend(self, lane: Lane, wish: Wish) -> Loan:
         is_fresh = not lane.function
+        self._first_lent = self._first_lent or time.monotonic()
         lane.borrower, lane.function, lane.stopping, lane.barrier = wish.borrower, wish.function, False, make_barrier()
         return Loan(lane.number, lane.group, lane.workers, is_fresh)
 
@@ -260,12 +227,12 @@ class Pool:
     def _begin(self, shape: Shape, group: PlacementGroup | None = None, actors: Sequence[Any] = ()) -> None:
         group = group or reserve(shape)
         placed = asyncio.ensure_future(group.ready())
-        lane = _Lane(self._count, shape, group, placed, list(actors), since=time.monotonic())
+        lane = Lane(self._count, shape, group, placed, list(actors), since=time.monotonic())
         self._count += 1
         self._lanes[lane.number] = lane
         self._do(self._start(lane))
 
-    async def _start(self, lane: _Lane) -> None:
+    async def _start(self, lane: Lane) -> None:
         """Start the workers of a lane, and lend it to who waits for it."""
         try:
             await self._placed(lane)
@@ -281,11 +248,10 @@ class Pool:
         lane.workers = list(zip(lane.actors, places, strict=True))
         now = self._last_up = time.monotonic()
         self._start_s = now - lane.since
-        self._first_up = self._first_up or now
         lane.is_up, lane.since = True, now
         self._serve()
 
-    async def _placed(self, lane: _Lane) -> None:
+    async def _placed(self, lane: Lane) -> None:
         """Wait until a lane has its place; where there is no room, lanes that nobody has make it."""
         while not (await asyncio.wait([lane.placed], timeout=_PLACE_S))[0]:
             for other in list(self._lanes.values()):
@@ -302,6 +268,9 @@ class Pool:
                     continue
                 if await asyncio.to_thread(is_dead, borrower) and lane.borrower == borrower:
                     self._take_back(lane, stop=True)
+            for actor in list(self._inside):
+                if await asyncio.to_thread(is_dead, actor):
+                    self._inside.discard(actor)
             for function, actor in list(self._comparing.items()):
                 if await asyncio.to_thread(is_dead, actor):
                     await self.judge(function, None)
@@ -318,11 +287,11 @@ class Pool:
             self._waiting.remove(wish)
             wish.loan.set_exception(error)
 
-    def _take_back(self, lane: _Lane, stop: bool) -> None:
+    def _take_back(self, lane: Lane, stop: bool) -> None:
         lane.borrower, lane.stopping = "", stop
         self._do(self._settle(lane))
 
-    async def _settle(self, lane: _Lane) -> None:
+    async def _settle(self, lane: Lane) -> None:
         """Have each worker prove that nothing of the trial is left; a lane that cannot is ended, as is any on which a
         function ran that has left something behind too often.
         """
@@ -347,11 +316,11 @@ class Pool:
         self._serve()
         self._start_wanted()
 
-    def _say(self, lane: _Lane, why: str) -> None:
+    def _say(self, lane: Lane, why: str) -> None:
         logger.warning("lane %d starts again: %s", lane.number, why)
         self._restarts.append(why)
 
-    async def _end(self, lane: _Lane) -> None:
+    async def _end(self, lane: Lane) -> None:
         if self._lanes.pop(lane.number, None) is None:
             return
         for future in lane.answers.values():
@@ -362,24 +331,3 @@ class Pool:
         # Removed while Ray makes it, a group would keep its processors for as long as the node lives (ray issue 64693).
         await asyncio.wait([lane.placed], timeout=_MAKE_S)
         remove_placement_group(lane.group)
-
-
-def reserve(shape: Shape) -> PlacementGroup:
-    """Ask Ray for the room of a lane."""
-    bundles = [dict(shape.resources)] * shape.num_workers
-    labels = [dict(one) for one in shape.labels] or None
-    group: PlacementGroup = placement_group(bundles, strategy=shape.strategy, bundle_label_selector=labels)
-    return group
-
-
-def start_workers(shape: Shape, group: PlacementGroup) -> list[Any]:
-    """Start the workers of a lane, each once the group has its place; returns the handles of their actors."""
-    make: Any = ray.remote(**worker_options(shape.resources, shape.runtime_env))(LaneWorker)
-    places = [PlacementGroupSchedulingStrategy(group, index) for index in range(shape.num_workers)]
-    return [make.options(scheduling_strategy=place).remote() for place in places]
-
-
-def most_lanes(shape: Shape, resources: dict[str, float]) -> int:
-    """How many lanes of a shape the resources of a cluster hold at most."""
-    fits = [resources.get(name, 0.0) / (each * shape.num_workers) for name, each in shape.resources if each]
-    return max(1, math.floor(min(fits, default=1.0)))

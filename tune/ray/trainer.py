@@ -13,8 +13,8 @@ from trainers.errors import last_line
 from tune.lanes.reports import Reports, difference
 from tune.lanes.stopped import TrialStopped
 from tune.ray.internals import LaneController, ran_out_of_memory, without_helpers
+from tune.ray.lane import Which
 from tune.ray.misfits import sized
-from tune.ray.pool import Which
 
 _COMPARE_S = 20.0
 """How long a function is run for comparison; longer only until its first report."""
