@@ -8,10 +8,12 @@ has one; 2 errors in a file or on the command line, or N workers never fit.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field
 
+from trainers import residents
 from trainers.command_line import complain, run
 from trainers.errors import MISSING, ConfigError
 
@@ -106,9 +108,40 @@ def check(
     return check(storage_path, workers, wait_s, as_json, exclude_bad, quick)
 
 
+def start(
+    *, cpus: Annotated[int | None, Field(ge=1, le=10**6, title="C", description="CPUs to share; default: all")] = None
+) -> int:
+    """Keep a cluster on this machine, which sweeps and runs find by themselves."""
+    from cluster.local_cluster import start
+
+    print(f"a cluster is up at {start(cpus)}; `python -m cluster stop` ends it")
+    return 0
+
+
+def stop() -> int:
+    """End the cluster that `start` keeps on this machine, and what runs on it."""
+    from cluster.local_cluster import stop
+
+    print("it has ended" if stop() else "there was none")
+    return 0
+
+
+def status() -> int:
+    """Say which cluster `start` keeps on this machine, and which lanes are kept for the next sweep."""
+    known = residents.cluster()
+    print("no cluster is kept on this machine" if known is None else f"cluster {known['address']}, pid {known['pid']}")
+    for found in residents.drivers().values():
+        doing = "runs a sweep" if found["busy"] else f"keeps {found['lanes']:g} lanes for {found['for_s']:.0f} s"
+        print(f"driver on {found['address']}, pid {found['pid']}: {doing}")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return run("python -m cluster", __doc__, {"validate": validate, "plan": plan, "check": check}, argv)
+    functions: dict[str, Callable[..., int]] = {"validate": validate, "plan": plan, "check": check}
+    functions |= {"start": start, "stop": stop, "status": status}
+    residents.join_cluster()
+    return run("python -m cluster", __doc__, functions, argv)
 
 
 if __name__ == "__main__":

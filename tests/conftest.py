@@ -34,6 +34,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
 # Embedded clusters and torchrun keep their files here (short: Ray's sockets lie below it), not in /tmp itself.
 SCRATCH = Path(tempfile.mkdtemp(prefix="pl-", dir="/tmp"))
+os.environ["PACELINE_RESIDENT"] = "0"
 os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = str(SCRATCH)
 tempfile.tempdir = None
 multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ignore[attr-defined]

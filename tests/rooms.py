@@ -23,10 +23,11 @@ PACKAGES = ("trainers", "cluster", "tune")
 """Lowest first: each may import itself and those before it."""
 
 _ORDER = """
-trainers: redaction errors causes json_data storage lease versions context config command_line devices data model task
+trainers: redaction errors residents causes json_data storage lease versions context config command_line devices data
+trainers: model task
 trainers: arrow measure step
 trainers: checkpoint loop launch on_ray inference start __main__
-cluster: finding files rules plan health __main__
+cluster: finding files rules plan health local_cluster __main__
 tune: config trials search lanes ray report sweeps __main__
 """
 ORDER = {

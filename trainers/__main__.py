@@ -20,6 +20,7 @@ from trainers.config import TrainConfig
 from trainers.launch.signals import follow_agent
 from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
 from trainers.redaction import redact
+from trainers.residents import join_cluster
 from trainers.start import launch, run_training, train_function
 from trainers.storage import storage_uri
 
@@ -107,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
         "export": export,
         "memory": memory,
     }
+    join_cluster()
     return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)
 
 

@@ -9,6 +9,7 @@ the cluster; 130 interrupted, and how to resume is said.
 
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,9 @@ from pydantic import Field
 
 from trainers.command_line import run
 from trainers.redaction import redact
+from trainers.residents import join_cluster
 from tune.config import SweepConfig
+from tune.sweeps.client import RESIDENT, is_wanted, run_by_resident
 from tune.sweeps.spec import SweepSpec, is_complete, read_saved, read_sweep
 from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, saved_answer
 
@@ -66,14 +69,33 @@ def plan(
     return 0
 
 
+_by_resident: list[list[str]] = []
+"""The arguments of the command, which the resident driver may run in place of this process."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return run(
-        "python -m tune", __doc__, {"": sweep, "resume": resume, "report": report, "plan": plan}, argv, SweepConfig
-    )
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == [RESIDENT]:
+        from tune.sweeps.resident import serve
+
+        serve(Path(arguments[1]), run_here)
+        return 0
+    join_cluster()
+    _by_resident[:] = [arguments] if is_wanted() else []
+    return run_here(arguments)
+
+
+def run_here(arguments: list[str]) -> int:
+    """The command, in this process; returns its exit code."""
+    functions: dict[str, Callable[..., int]] = {"": sweep, "resume": resume, "report": report, "plan": plan}
+    return run("python -m tune", __doc__, functions, arguments, SweepConfig)
 
 
 def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
+    may_keep = spec.config.keep_lanes_s > 0 and spec.config.isolation == "warm"
+    if _by_resident and may_keep and (code := run_by_resident(_by_resident[0])) is not None:
+        return code
     try:
         result = run_to_answer(spec, fresh, checked, is_command=True)
     except SweepInterrupted as interrupted:

@@ -69,10 +69,10 @@ def test_what_serves_the_sweep_is_on_the_drivers_node(tmp_path: Path, cluster: C
 def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver: Any) -> None:
     """Its thread would call Ray after the connection is closed, and that ends the process with an error."""
     spec = sweep(tmp_path, {"seed": [1]})
-    mailbox = start_mailbox(spec.storage)
+    mailbox = start_mailbox(spec.storage, spec.path)
     at_once = 2
     config = build(TrainConfig, spec.train, "test")
-    lanes = Lanes(mailbox, config.scaling, False, spec.path, False, spec.storage, at_once, is_patient=False)
+    lanes = Lanes(mailbox, config.scaling, False, False, spec.storage, at_once, is_patient=False)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("lane-")}
     lanes.grow(3)
     deadline = time.monotonic() + 30
@@ -105,6 +105,6 @@ def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(tmp_path:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     config = build(TrainConfig, sweep(tmp_path, {"seed": [1]}).train, "test")
-    Lanes(None, config.scaling, False, (), False, Storage(str(tmp_path)), 1, is_patient=False).end()
+    Lanes(None, config.scaling, False, False, Storage(str(tmp_path)), 1, is_patient=False).end()
     assert driver.util.placement_group_table(foreign)["state"] == "CREATED"
     driver.util.remove_placement_group(foreign)

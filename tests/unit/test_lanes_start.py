@@ -22,7 +22,7 @@ def test_a_settled_sweep_starts_no_lane_and_awaits_those_that_are_starting(
     up: list[int] = []
     mailbox: Any = SimpleNamespace(watch=SimpleNamespace(remote=lambda: {"lanes": up}))
     monkeypatch.setattr(module.ray, "get", lambda value: value)
-    lanes = Lanes(mailbox, ScalingConfig(), False, (), False, Storage(str(tmp_path)), 1, is_patient=False)
+    lanes = Lanes(mailbox, ScalingConfig(), False, False, Storage(str(tmp_path)), 1, is_patient=False)
     turns, over, begun = {lane: threading.Event() for lane in range(2)}, threading.Event(), list[int]()
     monkeypatch.setattr(lanes, "_wait_for_turn", lambda lane: turns[lane].wait(60))
     monkeypatch.setattr(lanes, "_fit", lambda lane: (begun.append(lane), over.wait(60)))
@@ -52,7 +52,7 @@ def test_lanes_end_though_the_mailbox_that_knows_their_controllers_is_dead(
     over = threading.Event()
     mailbox: Any = SimpleNamespace(starts=SimpleNamespace(remote=lambda what: None))
     monkeypatch.setattr(module.ray, "get", dead)
-    lanes = Lanes(mailbox, ScalingConfig(), False, (), False, Storage(str(tmp_path)), 1, is_patient=False)
+    lanes = Lanes(mailbox, ScalingConfig(), False, False, Storage(str(tmp_path)), 1, is_patient=False)
     freed: list[bool] = []
     monkeypatch.setattr(lanes, "_fit", lambda lane: over.wait(60))
     monkeypatch.setattr(lanes, "_free", lambda: freed.append(True))
@@ -68,7 +68,7 @@ def test_a_lane_that_ended_with_its_mailbox_leaves_nothing_reserved(
 ) -> None:
     """Its controller may have died before; the thread is gone when the sweep looks."""
     freed: list[bool] = []
-    lanes = Lanes(None, ScalingConfig(), False, (), False, Storage(str(tmp_path)), 1, is_patient=False)
+    lanes = Lanes(None, ScalingConfig(), False, False, Storage(str(tmp_path)), 1, is_patient=False)
     monkeypatch.setattr(lanes, "_keep_up", lambda lane: None)
     monkeypatch.setattr(lanes, "_free", lambda: freed.append(True))
     lanes.grow(1)
@@ -95,5 +95,5 @@ def test_a_reservation_in_the_making_is_freed_once_it_is_made(tmp_path: Path, mo
     monkeypatch.setattr(module.ray, "get_runtime_context", lambda: SimpleNamespace(get_job_id=lambda: ""))
     monkeypatch.setattr(module.ray, "PlacementGroupID", lambda data: SimpleNamespace(hex=data.hex))
     monkeypatch.setattr(module, "PlacementGroup", lambda group_id: SimpleNamespace(id=group_id))
-    Lanes(None, ScalingConfig(), False, (), False, Storage(str(tmp_path)), 1, is_patient=False)._free()
+    Lanes(None, ScalingConfig(), False, False, Storage(str(tmp_path)), 1, is_patient=False)._free()
     assert removed == [f"{made} CREATED", f"{waits} CREATED"], "one that waits for a node is not waited for"

@@ -5,7 +5,23 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tune.sweeps import progress
 from tune.sweeps.progress import Pace
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that is put forward by ten seconds when it is read."""
+    clock = SimpleNamespace(now=0.0, step=10.0)
+
+    def read() -> float:
+        clock.now += clock.step
+        return float(clock.now)
+
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=read))
+    return clock
 
 
 def parts() -> tuple[Any, Any, list[int]]:
@@ -20,9 +36,11 @@ def test_trials_come_with_the_lanes_that_are_up() -> None:
     pace = Pace(search, mailbox, total=3)
     pace.lanes_started(4)
     assert search.max_concurrent == 1
+    pace.lanes_up(1)
+    pace.trial_started("0001")
     pace.lanes_up(2)
     pace.lanes_up(1)  # one of them starts again: its trial waits
-    assert (search.max_concurrent, expected) == (2, [2, 2])
+    assert (search.max_concurrent, expected) == (2, [1, 2, 2])
 
 
 def test_no_end_is_held_when_the_last_trial_has_its_actor() -> None:
@@ -32,7 +50,7 @@ def test_no_end_is_held_when_the_last_trial_has_its_actor() -> None:
     for trial in ("0001", "0001", "0002"):
         pace.trial_started(trial)
     assert expected == [0]
-    pace.lanes_up(2)
+    pace.lanes_up(1)
     assert expected == [0, 0]
 
 
@@ -40,9 +58,11 @@ def test_nor_when_a_budget_has_ended_the_search() -> None:
     search, mailbox, expected = parts()
     pace = Pace(search, mailbox, total=8)
     pace.lanes_up(2)
+    pace.trial_started("0001")
+    pace.lanes_up(2)
     pace.over()
     pace.lanes_up(3)
-    assert expected == [2, 0]
+    assert expected == [1, 2, 0]
 
 
 def test_a_search_that_learns_gets_all_lanes_at_once() -> None:
@@ -52,3 +72,22 @@ def test_a_search_that_learns_gets_all_lanes_at_once() -> None:
     pace.lanes_up(1)
     pace.trial_started("0001")
     assert (search.max_concurrent, expected) == (4, [])
+
+
+@pytest.mark.parametrize(
+    ("total", "ended", "known", "at_a_time"),
+    [(24, 20, 0, 1), (24, 8, 0, 2), (2, 0, 0, 2), (24, 2, 20, 2), (24, 0, 24, 1)],
+    ids=["short ones", "many are left", "none has ended", "most were known", "all were known"],
+)
+def test_another_actor_starts_where_it_pays(
+    total: int, ended: int, known: int, at_a_time: int, clock: SimpleNamespace
+) -> None:
+    """Ten seconds after the first trial's start: left are 4 x 0.5 s, 16 x 1.25 s, 2 x 10 s, 2 x 5 s, nothing."""
+    search, mailbox, _ = parts()
+    pace = Pace(search, mailbox, total)
+    pace.lanes_up(2)
+    pace.trial_started("0001")
+    for was_known in [False] * ended + [True] * known:
+        pace.trial_ended(was_known)
+    pace.lanes_up(2)
+    assert search.max_concurrent == at_a_time

@@ -39,9 +39,9 @@ class Parts:
         )
         self.storage = Storage(str(directory))
         self.journal = Journal(self.storage)
-        spec, plan = SimpleNamespace(config=config(), storage=self.storage), SimpleNamespace(total=1)
+        spec, plan = SimpleNamespace(config=config(), storage=self.storage, train={}), SimpleNamespace(total=1)
         plan.lane_usd_per_hour = None
-        pace = SimpleNamespace(trial_started=lambda name: None)
+        pace = SimpleNamespace(trial_started=lambda name: None, trial_ended=lambda was_known: None)
         self.progress = Progress(spec, plan, mailbox, pace, None)  # type: ignore[arg-type]
         self.trial = SimpleNamespace(trial_id="t", config=wrap(Suggestion(TRIAL)), num_failures=4, error_file=None)
         self.progress.on_trial_start(0, [], self.trial)

@@ -35,8 +35,8 @@ class Driver:
         lanes = {name: lambda *args: None for name in ("grow", "await_first", "settle", "close", "end")}
         replaced: dict[str, Any] = {
             "_plan": lambda spec, checked: plan,
-            "start_mailbox": lambda sweep, compares: SimpleNamespace(restarts=ask),
-            "Lanes": lambda *args, **options: SimpleNamespace(**lanes, count=1),
+            "start_mailbox": lambda *given: SimpleNamespace(restarts=ask),
+            "Lanes": lambda *args, **options: SimpleNamespace(**lanes, count=1, mailbox=args[0]),
             "Pace": lambda *args: SimpleNamespace(over=lambda: None),
             "Progress": lambda *args: self,
             "_tuner": lambda *args: SimpleNamespace(fit=lambda: self.fit(fails)),

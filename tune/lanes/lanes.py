@@ -41,9 +41,9 @@ _MAKE_S = 1.0
 _IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
-def start_mailbox(sweep: Storage, compares: bool = False) -> Any:
-    """The mailbox of the sweep in a directory: an actor; `compares` as a Mailbox does."""
-    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, compares)
+def start_mailbox(sweep: Storage, path: tuple[str, ...] = (), compares: bool = False) -> Any:
+    """The mailbox of the sweep in a directory: an actor; the arguments are a Mailbox's."""
+    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path, compares)
 
 
 @dataclass
@@ -54,8 +54,6 @@ class Lanes:
     scaling: ScalingConfig
     """The shape of the worker group."""
     use_gpu: bool
-    path: tuple[str, ...]
-    """Directories of the task's module."""
     is_fresh: bool
     """Whether each trial has a worker group of its own."""
     sweep: Storage
@@ -72,6 +70,16 @@ class Lanes:
         self._begun: set[int] = set()
         self._threads: list[threading.Thread] = []
 
+    def begin(self, sweep: Storage, num_at_once: int, is_patient: bool) -> None:
+        """Serve another sweep, whose mailbox is the same: lanes that were not let start may do so."""
+        self.sweep, self.num_at_once, self.is_patient = sweep, num_at_once, is_patient
+        self._settled.clear()
+        alive = [lane for lane, thread in enumerate(self._threads) if thread.is_alive()]
+        del self._threads[alive[-1] + 1 if alive else 0 :]
+        self._begun &= set(alive)
+        for lane in set(range(self.count)) - set(alive):
+            self._threads[lane] = self._thread(lane)
+
     @property
     def count(self) -> int:
         """Lanes that were started, whether there is a node for them by now or not."""
@@ -80,9 +88,12 @@ class Lanes:
     def grow(self, count: int) -> None:
         """Start lanes until there are `count`; returns at once, while their workers come up."""
         for lane in range(self.count, count):
-            thread = threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(self._thread(lane))
+
+    def _thread(self, lane: int) -> threading.Thread:
+        thread = threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
+        thread.start()
+        return thread
 
     def await_first(self, cancelled: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Wait until some lane has worker processes, since what starts any sooner delays its first trial; at most
@@ -103,6 +114,7 @@ class Lanes:
         leave its reservation with Ray; one that is not up after `timeout_s` is killed.
         """
         self._closing.set()
+        self._settled.set()
         ray.get(self.mailbox.close.remote())
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -117,6 +129,7 @@ class Lanes:
         Where the mailbox has died, a lane may have ended by itself, and have left what it had reserved.
         """
         self._closing.set()
+        self._settled.set()
         deadline = time.monotonic() + timeout_s
         while any(alive := [thread.is_alive() for thread in self._threads]):
             if time.monotonic() > deadline:
@@ -202,18 +215,18 @@ class Lanes:
         """
         began = time.monotonic()
         deadline = began + _START_S * (lane // self.num_at_once)
-        while lane >= self.num_at_once and time.monotonic() < deadline and not self._closing.wait(_LOOK_S):
+        while lane >= self.num_at_once and time.monotonic() < deadline and not self._settled.wait(_LOOK_S):
             up = ray.get(self.mailbox.watch.remote())["lanes"]
             if lane < self.num_at_once + sum(one < lane for one in up):
                 if self.is_patient:
-                    self._closing.wait(min(time.monotonic() - began, deadline - time.monotonic()))
+                    self._settled.wait(min(time.monotonic() - began, deadline - time.monotonic()))
                 return
 
     def _fit(self, lane: int) -> None:
         """Run a worker group of a lane to its end."""
         from tune.lanes.trainer import LaneTrainer
 
-        of_sweep = {"path": self.path, "fresh": self.is_fresh, "of_function": self.of_function, "name": self.sweep.name}
+        of_sweep = {"fresh": self.is_fresh, "of_function": self.of_function, "name": self.sweep.name}
         LaneTrainer(
             serve,
             train_loop_config={"lane": lane, "mailbox": self.mailbox, **of_sweep},

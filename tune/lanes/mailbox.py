@@ -33,25 +33,34 @@ class Mailbox:
 
     hold_s = 60.0
 
-    def __init__(self, sweep: Storage | None = None, compares: bool = False) -> None:
-        """`sweep` is the directory that keeps the boundary; None: nothing is kept. `compares`: training functions are
-        run once more on a warm lane, which must give the same.
+    def __init__(self, sweep: Storage | None = None, path: tuple[str, ...] = (), compares: bool = False) -> None:
+        """`sweep` is the directory that keeps the boundary; None: nothing is kept. `path`: the directories of the
+        task's module. `compares`: training functions are run once more on a warm lane, which must give the same.
         """
         show_life()
         self._starts: dict[str, dict[int, Any]] = defaultdict(dict)
-        self._sweep = sweep
+        self._arrived = asyncio.Condition()
+        self._devices: dict[int, str] = {}
+        self._down: dict[int, tuple[float, str]] = {}
+        self._closed = False
+        self._begin(sweep, path, compares)
+
+    async def begin(self, sweep: Storage, path: tuple[str, ...], compares: bool) -> None:
+        """Serve another sweep, with the lanes that are up."""
+        used = self._comparison.used
+        self._begin(sweep, path, compares)
+        self._comparison.used = used
+
+    def _begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool) -> None:
+        self._sweep, self._path = sweep, path
         self._microbatches = Microbatches(sweep)
         self._trials: dict[str, Submission] = {}
         self._queue: deque[str] = deque()
-        self._arrived = asyncio.Condition()
         self._running: dict[int, str] = {}
-        self._devices: dict[int, str] = {}
         self._comparison = Comparison(compares)
-        self._down: dict[int, tuple[float, str]] = {}
         self._restarts: list[tuple[float, str]] = []
         self._expected = 0
         self._notes: list[str] = []
-        self._closed = False
         self._broken: str | None = None
 
     async def note_start(self, lane: int, fact: str, value: Any = True) -> None:
@@ -132,7 +141,8 @@ class Mailbox:
                     self._trials[ticket], self._running[lane], trial.started = trial, ticket, time.time()
                     trial.is_fresh = lane not in self._comparison.used
                     self._comparison.used.add(lane)
-                    trial.assignment = replace(trial.assignment, attempt=trial.losses + trial.failures)
+                    attempt = trial.losses + trial.failures
+                    trial.assignment = replace(trial.assignment, attempt=attempt, path=self._path)
                     return trial.assignment
                 try:
                     await asyncio.wait_for(self._arrived.wait(), deadline - time.monotonic())

@@ -34,11 +34,9 @@ class Baseline:
     """The state of a process before its first trial; every rank of a lane has its own."""
 
     def __init__(self, device: torch.device, path: Sequence[str] | None) -> None:
-        """`path`: the directories of the task, whose modules are imported anew by each trial; None: all modules that
-        are not installed are, wherever they lie.
-        """
+        """`path`: see `follow`."""
         self._device = device
-        self._path = None if path is None else tuple(f"{Path(directory)}{os.sep}" for directory in path)
+        self.follow(path)
         self._modules = dict(sys.modules)
         self._state = ModuleState()
         self._settings = Settings()
@@ -53,6 +51,12 @@ class Baseline:
         self._num_frozen = len(sys.modules)
         self._memory = Memory(device)
         self._state.others += [self._settings, self._code, self._memory]
+
+    def follow(self, path: Sequence[str] | None) -> None:
+        """Set the directories of the task, whose modules are imported anew by each trial; None: all modules that are
+        not installed are, wherever they lie.
+        """
+        self._path = None if path is None else tuple(f"{Path(directory)}{os.sep}" for directory in path)
 
     def close(self) -> None:
         """Record no more imports: for a process that goes on to do other things."""

@@ -91,9 +91,8 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
     grow_segments()
     device = torch.device("cuda", own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
     group = Group(context.get_world_rank(), context.get_world_size(), device)
-    path = loop_config["path"]
     adopt_orphans()
-    baseline = _function().make_baseline(device) if loop_config["of_function"] else Baseline(device, path)
+    baseline = _function().make_baseline(device) if loop_config["of_function"] else Baseline(device, ())
     # What decides how much fits: the GPU's model and memory.
     label = f"{device_name(group.device)}, {total_memory_bytes(group.device) / 2**30:.1f} GiB"
     devices = sorted(set(group.gather(label)))
@@ -107,6 +106,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             raise RunFailedError("error", "the lane starts again")
         if assignment is None:
             continue
+        path = assignment.path
         if loop_config["of_function"]:
             pressure = Pressure()
             outcome = _function().run_function(assignment, path, mailbox, lane, group)
@@ -120,6 +120,8 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
                 raise raised
         if loop_config["fresh"]:
             return
+        if not loop_config["of_function"]:
+            baseline.follow(path)
         own = baseline.restore()
         is_whole = group.world_size == 1 or dist.is_initialized()  # a function may have destroyed it, on all ranks
         left = [words for rank in (group.gather(own) if is_whole else [own]) for words in rank]

@@ -26,6 +26,7 @@ from tune.search.space import unwrap
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import SweepSpec
 from tune.sweeps.terminal import Terminal, View, shown_config
+from tune.sweeps.trial import assignment_of
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, make_record
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 GROW_EVERY_S = 10.0
+_PAYS_S = 6.0
+"""Twice the start of one of Tune's actors."""
 
 
 class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
@@ -51,6 +54,9 @@ class Pace:
         """
         self._search, self._mailbox, self._total = search, mailbox, total
         self._started: set[str] = set()
+        self._num_ended = self._num_known = 0
+        self._began = 0.0
+        """When the first trial had its actor, by this machine's clock."""
 
     def lanes_started(self, count: int) -> None:
         """Called with the number of lanes that wait for a node, come up, or are up."""
@@ -58,16 +64,28 @@ class Pace:
             self._allow(count)
 
     def lanes_up(self, count: int) -> None:
-        """Called with the number of lanes that take trials: an actor sooner than that would only slow their start."""
+        """Called with the number of lanes that take trials: an actor sooner than that would only slow their start.
+
+        Nor does it pay where the trials that are left are over before it is up; at its end Tune waits for it (5 s).
+        """
         if self._total is not None:
-            self._allow(count)
+            each_s = (time.monotonic() - self._began) / max(1, self._num_ended) if self._started else 0.0
+            if count == 1 or (self._total - self._num_ended - self._num_known) * each_s >= _PAYS_S:
+                self._allow(count)
             self._mailbox.expect.remote(self._search.max_concurrent if len(self._started) < self._total else 0)
 
     def trial_started(self, name: str) -> None:
         """Called when Tune has given an actor to one of its trials."""
+        if not self._started:
+            self._began = time.monotonic()
         self._started.add(name)
         if len(self._started) == self._total:
             self._mailbox.expect.remote(0)
+
+    def trial_ended(self, was_known: bool) -> None:
+        """Called when one of Tune's trials has ended, at once where its record `was_known` from an earlier start."""
+        self._num_known += was_known
+        self._num_ended += not was_known
 
     def over(self) -> None:
         """Called when Tune starts no further trial."""
@@ -96,12 +114,16 @@ class Progress(tune.Callback):
         self.records: dict[str, TrialRecord] = {}
         """Those of all trials that have ended, as storage had them then."""
         self._started: dict[str, float] = {}
+        self._train = spec.train
+        self._ahead: set[str] = set()
+        """Trials that were given to lanes before Tune has started them."""
         self._purposes: dict[str, Any] = {}
         self._statuses: Counter[str] = Counter()
         self._best: tuple[float, TrialRecord] | None = None
         self._notes = 0
         self._busy: set[int] = set()
         self._began = self._grew = time.monotonic()
+        self._begun_at = time.time()
         self._looked = 0.0
         self._trials = Gauge("paceline_trials", tag_keys=("run", "status"))
         self._lane_busy = Gauge("paceline_lane_busy", tag_keys=("run", "lane"))
@@ -123,6 +145,20 @@ class Progress(tune.Callback):
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         """Called by Tune in its loop, several times a second."""
         self.tick()
+
+    def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Called by Tune at the end of a step: the first trials go to their lanes while their actors still start.
+
+        To the mailbox they are trials whose actors have died, which the actors then go on with.
+        """
+        if self._started or self._config.scheduler == "pbt":
+            return
+        for trial in trials:
+            name = self._name(trial)
+            if name not in self._ahead and self._journal.find(name) is None:
+                self._ahead.add(name)
+                self._mailbox.submit.remote(assignment_of(unwrap(trial.config), self._train, self._config.objective))
+                self._mailbox.orphan.remote(name)
 
     def tick(self) -> None:
         """Do what is due: raise Interrupted after Ctrl-C, let the lanes grow, show how things are."""
@@ -167,6 +203,7 @@ class Progress(tune.Callback):
         with self._noting_failure():
             self._record(name, "stopped by the search")
         record = self.records.get(name)
+        self._pace.trial_ended(record is not None and record.end_time < self._begun_at)
         if record is None:
             return
         self._statuses[record.status] += 1

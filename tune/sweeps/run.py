@@ -8,7 +8,7 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, connect
 from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
+from tune.lanes.kept import resident
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
 from tune.report.words import duration
@@ -58,11 +59,8 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
     before = journal.records() if spec.config.search in ("optuna", "frontier") else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
     search = ray_search.searcher(spec.config, at_a_time, _objectives(spec, before), spec.train, journal.records)
-    is_fresh, is_auto = spec.config.isolation == "fresh", spec.config.lanes == "auto"
-    mailbox = start_mailbox(spec.storage, spec.is_of_function and spec.config.compare and not is_fresh)
-    scaling, at_once = plan.train.scaling, plan.num_at_once
-    at = mailbox, scaling, plan.use_gpu, spec.path, is_fresh, spec.storage, at_once
-    lanes = Lanes(*at, is_patient=is_auto, of_function=spec.is_of_function)
+    lanes, keep = _lanes(spec, plan)
+    mailbox, is_auto = lanes.mailbox, spec.config.lanes == "auto"
     pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
 
     def grow() -> None:
@@ -78,7 +76,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
     progress.records.update({record.id: record for record in before})
     try:
         ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
-        with ending, progress.heeding_signals(), progress.terminal, VitalSigns(), run_environment():
+        with ending, progress.heeding_signals(), progress.terminal, VitalSigns(bool(resident)), run_environment():
             lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
             began = time.monotonic()
@@ -94,8 +92,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
             if words := _restarts(ray.get(mailbox.restarts.remote())):
                 progress.terminal.say(f"lanes started again: {words}")
                 (facts if facts is not None else {})["lane_restarts"] = words
-        lanes.close()
-        ray.kill(mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
+        keep()
     except BaseException as error:
         with contextlib.suppress(PacelineError):
             progress.restore_records()
@@ -111,6 +108,32 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
         raise PacelineError(f"{_why(cause, spec)}; {_goes_on(spec)}") from error
     names = dict.fromkeys([*progress.seen, *progress.records])
     return [progress.records[name] for name in names if name in progress.records]
+
+
+def _lanes(spec: SweepSpec, plan: SweepPlan) -> tuple[Lanes, Callable[[], None]]:
+    """Return the lanes of a sweep, kept ones where there are, and what to call once it has ended well."""
+    is_fresh, is_patient = spec.config.isolation == "fresh", spec.config.lanes == "auto"
+    given = spec.storage, spec.path, spec.is_of_function and spec.config.compare and not is_fresh
+    scaling, use_gpu, at_once = plan.train.scaling, plan.use_gpu, plan.num_at_once
+    # What a training function stores lies with the records of its lane.
+    key = scaling, use_gpu, spec.uri if spec.is_of_function else None
+    kept = resident[0] if resident else None
+    if kept is not None and not is_fresh and (lanes := kept.take(key)) is not None:
+        ray.get(lanes.mailbox.begin.remote(*given))
+        lanes.begin(spec.storage, at_once, is_patient)
+    else:
+        at = start_mailbox(*given), scaling, use_gpu, is_fresh, spec.storage, at_once
+        lanes = Lanes(*at, is_patient=is_patient, of_function=spec.is_of_function)
+
+    def end() -> None:
+        if kept is not None and not is_fresh and spec.config.keep_lanes_s:
+            lanes.settle()  # a start would be in the way of the next sweep
+            kept.keep(lanes, key, spec.config.keep_lanes_s)
+            return
+        lanes.close()
+        ray.kill(lanes.mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
+
+    return lanes, end
 
 
 def _restarts(restarts: Sequence[tuple[float, str]]) -> str:

@@ -15,10 +15,21 @@ from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.config import TO_TARGET, Objective
 from tune.lanes.messages import Assignment, Event, new_ticket
-from tune.search.space import trial_tree, unwrap
+from tune.search.space import Suggestion, trial_tree, unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, Until, make_record, time_to_target
+
+
+def assignment_of(suggestion: Suggestion, train: dict[str, Any], objective: Objective) -> Assignment:
+    """Return what a lane is given of a trial that the search proposes."""
+    name = trial_id(suggestion.trial, suggestion.purpose or "trial")
+    tree, is_probe = trial_tree(train, suggestion.trial), suggestion.purpose == "probe"
+    if suggestion.purpose is not None:  # search frontier, which learns from a trial as it runs
+        every = {"log_every_steps": min(10, tree.get("log_every_steps", 10))} if is_probe else {}
+        tree = override(TrainConfig, tree, {"noise_scale": True, **every})
+    until = Until.of(objective, is_probe)
+    return Assignment(new_ticket(name), name, tree, until=until, watches=objective.watched)
 
 
 class LaneTrial(Trainable):
@@ -62,13 +73,7 @@ class LaneTrial(Trainable):
         self._started = time.time()
         self._record = self._journal.find(self._trial)
         if self._record is None:
-            tree, is_probe = trial_tree(self._train, self._space_config), suggestion.purpose == "probe"
-            if suggestion.purpose is not None:  # search frontier, which learns from a trial as it runs
-                every = {"log_every_steps": min(10, tree.get("log_every_steps", 10))} if is_probe else {}
-                tree = override(TrainConfig, tree, {"noise_scale": True, **every})
-            until = Until.of(self._objective, is_probe)
-            ticket, watches = new_ticket(self._trial), self._objective.watched
-            assignment = Assignment(ticket, self._trial, tree, until=until, watches=watches)
+            assignment = assignment_of(suggestion, self._train, self._objective)
             # What an actor that died has submitted goes on: this one hears all of it again.
             self._ticket = ray.get(self._mailbox.submit.remote(assignment))
 

@@ -1,0 +1,136 @@
+"""What outlives a command on this machine, and how it is found (trainers/residents.py, tune/sweeps/client.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainers import residents
+from tune.sweeps import client
+
+
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Another temporary directory, of a short name: sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="r-") as place:
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        yield Path(place)
+
+
+def test_the_directory_is_the_user_s_own(temporary: Path) -> None:
+    place = residents.directory()
+    assert place == temporary / f"paceline-{os.getuid()}"
+    assert place.stat().st_mode & 0o777 == 0o700
+    place.chmod(0o770)
+    assert residents.directory() is None
+    place.rmdir()
+    (temporary / "elsewhere").mkdir(mode=0o700)
+    place.symlink_to(temporary / "elsewhere")
+    assert residents.directory() is None
+    assert residents.sockets() == []
+
+
+def test_a_cluster_that_has_died_is_none(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert residents.cluster() is None
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    residents.note_cluster({"pid": process.pid, "address": "127.0.0.1:1"})
+    found = residents.cluster()
+    assert found is not None
+    assert found["address"] == "127.0.0.1:1"
+    monkeypatch.setenv("RAY_ADDRESS", "there:6379")
+    residents.join_cluster()
+    assert os.environ["RAY_ADDRESS"] == "there:6379", "the user's own wins"
+    monkeypatch.delenv("RAY_ADDRESS")
+    residents.join_cluster()
+    assert os.environ.pop("RAY_ADDRESS") == "127.0.0.1:1"
+
+    place = temporary / f"paceline-{os.getuid()}" / "cluster.json"
+    place.write_text(json.dumps({**found, "begun": "1"}))
+    assert residents.cluster() is None, "another process has the number by now"
+    place.write_text("{")
+    assert residents.cluster() is None
+    place.write_text(json.dumps(found))
+    process.communicate(b"\n")
+    assert residents.cluster() is None
+    residents.note_cluster(None)
+    assert not place.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "wish", "is_wanted"),
+    [("", None, False), ("local", None, False), ("there:6379", None, True), ("there:6379", "0", False)],
+)
+def test_only_on_a_cluster_that_outlives_the_sweep(
+    address: str, wish: str | None, is_wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.delenv("PACELINE_RESIDENT")
+    if wish is not None:
+        monkeypatch.setenv("PACELINE_RESIDENT", wish)
+    assert client.is_wanted() is is_wanted
+
+
+@pytest.mark.parametrize(
+    ("says", "code"),
+    [({"exit": 3}, 3), ({"busy": True}, None), (None, 1)],
+    ids=["it ran", "it is busy", "it died"],
+)
+def test_what_the_driver_answers_is_the_command_s_exit_code(
+    says: dict[str, Any] | None,
+    code: int | None,
+    temporary: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "there:6379")
+    place = residents.directory()
+    assert place is not None
+    asked: dict[str, Any] = {}
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(place / f"{client._identity()}.sock"))
+    listening.listen()
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        size, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+        with connection.makefile("rb") as file:
+            asked.update(json.loads(file.read(int.from_bytes(size, "big"))), terminal=len(descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if says is not None:
+            connection.sendall(json.dumps(says).encode() + b"\n")
+        connection.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert client.run_by_resident(["sweep.yaml", "--fresh"]) == code
+    thread.join()
+    listening.close()
+    assert (asked["run"], asked["directory"], asked["terminal"]) == (["sweep.yaml", "--fresh"], str(Path.cwd()), 3)
+    assert asked["environment"]["RAY_ADDRESS"] == "there:6379"
+    assert ("has died, and the sweep with it" in capsys.readouterr().err) == (says is None)
+
+
+def test_other_code_is_another_driver_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "there:6379")
+    before = client._identity()
+    assert client._identity() == before
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    assert client._identity() != before
+    (tmp_path / "tune").mkdir()
+    (tmp_path / "tune" / "a.py").write_text("")
+    monkeypatch.setattr(client, "_CODE", tmp_path)
+    first = client._identity()
+    os.utime(tmp_path / "tune" / "a.py", (0, 0))
+    assert client._identity() != first

@@ -1,0 +1,102 @@
+"""What runs on this machine for this user beyond a command: a cluster, and drivers that keep lanes.
+
+Their addresses lie in a directory of the user's own below the system's temporary one.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_CLUSTER = "cluster.json"
+
+
+def directory() -> Path | None:
+    """The directory of what this user runs, made where it is missing; None where anybody else could write to it."""
+    place = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        place.mkdir(mode=0o700, exist_ok=True)
+        found = place.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return place
+    return None
+
+
+def tidy() -> None:
+    """Delete the directory where nothing is in it."""
+    with contextlib.suppress(OSError):
+        Path(tempfile.gettempdir(), f"paceline-{os.getuid()}").rmdir()
+
+
+def cluster() -> dict[str, Any] | None:
+    """The cluster that `python -m cluster start` keeps on this machine; None where there is none, or it has died."""
+    place = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}", _CLUSTER)
+    if not place.exists() or directory() is None:
+        return None
+    try:
+        known: dict[str, Any] = json.loads(place.read_text())
+        return known if _begun(known["pid"]) == known["begun"] else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def note_cluster(known: dict[str, Any] | None) -> None:
+    """Note the cluster of this machine, or that it has ended."""
+    if (place := directory()) is not None:
+        if known is None:
+            (place / _CLUSTER).unlink(missing_ok=True)
+            tidy()
+        else:
+            (place / _CLUSTER).write_text(json.dumps({**known, "begun": _begun(known["pid"])}))
+
+
+def _begun(pid: int) -> str:
+    """When a process began, as Linux has it: another one may have the number by now."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def join_cluster() -> None:
+    """Let this process, where no RAY_ADDRESS says otherwise, use the cluster of this machine where there is one."""
+    if not os.environ.get("RAY_ADDRESS") and (known := cluster()) is not None:
+        os.environ["RAY_ADDRESS"] = known["address"]
+
+
+def sockets() -> list[Path]:
+    """The sockets of the drivers that keep lanes."""
+    place = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
+    return sorted(place.glob("*.sock")) if place.exists() and directory() is not None else []
+
+
+def ask(place: Path, question: dict[str, Any], descriptors: Sequence[int] = ()) -> socket.socket | None:
+    """Send a question to the driver at a socket; None where there is none."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(place))
+        data = json.dumps(question).encode()
+        socket.send_fds(connection, [len(data).to_bytes(4, "big")], descriptors)
+        connection.sendall(data)
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def drivers() -> dict[Path, dict[str, Any]]:
+    """What the drivers that keep lanes say of themselves, by their sockets."""
+    connections = {place: ask(place, {}) for place in sockets()}
+    answers = {place: answer(one) for place, one in connections.items() if one is not None}
+    return {place: found for place, found in answers.items() if found is not None}
+
+
+def answer(connection: socket.socket) -> dict[str, Any] | None:
+    """What it says; None where it has ended."""
+    with connection, connection.makefile() as lines, contextlib.suppress(OSError):
+        if line := lines.readline():
+            found: dict[str, Any] = json.loads(line)
+            return found
+    return None

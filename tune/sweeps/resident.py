@@ -1,0 +1,177 @@
+"""A driver that outlives its sweeps; tune/sweeps/client.py starts it, and has it run commands (Ray).
+
+It runs one command at a time, with the command's terminal, directory and environment, and keeps the lanes of the last
+sweep until their time is over, somebody else waits for what they hold, or the cluster is gone; then it ends.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from trainers import residents
+from trainers.on_ray.cluster_end import ending_with_cluster
+from trainers.on_ray.connect import connect, disconnect
+from tune.lanes.kept import Kept, resident
+from tune.lanes.module_state import is_of_users
+
+_LOOK_S = 1.0
+
+
+class Server:
+    """Takes commands; all but the one that runs are told that it is busy."""
+
+    def __init__(self, place: Path, kept: Kept) -> None:
+        self._place, self._kept = place, kept
+        self._commands: queue.Queue[tuple[dict[str, Any], list[int], socket.socket]] = queue.Queue()
+        self._turn = threading.Lock()
+        self.is_told = False
+        """Whether somebody has asked that it ends."""
+        self._listening = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(OSError):
+            place.unlink()
+        self._listening.bind(str(place))
+        self._listening.listen()
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+
+    def next(self) -> tuple[dict[str, Any], list[int], socket.socket] | None:
+        """The next command, with the descriptors of its terminal; None where none came for a while."""
+        with contextlib.suppress(queue.Empty):
+            return self._commands.get(timeout=_LOOK_S)
+        return None
+
+    def done(self, connection: socket.socket, code: int) -> None:
+        """Tell a command its exit code, and take others."""
+        _say(connection, {"exit": code})
+        self._turn.release()
+
+    def close(self) -> bool:
+        """Take no more commands; returns whether none has come in the last moment."""
+        if not self._turn.acquire(blocking=False):
+            return False
+        self.vanish()
+        return True
+
+    def vanish(self) -> None:
+        """Be found no more."""
+        self._place.unlink(missing_ok=True)
+        residents.tidy()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listening.accept()
+            with contextlib.suppress(OSError, ValueError):
+                size, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+                question = json.loads(_received(connection, int.from_bytes(size, "big")))
+                if "end" in question:
+                    self.is_told = True
+                    _say(connection, {})
+                elif "run" not in question:
+                    known = {"pid": os.getpid(), "address": os.environ["RAY_ADDRESS"], "busy": self._turn.locked()}
+                    _say(connection, {**known, **self._kept.status()})
+                elif self._turn.acquire(blocking=False):
+                    self._commands.put((question, descriptors, connection))
+                else:
+                    _say(connection, {"busy": True})
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    with connection.makefile("rb") as file:
+        return file.read(size)
+
+
+def _say(connection: socket.socket, what: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(what).encode() + b"\n")
+        connection.close()
+
+
+def _heed(connection: socket.socket, over: threading.Event) -> None:
+    """Take the signals that a command passes on; its death is one."""
+    while not over.is_set():
+        try:
+            number = connection.recv(1)
+        except OSError:
+            return
+        if over.is_set():
+            return
+        os.kill(os.getpid(), number[0] if number else signal.SIGTERM)
+        if not number:
+            return
+
+
+@contextlib.contextmanager
+def _in_place_of(question: dict[str, Any], descriptors: list[int]) -> Iterator[None]:
+    """This process has a command's terminal, directory and environment, and forgets what it has imported of the
+    user's.
+    """
+    own = [os.dup(number) for number in range(3)]
+    environment, path, modules = dict(os.environ), sys.path[:], set(sys.modules)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(question["directory"])
+    os.environ.clear()
+    os.environ.update(question["environment"])
+    sys.path.insert(0, question["directory"])
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, descriptor in enumerate(own):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.chdir("/")
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name not in modules and is_of_users(sys.modules[name], None)]:
+            del sys.modules[name]
+        gc.collect()
+
+
+def serve(place: Path, run: Callable[[list[str]], int]) -> None:
+    """Run commands by their arguments, until there is nothing to keep."""
+    kept = Kept()
+    resident.append(kept)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    server = Server(place, kept)
+    while True:
+        # Before its first command it has no cluster.
+        watched = ending_with_cluster("", server.vanish) if ray.is_initialized() else contextlib.nullcontext()
+        with watched:
+            while (command := server.next()) is None:
+                if (server.is_told or not ray.is_initialized() or kept.why_not() is not None) and server.close():
+                    kept.end()
+                    disconnect()
+                    return
+        _run(server, *command, run)
+
+
+def _run(
+    server: Server,
+    question: dict[str, Any],
+    descriptors: list[int],
+    connection: socket.socket,
+    run: Callable[[list[str]], int],
+) -> None:
+    over, code = threading.Event(), 1
+    try:
+        with _in_place_of(question, descriptors):
+            threading.Thread(target=_heed, args=(connection, over), daemon=True).start()
+            connect(show_workers=False)  # it stays connected
+            code = run(question["run"])
+    finally:
+        over.set()
+        server.done(connection, code)
