@@ -131,7 +131,8 @@ def status() -> int:
     known = residents.cluster()
     print("no cluster is kept on this machine" if known is None else f"cluster {known['address']}, pid {known['pid']}")
     for found in residents.drivers().values():
-        doing = "runs a sweep" if found["busy"] else f"keeps {found['lanes']:g} lanes for {found['for_s']:.0f} s"
+        lanes = f"{found['lanes']:g} lane{'s' * (found['lanes'] != 1)}"
+        doing = "runs a sweep" if found["busy"] else f"keeps {lanes} for {found['for_s']:.0f} s"
         print(f"driver on {found['address']}, pid {found['pid']}: {doing}")
     return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR as JOB
 
 from trainers import residents
 from tune.sweeps import client
@@ -126,6 +127,12 @@ def test_other_code_is_another_driver_s(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("RAY_ADDRESS", "there:6379")
     before = client._identity()
     assert client._identity() == before
+    # A job's metadata are its own; in another environment the workers would not find its files.
+    monkeypatch.setenv(JOB, json.dumps({"metadata": {"job_submission_id": "a"}}))
+    assert client._identity() == before
+    monkeypatch.setenv(JOB, json.dumps({"metadata": {}, "runtime_env": {"working_dir": "gcs://a.zip"}}))
+    assert client._identity() != before
+    monkeypatch.delenv(JOB)
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
     assert client._identity() != before
     (tmp_path / "tune").mkdir()

@@ -93,7 +93,7 @@ class Gauges:
     """The newest figures of one worker as Ray metrics: `ray_paceline_...` for Prometheus, as metrics.csv lists them."""
 
     def __init__(self, run: str, rank: int) -> None:
-        self._tags = {"run": run, "rank": str(rank)}
+        self.run, self._rank = run, str(rank)
         self._names = {name: keys for name, keys in FIGURES.items() if rank == 0 or "rank" in keys}
         self._known: dict[str, Gauge] = {}
 
@@ -105,7 +105,8 @@ class Gauges:
             keys = self._names[name]
             if name not in self._known:
                 self._known[name] = Gauge(f"paceline_{name}", tag_keys=keys)
-            self._known[name].set(figures[name], {key: self._tags[key] for key in keys})
+            tags = {"run": self.run, "rank": self._rank}
+            self._known[name].set(figures[name], {key: tags[key] for key in keys})
 
 
 def _stop_key(storage: Storage) -> bytes:

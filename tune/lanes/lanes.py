@@ -226,7 +226,7 @@ class Lanes:
         """Run a worker group of a lane to its end."""
         from tune.lanes.trainer import LaneTrainer
 
-        of_sweep = {"fresh": self.is_fresh, "of_function": self.of_function, "name": self.sweep.name}
+        of_sweep = {"fresh": self.is_fresh, "of_function": self.of_function}
         LaneTrainer(
             serve,
             train_loop_config={"lane": lane, "mailbox": self.mailbox, **of_sweep},

@@ -141,8 +141,8 @@ class Mailbox:
                     self._trials[ticket], self._running[lane], trial.started = trial, ticket, time.time()
                     trial.is_fresh = lane not in self._comparison.used
                     self._comparison.used.add(lane)
-                    attempt = trial.losses + trial.failures
-                    trial.assignment = replace(trial.assignment, attempt=attempt, path=self._path)
+                    attempt, name = trial.losses + trial.failures, "" if self._sweep is None else self._sweep.name
+                    trial.assignment = replace(trial.assignment, attempt=attempt, sweep=name, path=self._path)
                     return trial.assignment
                 try:
                     await asyncio.wait_for(self._arrived.wait(), deadline - time.monotonic())

@@ -59,6 +59,8 @@ class Assignment:
     """Directory of the run whose newest checkpoint it begins with."""
     until_epoch: float | None = None
     """Where the stage of a population's trial ends."""
+    sweep: str = ""
+    """The sweep's name."""
     path: tuple[str, ...] = ()
     """Directories of the task's module."""
     attempt: int = 0

@@ -87,7 +87,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
     context = ray.train.get_context()
     setup_logging(1)  # trials of many lanes would talk at once: warnings only
     logging.getLogger("ray.train").setLevel(logging.WARNING)
-    gauges = Gauges(f"{loop_config['name']}/lane-{lane}", context.get_world_rank())
+    gauges = Gauges("", context.get_world_rank())
     grow_segments()
     device = torch.device("cuda", own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
     group = Group(context.get_world_rank(), context.get_world_size(), device)
@@ -106,7 +106,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             raise RunFailedError("error", "the lane starts again")
         if assignment is None:
             continue
-        path = assignment.path
+        path, gauges.run = assignment.path, f"{assignment.sweep}/lane-{lane}"
         if loop_config["of_function"]:
             pressure = Pressure()
             outcome = _function().run_function(assignment, path, mailbox, lane, group)

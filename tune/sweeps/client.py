@@ -97,8 +97,11 @@ def _start(place: Path) -> None:
 
 
 def _identity() -> str:
-    """What a resident driver must have in common with a command, as a hash: cluster, interpreter, and our own code."""
+    """What a resident driver must have in common with a command, as a hash: the cluster, the interpreter, our own code,
+    and as a Ray job the runtime environment, which its workers were started with.
+    """
     files = sorted(file for package in _PACKAGES for file in (_CODE / package).rglob("*.py"))
     states = [(str(file), file.stat().st_mtime_ns) for file in files]
-    what = [os.environ["RAY_ADDRESS"], sys.executable, sys.version, states]
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env")
+    what = [os.environ["RAY_ADDRESS"], sys.executable, sys.version, states, job]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]

@@ -147,16 +147,23 @@ def serve(place: Path, run: Callable[[list[str]], int]) -> None:
     resident.append(kept)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     server = Server(place, kept)
-    while True:
-        # Before its first command it has no cluster.
-        watched = ending_with_cluster("", server.vanish) if ray.is_initialized() else contextlib.nullcontext()
-        with watched:
-            while (command := server.next()) is None:
-                if (server.is_told or not ray.is_initialized() or kept.why_not() is not None) and server.close():
-                    kept.end()
-                    disconnect()
-                    return
-        _run(server, *command, run)
+    try:
+        while (command := _next(server, kept)) is not None:
+            _run(server, *command, run)
+        kept.end()
+        disconnect()
+    finally:
+        server.vanish()
+
+
+def _next(server: Server, kept: Kept) -> tuple[dict[str, Any], list[int], socket.socket] | None:
+    """The next command; None once there is nothing to keep."""
+    # Before its first command it has no cluster.
+    with ending_with_cluster("", server.vanish) if ray.is_initialized() else contextlib.nullcontext():
+        while (command := server.next()) is None:
+            if (server.is_told or not ray.is_initialized() or kept.why_not() is not None) and server.close():
+                return None
+        return command
 
 
 def _run(

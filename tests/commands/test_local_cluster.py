@@ -1,0 +1,58 @@
+"""`python -m cluster start`, a sweep that finds the cluster by itself, `status` and `stop`: nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.conftest import Done
+from tests.specs import BASE, REPOSITORY
+
+pytestmark = pytest.mark.full
+
+
+def test_a_cluster_that_stays_up(tmp_path: Path, command: Callable[..., Done]) -> None:
+    keys = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
+    tree = {
+        "storage_path": str(tmp_path / "runs"),
+        "train": {**keys, "task_dir": str(REPOSITORY)},
+        "space": {"seed": [0, 1]},
+        "objective": {"metric": "val_loss"},
+        "lanes": 1,
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
+    with tempfile.TemporaryDirectory(prefix="c-", dir="/tmp") as temporary:  # short: sockets lie in it
+        environment = {"TMPDIR": temporary, "PACELINE_RESIDENT": "1"}
+
+        def run(*arguments: str) -> Done:
+            return command("-m", *arguments, env=environment, cwd=REPOSITORY)
+
+        assert run("cluster", "status").out == "no cluster is kept on this machine\n"
+        started = run("cluster", "start", "--cpus", "2")
+        try:
+            found = re.fullmatch(
+                r"a cluster is up at (127\.0\.0\.1:\d+); `python -m cluster stop` ends it\n", started.out
+            )
+            assert found, started
+            assert run("cluster", "start").out == started.out, "there is one already"
+            assert run("tune", str(tmp_path / "sweep.yaml")).code == 0
+            shown = run("cluster", "status").out.splitlines()
+            cluster = re.fullmatch(rf"cluster {found[1]}, pid (\d+)", shown[0])
+            driver = re.fullmatch(rf"driver on {found[1]}, pid (\d+): keeps 1 lane for \d+ s", shown[1])
+            assert cluster, shown
+            assert driver, shown
+            family = [psutil.Process(int(one[1])) for one in (cluster, driver)]
+            family += [child for one in family for child in one.children(recursive=True)]
+        finally:
+            stopped = run("cluster", "stop")
+        assert stopped.out == "it has ended\n"
+        assert psutil.wait_procs(family, timeout=30)[1] == []
+        assert os.listdir(temporary) == []  # noqa: PTH208
+        assert run("cluster", "stop").out == "there was none\n"
