@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -54,5 +53,5 @@ def test_a_cluster_that_stays_up(tmp_path: Path, command: Callable[..., Done]) -
             stopped = run("cluster", "stop")
         assert stopped.out == "it has ended\n"
         assert psutil.wait_procs(family, timeout=30)[1] == []
-        assert os.listdir(temporary) == []  # noqa: PTH208
+        assert list(Path(temporary).glob("paceline-*")) == []
         assert run("cluster", "stop").out == "there was none\n"

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import yaml
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
 
 from tests.conftest import Cluster, Done
 from tests.specs import BASE, REPOSITORY
@@ -116,6 +118,18 @@ def test_the_next_sweep_takes_the_lanes_over_and_anybody_else_gets_what_they_hol
     )
     assert job.stdout.strip() == "7", job.stderr
     wait(gone, 30)
+
+
+def test_an_elastic_run_that_reserves_nothing_yet_gets_what_they_hold(sweep: Callable[..., Done]) -> None:
+    assert sweep().code == 0
+    assert status() is not None
+    coordinator = get_or_create_autoscaling_coordinator()
+    ask = {"requester_id": "an elastic run", "resources": [{"CPU": 1}], "expire_after_s": 60}
+    ray.get(coordinator.request_resources.remote(**ask))
+    try:
+        wait(gone, 30)
+    finally:
+        ray.get(coordinator.cancel_request.remote("an elastic run"))
 
 
 def test_they_end_after_their_time(sweep: Callable[..., Done]) -> None:

@@ -9,6 +9,7 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined] # (it has no stubs)
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
+from trainers.on_ray.coordinator import requesters
 from tune.lanes.lanes import Lanes
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ class Kept:
         self._lanes: Lanes | None = None
         self._key: Any = None
         self._until = 0.0
+        self._known: set[str] = set()
+        """Who had asked for resources before: the lanes themselves."""
 
     def take(self, key: Any) -> Lanes | None:
         """Hand out the lanes that were kept for a key; ends them where it is another's."""
@@ -32,6 +35,7 @@ class Kept:
     def keep(self, lanes: Lanes, key: Any, keep_s: float) -> None:
         """Keep the lanes of a sweep that has ended, for some seconds."""
         self._lanes, self._key, self._until = lanes, key, time.monotonic() + keep_s
+        self._known = requesters()
 
     def why_not(self) -> str | None:
         """Why they are not to be kept any longer; None where they are."""
@@ -41,7 +45,7 @@ class Kept:
             return "no sweep has come"
         state: Any = get_cluster_resource_state(GcsClient(ray.get_runtime_context().gcs_address))
         wanted = [*state.pending_resource_requests, *state.pending_gang_resource_requests]
-        return "somebody waits for resources" if wanted else None
+        return "somebody waits for resources" if wanted or requesters() - self._known else None
 
     def end(self) -> None:
         """End the lanes."""
