@@ -36,6 +36,7 @@ def assert_equal_curves(spec: RunSpec, tmp_path: Path, **changes: Any) -> None:
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.full
 def test_asked_to_stop_it_keeps_its_state_and_goes_on(tmp_path: Path, driver: Any) -> None:
     """SIGTERM is what `ray job stop` sends to the driver."""
     from trainers.on_ray.trainer import run_on_ray
@@ -53,6 +54,7 @@ def test_asked_to_stop_it_keeps_its_state_and_goes_on(tmp_path: Path, driver: An
     assert_equal_curves(rest, tmp_path, max_steps=steps, log_every_steps=10)
 
 
+@pytest.mark.full
 def test_a_hang_is_noticed_and_the_group_starts_again(tmp_path: Path, driver: Any) -> None:
     from trainers.on_ray.trainer import run_on_ray
 

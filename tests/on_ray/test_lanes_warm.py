@@ -48,6 +48,7 @@ def alone(tmp_path: Path, args: dict[str, Any]) -> list[dict[str, float]]:
     return rows([record for record in read_log(Storage(str(tmp_path / "runs" / "alone"))) if "val_loss" in record])
 
 
+@pytest.mark.full
 def test_the_fiftieth_trial_is_the_first(tmp_path: Path, driver: Any) -> None:
     """Poison that can be put back, over and over; the same configuration first, last, and in a process of its own."""
     first, last = {"drawn": 5}, {"drawn": 5, "samples": 203}

@@ -71,6 +71,7 @@ class Pausing(PopulationBasedTraining):
         return str(decision)
 
 
+@pytest.mark.full
 def test_bad_trials_go_on_from_good_ones(tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four trials take turns on one lane, which loses its process once; each is paused once, and resumed on another
     actor. Every curve is, to the bit, what its recorded course gives.

@@ -108,6 +108,7 @@ def test_products_are_off_by_float8s_rounding(rows: int) -> None:
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.full
 def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path: Path) -> None:
     curves, names = {}, {}
     for name in ("bf16", "fp8"):
