@@ -33,15 +33,16 @@ class Server:
 
     def __init__(self, place: Path, kept: Kept) -> None:
         self._place, self._kept = place, kept
+        self._address = os.environ["RAY_ADDRESS"]
         self._commands: queue.Queue[tuple[dict[str, Any], list[int], socket.socket]] = queue.Queue()
         self._turn = threading.Lock()
         self.is_told = False
         """Whether somebody has asked that it ends."""
         self._listening = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(OSError):
-            place.unlink()
-        self._listening.bind(str(place))
+        new = place.with_suffix(f".{os.getpid()}")
+        self._listening.bind(str(new))
         self._listening.listen()
+        new.rename(place)  # in place of one that has died; whoever finds it finds it listening
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def next(self) -> tuple[dict[str, Any], list[int], socket.socket] | None:
@@ -77,7 +78,7 @@ class Server:
                     self.is_told = True
                     _say(connection, {})
                 elif "run" not in question:
-                    known = {"pid": os.getpid(), "address": os.environ["RAY_ADDRESS"], "busy": self._turn.locked()}
+                    known = {"pid": os.getpid(), "address": self._address, "busy": self._turn.locked()}
                     _say(connection, {**known, **self._kept.status()})
                 elif self._turn.acquire(blocking=False):
                     self._commands.put((question, descriptors, connection))
@@ -127,8 +128,9 @@ def _in_place_of(question: dict[str, Any], descriptors: list[int]) -> Iterator[N
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                stream.flush()
         for number, descriptor in enumerate(own):
             os.dup2(descriptor, number)
             os.close(descriptor)
