@@ -149,7 +149,7 @@ def test_a_function_that_remembers_has_a_process_for_each_trial(tmp_path: Path, 
     records = run_sweep(spec, facts=facts)
     assert {record.metrics["loss"] for record in records} == {0.1, 0.2, 0.3}
     assert len({record.metrics["process"] for record in records}) == 3
-    assert "remembers does not give the same on a warm lane: `loss` is 1.1, not 0.1" in facts["lane_restarts"]
+    assert "remembers does not give the same on a warm lane: `loss` is #.#, not #.#" in facts["lane_restarts"]
 
 
 def rows(record: Any) -> list[dict[str, float]]:
