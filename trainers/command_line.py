@@ -153,7 +153,8 @@ def run(
         return 0 if args else 2
     try:
         if not name and ("" not in functions or difflib.get_close_matches(args[0], functions, cutoff=0.8)):
-            fix = did_you_mean(args[0], functions, f"its commands are {', '.join(filter(None, functions))}")
+            listed = f"its commands are {', '.join(filter(None, functions))}"
+            fix = listed if args[0].startswith("-") else did_you_mean(args[0], functions, listed)
             raise ConfigError(args[0], MISSING, f"is not a command of `{call}`", fix, _SOURCE)
         command = commands[name]
         return command.function(**command.parse(args[1:] if name else args))

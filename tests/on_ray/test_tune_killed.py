@@ -21,7 +21,7 @@ from tests.specs import BASE, REPOSITORY
 pytestmark = pytest.mark.ray
 
 TRIALS = 24
-KILLS = 5
+KILLS = 3
 
 
 @pytest.mark.full
