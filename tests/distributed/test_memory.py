@@ -204,6 +204,7 @@ def run_real(how: str) -> tuple[str, int, float]:
     return status, int(size), float(loss)
 
 
+@pytest.mark.full
 def test_real_memory_ends_the_same_way() -> None:
     """Under a hard limit of its address space the process takes a smaller microbatch, and learns the same."""
     status, size, loss = run_real("limited")

@@ -59,6 +59,7 @@ def test_the_fiftieth_trial_is_the_first(tmp_path: Path, driver: Any) -> None:
     assert rows(of(records, last).curve) == rows(of(records, first).curve) == alone(tmp_path, first)
 
 
+@pytest.mark.full
 def test_what_cannot_be_put_back_costs_a_restart_and_nothing_else(tmp_path: Path, driver: Any) -> None:
     """A leaked thread, a replaced module: the trial's own result stands, and the next one has a new process."""
     pids = tmp_path / "pids"

@@ -22,6 +22,7 @@ from trainers.launch.local import run_local
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.full
 def test_worker_killed_resumes_with_an_equal_curve(tmp_path: Path, driver: Any) -> None:
     from trainers.on_ray.trainer import run_on_ray
 
