@@ -4,12 +4,12 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from cluster.health.links import free_port
 from trainers import residents
 from trainers.errors import ClusterError
 from trainers.on_ray import reaper
@@ -25,9 +25,9 @@ def start(num_cpus: int | None) -> str:
     place = residents.directory()
     if place is None:
         raise ClusterError("others may write to Paceline's directory below the temporary one: delete it")
-    address, log = f"127.0.0.1:{_free_port()}", place / _LOG
+    port, log = free_port("127.0.0.1"), place / _LOG
     command = [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
-    command += ["--node-ip-address=127.0.0.1", f"--port={address.rpartition(':')[2]}", "--dashboard-host=127.0.0.1"]
+    command += ["--node-ip-address=127.0.0.1", f"--port={port}", "--dashboard-host=127.0.0.1"]
     command += [f"--temp-dir={place / _RAY}"]
     command += [] if num_cpus is None else [f"--num-cpus={num_cpus}"]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -44,6 +44,7 @@ def start(num_cpus: int | None) -> str:
             _end(process.pid, place)
             raise ClusterError(f"`ray start` gave no cluster: {words}")
         time.sleep(_LOOK_S)
+    address = f"127.0.0.1:{port}"
     residents.note_cluster({"pid": process.pid, "address": address})
     return address
 
@@ -77,9 +78,3 @@ def _end(process: int, place: Path) -> None:
             os.kill(left, signal.SIGKILL)
     shutil.rmtree(place / _RAY, ignore_errors=True)
     (place / _LOG).unlink(missing_ok=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

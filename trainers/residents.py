@@ -18,7 +18,7 @@ _CLUSTER = "cluster.json"
 
 def directory() -> Path | None:
     """The directory of what this user runs, made where it is missing; None where anybody else could write to it."""
-    place = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
+    place = _place()
     with contextlib.suppress(OSError):
         place.mkdir(mode=0o700, exist_ok=True)
         found = place.lstat()
@@ -30,12 +30,12 @@ def directory() -> Path | None:
 def tidy() -> None:
     """Delete the directory where nothing is in it."""
     with contextlib.suppress(OSError):
-        Path(tempfile.gettempdir(), f"paceline-{os.getuid()}").rmdir()
+        _place().rmdir()
 
 
 def cluster() -> dict[str, Any] | None:
     """The cluster that `python -m cluster start` keeps on this machine; None where there is none, or it has died."""
-    place = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}", _CLUSTER)
+    place = _place() / _CLUSTER
     if not place.exists() or directory() is None:
         return None
     try:
@@ -55,6 +55,10 @@ def note_cluster(known: dict[str, Any] | None) -> None:
             (place / _CLUSTER).write_text(json.dumps({**known, "begun": _begun(known["pid"])}))
 
 
+def _place() -> Path:
+    return Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
+
+
 def _begun(pid: int) -> str:
     """When a process began, as Linux has it: another one may have the number by now."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -68,8 +72,7 @@ def join_cluster() -> None:
 
 def sockets() -> list[Path]:
     """The sockets of the drivers that keep lanes."""
-    place = Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
-    return sorted(place.glob("*.sock")) if place.exists() and directory() is not None else []
+    return sorted(_place().glob("*.sock")) if _place().exists() and directory() is not None else []
 
 
 def ask(place: Path, question: dict[str, Any], descriptors: Sequence[int] = ()) -> socket.socket | None:

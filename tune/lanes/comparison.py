@@ -50,7 +50,7 @@ class Comparison:
         """What a lane is to do that may take none of the trials that wait: run another for comparison, start again for
         a reason, or wait.
         """
-        for function in dict.fromkeys(trial.function for trial in waiting):
+        for function in dict.fromkeys(trial.function for trial in waiting if self.is_wanted):
             if function is None or function in self.proven:
                 continue
             if lane not in self.used:

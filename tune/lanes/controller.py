@@ -54,7 +54,8 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
 class Unannounced(FixedScalingPolicy):
     """Ray's policy for a group of one size, without the requests for resources.
 
-    Those serve an autoscaler and other drivers' elastic runs: an embedded cluster has neither.
+    Those serve an autoscaler and other drivers' elastic runs: an embedded cluster has neither. They start an actor, for
+    which the run waits.
     """
 
     def _send_resource_request(self) -> None:

@@ -46,6 +46,7 @@ from ray.util.queue import Empty
 
 from trainers.causes import classify
 from trainers.launch.imports import without_collection
+from tune.lanes.controller import Unannounced
 from tune.lanes.stopped import TrialStopped
 from tune.ray.shape import Shape
 
@@ -329,16 +330,6 @@ class _Watch(PreemptionCallback):
             self._thread = None
 
 
-class _LanePolicy(FixedScalingPolicy):
-    """Ray's, without the actor that it starts to ask the autoscaler for room: a lane's placement group has asked."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        pass
-
-    def _maybe_send_resource_request(self) -> None:
-        pass
-
-
 class Heard(ReportCallback):
     """Keeps what the ranks have reported, a list for each report."""
 
@@ -369,7 +360,7 @@ class LaneController(TrainController):
         self._answering: set[asyncio.Task[None]] = set()
         given["callbacks"] = [*given["callbacks"], self.heard]
         if isinstance(policy := given["scaling_policy"], FixedScalingPolicy):
-            given["scaling_policy"] = _LanePolicy(policy.scaling_config)
+            given["scaling_policy"] = Unannounced(policy.scaling_config)  # the lane's placement group has asked
         super().__init__(**given)
         self._worker_group_callbacks_to_propagate = [
             _Watch() if isinstance(callback, PreemptionCallback) else callback
