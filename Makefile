@@ -29,17 +29,18 @@ test-all: install
 	@echo "=== 1 of 3: plain Python, in two processes"
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/gpu benchmarks/tests
 	@echo "=== 2 of 3: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
+	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest tests/lab
 
-# 20,000 fuzzed inputs, then a campaign of faults over real processes, hours long, which goes on where it stopped.
+# 20,000 fuzzed inputs, the tests that are too long for `test-all`, then a campaign of faults over real processes, hours long, which goes on where it stopped.
 # `make faults n=500 seed=1`; `only=spawn` for a scenario or a kind of fault, `plain=1` for the same on plain Ray: these
 # without the inputs. docs/reliability.md says what it found.
 n ?= 500
 seed ?= 1
 faults: install
 	$(if $(only)$(plain),,$(BIN)/python -m tests.faults.fuzz 20000 $(seed))
+	$(if $(only)$(plain),,$(BIN)/python -m pytest -m campaign tests)
 	$(BIN)/python -m tests.faults --runs $(n) --seed $(seed) $(if $(only),--only "$(only)") $(if $(plain),--plain)
 
 # Lanes over random trials, valid and failing: nothing that they use may grow.

@@ -83,8 +83,15 @@ def test_told_while_its_workers_start_it_leaves_nothing(start: Start, number: si
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stuck", [False, True])
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "stuck"),
+    [
+        ("spawn", True),
+        ("torchrun", False),
+        pytest.param("spawn", False, marks=pytest.mark.campaign),
+        pytest.param("torchrun", True, marks=pytest.mark.campaign),
+    ],
+)
 def test_workers_end_with_the_process_that_has_started_them(
     start: Start, launcher: str, stuck: bool, tmp_path: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.kills import SAMPLES, STEPS_PER_EPOCH
 from tests.distributed.processes import printed_by, run_processes
-from tests.distributed.stream_kills import FIXED, LINES, SHARDS
+from tests.distributed.stream_kills import FIXED, IN_SUITE, SHARDS
 from tests.distributed.test_collectives import run
 from tests.faults.s3 import installed
 from tests.specs import make
@@ -99,7 +99,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return printed_by("tests.distributed.stream_kills", tmp_path_factory.mktemp("stream-kills"))
 
 
-@pytest.mark.parametrize("kind", [*SHARDS, *LINES])
+@pytest.mark.parametrize("kind", IN_SUITE)
 def test_killed_over_an_object_store_each_sample_comes_once_and_the_curve_is_the_same(killed: Any, kind: str) -> None:
     found = killed[kind]
     for name, of in found.items():

@@ -18,7 +18,6 @@ CASES = {
     "local disk": (Fault("storage: full", "errno", "worker", "ENOSPC", event="storage", number=70, rank=0),),
     "local stalled": (Fault("storage: stalled", "stall", event="storage", number=70, rank=0),),
     "loader": (Fault("SIGKILL: loader", "signal", "loader", "SIGKILL", "collate", 20, role="loader"),),
-    "spawn worker": (Fault("SIGKILL: worker", "signal", "worker", "SIGKILL", victim=1, **_AT),),
     "torchrun worker": (Fault("SIGKILL: worker", "signal", "worker", "SIGKILL", victim=1, **_AT),),
     "torchrun agent": (Fault("SIGKILL: torchrun", "signal", "torchrun", "SIGKILL", **_AT),),
 }

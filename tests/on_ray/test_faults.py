@@ -108,10 +108,10 @@ def test_a_drained_node_costs_no_step(
         launcher="ray",
         scaling__num_workers=[1, 2],
         scaling__cpus_per_worker=2,
-        max_steps=1500,
+        max_steps=800,
         max_time_s=480.0,
         log_every_steps=100,
-        evaluate__every_steps=500,
+        evaluate__every_steps=400,
         checkpoint__every_steps=100_000,
         task_args={"pause_s": 0.01, "pids": str(started)},
     )
@@ -134,4 +134,4 @@ def test_a_drained_node_costs_no_step(
     records = [record["step"] for record in read_log(spec.storage) if "train_loss" in record]
     assert records == sorted(set(records)), "no step is logged twice"
     at_notice, at_end = (int(name.removeprefix("step-")) for name in spec.storage.names("checkpoints"))
-    assert 0 < at_notice < at_end == 1500
+    assert 0 < at_notice < at_end == 800

@@ -57,7 +57,6 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None
         "fits eight": {"fits": 8},
         "fits none": {"fits": 0},
         "killed once": {"fail_at": 4, "failure": "kill", "marker": str(tmp_path / "killed")},
-        "exits always": {"fail_at": 2, "failure": "exit"},
         "hangs": {"fail_at": 4, "failure": "sleep"},
         "last, same as first": {"samples": 203},
     }
@@ -71,7 +70,6 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None
         "fits eight": "done",
         "fits none": "out_of_memory",
         "killed once": "done",
-        "exits always": "node_lost",
         "hangs": "hung",
         "last, same as first": "done",
     }

@@ -41,7 +41,7 @@ def lines(file: Path) -> int:
     return len(file.read_text().split()) if file.exists() else 0
 
 
-@pytest.mark.parametrize("scheduler", ["none", "asha"])
+@pytest.mark.parametrize("scheduler", ["none", pytest.param("asha", marks=pytest.mark.campaign)])
 def test_a_killed_trial_actor_costs_nothing(tmp_path: Path, driver: Any, scheduler: str) -> None:
     pids = tmp_path / "pids"
     train = {"task_args": {"pids": str(pids), "pause_s": 0.1}, "evaluate": {"every_steps": 4}}
@@ -79,7 +79,7 @@ def test_a_killed_actor_of_a_population(tmp_path: Path, driver: Any) -> None:
     assert all(record.curve[-1]["epoch"] == 3 for record in records)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.campaign), signal.SIGSTOP])
 def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_on(
     tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, how: int
 ) -> None:
@@ -112,7 +112,7 @@ def test_records_that_vanish_are_written_again(tmp_path: Path, driver: Any) -> N
     assert read_saved(spec.uri).saved() == spec.saved()
 
 
-@pytest.mark.parametrize("kind", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("kind", ["gcs_server", pytest.param("raylet", marks=pytest.mark.campaign)])
 def test_a_dead_embedded_cluster_ends_the_command_in_a_sentence(tmp_path: Path, kind: str) -> None:
     file, pids = tmp_path / "sweep.yaml", tmp_path / "pids"
     tree = {

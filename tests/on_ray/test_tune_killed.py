@@ -20,8 +20,8 @@ from tests.specs import BASE, REPOSITORY
 
 pytestmark = pytest.mark.ray
 
-TRIALS = 24
-KILLS = 3
+TRIALS = 16
+KILLS = 2
 
 
 @pytest.mark.full
