@@ -9,19 +9,21 @@ Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line o
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from trainers import residents
 from trainers.command_line import run
 from trainers.config import TrainConfig
 from trainers.launch.signals import follow_agent
 from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
 from trainers.redaction import redact
 from trainers.residents import join_cluster
-from trainers.start import launch, run_training, train_function
+from trainers.start import in_lane, launch, run_training, train_function
 from trainers.storage import storage_uri
 
 _PROFILE_STEPS = 5
@@ -44,7 +46,11 @@ def train(
     if isinstance(spec, FunctionSpec):
         print(redact(str(train_function(spec, fresh, is_command=True))))
         return 0
-    result = run_training(spec, fresh, is_command=True)
+    handed = _hand_over() if torchrun is None and spec.config.launcher == "ray" else {}
+    if "exit" in handed:
+        return int(handed["exit"])
+    # One that was begun elsewhere goes on.
+    result = run_training(spec, fresh and not handed.get("begun"), is_command=True)
     if torchrun is None or os.environ["RANK"] == "0":
         print(redact(str(result)))
     return 0
@@ -109,7 +115,21 @@ def main(argv: list[str] | None = None) -> int:
         "memory": memory,
     }
     join_cluster()
-    return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)
+    _arguments[:] = sys.argv[1:] if argv is None else argv
+    return run("python -m trainers", __doc__, commands, _arguments, TrainConfig, advise=True)
+
+
+_arguments: list[str] = []
+"""Of the command."""
+
+
+def _hand_over() -> dict[str, Any]:
+    """Have the driver run this command that keeps the lanes of a sweep, where there is one; returns what it says."""
+    place = None if in_lane else residents.place()
+    if place is None:
+        return {}
+    found = residents.hand_over(place, {"train": _arguments})
+    return {"begun": True} if found is None else found
 
 
 def _infer(location: str, overrides: dict[str, Any], split: str, checkpoint: str, out: str | None) -> int:

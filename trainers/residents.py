@@ -1,26 +1,40 @@
 """What runs on this machine for this user beyond a command: a cluster, and drivers that keep lanes.
 
-Their addresses lie in a directory of the user's own below the system's temporary one.
+Their addresses lie in a directory of the user's own below the system's temporary one. A driver that keeps lanes
+(tune/sweeps/resident.py) is one for each cluster, interpreter, user and state of this code. It is given a command's
+arguments, directory, environment, and its very terminal: what it prints needs no way back. Signals are passed on, and a
+command that dies interrupts what runs for it.
+
+Environment read: RAY_ADDRESS, without which a cluster is embedded and nothing outlives a command; PACELINE_RESIDENT=0
+switches drivers that keep lanes off.
 """
 
 import contextlib
+import hashlib
 import json
 import os
+import signal
 import socket
 import stat
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+CODE = Path(__file__).parents[1]
+"""Where our packages lie."""
+_PACKAGES = ("trainers", "cluster", "tune")
 _CLUSTER = "cluster.json"
 
 
-def directory() -> Path | None:
-    """The directory of what this user runs, made where it is missing; None where anybody else could write to it."""
+def directory(made: bool = True) -> Path | None:
+    """The directory of what this user runs, `made` where it is missing; None where anybody else could write to it."""
     place = _place()
     with contextlib.suppress(OSError):
-        place.mkdir(mode=0o700, exist_ok=True)
+        if made:
+            place.mkdir(mode=0o700, exist_ok=True)
         found = place.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
             return place
@@ -68,6 +82,63 @@ def join_cluster() -> None:
     """Let this process, where no RAY_ADDRESS says otherwise, use the cluster of this machine where there is one."""
     if not os.environ.get("RAY_ADDRESS") and (known := cluster()) is not None:
         os.environ["RAY_ADDRESS"] = known["address"]
+
+
+def place() -> Path | None:
+    """The socket of the driver that may keep lanes for this process, which is there if it runs; None where none may."""
+    is_embedded = os.environ.get("RAY_ADDRESS", "") in ("", "local")
+    if is_embedded or os.environ.get("PACELINE_RESIDENT") == "0" or sys.platform != "linux":
+        return None
+    return _place() / f"{_identity()}.sock"
+
+
+def _identity() -> str:
+    """What such a driver must have in common with a command, as a hash: the cluster, the interpreter, our own code, and
+    as a Ray job the runtime environment, which its workers were started with.
+    """
+    files = sorted(file for package in _PACKAGES for file in (CODE / package).rglob("*.py"))
+    states = [(str(file), file.stat().st_mtime_ns) for file in files]
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")).get("runtime_env")
+    what = [os.environ["RAY_ADDRESS"], sys.executable, sys.version, states, job]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def hand_over(place: Path, what: dict[str, Any], start: Callable[[Path], None] | None = None) -> dict[str, Any] | None:
+    """Have the driver at a socket, which is started where there is none, do what this process was asked to; returns its
+    answer: empty where there is none, None where it has died meanwhile.
+    """
+    if directory(made=start is not None) is None:
+        return {}
+    sys.stdout.flush()
+    question = {**what, "directory": str(Path.cwd()), "environment": dict(os.environ)}
+    with _passing_on() as connected:
+        connection = ask(place, question, (0, 1, 2))
+        if connection is None and start is not None:
+            start(place)
+            connection = ask(place, question, (0, 1, 2))
+        if connection is None:
+            return {}
+        connected.append(connection)
+        return answer(connection)
+
+
+@contextlib.contextmanager
+def _passing_on() -> Iterator[list[socket.socket]]:
+    """Pass on to the connections what asks this process to stop."""
+    connected: list[socket.socket] = []
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if not connected:
+            raise KeyboardInterrupt
+        with contextlib.suppress(OSError):
+            connected[0].sendall(bytes([number]))
+
+    before = {number: signal.signal(number, heed) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield connected
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def sockets() -> list[Path]:

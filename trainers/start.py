@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
@@ -21,6 +22,10 @@ from trainers.launch.spec import MARK, FunctionSpec, Job, R, RunSpec, check_prec
 from trainers.lease import held
 
 logger = logging.getLogger(__name__)
+
+in_lane: list[Callable[[RunSpec], RunResult]] = []
+"""What trains on Ray in a process that has warm workers; empty: each run starts its own."""
+
 if TYPE_CHECKING:
     from trainers.inference.trained_run import TrainedRun
     from trainers.measure.result import RunResult
@@ -121,7 +126,7 @@ def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True) -> R:
     if launcher == "ray":
         from trainers.on_ray.trainer import run_on_ray
 
-        starts["ray"] = run_on_ray
+        starts["ray"] = in_lane[0] if in_lane else run_on_ray
     with local.failing_as_run(rank, is_command):
         done: R = starts[launcher](job)
         return done

@@ -19,7 +19,7 @@ from trainers.command_line import run
 from trainers.redaction import redact
 from trainers.residents import join_cluster
 from tune.config import SweepConfig
-from tune.sweeps.client import RESIDENT, is_wanted, run_by_resident
+from tune.sweeps.client import RESIDENT, run_by_resident
 from tune.sweeps.spec import SweepSpec, is_complete, read_saved, read_sweep
 from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, saved_answer
 
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         serve(Path(arguments[1]), run_here)
         return 0
     join_cluster()
-    _by_resident[:] = [arguments] if is_wanted() else []
+    _by_resident[:] = [arguments]
     return run_here(arguments)
 
 

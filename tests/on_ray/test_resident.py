@@ -165,3 +165,48 @@ def test_a_command_that_is_interrupted_or_killed_interrupts_its_sweep(
     ended = len(list(trials.iterdir()))
     time.sleep(1.0)
     assert len(list(trials.iterdir())) == ended < 8
+
+
+@pytest.fixture
+def train(tmp_path: Path, sweep: Callable[..., Done], command: Callable[..., Done], cluster: Cluster) -> Any:
+    """Run `python -m trainers` with the best of a user's sweep, which has left its lanes."""
+    assert sweep().code == 0
+    best = tmp_path / "runs" / "first" / "best.yaml"
+
+    def run(*arguments: str) -> Done:
+        environment = {"PACELINE_RESIDENT": "1", "PYTHONPATH": str(REPOSITORY)}
+        given = ["-m", "trainers", str(best), *arguments]
+        return command(*given, env=environment, ray_address=cluster.address, cwd=tmp_path)
+
+    return run
+
+
+def test_a_run_takes_the_lane_over_and_gives_it_back(tmp_path: Path, train: Callable[..., Done]) -> None:
+    process = found(tmp_path, "first", "val_process")
+    done = train("--name", "warm")
+    assert done.code == 0, done.err
+    assert "step " in done.out, "the terminal shows what the run says"
+    assert "checkpoint " in done.out.splitlines()[-1], "the result"
+    result = json.loads((tmp_path / "runs" / "warm" / "result.json").read_text())
+    assert {result["metrics"]["val_process"]} == process
+    known = status()
+    assert known is not None
+    assert (known["busy"], known["lanes"]) == (False, 1)
+
+    failed = train("--name", "failing", "--task_args.fail_at", "3", "--task_args.failure", "raise")
+    assert failed.code == 1
+    assert "ValueError: injected: the task fails here" in failed.err
+    assert "in _fail" in failed.out, "the traceback"
+    assert status() is not None
+
+    # Workers of its own go on where a process that dies has left it.
+    died = tmp_path / "died"
+    at = ["--task_args.fail_at", "12", "--task_args.failure", "kill", "--task_args.marker", str(died)]
+    done = train("--name", "killed", *at, "--checkpoint.every_steps", "5")
+    assert done.code == 0, done.err
+    assert died.exists()
+    assert "going on from the newest checkpoint with workers of its own" in done.out
+    again = json.loads((tmp_path / "runs" / "killed" / "result.json").read_text())
+    assert {again["metrics"]["val_process"]} != process
+    assert again["metrics"]["val_loss"] == result["metrics"]["val_loss"]
+    wait(gone, 60)

@@ -79,7 +79,7 @@ def test_only_on_a_cluster_that_outlives_the_sweep(
     monkeypatch.delenv("PACELINE_RESIDENT")
     if wish is not None:
         monkeypatch.setenv("PACELINE_RESIDENT", wish)
-    assert client.is_wanted() is is_wanted
+    assert (residents.place() is not None) is is_wanted
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_what_the_driver_answers_is_the_command_s_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "there:6379")
-    place = residents.directory()
-    assert place is not None
+    monkeypatch.delenv("PACELINE_RESIDENT")
+    assert residents.directory() is not None
     asked: dict[str, Any] = {}
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(place / f"{client._identity()}.sock"))
+    listening.bind(str(residents.place()))
     listening.listen()
 
     def serve() -> None:
@@ -125,19 +125,19 @@ def test_what_the_driver_answers_is_the_command_s_exit_code(
 
 def test_other_code_is_another_driver_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "there:6379")
-    before = client._identity()
-    assert client._identity() == before
+    before = residents._identity()
+    assert residents._identity() == before
     # A job's metadata are its own; in another environment the workers would not find its files.
     monkeypatch.setenv(JOB, json.dumps({"metadata": {"job_submission_id": "a"}}))
-    assert client._identity() == before
+    assert residents._identity() == before
     monkeypatch.setenv(JOB, json.dumps({"metadata": {}, "runtime_env": {"working_dir": "gcs://a.zip"}}))
-    assert client._identity() != before
+    assert residents._identity() != before
     monkeypatch.delenv(JOB)
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
-    assert client._identity() != before
+    assert residents._identity() != before
     (tmp_path / "tune").mkdir()
     (tmp_path / "tune" / "a.py").write_text("")
-    monkeypatch.setattr(client, "_CODE", tmp_path)
-    first = client._identity()
+    monkeypatch.setattr(residents, "CODE", tmp_path)
+    first = residents._identity()
     os.utime(tmp_path / "tune" / "a.py", (0, 0))
-    assert client._identity() != first
+    assert residents._identity() != first

@@ -84,10 +84,15 @@ def setup_logging(rank: int) -> None:
     """Send our packages' log to standard output: rank 0's progress as it is, other ranks' warnings with their rank."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    show_log(handler, logging.INFO if rank == 0 else logging.WARNING)
+
+
+def show_log(handler: logging.Handler, level: int) -> None:
+    """Send our packages' log to one handler alone."""
     for name in _PACKAGES:
         package = logging.getLogger(name)
         package.handlers[:] = [handler]
-        package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        package.setLevel(level)
         package.propagate = False
 
 

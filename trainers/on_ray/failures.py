@@ -11,7 +11,7 @@ from ray.train.v2._internal.execution.failure_handling import default
 
 from trainers.causes import failure_of
 from trainers.config.sections import FailureConfig
-from trainers.errors import POLICIES, RunFailedError
+from trainers.errors import POLICIES, RunFailedError, Status
 from trainers.loop.watchdog import read_hang, saved_hangs
 from trainers.storage import Storage
 
@@ -25,7 +25,7 @@ class FailurePolicy(UserCallback):
     """
 
     def __init__(self, budgets: FailureConfig, storage: Storage) -> None:
-        self._budgets = budgets.model_dump()
+        self._budgets = budgets
         self._met: Counter[str] = Counter()
         self._storage, self._hangs = storage, saved_hangs(storage)
 
@@ -37,7 +37,7 @@ class FailurePolicy(UserCallback):
         if new and (cause.status in ("node_lost", "hung") or cause.follows):  # a watchdog's exit is a death to Ray
             cause = RunFailedError.first(new)
         self._met[cause.status] += 1
-        budget = 0 if cause.config else self._budgets.get(cause.status, POLICIES[cause.status].restarts)
+        budget = 0 if cause.config else budget_of(self._budgets, cause.status)
         if cause.smaller:  # sizes halve: this ends by itself
             budget = -1
         # Ray's own words are tracebacks of its controller, and what ranks raised as it was, secrets too.
@@ -48,6 +48,12 @@ class FailurePolicy(UserCallback):
         restart = f"restart {self._met[cause.status]} of {'no limit' if budget == -1 else budget}"
         failed = f"worker group failed as {cause.status} ({cause.message})"
         logger.warning("%s; %s from the newest checkpoint", failed, restart)
+
+
+def budget_of(budgets: FailureConfig, status: Status) -> int:
+    """How often a run starts again after a kind of failure; -1: without limit."""
+    budget: int = getattr(budgets, status, POLICIES[status].restarts)
+    return budget
 
 
 def as_failure(rank: int, error: BaseException) -> RunFailedError:

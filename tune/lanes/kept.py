@@ -21,7 +21,7 @@ class Kept:
     def __init__(self) -> None:
         self._lanes: Lanes | None = None
         self._key: Any = None
-        self._until = 0.0
+        self._until = self._keep_s = 0.0
         self._known: set[str] = set()
         """Who had asked for resources before: the lanes themselves."""
 
@@ -34,7 +34,12 @@ class Kept:
 
     def keep(self, lanes: Lanes, key: Any, keep_s: float) -> None:
         """Keep the lanes of a sweep that has ended, for some seconds."""
-        self._lanes, self._key, self._until = lanes, key, time.monotonic() + keep_s
+        self._keep_s = keep_s
+        self.keep_again(lanes, key)
+
+    def keep_again(self, lanes: Lanes, key: Any) -> None:
+        """Keep the lanes for as long as at the last time."""
+        self._lanes, self._key, self._until = lanes, key, time.monotonic() + self._keep_s
         self._known = requesters()
 
     def why_not(self) -> str | None:

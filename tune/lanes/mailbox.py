@@ -45,8 +45,8 @@ class Mailbox:
         self._closed = False
         self._begin(sweep, path, compares)
 
-    async def begin(self, sweep: Storage, path: tuple[str, ...], compares: bool) -> None:
-        """Serve another sweep, with the lanes that are up."""
+    async def begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool) -> None:
+        """Serve another sweep, with the lanes that are up; or, without one, a training run."""
         used = self._comparison.used
         self._begin(sweep, path, compares)
         self._comparison.used = used
@@ -114,7 +114,7 @@ class Mailbox:
             trial.losses += 1
             why = f": {cause.message}" if cause is not None else ""
             status = "node_lost" if cause is None or cause.status == "error" else cause.status
-            if trial.losses >= MAX_LOSSES or status == "hung":
+            if trial.losses >= MAX_LOSSES or status == "hung" or trial.assignment.is_run:
                 message = f"its worker group died {trial.losses} time{'s' * (trial.losses > 1)} under it{why}"
                 trial.tell(Event(outcome={"status": status, "message": message, "lane": lane}))
                 await self._drop_checkpoints(trial)
@@ -130,7 +130,7 @@ class Mailbox:
         deadline = time.monotonic() + wait_s
         async with self._arrived:
             while True:
-                if self._closed:
+                if self._closed or self._is_needless(lane):
                     return "close"
                 trial = self._next(lane)
                 if isinstance(trial, str):
@@ -143,6 +143,7 @@ class Mailbox:
                     self._comparison.used.add(lane)
                     attempt, name = trial.losses + trial.failures, "" if self._sweep is None else self._sweep.name
                     trial.assignment = replace(trial.assignment, attempt=attempt, sweep=name, path=self._path)
+                    self._arrived.notify_all()
                     return trial.assignment
                 try:
                     await asyncio.wait_for(self._arrived.wait(), deadline - time.monotonic())
@@ -169,6 +170,10 @@ class Mailbox:
                     trial.assignment = replace(trial.assignment, microbatch_bounds=bounds)
                 return trial
         return instead
+
+    def _is_needless(self, lane: int) -> bool:
+        """Whether a training run is all there is to do, and another lane runs it: what this one holds is free then."""
+        return any(self._trials[ticket].assignment.is_run for one, ticket in self._running.items() if one != lane)
 
     def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""
@@ -367,6 +372,10 @@ class Mailbox:
         """The evaluations of a trial so far, and its end, of the submission that got furthest."""
         submissions = [state for state in self._trials.values() if state.assignment.trial == trial]
         return max((state.events for state in submissions), key=len, default=[])
+
+    async def tell(self, words: str) -> None:
+        """Keep a line of a training run for the driver's terminal."""
+        self._notes.append(words)
 
     def say(self, words: str) -> None:
         """Log a line, and keep it for the driver's terminal."""

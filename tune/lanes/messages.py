@@ -67,6 +67,8 @@ class Assignment:
     """How often it was started before."""
     begun: Begun | None = None
     """Where a training function goes on that was started before."""
+    is_run: bool = False
+    """Whether it is a training run that somebody has asked for, and no trial."""
 
 
 def new_ticket(name: str) -> str:

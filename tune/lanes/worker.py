@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,9 +20,10 @@ from trainers.devices.device import device_name, grow_segments, total_memory_byt
 from trainers.devices.group import Group
 from trainers.errors import DivergedError, PacelineError, RunFailedError
 from trainers.launch.imports import without_collection
-from trainers.launch.local import setup_logging
+from trainers.launch.local import setup_logging, show_log
 from trainers.launch.spec import RunSpec
-from trainers.on_ray.context import Gauges, WorkerContext, own_gpu
+from trainers.on_ray.context import Gauges, RayContext, WorkerContext, own_gpu
+from trainers.redaction import redact
 from trainers.storage import Storage
 from tune.lanes.leftovers import adopt_orphans
 from tune.lanes.messages import Assignment
@@ -76,6 +77,36 @@ class LaneContext(WorkerContext):
         ray.get(self._mailbox.hung.remote(self._lane, self._ticket, failure, stack, self.world_size))
 
 
+class RunInLane(RayContext):
+    """RunContext of a training run in a lane, whose controller must not hear of its checkpoints."""
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+        """Nothing: what is on storage is all that the run goes on from."""
+
+
+class _Telling(logging.Handler):
+    """Sends what a run logs to the driver's terminal, by way of the mailbox."""
+
+    def __init__(self, mailbox: Any) -> None:
+        super().__init__()
+        self._mailbox = mailbox
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._mailbox.tell.remote(redact(self.format(record)))
+
+
+@contextlib.contextmanager
+def _told(mailbox: Any, rank: int) -> Iterator[None]:
+    """Show the log of rank 0 as a run of its own would."""
+    setup_logging(rank)
+    if rank == 0:
+        show_log(_Telling(mailbox), logging.INFO)
+    try:
+        yield
+    finally:
+        setup_logging(1)
+
+
 def serve_trials(loop_config: Mapping[str, Any]) -> None:
     """Run trials as a worker of a lane, until the mailbox closes, or is gone: the driver ends the sweep then."""
     with contextlib.suppress(ray.exceptions.ActorDiedError):
@@ -112,7 +143,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             outcome = _function().run_function(assignment, path, mailbox, lane, group)
             outcome |= {"cpu_pressure": pressure.share()}
         else:
-            outcome = _run(assignment, LaneContext(mailbox, lane, assignment, gauges), path)
+            outcome = _run(assignment, mailbox, lane, gauges)
         if group.rank == 0 or "raised" in outcome:
             raised = outcome.pop("raised", None)
             ray.get(mailbox.end.remote(lane, assignment.ticket, outcome))
@@ -140,13 +171,23 @@ def _function() -> Any:
     return function
 
 
-def _run(assignment: Assignment, context: LaneContext, path: tuple[str, ...]) -> dict[str, Any]:
+def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges) -> dict[str, Any]:
     """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
-    spec = RunSpec(assignment.tree, path, f"trial {assignment.trial}", "")
-    pressure = Pressure()
+    path, source = assignment.path, assignment.trial
+    if assignment.is_run:
+        of_run = RunInLane(assignment.storage)
+        with _told(mailbox, of_run.rank):
+            return _outcome(RunSpec(assignment.tree, path, source, ""), of_run)
+    context = LaneContext(mailbox, lane, assignment, gauges)
     if context.storage is not None and context.rank == 0:  # so that `python -m trainers evaluate` finds its way
         found = {"task_dir": path[0]} if path else {}
         context.storage.write("config.yaml", dump_yaml({**assignment.tree, **found}).encode())
+    return _outcome(RunSpec(assignment.tree, path, f"trial {source}", ""), context)
+
+
+def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
+    """Train as one worker; returns how it has ended."""
+    pressure = Pressure()
     try:
         result = spec.execute(context)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A driver that outlives its sweeps; tune/sweeps/client.py starts it, and has it run commands (Ray).
+"""A driver that outlives its sweeps; tune/sweeps/client.py starts it, and has it run sweeps, trainers/ runs (Ray).
 
 It runs one command at a time, with the command's terminal, directory and environment, and keeps the lanes of the last
 sweep until their time is over, somebody else waits for what they hold, or the cluster is gone; then it ends.
@@ -14,16 +14,20 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from trainers import residents
+from trainers.__main__ import main as train
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import connect, disconnect
+from trainers.start import in_lane
 from tune.lanes.kept import Kept, resident
 from tune.lanes.module_state import is_of_users
+from tune.lanes.training_run import GivenBack, run_in_lane
 
 _LOOK_S = 1.0
 
@@ -51,9 +55,9 @@ class Server:
             return self._commands.get(timeout=_LOOK_S)
         return None
 
-    def done(self, connection: socket.socket, code: int) -> None:
-        """Tell a command its exit code, and take others."""
-        _say(connection, {"exit": code})
+    def done(self, connection: socket.socket, answer: dict[str, Any]) -> None:
+        """Tell a command its exit code, or that it has to go on by itself, and take others."""
+        _say(connection, answer)
         self._turn.release()
 
     def close(self) -> bool:
@@ -77,7 +81,7 @@ class Server:
                 if "end" in question:
                     self.is_told = True
                     _say(connection, {})
-                elif "run" not in question:
+                elif not {"run", "train"} & question.keys():
                     known = {"pid": os.getpid(), "address": self._address, "busy": self._turn.locked()}
                     _say(connection, {**known, **self._kept.status()})
                 elif self._turn.acquire(blocking=False):
@@ -147,6 +151,7 @@ def serve(place: Path, run: Callable[[list[str]], int]) -> None:
     """Run commands by their arguments, until there is nothing to keep."""
     kept = Kept()
     resident.append(kept)
+    in_lane.append(partial(run_in_lane, kept))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     server = Server(place, kept)
     try:
@@ -175,12 +180,14 @@ def _run(
     connection: socket.socket,
     run: Callable[[list[str]], int],
 ) -> None:
-    over, code = threading.Event(), 1
+    over, answer = threading.Event(), {"exit": 1}
     try:
         with _in_place_of(question, descriptors):
             threading.Thread(target=_heed, args=(connection, over), daemon=True).start()
             connect(show_workers=False)  # it stays connected
-            code = run(question["run"])
+            answer = {"exit": run(question["run"]) if "run" in question else train(question["train"])}
+    except GivenBack:
+        answer = {"begun": True}
     finally:
         over.set()
-        server.done(connection, code)
+        server.done(connection, answer)
