@@ -81,7 +81,7 @@ def test_a_spawned_worker_ends_with_its_driver_and_takes_the_directory_along(
     over, done = threading.Event(), threading.Event()
     monkeypatch.setattr(local.multiprocessing, "parent_process", lambda: SimpleNamespace(join=over.wait))
     monkeypatch.setattr(signals.os, "_exit", lambda code: done.set())
-    monkeypatch.setattr(local, "setup_logging", lambda rank: None)
+    monkeypatch.setattr(local, "setup_logging", lambda *_: None)
 
     def trains(*args: object) -> None:
         over.set()  # its driver is killed

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, kind_of
@@ -62,6 +62,10 @@ class Spec:
     """The run's directory."""
     token: str = field(default="", kw_only=True)
     """Of the directory's lease, without which nothing is written; empty where nobody holds one."""
+    quiet: bool = field(default=False, kw_only=True)
+    """Whether workers log nothing but warnings."""
+    told: Literal["", "line", "json"] = field(default="", kw_only=True)
+    """What becomes of the run's records while it runs: nothing, a live line, or a record each on standard output."""
 
     @functools.cached_property
     def storage(self) -> Storage:

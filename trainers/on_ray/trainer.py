@@ -1,11 +1,13 @@
 """Train one run as a Ray TorchTrainer around the loop."""
 
+import contextlib
 import logging
 import sys
 import threading
 import time
 import traceback
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ray
@@ -28,7 +30,9 @@ from trainers.on_ray.coordinator import NodeCount, free_dead_runs
 from trainers.on_ray.environment import run_environment
 from trainers.on_ray.failures import FailurePolicy, as_failure
 from trainers.on_ray.process_group import GroupConfig
+from trainers.on_ray.records import receiving, send
 from trainers.on_ray.vital_signs import VitalSigns
+from trainers.output import Take, sending
 from trainers.redaction import redact
 from trainers.storage import Storage
 
@@ -42,7 +46,14 @@ def _worker(loop_config: dict[str, Any]) -> None:
     logging.getLogger(ray.train.v2._internal.util.__name__).setLevel(logging.CRITICAL)  # a traceback, printed below
     spec = RunSpec(**loop_config)
     context = RayContext(spec.storage)
-    setup_logging(context.rank)
+    context.draws_line = spec.told == "line"
+    setup_logging(context.rank, spec.quiet)
+    told = spec.told and context.rank == 0
+    with sending(partial(send, spec.storage)) if told else contextlib.nullcontext() as context.take:
+        _execute(spec, context)
+
+
+def _execute(spec: RunSpec, context: RayContext) -> None:
     try:
         spec.execute(context)
         context.flush()
@@ -58,8 +69,8 @@ def _worker(loop_config: dict[str, Any]) -> None:
         raise failure from None
 
 
-def run_on_ray(spec: RunSpec) -> RunResult:
-    """Train on the connected cluster; needs `check_cluster` before it.
+def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
+    """Train on the connected cluster; needs `check_cluster` before it. `take` is given the run's records.
 
     Raises RunFailedError when the budget for a kind of failure is used up.
     """
@@ -86,7 +97,8 @@ def run_on_ray(spec: RunSpec) -> RunResult:
         ),
     )
     try:
-        with ending_with_cluster("the same command goes on from the newest checkpoint"), VitalSigns():
+        again = "the same command goes on from the newest checkpoint"
+        with ending_with_cluster(again), VitalSigns(), receiving(spec.storage, take):
             _fit(trainer, spec.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None
