@@ -45,10 +45,10 @@ def train(
     spec = read_run(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
     if isinstance(spec, FunctionSpec):
         done = train_function(spec, fresh, True, output)
-        output.result(str(done), {"status": "done", **asdict(done)})
+        output.result(str(done), _joined(str(done)), {"status": "done", **asdict(done)})
         return 0
     result = run_training(spec, fresh, True, output)
-    output.result(str(result), {**asdict(result), "uri": spec.uri})
+    output.result(str(result), _joined(str(result), 2), {**asdict(result), "uri": spec.uri})
     return 0
 
 
@@ -134,8 +134,13 @@ def _infer(
         check_out(out)
     job = Inference(**asdict(replace(spec, quiet=output.quiet)), split=split, which=checkpoint, out=out)
     result = launch(job, "torchrun" if torchrun is not None else spec.config.launcher, rank)
-    output.result(str(result), {"status": "done", **asdict(result)})
+    output.result(str(result), _joined(str(result)), {"status": "done", **asdict(result)})
     return 0
+
+
+def _joined(text: str, most: int | None = None) -> str:
+    """The first lines of a text as one."""
+    return "  ".join(line.strip() for line in text.splitlines()[:most])
 
 
 if __name__ == "__main__":

@@ -100,11 +100,13 @@ class Command:
         for index, part in enumerate(parts):
             if model is not None and (ours := part.replace("-", "_")) in keys_of(model):
                 parts[index], model = ours, child_model(model, ours)
-        keys = [_option(key) for key in keys_of(self.config)] if self.config else []
-        first = _option(parts[0])
-        near = [] if first in keys else difflib.get_close_matches(first, [*keys, *self.options], n=1)
-        if not keys or not typed.startswith("--") or typed == "--" or (near and near[0] in self.options):
-            fix = did_you_mean(first, [*keys, *self.options], f"its options are {', '.join([*self.options, '--help'])}")
+        first = parts[0].replace("_", "-")
+        keys = [key.replace("_", "-") for key in keys_of(self.config)] if self.config else []
+        options = [option.removeprefix("--") for option in self.options]
+        near = [] if first in keys else difflib.get_close_matches(first, [*keys, *options], n=1)
+        if not keys or not typed.startswith("--") or typed == "--" or (near and near[0] in options):
+            listed = f"its options are {', '.join([*self.options, '--help'])}"
+            fix = did_you_mean(first, [*keys, *options], listed, _option)
             raise ConfigError(typed, MISSING, f"is not an option of `{self.call}`", fix, _SOURCE)
         return ".".join(parts)
 

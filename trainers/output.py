@@ -101,12 +101,12 @@ class Output:
         self.record({"record": "error", **said})
         return exit_code
 
-    def result(self, text: str, record: Mapping[str, Any]) -> None:
-        """Tell how it ended: as text, or as a record."""
+    def result(self, text: str, line: str, record: Mapping[str, Any]) -> None:
+        """Tell how it ended: as text, in a line where the user wants no more, or as a record."""
         if self.as_json:
             self.record({"record": "result", **record})
         elif os.environ.get("RANK", "0") == "0":
-            print(redact(text), flush=True)
+            print(redact(line if self.quiet else text), flush=True)
 
 
 def _strict(value: Any) -> Any:

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -90,7 +91,9 @@ def test_a_spawned_worker_ends_with_its_driver_and_takes_the_directory_along(
     monkeypatch.setattr(local, "_run_in_group", trains)
     directory = tmp_path / "paceline-spawn-x"
     directory.mkdir()
-    local._spawned(1, SimpleNamespace(storage=None), 2, str(directory))  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(storage=None, quiet=False, told="")
+    with local.multiprocessing.Pipe(duplex=False)[1] as records:
+        local._spawned(1, job, 2, str(directory), records)
     assert not directory.exists()
 
 

@@ -23,7 +23,6 @@ from types import FrameType
 from typing import Any
 
 from trainers import residents
-from trainers.command_line import complain
 from trainers.errors import PacelineError
 
 RESIDENT = "--resident"
@@ -39,9 +38,11 @@ def is_wanted() -> bool:
     return not is_embedded and os.environ.get("PACELINE_RESIDENT") != "0" and sys.platform == "linux"
 
 
-def run_by_resident(arguments: Sequence[str]) -> int | None:
+def run_by_resident(arguments: Sequence[str], output: int = 1) -> int | None:
     """Have `python -m tune ARGUMENTS` run by the resident driver, which is started where there is none; returns its
-    exit code, None where it is busy with another sweep.
+    exit code, None where it is busy with another sweep. `output` is the descriptor of the command's standard output.
+
+    Raises PacelineError where it dies.
     """
     sys.stdout.flush()
     question = {"run": list(arguments), "directory": str(Path.cwd()), "environment": dict(os.environ)}
@@ -50,17 +51,17 @@ def run_by_resident(arguments: Sequence[str]) -> int | None:
         return None
     place = directory / f"{_identity()}.sock"
     with _passing_on() as connected:
-        connection = residents.ask(place, question, (0, 1, 2))
+        connection = residents.ask(place, question, (0, output, 2))
         if connection is None:
             _start(place)
-            connection = residents.ask(place, question, (0, 1, 2))
+            connection = residents.ask(place, question, (0, output, 2))
         if connection is None:
             return None
         connected.append(connection)
         found = residents.answer(connection)
     if found is None:
-        complain("the resident driver of this cluster has died, and the sweep with it; the same command goes on")
-        return PacelineError.exit_code
+        words = "the resident driver of this cluster has died, and the sweep with it; the same command goes on"
+        raise PacelineError(words)
     return found.get("exit")
 
 
