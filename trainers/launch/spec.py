@@ -21,7 +21,7 @@ from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.yaml import LONGEST, decode, parse_mapping, read_text
 from trainers.context import RunContext
-from trainers.errors import ConfigError, StorageError, did_you_mean, first_line
+from trainers.errors import ConfigError, did_you_mean
 from trainers.launch.find_task import add_to_path, load_function, load_task, portable, task_path
 from trainers.launch.imports import without_collection
 from trainers.lease import fenced
@@ -157,10 +157,7 @@ def read_file(location: str) -> tuple[dict[str, Any], Path | None]:
 
 
 def _read(storage: Storage, name: str, source: str) -> str:
-    try:
-        info = storage.filesystem.get_file_info(f"{storage.path}/{name}")
-    except OSError as error:
-        raise StorageError(f"could not look for {source}: {first_line(error)}") from error
+    info = storage.info(name)
     if info.type.name != "File":
         rule = "is not there" if info.type.name == "NotFound" else "is no file"
         raise ConfigError("the file", source, rule, "check its name")
