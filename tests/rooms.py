@@ -23,7 +23,8 @@ PACKAGES = ("trainers", "cluster", "tune")
 """Lowest first: each may import itself and those before it."""
 
 _ORDER = """
-trainers: redaction errors residents causes json_data storage lease versions context config command_line devices data
+trainers: redaction output terminal errors residents causes json_data storage lease versions context config command_line
+trainers: devices data
 trainers: model task
 trainers: arrow measure step
 trainers: checkpoint loop launch on_ray inference start __main__

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -21,6 +21,7 @@ from trainers.command_line import run
 from trainers.config import TrainConfig
 from trainers.launch.signals import follow_agent
 from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
+from trainers.output import Output
 from trainers.redaction import redact
 from trainers.residents import join_cluster
 from trainers.start import in_lane, launch, run_training, train_function
@@ -35,6 +36,7 @@ _Split = Annotated[str, Field(description="the name that the task's `dataset` ge
 def train(
     location: Annotated[str, Field(title="CONFIG.yaml", description="a file, or a URI (s3://bucket/sweep/best.yaml)")],
     overrides: dict[str, Any],
+    output: Output,
     *,
     fresh: Annotated[bool, Field(description="start anew: delete what the run's directory holds")] = False,
     profile: Annotated[bool, Field(description=f"the same as --profile_steps {_PROFILE_STEPS}")] = False,
@@ -44,33 +46,36 @@ def train(
     torchrun = torchrun_world_size()
     spec = read_run(location, ({"profile_steps": _PROFILE_STEPS} if profile else {}) | overrides, torchrun)
     if isinstance(spec, FunctionSpec):
-        print(redact(str(train_function(spec, fresh, is_command=True))))
+        done = train_function(spec, fresh, True, output)
+        output.result(str(done), _joined(str(done)), {"status": "done", **asdict(done)})
         return 0
-    handed = _hand_over() if torchrun is None and spec.config.launcher == "ray" else {}
+    handed = _hand_over(output) if torchrun is None and spec.config.launcher == "ray" else {}
     if "exit" in handed:
         return int(handed["exit"])
     # One that was begun elsewhere goes on.
-    result = run_training(spec, fresh and not handed.get("begun"), is_command=True)
-    if torchrun is None or os.environ["RANK"] == "0":
-        print(redact(str(result)))
+    result = run_training(spec, fresh and not handed.get("begun"), True, output)
+    output.result(str(result), _joined(str(result), 2), {**asdict(result), "uri": spec.uri})
     return 0
 
 
-def evaluate(run: _Run, overrides: dict[str, Any], *, split: _Split = "val", checkpoint: _Name = "newest") -> int:
+def evaluate(
+    run: _Run, overrides: dict[str, Any], output: Output, *, split: _Split = "val", checkpoint: _Name = "newest"
+) -> int:
     """Evaluate a checkpoint on a split, in one worker or `--scaling.num_workers N`."""
-    return _infer(run, overrides, split, checkpoint, None)
+    return _infer(run, overrides, output, split, checkpoint, None)
 
 
 def predict(
     run: _Run,
     overrides: dict[str, Any],
+    output: Output,
     *,
     out: Annotated[str, Field(title="FILE.parquet", description="a file or URI to write")],
     split: _Split = "val",
     checkpoint: _Name = "newest",
 ) -> int:
     """Write what the model says of every sample of a split, in one worker or `--scaling.num_workers N`."""
-    return _infer(run, overrides, split, checkpoint, storage_uri(out))
+    return _infer(run, overrides, output, split, checkpoint, storage_uri(out))
 
 
 def export(
@@ -123,16 +128,18 @@ _arguments: list[str] = []
 """Of the command."""
 
 
-def _hand_over() -> dict[str, Any]:
+def _hand_over(output: Output) -> dict[str, Any]:
     """Have the driver run this command that keeps the lanes of a sweep, where there is one; returns what it says."""
     place = None if in_lane else residents.place()
     if place is None:
         return {}
-    found = residents.hand_over(place, {"train": _arguments})
+    found = residents.hand_over(place, {"train": _arguments}, output.descriptor)
     return {"begun": True} if found is None else found
 
 
-def _infer(location: str, overrides: dict[str, Any], split: str, checkpoint: str, out: str | None) -> int:
+def _infer(
+    location: str, overrides: dict[str, Any], output: Output, split: str, checkpoint: str, out: str | None
+) -> int:
     from trainers.inference.passes import Inference, check_out, run_spec
     from trainers.launch.local import setup_logging
 
@@ -140,16 +147,20 @@ def _infer(location: str, overrides: dict[str, Any], split: str, checkpoint: str
     torchrun = torchrun_world_size()
     rank = 0 if torchrun is None else int(os.environ["RANK"])
     spec = run_spec(location, overrides, torchrun)
-    setup_logging(rank)
+    setup_logging(rank, output.quiet)
     spec.load_task()
     check_precision(spec)
     if out is not None and rank == 0:
         check_out(out)
-    job = Inference(**asdict(spec), split=split, which=checkpoint, out=out)
+    job = Inference(**asdict(replace(spec, quiet=output.quiet)), split=split, which=checkpoint, out=out)
     result = launch(job, "torchrun" if torchrun is not None else spec.config.launcher, rank)
-    if rank == 0:
-        print(redact(str(result)))
+    output.result(str(result), _joined(str(result)), {"status": "done", **asdict(result)})
     return 0
+
+
+def _joined(text: str, most: int | None = None) -> str:
+    """The first lines of a text as one."""
+    return "  ".join(line.strip() for line in text.splitlines()[:most])
 
 
 if __name__ == "__main__":

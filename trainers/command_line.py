@@ -19,6 +19,7 @@ from trainers.config.model import Settings, build, child_model, keys_of
 from trainers.config.reference import reference
 from trainers.config.yaml import parse_yaml
 from trainers.errors import MISSING, ConfigError, ConfigErrors, PacelineError, did_you_mean, first_line, show
+from trainers.output import Json, Output, Quiet
 from trainers.redaction import redact
 
 _SOURCE = "command line"
@@ -29,15 +30,18 @@ class Command:
     """A function as a command: the parameter before `*` is given without its name, `overrides` are keys of `config`.
 
     A bool is a flag, a tuple may be repeated, a field's title is shown as its value. `--name value` and `--name=value`
-    are the same, and so are hyphens and underscores in a name. Values are YAML 1.2, except where text is wanted.
+    are the same, and so are hyphens and underscores in a name. Values are YAML 1.2, except where text is wanted. A
+    command that runs something takes an `output`, and has its options.
     """
 
     def __init__(self, call: str, function: Callable[..., int], config: type[Settings] | None = None) -> None:
         parameters = dict(inspect.signature(function).parameters)
         self.call, self.function = call, function
         self.config = config if parameters.pop("overrides", None) else None
+        self.tells = parameters.pop("output", None) is not None
         hints = get_type_hints(function, include_extras=True)
         fields = {name: (hints[name], ... if p.default is p.empty else p.default) for name, p in parameters.items()}
+        fields |= {"quiet": (Quiet, False), "as_json": (Json, False)} if self.tells else {}
         self.model = create_model(function.__name__, __base__=Settings, **fields)  # type: ignore[call-overload]
         self.fields = keys_of(self.model)
         self.argument = next((name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY), "")
@@ -79,6 +83,8 @@ class Command:
         except ConfigError as error:
             raise ConfigErrors([self._as_typed(one) for one in getattr(error, "errors", [error])]) from None
         values = {name: getattr(built, name) for name in self.model.model_fields}
+        if self.tells:
+            values["output"] = Output(values.pop("quiet"), values.pop("as_json"))
         return {**values, "overrides": overrides} if self.config else values
 
     def _give(self, given: dict[str, Any], name: str, text: str) -> None:
@@ -94,11 +100,13 @@ class Command:
         for index, part in enumerate(parts):
             if model is not None and (ours := part.replace("-", "_")) in keys_of(model):
                 parts[index], model = ours, child_model(model, ours)
-        keys = [_option(key) for key in keys_of(self.config)] if self.config else []
-        first = _option(parts[0])
-        near = [] if first in keys else difflib.get_close_matches(first, [*keys, *self.options], n=1)
-        if not keys or not typed.startswith("--") or typed == "--" or (near and near[0] in self.options):
-            fix = did_you_mean(first, [*keys, *self.options], f"its options are {', '.join([*self.options, '--help'])}")
+        first = parts[0].replace("_", "-")
+        keys = [key.replace("_", "-") for key in keys_of(self.config)] if self.config else []
+        options = [option.removeprefix("--") for option in self.options]
+        near = [] if first in keys else difflib.get_close_matches(first, [*keys, *options], n=1)
+        if not keys or not typed.startswith("--") or typed == "--" or (near and near[0] in options):
+            listed = f"its options are {', '.join([*self.options, '--help'])}"
+            fix = did_you_mean(first, [*keys, *options], listed, _option)
             raise ConfigError(typed, MISSING, f"is not an option of `{self.call}`", fix, _SOURCE)
         return ".".join(parts)
 
@@ -151,25 +159,32 @@ def run(
         shown = [commands[name].help()] if name else [about, *(command.help() for command in commands.values())]
         print(*shown, exit_codes, *([reference(config)] if config and not name else []), sep="\n\n")
         return 0 if args else 2
-    try:
-        if not name and ("" not in functions or difflib.get_close_matches(args[0], functions, cutoff=0.8)):
-            listed = f"its commands are {', '.join(filter(None, functions))}"
-            fix = listed if args[0].startswith("-") else did_you_mean(args[0], functions, listed)
-            raise ConfigError(args[0], MISSING, f"is not a command of `{call}`", fix, _SOURCE)
-        command = commands[name]
-        return command.function(**command.parse(args[1:] if name else args))
-    except PacelineError as error:
-        advice = "" if name or not advise or error.exit_code == ConfigError.exit_code else error.advice
-        # What a configuration lacks every rank of torchrun's says alike; of failures each has its own.
-        complain(f"{error} ({advice})" if advice else str(error), every_rank=error.exit_code != ConfigError.exit_code)
-        return error.exit_code
-    except KeyboardInterrupt:
-        complain("interrupted")
-        return 130
-    except Exception as error:  # the user's own, from a constructor; or one of ours that nobody has foreseen
-        sys.excepthook(type(error), error, error.__traceback__)
-        complain(f"{type(error).__name__}: {first_line(error)}", every_rank=True)
-        return PacelineError.exit_code
+    is_unknown = not name and bool("" not in functions or difflib.get_close_matches(args[0], functions, cutoff=0.8))
+    # A mistake beside `--json` is said in JSON, too.
+    with Output(as_json="--json" in args and (is_unknown or commands[name].tells)) as output:
+        try:
+            if is_unknown:
+                listed = f"its commands are {', '.join(filter(None, functions))}"
+                fix = listed if args[0].startswith("-") else did_you_mean(args[0], functions, listed)
+                raise ConfigError(args[0], MISSING, f"is not a command of `{call}`", fix, _SOURCE)
+            values = commands[name].parse(args[1:] if name else args)
+            if commands[name].tells:
+                values["output"] = output.wanting(values["output"])
+            return commands[name].function(**values)
+        except PacelineError as error:
+            is_config = error.exit_code == ConfigError.exit_code
+            advice = "" if name or not advise or is_config else error.advice
+            # What a configuration lacks every rank of torchrun's says alike; of failures each has its own.
+            complain(f"{error} ({advice})" if advice else str(error), every_rank=not is_config)
+            return output.failed(error.status, str(error), error.exit_code, advice)
+        except KeyboardInterrupt:
+            complain("interrupted")
+            return output.failed("interrupted", "interrupted", 130)
+        except Exception as error:  # the user's own, from a constructor; or one of ours that nobody has foreseen
+            sys.excepthook(type(error), error, error.__traceback__)
+            words = f"{type(error).__name__}: {first_line(error)}"
+            complain(words, every_rank=True)
+            return output.failed("error", words, PacelineError.exit_code)
 
 
 def complain(sentences: str, level: str = "error", every_rank: bool = False) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from trainers.errors import RunFailedError
+from trainers.output import Take
 from trainers.storage import Storage
 
 
@@ -23,6 +24,11 @@ class RunContext:
     """The run whose newest checkpoint this one begins with, while it has none of its own; None: from the start."""
     until_epoch: float | None = None
     """Where the launcher ends its part of the run, with an evaluation and a checkpoint; None: at the last step."""
+
+    take: Take | None = None
+    """Takes the run's records from rank 0 as they are made, at once; None where nobody wants them."""
+    draws_line: bool = False
+    """Whether a live line shows them, in place of the log's lines of steps."""
 
     watches: tuple[str, ...] = ()
     """Metrics that the launcher decides by: where they need an evaluation, a run without one is refused."""

@@ -103,19 +103,21 @@ def _identity() -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def hand_over(place: Path, what: dict[str, Any], start: Callable[[Path], None] | None = None) -> dict[str, Any] | None:
+def hand_over(
+    place: Path, what: dict[str, Any], output: int, start: Callable[[Path], None] | None = None
+) -> dict[str, Any] | None:
     """Have the driver at a socket, which is started where there is none, do what this process was asked to; returns its
-    answer: empty where there is none, None where it has died meanwhile.
+    answer: empty where there is none, None where it has died meanwhile. `output` is the descriptor of standard output.
     """
     if directory(made=start is not None) is None:
         return {}
     sys.stdout.flush()
     question = {**what, "directory": str(Path.cwd()), "environment": dict(os.environ)}
     with _passing_on() as connected:
-        connection = ask(place, question, (0, 1, 2))
+        connection = ask(place, question, (0, output, 2))
         if connection is None and start is not None:
             start(place)
-            connection = ask(place, question, (0, 1, 2))
+            connection = ask(place, question, (0, output, 2))
         if connection is None:
             return {}
         connected.append(connection)

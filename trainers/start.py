@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from trainers.errors import ConfigError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
@@ -20,10 +20,11 @@ from trainers.launch.imports import without_collection
 from trainers.launch.run_directory import check_kept, prepare_function, prepare_storage
 from trainers.launch.spec import MARK, FunctionSpec, Job, R, RunSpec, check_precision, run_with, torchrun_world_size
 from trainers.lease import held
+from trainers.output import Output, Take, sending
 
 logger = logging.getLogger(__name__)
 
-in_lane: list[Callable[[RunSpec], RunResult]] = []
+in_lane: list[Callable[[RunSpec, Take | None], RunResult]] = []
 """What trains on Ray in a process that has warm workers; empty: each run starts its own."""
 
 if TYPE_CHECKING:
@@ -63,12 +64,13 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
     return TrainedRun(**vars(result), uri=spec.uri)
 
 
-def run_training(spec: RunSpec, fresh: bool, is_command: bool = False) -> RunResult:
+def run_training(spec: RunSpec, fresh: bool, is_command: bool = False, output: Output | None = None) -> RunResult:
     """Train by the launcher of the configuration, or as the worker of torchrun's that this process is.
 
     `is_command`: the process is there for nothing else. Otherwise its Ray connection, its log and its garbage
-    collection stay as they are.
+    collection stay as they are. `output` is what the command's user wants to be told.
     """
+    output = output or Output()
     is_torchrun = torchrun_world_size() is not None
     launcher = "torchrun" if is_torchrun else spec.config.launcher
     rank = int(os.environ["RANK"]) if is_torchrun else 0
@@ -80,7 +82,7 @@ def run_training(spec: RunSpec, fresh: bool, is_command: bool = False) -> RunRes
                 from trainers.on_ray.connect import check_cluster, leaving
 
                 cluster.enter_context(leaving())
-        stack.enter_context(shown_log(rank, is_command))
+        stack.enter_context(shown_log(rank, is_command, output.quiet))
         spec.load_task()
         check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
         with held(spec.storage, MARK) if rank == 0 else contextlib.nullcontext("") as token:
@@ -90,16 +92,39 @@ def run_training(spec: RunSpec, fresh: bool, is_command: bool = False) -> RunRes
                 logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
             else:
                 # Ray prints what its workers say, amid lines of ours, until the cluster is left.
-                with cluster:
-                    result = launch(replace(spec, token=token), launcher, rank, is_command)
+                spec = replace(spec, token=token, quiet=output.quiet, told=_told(output) if is_command else "")
+                with cluster, _telling(spec, output, rank) as take:
+                    result = launch(spec, launcher, rank, is_command, take)
             if rank == 0:
                 check_kept(spec.storage, result)
     assert result is not None
     return result
 
 
-def train_function(spec: FunctionSpec, fresh: bool, is_command: bool = False) -> FunctionRun:
-    """Train with a user's own function, on Ray; `is_command` as for `run_training`."""
+def _told(output: Output) -> Literal["", "line", "json"]:
+    return "line" if output.is_live else "json" if output.as_json else ""
+
+
+@contextlib.contextmanager
+def _telling(spec: RunSpec | FunctionSpec, output: Output, rank: int) -> Iterator[Take | None]:
+    """What takes a run's records in a block, as the spec has it."""
+    if spec.told == "" or rank > 0:
+        yield None
+    elif spec.told == "json":
+        with sending(output.records) as take:
+            yield take
+    else:
+        from trainers.launch.live_line import live_line
+
+        with live_line(spec.storage.name) as take:
+            yield take
+
+
+def train_function(
+    spec: FunctionSpec, fresh: bool, is_command: bool = False, output: Output | None = None
+) -> FunctionRun:
+    """Train with a user's own function, on Ray; `is_command` and `output` as for `run_training`."""
+    output = output or Output()
     if torchrun_world_size() is not None:
         rule = "is called by workers of Ray Train, which torchrun does not start"
         raise ConfigError("train_func", spec.config.train_func, rule, "start it without torchrun", spec.source)
@@ -108,18 +133,21 @@ def train_function(spec: FunctionSpec, fresh: bool, is_command: bool = False) ->
         from trainers.on_ray.connect import check_cluster, leaving
         from trainers.on_ray.function import run_function
     with contextlib.ExitStack() as stack:
-        stack.enter_context(shown_log(0, is_command))
+        stack.enter_context(shown_log(0, is_command, output.quiet))
         spec.load()
         stack.enter_context(leaving())
         check_cluster(spec)
         token = stack.enter_context(held(spec.storage, MARK))
         stack.enter_context(failing_as_run(0, is_command))
         prepare_function(spec, fresh)
-        return run_function(replace(spec, token=token))
+        spec = replace(spec, token=token, quiet=output.quiet, told=_told(output) if is_command else "")
+        return run_function(spec, stack.enter_context(_telling(spec, output, 0)))
 
 
-def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True) -> R:
-    """Run a RunSpec or an Inference on all of its workers, of which this process may be one."""
+def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True, take: Take | None = None) -> R:
+    """Run a RunSpec or an Inference on all of its workers, of which this process may be one; `take` is given the
+    records of a run.
+    """
     from trainers.launch import local
 
     starts: dict[str, Any] = {"local": local.run_local, "spawn": local.run_spawn, "torchrun": local.run_torchrun}
@@ -128,5 +156,5 @@ def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True) -> R:
 
         starts["ray"] = in_lane[0] if in_lane else run_on_ray
     with local.failing_as_run(rank, is_command):
-        done: R = starts[launcher](job)
+        done: R = starts[launcher](job, take)
         return done

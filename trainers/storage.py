@@ -37,6 +37,7 @@ _FINAL = frozenset(
 )
 _MOST_BYTES = 1 << 30  # of a file that is read whole
 _MOST_JSON_BYTES = 32 << 20  # 200,000 evaluations of one trial, or the result of 30,000 ranks
+_SINGLE_PUTS = "allow_delayed_open"
 _ASIDE = re.compile(r"\.[0-9a-f]{8}\.tmp")
 
 
@@ -134,6 +135,8 @@ class Storage:
             if "#" in self.uri:
                 raise ValueError("what follows its `#` would be lost; write %23")
             if not self.is_local:
+                with contextlib.suppress(ValueError):  # of an older pyarrow, which does not know the option
+                    return tuple(fs.FileSystem.from_uri(_with_single_puts(self.uri)))
                 return tuple(fs.FileSystem.from_uri(self.uri))
             if parts.netloc not in ("", "localhost"):
                 raise ValueError(f"it names a host, {parts.netloc}; write file:///{self._place[7:]}")
@@ -200,14 +203,18 @@ class Storage:
                     Path(aside).unlink(missing_ok=True)
                     raise
             else:
-                put = self.filesystem.open_output_stream(target)
+                put, is_whole = self.filesystem.open_output_stream(target), False
                 try:
                     yield put
+                    is_whole = True
                     put.close()
                 except BaseException:
+                    # Of an upload that fails what was there before is left, or, where only the answer was lost, the new
+                    # object. What was cut off here pyarrow cannot abandon: it becomes an object, which goes at once.
                     with contextlib.suppress(OSError):
-                        put.close()
-                        self.filesystem.delete_file(target)
+                        if not is_whole:
+                            put.close()
+                            self.filesystem.delete_file(target)
                     raise
 
     @retrying
@@ -216,6 +223,7 @@ class Storage:
         with self.writer(name) as stream:
             stream.write(data)
 
+    @retrying
     def copy(self, file: Path, name: str) -> None:
         """Write the content of a local file, in pieces."""
         with file.open("rb") as source, self.writer(name) as target:
@@ -252,11 +260,17 @@ class Storage:
         except CheckpointError as error:
             raise CheckpointError(f"{self.locate(name)} is damaged: {error}") from None
 
+    @retrying
+    def info(self, name: str = "") -> Any:
+        """The pyarrow.fs.FileInfo of a file or directory, which need not be there."""
+        with _explained(f"look for {self.locate(name)}"):
+            return self._info(name)
+
     def exists(self, name: str = "") -> bool:
         """Whether the file or directory is there."""
-        with _explained(f"look for {self.locate(name)}"):
-            return self._kind(name) != "NotFound"
+        return str(self.info(name).type.name) != "NotFound"
 
+    @retrying
     def names(self, directory: str = "") -> list[str]:
         """Names directly below a directory, sorted; none when it is not there. Files still aside are left out."""
         from pyarrow import fs
@@ -278,6 +292,7 @@ class Storage:
                 if _ASIDE.fullmatch(file.name[-13:]) and time.time() - file.stat().st_mtime >= idle_s:
                     file.unlink()
 
+    @retrying
     def delete(self, name: str) -> None:
         """Delete a file or a directory with all below it; nothing happens when it is not there."""
         if self._guard is not None:
@@ -286,7 +301,8 @@ class Storage:
             kind = self._kind(name)
             if kind in ("Directory", "File"):
                 remove = self.filesystem.delete_dir if kind == "Directory" else self.filesystem.delete_file
-                remove(f"{self.path}/{name}".rstrip("/"))
+                with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                    remove(f"{self.path}/{name}".rstrip("/"))
 
     def prove_writable(self) -> None:
         """Write, read and delete a marker; StorageError or ConfigError says what is wrong before training starts."""
@@ -299,9 +315,21 @@ class Storage:
             rule, fix = f"cannot be written ({error})", "give a place that this user may write to"
             raise ConfigError("storage_path", self.uri, rule, fix) from error
 
+    def _info(self, name: str) -> Any:
+        return self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/"))
+
     def _kind(self, name: str) -> str:
         """The name of the pyarrow.fs.FileType: NotFound, File, Directory or Unknown."""
-        return str(self.filesystem.get_file_info(f"{self.path}/{name}".rstrip("/")).type.name)
+        return str(self._info(name).type.name)
+
+
+def _with_single_puts(uri: str) -> str:
+    """The URI as pyarrow is given it: a small object of S3 is one PUT, where the default makes three requests of it,
+    the parts of a multipart upload.
+    """
+    if not uri.startswith("s3://") or f"{_SINGLE_PUTS}=" in uri:
+        return uri
+    return f"{uri}{'&' if '?' in uri else '?'}{_SINGLE_PUTS}=true"
 
 
 @contextlib.contextmanager

@@ -9,14 +9,16 @@ the cluster; 130 interrupted, and how to resume is said.
 
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from trainers.command_line import run
-from trainers.redaction import redact
+from trainers.output import Output
 from trainers.residents import join_cluster
 from tune.config import SweepConfig
 from tune.sweeps.client import RESIDENT, run_by_resident
@@ -32,25 +34,26 @@ _MINUTES = "how long a trial takes; default: the mean of those that ended"
 def sweep(
     location: _Sweep,
     overrides: dict[str, Any],
+    output: Output,
     *,
     fresh: Annotated[bool, Field(description="start anew: delete what the sweep's directory holds")] = False,
     no_check: _NoCheck = False,
 ) -> int:
     """Sweep, or go on with the sweep in its directory; keys of the run are `--train.dotted.key value`."""
-    return _sweep(read_sweep(location, overrides), fresh, not no_check)
+    return _sweep(read_sweep(location, overrides), fresh, not no_check, output)
 
 
-def resume(directory: _Directory, *, no_check: _NoCheck = False) -> int:
+def resume(directory: _Directory, output: Output, *, no_check: _NoCheck = False) -> int:
     """Go on with a sweep that was cut off."""
-    return _sweep(read_saved(directory), False, not no_check)
+    return _sweep(read_saved(directory), False, not no_check, output)
 
 
-def report(directory: _Directory) -> int:
+def report(directory: _Directory, output: Output) -> int:
     """Write the report again from the journal; says where the sweep has not ended."""
     spec = read_saved(directory)
     if spec.config.search != "random" and not is_complete(spec):
         print(f"the sweep has not ended: `python -m tune resume {shlex.quote(spec.uri)}` goes on")
-    return _show(saved_answer(spec))
+    return _show(saved_answer(spec), output)
 
 
 def plan(
@@ -92,33 +95,50 @@ def run_here(arguments: list[str]) -> int:
     return run("python -m tune", __doc__, functions, arguments, SweepConfig)
 
 
-def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:
+def _sweep(spec: SweepSpec, fresh: bool, checked: bool, output: Output) -> int:
     may_keep = spec.config.keep_lanes_s > 0 and spec.config.isolation == "warm"
-    if _by_resident and may_keep and (code := run_by_resident(_by_resident[0])) is not None:
+    if _by_resident and may_keep and (code := run_by_resident(_by_resident[0], output.descriptor)) is not None:
         return code
     try:
-        result = run_to_answer(spec, fresh, checked, is_command=True)
+        result = run_to_answer(spec, fresh, checked, True, output)
     except SweepInterrupted as interrupted:
         python = Path(sys.executable)
         if python.is_relative_to(Path.cwd()):
             python = python.relative_to(Path.cwd())
         command = f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
-        print(f"interrupted: {interrupted.kept} trials are kept; go on with\n    {command}", flush=True)
-        return 130
-    return _show(result)
+        words = f"interrupted: {interrupted.kept} trials are kept; go on with"
+        if not output.as_json:
+            print(f"{words}\n    {command}", flush=True)
+        return output.failed("interrupted", f"{words} {command}", 130)
+    return _show(result, output)
 
 
-def _show(result: SweepResult) -> int:
+def _show(result: SweepResult, output: Output) -> int:
     """Print the table, the sentence and where things are."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-    console.print(result.table())
-    print(redact(result.answer.sentence))
+    code = 0 if result.best_yaml is not None else 1
+    lines = [result.answer.sentence]
     if result.best_yaml is not None:
-        print(f"best.yaml:   {result.best_yaml}   (python -m trainers ... trains it)")
-    print(f"report.html: {result.report}")
-    return 0 if result.best_yaml is not None else 1
+        lines.append(f"best.yaml:   {result.best_yaml}   (python -m trainers ... trains it)")
+    lines.append(f"report.html: {result.report}")
+    if not (output.quiet or output.as_json):
+        console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+        console.print(result.table())
+    output.result(
+        "\n".join(lines),
+        lines[0],
+        {
+            "status": "done" if code == 0 else "error",
+            "sentence": result.answer.sentence,
+            "trials": Counter(record.status for record in result.records),
+            "best": None if result.best is None else asdict(result.best),
+            "best_yaml": result.best_yaml,
+            "report": result.report,
+            "uri": result.spec.uri,
+        },
+    )
+    return code
 
 
 if __name__ == "__main__":

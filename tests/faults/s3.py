@@ -1,4 +1,4 @@
-"""An S3 server over HTTP (moto), and before it a proxy that answers 503, cuts connections or dawdles at a request."""
+"""An S3 server over HTTP (moto), and before it a proxy that spoils requests: the n-th of a case, or a share of all."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ import json
 import logging
 import math
 import os
+import random
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.faults.cases import Fault
+
+P = TypeVar("P", bound="ThreadingHTTPServer")
 
 LASTS = {"503": 3, "cut": 2, "dawdle": 4}
 """Requests that each fault spoils, one after the other."""
 DAWDLE_S = 4.0
+_INTERNAL = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>injected</Message></Error>"
 _SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>injected: reduce your rate</Message></Error>"
 
 
@@ -33,13 +38,32 @@ def installed() -> bool:
 @contextmanager
 def bucket(directory: Path, faults: Sequence[Fault], bytes_per_s: float = math.inf) -> Iterator[str]:
     """The URI of a new bucket behind a proxy, which lets the faults happen while the case is armed."""
+    with _bucket(lambda server: Proxy(server, directory, faults, bytes_per_s)) as (proxy, name):
+        yield _uri(name, proxy.server_port)
+
+
+@contextmanager
+def noisy_bucket(spoils: Callable[[str, str], str]) -> Iterator[tuple[Noisy, str, str]]:
+    """A proxy that `spoils` requests, by method and target; the URI of a new bucket behind it, and the same bucket's
+    without the proxy.
+    """
+    with _bucket(lambda server: Noisy(server, spoils)) as (proxy, name):
+        yield proxy, _uri(name, proxy.server_port), _uri(name, proxy.backend[1])
+
+
+def _uri(name: str, port: int) -> str:
+    return f"s3://{name}/runs?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{port}"
+
+
+@contextmanager
+def _bucket(make: Callable[[tuple[str, int]], P]) -> Iterator[tuple[P, str]]:
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
-        proxy = Proxy(server.get_host_and_port(), directory, faults, bytes_per_s)
+        proxy = make(server.get_host_and_port())
         thread = threading.Thread(target=proxy.serve_forever, name="s3-proxy", daemon=True)
         thread.start()
         try:
@@ -47,7 +71,7 @@ def bucket(directory: Path, faults: Sequence[Fault], bytes_per_s: float = math.i
             connection = http.client.HTTPConnection(*server.get_host_and_port())
             connection.request("PUT", f"/{name}")
             assert connection.getresponse().status == 200
-            yield f"s3://{name}/runs?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{proxy.server_port}"
+            yield proxy, name
         finally:
             proxy.shutdown()
             proxy.server_close()
@@ -66,6 +90,58 @@ def fetch(uri: str, directory: Path) -> None:
         fs.copy_files(f"{path}/run", str(directory / "run"), source_filesystem=place)
 
 
+class Noisy(ThreadingHTTPServer):
+    """Passes requests on to a server, but for those that are spoiled, which it counts."""
+
+    daemon_threads = True
+    bytes_per_s = math.inf
+
+    def __init__(self, server: tuple[str, int], spoils: Callable[[str, str], str]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.backend, self._spoils, self._lock = server, spoils, threading.Lock()
+        self.requests = 0
+        self.spoiled: Counter[tuple[str, str]] = Counter()
+        """Requests by what was done to them, and by what they wanted."""
+
+    def fault(self, method: str, target: str) -> str:
+        """What spoils a request, if anything does."""
+        with self._lock:
+            self.requests += 1
+            if spoiled := self._spoils(method, target):
+                self.spoiled[spoiled, f"{method} part" if "uploadId=" in target else method] += 1
+            return spoiled
+
+
+KINDS = ("503", "500", "dawdle", "cut request", "cut", "lost")
+"""What is done to requests: 503 SlowDown, 500, an answer that is late, a connection that is cut in the middle of the
+request, or of the answer, or after the request and before any answer.
+"""
+
+
+def noise(seed: int, share: float) -> Callable[[str, str], str]:
+    """Spoils this share of all requests, drawn by a seed; one in four of those again and again, up to the client's own
+    last try and beyond.
+    """
+    draw = random.Random(seed)
+    stubborn: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def spoils(method: str, target: str) -> str:
+        what = method, target.partition("uploadId=")[0]
+        if what in stubborn:
+            kind, times = stubborn.pop(what)
+            if times > 1:
+                stubborn[what] = kind, times - 1
+            return kind
+        if draw.random() >= share:
+            return ""
+        kind = draw.choice(KINDS)
+        if kind != "dawdle" and draw.random() < 0.25:
+            stubborn[what] = kind, draw.randint(1, 4)
+        return kind
+
+    return spoils
+
+
 class Proxy(ThreadingHTTPServer):
     """Passes requests on to a server, but for those that a fault spoils."""
 
@@ -78,7 +154,7 @@ class Proxy(ThreadingHTTPServer):
         self.backend, self._directory, self._faults = server, directory, faults
         self._lock, self._count = threading.Lock(), 0
 
-    def fault(self) -> str:
+    def fault(self, method: str, target: str) -> str:
         """Count a request; what spoils it, if anything does."""
         with self._lock:
             self._count += 1
@@ -95,13 +171,19 @@ class Proxy(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Proxy
+    server: Proxy | Noisy
 
     def _pass_on(self) -> None:
+        spoiled = self.server.fault(self.command, self.path)
+        if spoiled == "cut request":
+            self.rfile.read(min(16, int(self.headers.get("Content-Length") or 0)))
+            self.close_connection = True
+            return
         body = self._body()
-        spoiled = self.server.fault()
-        if spoiled == "503":
-            self._answer(503, {"Content-Type": "application/xml"}, _SLOW_DOWN)
+        if spoiled in ("503", "500"):
+            self._answer(
+                int(spoiled), {"Content-Type": "application/xml"}, _SLOW_DOWN if spoiled == "503" else _INTERNAL
+            )
             return
         if spoiled == "dawdle":
             time.sleep(DAWDLE_S)
@@ -110,6 +192,10 @@ class _Handler(BaseHTTPRequestHandler):
         connection.request(self.command, self.path, body, passed | {"Content-Length": str(len(body))})
         answer = connection.getresponse()
         data = answer.read()
+        if spoiled == "lost":
+            connection.close()
+            self.close_connection = True
+            return
         time.sleep(len(data) / self.server.bytes_per_s)
         dropped = _HOP_BY_HOP if self.command == "HEAD" else (*_HOP_BY_HOP, "content-length")
         headers = {name: value for name, value in answer.getheaders() if name.lower() not in dropped}

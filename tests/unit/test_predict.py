@@ -318,7 +318,7 @@ def test_where_no_file_can_be_written(tmp_path: Path) -> None:
 def test_mistakes_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainers.launch.local, "setup_logging", lambda rank: None)
+    monkeypatch.setattr(trainers.launch.local, "setup_logging", lambda *_: None)
     run = train(tmp_path).uri
     (tmp_path / "file").touch()
     cases = [

@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_a_spawned_worker_ends_with_its_driver_and_takes_the_directory_along(
     over, done = threading.Event(), threading.Event()
     monkeypatch.setattr(local.multiprocessing, "parent_process", lambda: SimpleNamespace(join=over.wait))
     monkeypatch.setattr(signals.os, "_exit", lambda code: done.set())
-    monkeypatch.setattr(local, "setup_logging", lambda rank: None)
+    monkeypatch.setattr(local, "setup_logging", lambda *_: None)
 
     def trains(*args: object) -> None:
         over.set()  # its driver is killed
@@ -90,7 +91,9 @@ def test_a_spawned_worker_ends_with_its_driver_and_takes_the_directory_along(
     monkeypatch.setattr(local, "_run_in_group", trains)
     directory = tmp_path / "paceline-spawn-x"
     directory.mkdir()
-    local._spawned(1, SimpleNamespace(storage=None), 2, str(directory))  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(storage=None, quiet=False, told="")
+    with local.multiprocessing.Pipe(duplex=False)[1] as records:
+        local._spawned(1, job, 2, str(directory), records)
     assert not directory.exists()
 
 

@@ -13,6 +13,7 @@ import ray
 
 from tests.unit.report_records import config
 from trainers.errors import PacelineError, StorageError
+from trainers.output import Output
 from trainers.storage import Storage
 from tune.lanes.messages import Event
 from tune.search.space import Suggestion, wrap
@@ -42,7 +43,7 @@ class Parts:
         spec, plan = SimpleNamespace(config=config(), storage=self.storage, train={}), SimpleNamespace(total=1)
         plan.lane_usd_per_hour = None
         pace = SimpleNamespace(trial_started=lambda name: None, trial_ended=lambda was_known: None)
-        self.progress = Progress(spec, plan, mailbox, pace, None)  # type: ignore[arg-type]
+        self.progress = Progress(spec, plan, mailbox, pace, None, Output())  # type: ignore[arg-type]
         self.trial = SimpleNamespace(trial_id="t", config=wrap(Suggestion(TRIAL)), num_failures=4, error_file=None)
         self.progress.on_trial_start(0, [], self.trial)
 

@@ -207,12 +207,16 @@ class Archive:
             logger.warning("the manifest of %s %s", self.storage.locate(name), words)
         # Of as many ranks as have written, each has the files that it wrote.
         for file, entry in sorted(manifest.files.items())[rank::world_size]:
-            sha256 = hashlib.sha256()
-            with self.storage.reader(f"{name}/{file}", entry.bytes) as stream:
-                while chunk := stream.read(1 << 20):  # larger than file_digest's: each is a request to an object store
-                    sha256.update(chunk)
-            if sha256.hexdigest() != entry.sha256:
+            if self._sha256(f"{name}/{file}", entry.bytes) != entry.sha256:
                 raise CheckpointError(f"{file} does not match its checksum")
+
+    @retrying
+    def _sha256(self, path: str, most_bytes: int) -> str:
+        sha256 = hashlib.sha256()
+        with self.storage.reader(path, most_bytes) as stream:
+            while chunk := stream.read(1 << 20):  # larger than file_digest's: each is a request to an object store
+                sha256.update(chunk)
+        return sha256.hexdigest()
 
 
 def _os_error(error: BaseException | None) -> OSError | None:

@@ -190,7 +190,7 @@ def check_out(out: str) -> None:
     target = Storage(out)
     try:
         target.parent.prove_writable()
-        is_directory = target.filesystem.get_file_info(target.path).type == fs.FileType.Directory
+        is_directory = target.info().type == fs.FileType.Directory
     except ConfigError as error:
         raise ConfigError("--out", out, error.rule, "name a file where this user may write") from error
     if is_directory:

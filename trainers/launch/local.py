@@ -20,8 +20,9 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from trainers.errors import PacelineError, RunFailedError, last_line
 from trainers.launch.signals import StopSignals, follow
 from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
+from trainers.output import Take, sending
 from trainers.redaction import redact
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,11 @@ class LocalContext(RunContext):
         self._signals = StopSignals(lambda name: log("asked to stop (%s): writing a checkpoint first", name))
         return self._signals
 
+    def telling(self, job: Job[Any], take: Take | None) -> Self:
+        """Give what the run tells to `take`."""
+        self.take, self.draws_line = take, job.told == "line"
+        return self
+
     @property
     def is_heard(self) -> bool:
         """By the process that has spawned this one."""
@@ -80,11 +87,13 @@ class _Redacting(logging.Formatter):
         return redact(super().format(record))
 
 
-def setup_logging(rank: int) -> None:
-    """Send our packages' log to standard output: rank 0's progress as it is, other ranks' warnings with their rank."""
+def setup_logging(rank: int, quiet: bool = False) -> None:
+    """Send our packages' log to standard output: rank 0's progress as it is (`quiet`: its warnings), other ranks'
+    warnings with their rank.
+    """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(_Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
-    show_log(handler, logging.INFO if rank == 0 else logging.WARNING)
+    show_log(handler, logging.INFO if rank == 0 and not quiet else logging.WARNING)
 
 
 def show_log(handler: logging.Handler, level: int) -> None:
@@ -97,10 +106,10 @@ def show_log(handler: logging.Handler, level: int) -> None:
 
 
 @contextlib.contextmanager
-def shown_log(rank: int, is_command: bool) -> Iterator[None]:
+def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None]:
     """Show our log as a command does: for good, or (in another program) in a block, unless it shows that itself."""
     if is_command:
-        setup_logging(rank)
+        setup_logging(rank, quiet)
         yield
         return
     packages = [logging.getLogger(name) for name in _PACKAGES]
@@ -149,20 +158,22 @@ def _leave(failure: RunFailedError, trace: str, file: Path | None) -> None:
         aside.replace(place)
 
 
-def run_local(job: Job[R]) -> R:
-    """Run one worker in this process."""
-    context = LocalContext(job.storage, "local")
+def run_local(job: Job[R], take: Take | None = None) -> R:
+    """Run one worker in this process; like the other launchers it gives `take` the run's records as they are made."""
+    context = LocalContext(job.storage, "local").telling(job, take)
     with context.listen():
         return job.execute(context)
 
 
-def run_torchrun(job: Job[R]) -> R:
+def run_torchrun(job: Job[R], take: Take | None = None) -> R:
     """Run this process as one of torchrun's workers; each of them calls this."""
     numbers = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    return _run_in_group(job, LocalContext(job.storage, "torchrun", *numbers), "env://")
+    context = LocalContext(job.storage, "torchrun", *numbers).telling(job, take)
+    with _beside(job.told == "line" and context.rank > 0):
+        return _run_in_group(job, context, "env://")
 
 
-def run_spawn(job: Job[R]) -> R:
+def run_spawn(job: Job[R], take: Take | None = None) -> R:
     """Run `scaling.num_workers` processes on this machine, and return rank 0's result.
 
     A group that ran out of memory in mid-training starts again with a smaller microbatch. Raises RunFailedError with
@@ -170,7 +181,7 @@ def run_spawn(job: Job[R]) -> R:
     """
     while True:
         try:
-            return _spawn_group(job)
+            return _spawn_group(job, take)
         except RunFailedError as failure:
             if not failure.smaller:
                 raise
@@ -200,43 +211,77 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(opened)
 
 
-def _spawn_group(job: Job[R]) -> R:
+def _spawn_group(job: Job[R], take: Take | None) -> R:
     workers = job.config.scaling.max_workers
-    with _directory() as directory, StopSignals() as signals:
-        arguments = (job, workers, directory)
+    records, told = multiprocessing.Pipe(duplex=False)
+    with _directory() as directory, StopSignals() as signals, records:
+        arguments = (job, workers, directory, told)
         # Inherited until the workers listen: in their imports Ctrl-C would print a traceback of each.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         processes = start_processes(_spawned, arguments, nprocs=workers, join=False, start_method="spawn")
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        told.close()
         assert processes is not None
-        told = False
+        asked = False
         try:
             while not processes.join(timeout=_LOOK_S):
-                if signals.asked and not told:
-                    told = True
+                _receive(records, take)
+                if signals.asked and not asked:
+                    asked = True
                     for process in processes.processes:
                         process.terminate()
         except ProcessException as error:
             exits = {rank: process.exitcode for rank, process in enumerate(processes.processes)}
-            if not (told and {-signal.SIGTERM, 128 + signal.SIGINT} & set(exits.values())):
+            if not (asked and {-signal.SIGTERM, 128 + signal.SIGINT} & set(exits.values())):
                 raise _failure(Path(directory), error, exits) from None
         finally:
             for process in processes.processes:
                 if process.is_alive():
                     process.kill()
                 process.join()
+        _receive(records, take)
         result = Path(directory, "result.json")
         if not result.exists():  # told before the group stood, or in a pass that keeps nothing
             raise KeyboardInterrupt
         return job.read_result(result.read_bytes())
 
 
-def _spawned(rank: int, job: Job[Any], world_size: int, directory: str) -> None:
+def _receive(records: Connection, take: Take | None) -> None:
+    """Take the records that rank 0 has sent."""
+    with contextlib.suppress(EOFError, OSError):  # it is over
+        while records.poll():
+            for record in records.recv():
+                if take is not None:
+                    take(record)
+
+
+@contextlib.contextmanager
+def _beside(wanted: bool) -> Iterator[None]:
+    """Print beside a live line that another process draws."""
+    if not wanted:
+        yield
+        return
+    from trainers.terminal import beside, printing
+
+    with printing(beside):
+        yield
+
+
+def _spawned(rank: int, job: Job[Any], world_size: int, directory: str, records: Connection) -> None:
     if (driver := multiprocessing.parent_process()) is not None:
         follow(driver.join, lambda: shutil.rmtree(directory, ignore_errors=True))
-    setup_logging(rank)
+    setup_logging(rank, job.quiet)
     context = LocalContext(job.storage, "spawn", rank, world_size, rank, world_size)
     context.failed = Path(directory, f"failed-{rank}")
+    with _beside(job.told == "line"), contextlib.ExitStack() as stack:
+        if job.told and rank == 0:
+            context.telling(job, stack.enter_context(sending(records.send)))
+        else:
+            records.close()
+        _execute(rank, job, context, directory)
+
+
+def _execute(rank: int, job: Job[Any], context: LocalContext, directory: str) -> None:
     try:
         result = _run_in_group(job, context, f"file://{directory}/rendezvous")
         if rank == 0:

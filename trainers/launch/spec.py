@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, kind_of
@@ -21,7 +21,7 @@ from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.yaml import LONGEST, decode, parse_mapping, read_text
 from trainers.context import RunContext
-from trainers.errors import ConfigError, StorageError, did_you_mean, first_line
+from trainers.errors import ConfigError, did_you_mean
 from trainers.launch.find_task import add_to_path, load_function, load_task, portable, task_path
 from trainers.launch.imports import without_collection
 from trainers.lease import fenced
@@ -62,6 +62,10 @@ class Spec:
     """The run's directory."""
     token: str = field(default="", kw_only=True)
     """Of the directory's lease, without which nothing is written; empty where nobody holds one."""
+    quiet: bool = field(default=False, kw_only=True)
+    """Whether workers log nothing but warnings."""
+    told: Literal["", "line", "json"] = field(default="", kw_only=True)
+    """What becomes of the run's records while it runs: nothing, a live line, or a record each on standard output."""
 
     @functools.cached_property
     def storage(self) -> Storage:
@@ -153,10 +157,7 @@ def read_file(location: str) -> tuple[dict[str, Any], Path | None]:
 
 
 def _read(storage: Storage, name: str, source: str) -> str:
-    try:
-        info = storage.filesystem.get_file_info(f"{storage.path}/{name}")
-    except OSError as error:
-        raise StorageError(f"could not look for {source}: {first_line(error)}") from error
+    info = storage.info(name)
     if info.type.name != "File":
         rule = "is not there" if info.type.name == "NotFound" else "is no file"
         raise ConfigError("the file", source, rule, "check its name")

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from trainers.config import TrainConfig
@@ -70,6 +71,12 @@ class Attempt:
         """Return where the run is, for logs and reports; without an epoch where there are none."""
         epoch = {} if self.epochs is None else {"epoch": self.epochs}
         return {"step": self.step, **epoch, "train_time_s": self.clock.train_time_s}
+
+    def tell(self, kind: str, figures: Mapping[str, Any]) -> None:
+        """Tell whoever wants the run's records of one."""
+        if self.context.take is not None and self.context.rank == 0:
+            wall_time_s = time.monotonic() - self.began
+            self.context.take({"record": kind, **self.position(), "wall_time_s": wall_time_s, **figures})
 
     def stream_mark(self) -> Mark | None:
         """Return what tells a stream's samples from others, up to a row that every rank has read: the first one of the

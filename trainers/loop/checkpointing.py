@@ -75,6 +75,7 @@ class Checkpointing:
         self.attempt.checkpoint = where
         self.attempt.watchdog.beat()
         self.attempt.report(where)
+        self.attempt.tell("checkpoint", {"checkpoint": where})
 
     def advance(self) -> None:
         """Go on with the one that is being written, where no rank is busy with it."""

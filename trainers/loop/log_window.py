@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import asdict
+from typing import Any
 
 from trainers.loop.attempt import Attempt
 from trainers.loop.monitor import Monitor
@@ -22,7 +23,7 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     attempt.logged_step = attempt.step
     parts.step.check_lr()
     lr = float(parts.optimizer.param_groups[0]["lr"])
-    record = {**attempt.position(), "lr": lr, **losses, **monitor.window()}
+    record: dict[str, Any] = {**attempt.position(), "lr": lr, **losses, **monitor.window()}
     noise = parts.step.noise
     if noise is not None:
         noise.take()
@@ -32,8 +33,11 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     if throughput is not None:
         figures = {"loss": loss, "progress": attempt.step / parts.total_steps, **asdict(throughput)}
         attempt.context.observe(figures | ({"mfu": record["mfu"]} if "mfu" in record else {}))
+    record |= {"ranks": ranks} if ranks else {}
+    attempt.tell("train", record)
     if attempt.log is not None:
-        attempt.log.add(record | ({"ranks": ranks} if ranks else {}))
+        attempt.log.add(record)
+    if attempt.log is not None and not attempt.context.draws_line:
         done = f"step {attempt.step}/{parts.total_steps}"
         if attempt.epochs is not None:
             done += f"  epoch {attempt.epochs:.2f}"

@@ -77,11 +77,24 @@ class Training:
         return finish("done" if is_done else "stopped", attempt, self.monitor, self.inspection)
 
     def say_start(self) -> None:
-        """Log the batch arithmetic, the data and the learning rate."""
+        """Tell and log the batch arithmetic, the data and the learning rate."""
         parts, config, context = self.attempt.parts, self.attempt.config, self.attempt.context
         workers = counted(context.world_size, "worker")
         sizes = f"microbatch {parts.microbatch_size} x accumulation {parts.accumulation} x {workers}"
         where = f"{context.launcher}, {parts.device}, {parts.spec.name}"
+        told = {
+            "uri": context.storage.uri if context.storage else None,
+            "total_steps": self.attempt.end,
+            "max_time_s": config.max_time_s,
+            "global_batch_size": config.batch_size,
+            "microbatch_size": parts.microbatch_size,
+            "accumulation": parts.accumulation,
+            "world_size": context.world_size,
+            "launcher": context.launcher,
+            "device": str(parts.device),
+            "precision": parts.spec.name,
+        }
+        self.attempt.tell("start", told)
         logger.info("global batch %d = %s (%s)", config.batch_size, sizes, where)
         steps = f"{counted(parts.total_steps, 'step')} in all"
         if size := parts.sampler.known_length:

@@ -25,6 +25,8 @@ def validate(attempt: Attempt) -> dict[str, float]:
     attempt.evaluated_step = attempt.step
     if figures and attempt.log is not None:
         attempt.log.add({**attempt.position(), **figures})
+    if figures:
+        attempt.tell("evaluation", {**figures, "time_s": time.perf_counter() - began})
     if figures and attempt.context.rank == 0:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         logger.info("evaluated at step %d in %.2f s: %s", attempt.step, time.perf_counter() - began, shown)

@@ -15,7 +15,9 @@ from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import ray_scaling, wants_gpu
 from trainers.on_ray.environment import run_environment
 from trainers.on_ray.failures import as_failure
+from trainers.on_ray.records import receiving, send
 from trainers.on_ray.vital_signs import VitalSigns
+from trainers.output import Take
 from trainers.storage import Storage
 
 _NEWEST = "newest_report.json"
@@ -45,12 +47,15 @@ class FunctionRun:
 class _Reports(ray.train.UserCallback):
     """Keeps the newest report's metrics, which Ray's result has only beside a checkpoint."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, told: bool) -> None:
+        """`told`: the driver hears of each."""
+        self._storage, self._told = storage, told
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
         """Called by Ray with the metrics of all ranks."""
         self._storage.write(_NEWEST, json.dumps(metrics[0], default=str).encode())
+        if self._told:
+            send(self._storage, [{"record": "report", "metrics": metrics[0]}])
 
 
 def _worker(loop_config: dict[str, Any]) -> Any:
@@ -72,8 +77,8 @@ def _fit(trainer: TorchTrainer) -> ray.train.Result:
         signal.signal(signal.SIGINT, before)
 
 
-def run_function(spec: FunctionSpec) -> FunctionRun:
-    """Train on the connected cluster, from the newest checkpoint where there is one.
+def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
+    """Train on the connected cluster, from the newest checkpoint where there is one; `take` is given what is reported.
 
     Raises RunFailedError.
     """
@@ -86,11 +91,12 @@ def run_function(spec: FunctionSpec) -> FunctionRun:
             name=storage.name,
             storage_path=storage.parent.uri,
             failure_config=ray.train.FailureConfig(max_failures=config.failure.max_failures),
-            callbacks=[_Reports(storage)],  # type: ignore[list-item]
+            callbacks=[_Reports(storage, bool(spec.told))],  # type: ignore[list-item]
         ),
     )
     try:
-        with ending_with_cluster("the same command goes on from the newest checkpoint"), VitalSigns():
+        again = "the same command goes on from the newest checkpoint"
+        with ending_with_cluster(again), VitalSigns(), receiving(storage, take):
             result = _fit(trainer)
     except ray.train.WorkerGroupError as error:
         raise RunFailedError.first([as_failure(rank, one) for rank, one in error.worker_failures.items()]) from None

@@ -28,7 +28,9 @@ from trainers.on_ray.coordinator import NodeCount, free_dead_runs
 from trainers.on_ray.environment import run_environment
 from trainers.on_ray.failures import FailurePolicy, as_failure
 from trainers.on_ray.process_group import GroupConfig
+from trainers.on_ray.records import receiving, telling
 from trainers.on_ray.vital_signs import VitalSigns
+from trainers.output import Take
 from trainers.redaction import redact
 from trainers.storage import Storage
 
@@ -42,7 +44,12 @@ def _worker(loop_config: dict[str, Any]) -> None:
     logging.getLogger(ray.train.v2._internal.util.__name__).setLevel(logging.CRITICAL)  # a traceback, printed below
     spec = RunSpec(**loop_config)
     context = RayContext(spec.storage)
-    setup_logging(context.rank)
+    setup_logging(context.rank, spec.quiet)
+    with telling(spec, context):
+        _execute(spec, context)
+
+
+def _execute(spec: RunSpec, context: RayContext) -> None:
     try:
         spec.execute(context)
         context.flush()
@@ -58,8 +65,8 @@ def _worker(loop_config: dict[str, Any]) -> None:
         raise failure from None
 
 
-def run_on_ray(spec: RunSpec) -> RunResult:
-    """Train on the connected cluster; needs `check_cluster` before it.
+def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
+    """Train on the connected cluster; needs `check_cluster` before it. `take` is given the run's records.
 
     Raises RunFailedError when the budget for a kind of failure is used up.
     """
@@ -86,7 +93,8 @@ def run_on_ray(spec: RunSpec) -> RunResult:
         ),
     )
     try:
-        with ending_with_cluster("the same command goes on from the newest checkpoint"), VitalSigns():
+        again = "the same command goes on from the newest checkpoint"
+        with ending_with_cluster(again), VitalSigns(), receiving(spec.storage, take):
             _fit(trainer, spec.storage)
     except ray.train.ControllerError as error:
         raise as_failure(0, error.controller_failure) from None

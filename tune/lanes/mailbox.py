@@ -114,7 +114,7 @@ class Mailbox:
             trial.losses += 1
             why = f": {cause.message}" if cause is not None else ""
             status = "node_lost" if cause is None or cause.status == "error" else cause.status
-            if trial.losses >= MAX_LOSSES or status == "hung" or trial.assignment.is_run:
+            if trial.losses >= MAX_LOSSES or status == "hung" or trial.assignment.run is not None:
                 message = f"its worker group died {trial.losses} time{'s' * (trial.losses > 1)} under it{why}"
                 trial.tell(Event(outcome={"status": status, "message": message, "lane": lane}))
                 await self._drop_checkpoints(trial)
@@ -173,7 +173,8 @@ class Mailbox:
 
     def _is_needless(self, lane: int) -> bool:
         """Whether a training run is all there is to do, and another lane runs it: what this one holds is free then."""
-        return any(self._trials[ticket].assignment.is_run for one, ticket in self._running.items() if one != lane)
+        runs = [self._trials[ticket].assignment.run for one, ticket in self._running.items() if one != lane]
+        return any(run is not None for run in runs)
 
     def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""

@@ -1,15 +1,20 @@
 """A trial on its way from its Tune actor to a lane, and what comes back."""
 
+from __future__ import annotations
+
 import asyncio
 import functools
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainers.errors import RunFailedError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import fixed_size, key_of
 from tune.trials.record import Until
+
+if TYPE_CHECKING:
+    from trainers.launch.spec import RunSpec
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class Assignment:
     """How often it was started before."""
     begun: Begun | None = None
     """Where a training function goes on that was started before."""
-    is_run: bool = False
-    """Whether it is a training run that somebody has asked for, and no trial."""
+    run: RunSpec | None = None
+    """The training run that it is, which somebody has asked for; None: a trial."""
 
 
 def new_ticket(name: str) -> str:

@@ -20,7 +20,9 @@ from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import wants_gpu
 from trainers.on_ray.context import request_stop
 from trainers.on_ray.failures import budget_of
+from trainers.on_ray.records import receiving
 from trainers.on_ray.vital_signs import VitalSigns
+from trainers.output import Take
 from tune.lanes.kept import Kept
 from tune.lanes.lanes import Lanes
 from tune.lanes.messages import Assignment, new_ticket
@@ -34,8 +36,9 @@ class GivenBack(BaseException):
     """The run is to go on with workers of its own. No handler of failures may take it for one."""
 
 
-def run_in_lane(kept: Kept, spec: RunSpec) -> RunResult:
-    """Train in a lane of the run's scaling; lanes of any other end, and free what they hold.
+def run_in_lane(kept: Kept, spec: RunSpec, take: Take | None) -> RunResult:
+    """Train in a lane of the run's scaling; lanes of any other end, and free what they hold. `take` is given the run's
+    records.
 
     Raises GivenBack where there is none, or where the run goes on elsewhere; RunFailedError where the task failed.
     """
@@ -46,7 +49,8 @@ def run_in_lane(kept: Kept, spec: RunSpec) -> RunResult:
     if lanes is None:
         raise GivenBack
     try:
-        with ending_with_cluster("the same command goes on from the newest checkpoint"), VitalSigns(True):
+        again = "the same command goes on from the newest checkpoint"
+        with ending_with_cluster(again), VitalSigns(True), receiving(spec.storage, take):
             outcome = _outcome(lanes, spec)
     except ray.exceptions.RayError as error:
         outcome = {"status": "node_lost", "message": f"the mailbox, an actor, has died: {error}"}
@@ -74,7 +78,7 @@ def _outcome(lanes: Lanes, spec: RunSpec) -> dict[str, Any]:
     mailbox = lanes.mailbox
     ray.get(mailbox.begin.remote(None, spec.path, False))
     request_stop(spec.storage, False)
-    run = Assignment(new_ticket(spec.storage.name), spec.source, spec.tree, storage=spec.storage, is_run=True)
+    run = Assignment(new_ticket(spec.storage.name), spec.source, spec.tree, run=spec)
     ended = mailbox.next_event.remote(ray.get(mailbox.submit.remote(run)), 0)
     shown, is_told, is_over = 0, False, False
     try:
@@ -84,7 +88,7 @@ def _outcome(lanes: Lanes, spec: RunSpec) -> dict[str, Any]:
                 notes = ray.get(mailbox.watch.remote(shown))["notes"]
                 shown += len(notes)
                 for words in notes:
-                    logger.info("%s", words)
+                    logger.warning("%s", words)
                 if signals.asked and not is_told:
                     is_told = True
                     logger.info("asked to stop: the workers write a checkpoint first (Ctrl-C again leaves at once)")

@@ -23,6 +23,7 @@ from trainers.launch.imports import without_collection
 from trainers.launch.local import setup_logging, show_log
 from trainers.launch.spec import RunSpec
 from trainers.on_ray.context import Gauges, RayContext, WorkerContext, own_gpu
+from trainers.on_ray.records import telling
 from trainers.redaction import redact
 from trainers.storage import Storage
 from tune.lanes.leftovers import adopt_orphans
@@ -96,11 +97,11 @@ class _Telling(logging.Handler):
 
 
 @contextlib.contextmanager
-def _told(mailbox: Any, rank: int) -> Iterator[None]:
+def _shown(mailbox: Any, rank: int, quiet: bool) -> Iterator[None]:
     """Show the log of rank 0 as a run of its own would."""
-    setup_logging(rank)
+    setup_logging(rank, quiet)
     if rank == 0:
-        show_log(_Telling(mailbox), logging.INFO)
+        show_log(_Telling(mailbox), logging.WARNING if quiet else logging.INFO)
     try:
         yield
     finally:
@@ -174,10 +175,10 @@ def _function() -> Any:
 def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges) -> dict[str, Any]:
     """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
     path, source = assignment.path, assignment.trial
-    if assignment.is_run:
-        of_run = RunInLane(assignment.storage)
-        with _told(mailbox, of_run.rank):
-            return _outcome(RunSpec(assignment.tree, path, source, ""), of_run)
+    if (run := assignment.run) is not None:
+        of_run = RunInLane(run.storage)
+        with _shown(mailbox, of_run.rank, run.quiet), telling(run, of_run):
+            return _outcome(run, of_run)
     context = LaneContext(mailbox, lane, assignment, gauges)
     if context.storage is not None and context.rank == 0:  # so that `python -m trainers evaluate` finds its way
         found = {"task_dir": path[0]} if path else {}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from trainers import residents
-from trainers.command_line import complain
 from trainers.errors import PacelineError
 
 RESIDENT = "--resident"
@@ -17,17 +16,19 @@ RESIDENT = "--resident"
 _START_S, _LOOK_S = 30.0, 0.05
 
 
-def run_by_resident(arguments: Sequence[str]) -> int | None:
+def run_by_resident(arguments: Sequence[str], output: int = 1) -> int | None:
     """Have `python -m tune ARGUMENTS` run by the resident driver, which is started where there is none; returns its
-    exit code, None where it is busy, or none may be.
+    exit code, None where it is busy, or none may be. `output` is the descriptor of the command's standard output.
+
+    Raises PacelineError where it dies.
     """
     place = residents.place()
     if place is None:
         return None
-    found = residents.hand_over(place, {"run": list(arguments)}, _start)
+    found = residents.hand_over(place, {"run": list(arguments)}, output, _start)
     if found is None:
-        complain("the resident driver of this cluster has died, and the sweep with it; the same command goes on")
-        return PacelineError.exit_code
+        words = "the resident driver of this cluster has died, and the sweep with it; the same command goes on"
+        raise PacelineError(words)
     return found.get("exit")
 
 

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ray.util.metrics import Gauge
 
 from trainers.errors import STATUSES, PacelineError
 from trainers.launch.signals import StopSignals
+from trainers.output import Output
 from tune.lanes.messages import Event
 from tune.report.answer import objective_value
 from tune.search.space import unwrap
@@ -100,14 +101,21 @@ class Progress(tune.Callback):
     """The sweep as its driver sees it; makes sure that each trial that has ended has its record."""
 
     def __init__(
-        self, spec: SweepSpec, plan: SweepPlan, mailbox: Any, pace: Pace, grow: Callable[[], None] | None
+        self,
+        spec: SweepSpec,
+        plan: SweepPlan,
+        mailbox: Any,
+        pace: Pace,
+        grow: Callable[[], None] | None,
+        output: Output,
     ) -> None:
         """`grow` is called every ten seconds."""
+        self._output = output
         self._config, self._plan, self._mailbox, self._pace, self._grow = spec.config, plan, mailbox, pace, grow
         self._journal = Journal(spec.storage)
         self.signal_name: str | None = None
         """What asked to stop, once it has come."""
-        self.terminal = Terminal()
+        self.terminal = Terminal(is_live=not (output.quiet or output.as_json))
         self.failure: Exception | None = None
         """What ends the sweep: raised between two of Tune's steps, which would blame a trial for it."""
         self.seen: dict[str, dict[str, Any]] = {}
@@ -252,6 +260,11 @@ class Progress(tune.Callback):
         if record is not None:
             self.records[name] = record
             self._mailbox.forget.remote(name)
+            self.tell(record)
+
+    def tell(self, record: TrialRecord) -> None:
+        """Tell of a trial that has ended, where records are wanted."""
+        self._output.record({"record": "trial", **asdict(record)})
 
     def _from_mailbox(self, name: str, why_stopped: str) -> TrialRecord | None:
         """The record of a trial as its lane has told it: of its own end, or else as one that was stopped."""

@@ -24,6 +24,7 @@ from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, connect
 from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
+from trainers.output import Output
 from tune.lanes.kept import resident
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
@@ -45,9 +46,11 @@ _ACTORS = 4
 _LEAST_ROOM_BYTES = 2**20
 
 
-def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | None = None) -> list[TrialRecord]:
+def run_sweep(
+    spec: SweepSpec, checked: bool = True, facts: dict[str, str] | None = None, output: Output | None = None
+) -> list[TrialRecord]:
     """Run every trial that has no record yet; returns the records of all. `checked`: after a look at the nodes.
-    `facts` is given what the report must say of the sweep itself.
+    `facts` is given what the report must say of the sweep itself; `output` is what the user wants to be told.
 
     Raises ConfigError (the cluster can never hold a trial), ClusterError (nodes are not in order), Interrupted when
     asked to stop, and PacelineError when it is cut off: what has ended until then is in the journal.
@@ -71,7 +74,7 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
         lanes.grow(count)
         pace.lanes_started(lanes.count)
 
-    progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None)
+    progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None, output or Output())
     progress.seen.update({record.id: record.config for record in before})
     progress.records.update({record.id: record for record in before})
     try:
@@ -86,7 +89,10 @@ def run_sweep(spec: SweepSpec, checked: bool = True, facts: dict[str, str] | Non
             is_over_budget = time.monotonic() - began >= (spec.config.time_budget_s or math.inf)
             progress.record_rest(is_over_budget)
             if not is_over_budget:
-                progress.records |= run_repeats(spec, plan, mailbox, lanes.settle, progress.tick, progress.terminal.say)
+                repeats = run_repeats(spec, plan, mailbox, lanes.settle, progress.tick, progress.terminal.say)
+                progress.records |= repeats
+                for record in repeats.values():
+                    progress.tell(record)
             progress.restore_records()
             save(spec)
             if words := _restarts(ray.get(mailbox.restarts.remote())):

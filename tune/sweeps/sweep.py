@@ -15,6 +15,7 @@ from trainers.json_data import validated
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.imports import without_collection
 from trainers.lease import held
+from trainers.output import Output
 from trainers.redaction import redact
 from trainers.storage import Storage
 from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, sweep_with
@@ -126,16 +127,19 @@ def sweep(
     return run_to_answer(spec, fresh, check)
 
 
-def run_to_answer(spec: SweepSpec, fresh: bool, checked: bool, is_command: bool = False) -> SweepResult:
+def run_to_answer(
+    spec: SweepSpec, fresh: bool, checked: bool, is_command: bool = False, output: Output | None = None
+) -> SweepResult:
     """Run what has no record yet, and write the report; of a sweep that is complete, only that.
 
     `is_command`: the process is there for nothing else. Otherwise its Ray connection, its log and its garbage
-    collection stay as they are.
+    collection stay as they are. `output` is what the command's user wants to be told.
     """
+    output = output or Output()
     from trainers.launch.local import shown_log
 
     with ExitStack() as stack:
-        stack.enter_context(shown_log(0, is_command))
+        stack.enter_context(shown_log(0, is_command, output.quiet))
         token = stack.enter_context(held(spec.storage, SAVED))
         before = prepare(spec, fresh)
         spec = replace(spec, token=token)
@@ -154,7 +158,7 @@ def run_to_answer(spec: SweepSpec, fresh: bool, checked: bool, is_command: bool 
         facts: dict[str, str] = {}
         try:
             with leaving():
-                records = run_sweep(spec, checked, facts)
+                records = run_sweep(spec, checked, facts, output)
                 versions = environment() | facts
         except (Interrupted, KeyboardInterrupt):
             raise SweepInterrupted(prepare(spec, False)) from None

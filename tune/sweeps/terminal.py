@@ -1,7 +1,6 @@
 """The sweep while it runs: a live table on a terminal or in a notebook, plain lines in a log."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -9,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from trainers.redaction import redact
+from trainers.terminal import TerminalConsole, live
 from tune.config import SweepConfig
 from tune.report.table import as_html
 from tune.report.words import duration, shown
@@ -78,12 +77,16 @@ def render(view: View) -> RenderableType:
 class Terminal:
     """Lines, and beside them the live table where standard output is a terminal or a notebook's."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+    def __init__(self, console: Console | None = None, is_live: bool = True) -> None:
+        """`is_live`: a table is wanted."""
+        self._console = console or TerminalConsole()
+        self._is_live = is_live
         self._draw: Callable[[RenderableType], None] | None = None
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
+        if not self._is_live:
+            return self
         if self._console.is_jupyter:
             from IPython.display import HTML, display
 
@@ -92,13 +95,8 @@ class Terminal:
             self._draw = lambda shown: cell.update(HTML(as_html(shown)))
             self._undo.callback(cell.update, HTML(""))
         if self._console.is_terminal:
-            live = self._undo.enter_context(Live(console=self._console, auto_refresh=False, transient=True))
-            self._draw = lambda shown: live.update(shown, refresh=True)
-            # Log lines go above the table, although the handlers were bound to the stream before it.
-            handlers = {id(one): one for name in ("tune", "trainers") for one in logging.getLogger(name).handlers}
-            for handler in handlers.values():
-                if isinstance(handler, logging.StreamHandler) and (stream := handler.setStream(sys.stdout)) is not None:
-                    self._undo.callback(handler.setStream, stream)
+            region = self._undo.enter_context(live(self._console))
+            self._draw = lambda shown: region.update(shown, refresh=True)
         return self
 
     def __exit__(self, *exc: object) -> None:

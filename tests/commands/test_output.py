@@ -1,0 +1,247 @@
+"""What a command shows: a live line on a terminal, plain lines in a pipe, little with --quiet, records with --json."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Done
+from tests.specs import BASE, REPOSITORY
+from tests.tasks import Blobs
+from trainers.config.yaml import dump_yaml
+
+DRAWN = re.compile(r"run  step \d+/\d+ \(\d+%\)  ETA \d+:\d\d:\d\d  ")
+REDRAWN = re.compile("\r\x1b\\[2K(?:\x1b\\[1A\x1b\\[2K)*")
+SHOW, HIDE = "\x1b[?25h", "\x1b[?25l"
+
+
+class Talking(Blobs):
+    """Prints in every evaluation, and fails there where it is told to."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(pause_s=0.02)
+        self.fails = fails
+
+    def on_evaluate(self, figures: dict[str, float], step: int) -> None:
+        print(f"own words at step {step}: " + "x" * 150)
+        print(f"own warning at step {step}", file=sys.stderr)
+        if self.fails:
+            raise ValueError("the user's own")
+
+
+def write(directory: Path, **changes: Any) -> str:
+    task = {"task": "tests.commands.test_output:Talking", "max_steps": 60, "evaluate": {"every_steps": 20}}
+    tree = {**BASE, **task, "device": "cpu", "storage_path": str(directory / "runs"), **changes}
+    (directory / "train.yaml").write_text(dump_yaml(tree))
+    return str(directory / "train.yaml")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came to a terminal."""
+
+    code: int
+    text: str
+
+    @property
+    def lines(self) -> list[str]:
+        """What stays on the screen, or has been scrolled away, row by row."""
+        rows = [""]
+        for piece in re.split("(\r\x1b\\[2K|\x1b\\[1A|\x1b\\[2K|\r\n|\n|\r)", self.text):
+            if piece == "\x1b[1A":
+                rows.pop()
+            elif "\x1b[2K" in piece:
+                rows[-1] = ""
+            elif "\n" in piece:
+                rows.append("")
+            elif piece != "\r":
+                rows[-1] += piece
+        return rows
+
+
+def on_terminal(
+    *args: str,
+    columns: int = 100,
+    number: signal.Signals | None = None,
+    at: str = "",
+    environment: dict[str, str] | None = None,
+) -> Seen:
+    """Run `python ARGS` on a terminal of its own; send it a signal once it has said `at`."""
+    settings = {key: one for key, one in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
+    settings |= {"TERM": "xterm-256color", "PYTHONPATH": str(REPOSITORY), **(environment or {})}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(REPOSITORY)
+        os.execve(sys.executable, [sys.executable, *args], settings)  # noqa: S606 (the shell is what it replaces)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+    text, ended = b"", False
+    deadline = time.monotonic() + 240
+    while not ended:
+        assert time.monotonic() < deadline, text.decode()
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        with contextlib.suppress(OSError):  # nobody has it open any more
+            text += os.read(terminal, 65536)
+            if number is not None and at.encode() in text:
+                os.kill(pid, number)
+                number = None
+            continue
+        ended = True
+    os.close(terminal)
+    return Seen(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.decode())
+
+
+def is_clean(seen: Seen) -> None:
+    """The region is gone, and the cursor is there."""
+    assert not [line for line in seen.lines if DRAWN.search(line) or "starting" in line], seen.lines
+    assert seen.text.rfind(HIDE) <= seen.text.rfind(SHOW)
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("spawn", marks=pytest.mark.full)])
+def test_on_a_terminal_a_line_is_drawn_and_all_else_goes_above_it(launcher: str, tmp_path: Path) -> None:
+    file = write(tmp_path, launcher=launcher, scaling={"num_workers": 1 if launcher == "local" else 2})
+    seen = on_terminal("-m", "trainers", file)
+    assert seen.code == 0, seen.text
+    assert DRAWN.search(seen.text)
+    assert any("loss" in drawn and "samples/s" in drawn for drawn in REDRAWN.split(seen.text))
+    is_clean(seen)
+    for step in (20, 40, 60):
+        assert f"own words at step {step}: " + "x" * 150 in seen.lines
+        assert f"own warning at step {step}" in seen.lines
+        assert sum(line.startswith(f"evaluated at step {step} in ") for line in seen.lines) == 1
+    assert not [line for line in seen.lines if line.startswith("step ")]
+    assert any(line.startswith("done: 60 steps") for line in seen.lines)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("columns", "environment", "is_drawn"),
+    [(0, {}, True), (100, {"TERM": "dumb"}, False), (30, {"NO_COLOR": "1"}, True)],
+)
+def test_terminals_of_other_kinds(columns: int, environment: dict[str, str], is_drawn: bool, tmp_path: Path) -> None:
+    seen = on_terminal("-m", "trainers", write(tmp_path), columns=columns, environment=environment)
+    assert seen.code == 0, seen.text
+    assert ("\x1b[2K" in seen.text) == is_drawn
+    assert any(line.startswith("step 60/60") for line in seen.lines) != is_drawn
+    assert not re.search("\x1b\\[[0-9;]*m", seen.text) or not environment
+    is_clean(seen)
+    drawn = [one.partition("\n")[0].rstrip() for one in REDRAWN.split(seen.text) if one.startswith("run  step")]
+    assert all(len(line) <= (columns or 80) for line in drawn)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("number", "code", "says"),
+    [(None, 1, "the user's own (test_output.py:"), (signal.SIGINT, 0, "stopped: "), (signal.SIGKILL, -9, "")],
+)
+def test_whatever_ends_it_leaves_the_terminal_in_order(
+    number: signal.Signals | None, code: int, says: str, tmp_path: Path
+) -> None:
+    changes = {"task_args": {"fails": True}} if number is None else {"max_steps": 10**6}
+    seen = on_terminal("-m", "trainers", write(tmp_path, **changes), number=number, at="own words at step 40")
+    assert seen.code == code, seen.text
+    assert says in seen.text
+    if number != signal.SIGKILL:  # after which nobody can tidy up
+        is_clean(seen)
+    assert HIDE not in seen.text
+
+
+def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(tmp_path: Path, command: Callable[..., Done]) -> None:
+    done = command("-m", "trainers", write(tmp_path), forked=True, env={"FORCE_COLOR": "1"})
+    assert done.code == 0, done.err
+    assert "\x1b" not in done.out + done.err
+    assert "\r" not in done.out + done.err
+    assert sum(line.startswith("step ") for line in done.out.splitlines()) == 60
+
+
+def test_quiet_says_the_result_in_a_line(tmp_path: Path, command: Callable[..., Done]) -> None:
+    file = write(tmp_path, task="tests.tasks:Blobs")
+    done = command("-m", "trainers", file, "--quiet", forked=True)
+    assert done.code == 0, done.err
+    (line,) = done.out.splitlines()
+    assert line.startswith("done: 60 steps")
+    assert "val_loss" in line
+    assert done.err == ""
+    failed = command("-m", "trainers", file, "--quiet", "--fresh", "--seed", "-1", forked=True)
+    assert (failed.code, failed.out, len(failed.err.splitlines())) == (2, "", 1)
+
+
+def records_of(done: Done) -> list[dict[str, Any]]:
+    """What came on standard output, of which each line must be an object of JSON's own grammar."""
+
+    def refuse(constant: str) -> float:
+        raise ValueError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in done.out.splitlines()]
+
+
+@pytest.mark.parametrize("launcher", ["local", pytest.param("spawn", marks=pytest.mark.full)])
+def test_json_is_all_that_comes_on_standard_output(launcher: str, tmp_path: Path, command: Callable[..., Done]) -> None:
+    file = write(tmp_path, launcher=launcher, scaling={"num_workers": 1 if launcher == "local" else 2})
+    done = command("-m", "trainers", file, "--json")
+    assert done.code == 0, done.err
+    first, *between, last = records_of(done)
+    assert (first["record"], first["total_steps"], first["step"]) == ("start", 60, 0)
+    trained = [one for one in between if one["record"] == "train"]
+    assert [one["step"] for one in trained] == list(range(1, 61))
+    assert all({"train_loss", "lr", "wall_time_s", "samples_per_s"} <= one.keys() for one in trained)
+    assert [one["step"] for one in between if one["record"] == "evaluation"] == [20, 40, 60]
+    assert [one["step"] for one in between if one["record"] == "checkpoint"] == [10, 20, 30, 40, 50, 60]
+    assert (last["record"], last["status"], last["steps"]) == ("result", "done", 60)
+    assert "own words at step 20" in done.err
+    assert "step 60/60" in done.err
+    evaluated = command("-m", "trainers", "evaluate", str(tmp_path / "runs" / "run"), "--json", forked=True)
+    (result,) = records_of(evaluated)
+    assert (result["status"], result["metrics"]["val_loss"]) == ("done", last["metrics"]["val_loss"])
+
+
+@pytest.mark.parametrize(
+    ("args", "changes", "code", "words"),
+    [
+        (["--seed", "-1"], {}, 2, "`seed` is -1"),
+        (["--sede", "1"], {}, 2, "did you mean"),
+        ([], {"task_args": {"fails": True}}, 1, "the user's own"),
+    ],
+)
+def test_a_failure_is_a_record_too(
+    args: list[str], changes: dict[str, Any], code: int, words: str, tmp_path: Path, command: Callable[..., Done]
+) -> None:
+    done = command("-m", "trainers", write(tmp_path, **changes), "--json", *args, forked=True)
+    assert done.code == code
+    *_, last = records_of(done)
+    assert (last["record"], last["exit_code"]) == ("error", code)
+    assert words in last["message"]
+    assert f"error: {last['message']}" in done.err
+
+
+@pytest.mark.full
+def test_a_run_goes_on_when_nobody_reads_its_records(tmp_path: Path, command: Callable[..., Done]) -> None:
+    read, written = os.pipe()
+    os.close(read)
+    script = f"import os, sys; os.dup2({written}, 1); from trainers.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    os.set_inheritable(written, True)
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(tmp_path / "err", os.O_WRONLY | os.O_CREAT), 2)
+        os.chdir(REPOSITORY)
+        os.execv(sys.executable, [sys.executable, "-c", script, write(tmp_path), "--json"])  # noqa: S606
+    os.close(written)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, (tmp_path / "err").read_text()
+    assert "takes no more records" in (tmp_path / "err").read_text()
+    assert json.loads((tmp_path / "runs" / "run" / "result.json").read_text())["status"] == "done"

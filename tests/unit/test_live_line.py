@@ -1,0 +1,111 @@
+"""The line of a run, and when the run will be over."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import pytest
+
+from trainers.launch import live_line
+from trainers.launch.live_line import Course, clock
+from trainers.output import Output, Sender
+from trainers.terminal import TerminalConsole
+
+EACH_S, EVALUATION_S, INTERVAL, START_S = 0.5, 3.0, 40, 7.0
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock, which stands until a test moves it."""
+    found = [1000.0]
+    monkeypatch.setattr(live_line.time, "monotonic", lambda: found[0])
+    return found
+
+
+def tell(course: Course, total: int | None, until: int, first: int = 0, **start: Any) -> float:
+    """Tell of a run until a step; each step, evaluation and window takes as long as all others. Its wall time."""
+    wall_s, train_s = START_S, 100.0 * (first > 0)
+    position: dict[str, Any] = {"step": first, "train_time_s": train_s}
+    course.take({"record": "start", **position, "wall_time_s": 0.0, "total_steps": total, "max_time_s": None, **start})
+    for step in range(first + 1, until + 1):
+        wall_s, train_s = wall_s + EACH_S, train_s + EACH_S
+        position = {"step": step, "train_time_s": train_s}
+        if step % 10 == 0:
+            figures = {"train_loss": 0.25, "samples_per_s": 1234.0, "lr": 0.1}
+            course.take({"record": "train", **position, "wall_time_s": wall_s, **figures})
+        if step % INTERVAL == 0:
+            wall_s += EVALUATION_S
+            course.take({"record": "evaluation", **position, "wall_time_s": wall_s, "val_loss": 0.125})
+    return wall_s
+
+
+@pytest.mark.parametrize(("first", "until"), [(0, 200), (400, 600), (400, 630)])
+def test_the_rest_takes_as_long_as_what_was_with_its_evaluations(now: list[float], first: int, until: int) -> None:
+    course = Course("run")
+    tell(course, 1000, until, first)
+    newest = until // 10 * 10
+    expected = (1000 - newest) * (EACH_S + EVALUATION_S / INTERVAL)
+    assert course.left_s() == pytest.approx(expected)
+    now[0] += 5
+    assert course.left_s() == pytest.approx(expected - 5)
+    now[0] += 1e6
+    assert course.left_s() == 0.0
+
+
+def test_max_time_ends_it_sooner(now: list[float]) -> None:
+    course = Course("run")
+    wall_s = tell(course, 1000, 200, max_time_s=150.0)
+    assert course.left_s() == pytest.approx(150.0 - wall_s)
+
+
+def test_a_group_that_starts_again_is_reckoned_anew(now: list[float]) -> None:
+    course = Course("run")
+    tell(course, 1000, 200)
+    course.take({"record": "start", "step": 160, "train_time_s": 80.0, "wall_time_s": 0.0, "total_steps": 1000})
+    assert course.left_s() is None
+    assert "step 160/1000 (16%)" in course.line().plain
+
+
+def test_the_line_has_what_is_known_and_no_more(now: list[float]) -> None:
+    course = Course("digits\x1b[2J")
+    assert course.line().plain == r"digits\x1b[2J  starting  for 0:00:00"
+    course.take({"record": "report", "metrics": {"loss": 0.5, "name": "x", "step": "three"}})
+    assert course.line().plain == r"digits\x1b[2J  loss 0.5  for 0:00:00"
+    tell(course, 1000, 200)
+    shown = course.line().plain
+    for words in (
+        "step 200/1000 (20%)",
+        f"ETA {clock(800 * 0.575)}",
+        "loss 0.2500",
+        "1,234 samples/s",
+        "val_loss 0.125",
+    ):
+        assert words in shown
+    console = TerminalConsole(file=io.StringIO(), width=40, force_terminal=True)
+    assert len(console.render_lines(course.line(), pad=False)) == 1
+
+
+def test_what_is_no_json_is_told_as_null_and_no_secret_is(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setenv("MY_TOKEN", "hidden-hidden")
+    with Output(as_json=True) as output:
+        os.write(1, b"to standard error\n")  # as a library in C does
+        output.record({"record": "train", "loss": float("nan"), "of": [float("inf"), 1, True, "hidden-hidden"]})
+    shown = capfd.readouterr()
+    assert shown.out == '{"record": "train", "loss": null, "of": [null, 1, true, "***"]}\n'
+    assert shown.err == "to standard error\n"
+
+
+def test_a_sender_whose_driver_is_gone_goes_on_taking_records() -> None:
+    sent: list[Any] = []
+
+    def send(records: list[dict[str, Any]]) -> None:
+        sent.append(records)
+        raise BrokenPipeError
+
+    sender = Sender(send)
+    sender({"step": 1})
+    sender.close()
+    sender({"step": 2})
+    assert sent == [[{"step": 1}]]

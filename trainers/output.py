@@ -1,0 +1,164 @@
+"""How a command tells what it does: lines or a live line for a person, little (`--quiet`), or JSON (`--json`).
+
+Environment read: TERM, which says dumb of a terminal that nothing can be drawn on; RANK, which torchrun sets: one
+process tells for all of its workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from trainers.redaction import redact
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+Take = Callable[[Record], None]
+"""Takes note of a record of a run."""
+Quiet = Annotated[bool, Field(description="only warnings, errors and the result")]
+Json = Annotated[
+    bool, Field(alias="json", description="JSON on standard output, an object a line; all else on standard error")
+]
+_TELL_S, _LAST_S = 0.25, 5.0
+
+
+def on_terminal() -> bool:
+    """Whether standard output is a terminal that can be drawn on."""
+    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return not is_dumb and sys.stdout is not None and sys.stdout.isatty()
+
+
+@dataclass
+class Output:
+    """What the user wants to be told. In its block, with `as_json`, file descriptor 1 is standard error, for all that
+    this process and those that it starts print, and records go to what it was.
+    """
+
+    quiet: bool = False
+    as_json: bool = False
+    descriptor: int = field(default=1, init=False)
+    """Of the command's own standard output."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a live line or table is drawn."""
+        return not (self.quiet or self.as_json) and on_terminal()
+
+    def __enter__(self) -> Output:
+        if self.as_json:
+            sys.stdout.flush()
+            self.descriptor = os.dup(1)
+            os.dup2(2, 1)
+        return self
+
+    def wanting(self, typed: Output) -> Output:
+        """This one, which a command has from its start, as its options have it (`--json=true`)."""
+        self.quiet = typed.quiet
+        if typed.as_json and not self.as_json:
+            self.as_json = True
+            self.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.as_json:
+            sys.stdout.flush()
+            os.dup2(self.descriptor, 1)
+            os.close(self.descriptor)
+            self.descriptor = 1
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Write a record where they are wanted; one that nobody reads any more does not end a run."""
+        if not self.as_json or os.environ.get("RANK", "0") != "0":
+            return
+        data = json.dumps(_strict(record)).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(self.descriptor, data) :]
+        except OSError as error:
+            self.as_json = False
+            logger.warning("standard output takes no more records (%s): the run goes on without them", error)
+
+    def records(self, records: Iterable[Record]) -> None:
+        """Write several."""
+        for record in records:
+            self.record(record)
+
+    def failed(self, status: str, message: str, exit_code: int, advice: str = "") -> int:
+        """Tell, where records are wanted, what the command failed of; returns its exit code."""
+        said = {"status": status, "message": message, "advice": advice, "exit_code": exit_code}
+        self.record({"record": "error", **said})
+        return exit_code
+
+    def result(self, text: str, line: str, record: Mapping[str, Any]) -> None:
+        """Tell how it ended: as text, in a line where the user wants no more, or as a record."""
+        if self.as_json:
+            self.record({"record": "result", **record})
+        elif os.environ.get("RANK", "0") == "0":
+            print(redact(line if self.quiet else text), flush=True)
+
+
+def _strict(value: Any) -> Any:
+    """Plain data as JSON has it, without secrets: null for what is no number of JSON, text for what is no data."""
+    if isinstance(value, Mapping):
+        return {redact(str(key)): _strict(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(one) for one in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int) else redact(str(value))
+
+
+class Sender:
+    """Sends records from a thread, several at a time and four times a second: whoever makes them never waits."""
+
+    def __init__(self, send: Callable[[list[Record]], None]) -> None:
+        self._send, self._waiting, self._over = send, deque[Record](), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
+        self._thread.start()
+
+    def __call__(self, record: Record) -> None:
+        """Take note of a record."""
+        self._waiting.append(record)
+
+    def close(self) -> None:
+        """Send what is left, unless nobody takes it."""
+        self._over.set()
+        self._thread.join(_LAST_S)
+
+    def _run(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._over.wait(_TELL_S)
+            taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            if taken:
+                try:
+                    self._send(taken)
+                except Exception as error:  # the driver is gone; or Ray says so, as it likes: the run matters more
+                    logger.debug("records are not told any more: %s", error)
+                    self._send = _forget
+
+
+def _forget(records: list[Record]) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def sending(send: Callable[[list[Record]], None]) -> Iterator[Sender]:
+    """A Sender for a block."""
+    sender = Sender(send)
+    try:
+        yield sender
+    finally:
+        sender.close()

@@ -1,0 +1,137 @@
+"""A region of the terminal that is drawn anew, in place, while all that is printed goes above it.
+
+The cursor stays visible, so that no end of the process, however sudden, can leave it hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from trainers.output import on_terminal
+
+REDRAWS_PER_S = 4
+_PACKAGES = ("trainers", "cluster", "tune")
+_ERASE_LINE = "\r\x1b[2K"
+
+
+class TerminalConsole(Console):
+    """Rich's console on standard output: lines are as long as they are, and the cursor is never hidden."""
+
+    def __init__(self, **options: Any) -> None:
+        # FORCE_COLOR makes Rich take a pipe for a terminal.
+        super().__init__(**{"force_terminal": on_terminal(), "highlight": False, "soft_wrap": True, **options})
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave it as it is."""
+        return False
+
+
+class _Printed(io.TextIOBase):
+    """Stands in for a standard stream: gives on whole lines; of a line that is drawn over, as a progress bar, its
+    last state.
+    """
+
+    def __init__(self, stream: TextIO, give: Callable[[str], None]) -> None:
+        self._stream, self._give, self._open, self._pid = stream, give, "", os.getpid()
+        self.rich_proxied_file = stream
+        """Where Rich writes itself."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def write(self, text: str) -> int:
+        lines = (self._open + text).split("\n")
+        self._open = lines.pop()
+        if lines:
+            self._tell("\n".join(line.removesuffix("\r").rpartition("\r")[2] for line in lines))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._open and "\r" not in self._open:  # a question, or a word before a long wait
+            self.finish()
+
+    def finish(self) -> None:
+        """Give on a line that was not ended."""
+        if self._open:
+            self._tell(self._open.rpartition("\r")[2])
+            self._open = ""
+
+    def _tell(self, lines: str) -> None:
+        # A process that was forked has neither the thread that draws nor, maybe, its lock.
+        give = self._give if os.getpid() == self._pid else beside(self._stream)
+        give(lines)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+
+def beside(stream: TextIO) -> Callable[[str], None]:
+    """How lines are printed beside a live line of one row that another process draws: over it, which then draws it
+    again below them.
+    """
+
+    def give(lines: str) -> None:
+        stream.write("".join(f"{_ERASE_LINE}{line}\n" for line in lines.split("\n")))
+        stream.flush()
+
+    return give
+
+
+@contextlib.contextmanager
+def printing(give: Callable[[TextIO], Callable[[str], None]]) -> Iterator[None]:
+    """In a block all that Python prints, and our log, is given on line by line; not what goes to a file."""
+    names = ["stdout", *["stderr"] * (sys.stderr is not None and sys.stderr.isatty())]
+    before: dict[str, TextIO] = {name: getattr(sys, name) for name in names}
+    own: dict[str, Any] = {name: _Printed(stream, give(stream)) for name, stream in before.items()}
+    handlers = {id(one): one for name in _PACKAGES for one in logging.getLogger(name).handlers}
+    bound = [one for one in handlers.values() if isinstance(one, logging.StreamHandler)]
+    for name in names:
+        setattr(sys, name, own[name])
+    moved = [(one, before[name]) for one in bound for name in names if one.stream is before[name]]
+    for handler, stream in moved:
+        handler.setStream(next(own[name] for name in names if before[name] is stream))
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.setStream(stream)
+        for name in names:
+            setattr(sys, name, before[name])
+            own[name].finish()
+
+
+@contextlib.contextmanager
+def live(console: Console, draw: Callable[[], RenderableType] | None = None) -> Iterator[Live]:
+    """A region for a block, which is gone at its end; with `draw` it is asked four times a second what is there."""
+    region = Live(
+        console=console,
+        get_renderable=draw,
+        auto_refresh=draw is not None,
+        refresh_per_second=REDRAWS_PER_S,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+    def above(lines: str) -> None:
+        console.print(Text("\n").join(map(Text.from_ansi, lines.split("\n"))))
+
+    with region, printing(lambda stream: above):
+        yield region
