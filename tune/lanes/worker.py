@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -143,7 +144,7 @@ def _function() -> Any:
 def _run(assignment: Assignment, context: LaneContext, path: tuple[str, ...]) -> dict[str, Any]:
     """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
     spec = RunSpec(assignment.tree, path, f"trial {assignment.trial}", "")
-    pressure = Pressure()
+    pressure, began, clock = Pressure(), time.time(), time.monotonic()
     if context.storage is not None and context.rank == 0:  # so that `python -m trainers evaluate` finds its way
         found = {"task_dir": path[0]} if path else {}
         context.storage.write("config.yaml", dump_yaml({**assignment.tree, **found}).encode())
@@ -159,4 +160,12 @@ def _run(assignment: Assignment, context: LaneContext, path: tuple[str, ...]) ->
         if "CUDA error" in str(error) or not agreed:
             outcome["raised"] = failure
         return outcome
-    return {"status": result.status, "result": asdict(result), "cpu_pressure": pressure.share()}
+    total_s = time.monotonic() - clock
+    spent = {
+        "began": began,
+        "starting_s": max(0.0, total_s - result.wall_time_s),
+        "training_s": result.train_time_s - result.earlier_time_s,
+        "total_s": total_s,
+        "first_step_s": result.first_step_s,
+    }
+    return {"status": result.status, "result": asdict(result), "spent": spent, "cpu_pressure": pressure.share()}
