@@ -53,6 +53,18 @@ def report(directory: _Directory) -> int:
     return _show(saved_answer(spec))
 
 
+def watch(
+    directory: _Directory,
+    *,
+    port: Annotated[int, Field(ge=0, le=65535, description="of the loopback; 0: any free one")] = 0,
+) -> int:
+    """Serve the report of a sweep that runs, here or on another machine, or has yet to begin; Ctrl-C ends it."""
+    from tune.views.watch import serve
+
+    serve(directory, port)
+    return 0
+
+
 def plan(
     location: _Sweep,
     overrides: dict[str, Any],
@@ -88,7 +100,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_here(arguments: list[str]) -> int:
     """The command, in this process; returns its exit code."""
-    functions: dict[str, Callable[..., int]] = {"": sweep, "resume": resume, "report": report, "plan": plan}
+    functions: dict[str, Callable[..., int]] = {
+        "": sweep,
+        "resume": resume,
+        "report": report,
+        "watch": watch,
+        "plan": plan,
+    }
     return run("python -m tune", __doc__, functions, arguments, SweepConfig)
 
 
