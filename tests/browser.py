@@ -74,8 +74,8 @@ def _browse(visit: Callable[[Path], Coroutine[Any, Any, Page]]) -> Page:
         browser = subprocess.Popen(
             [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
              "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-             "--disable-background-networking", "--no-first-run", "--force-color-profile=srgb", "--remote-allow-origins=*",
-             f"--user-data-dir={profile}", "about:blank"],
+             "--disable-background-networking", "--no-first-run", "--force-color-profile=srgb",
+             "--remote-allow-origins=*", f"--user-data-dir={profile}", "about:blank"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )
         # fmt: on

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trainers.command_line import run
+from trainers.errors import ConfigError
 from trainers.redaction import redact
 from trainers.residents import join_cluster
 from tune.config import SweepConfig
@@ -25,6 +26,7 @@ from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, save
 
 _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
+_SWEEPS = "two or more sweeps' directories or URIs, the first to compare with"
 _NoCheck = Annotated[bool, Field(description="do not look at the nodes first")]
 _MINUTES = "how long a trial takes; default: the mean of those that ended"
 
@@ -62,6 +64,31 @@ def watch(
     from tune.views.watch import serve
 
     serve(directory, port)
+    return 0
+
+
+def compare(
+    directories: Annotated[tuple[str, ...], Field(title="DIRECTORY DIRECTORY...", description=_SWEEPS)],
+    *,
+    html: Annotated[str | None, Field(title="FILE", description="write a page as well")] = None,
+) -> int:
+    """Put sweeps side by side: what differs, what changed in the answer, and by how much, with its noise."""
+    from rich.console import Console
+
+    from tune.views.compare import compare as compared
+    from tune.views.compared import page, tables
+
+    found = compared(directories)
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    for shown in tables(found):
+        console.print(shown)
+    if html is not None:
+        try:
+            Path(html).write_text(page(found), encoding="utf-8")
+        except OSError as error:
+            rule = f"cannot be written ({error.strerror})"
+            raise ConfigError("--html", html, rule, "name a file in a directory of yours") from error
+        print(f"page: {html}")
     return 0
 
 
@@ -105,6 +132,7 @@ def run_here(arguments: list[str]) -> int:
         "resume": resume,
         "report": report,
         "watch": watch,
+        "compare": compare,
         "plan": plan,
     }
     return run("python -m tune", __doc__, functions, arguments, SweepConfig)
