@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -15,14 +16,12 @@ from typing import Any
 import pytest
 
 from tests.browser import chromium, watch_page
-from tests.unit.report_records import SCRIPT, TRAIN, config, done, failed
+from tests.unit.report_records import SCRIPT, config, done, failed
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.lease import LEASE, Holder
 from trainers.storage import Storage
-from tune.report.answer import answer
-from tune.report.page import contents
-from tune.trials.journal import Journal
+from tune.trials.journal import Journal, trial_id
 from tune.trials.live import Live, Running, read_live, write_live
 from tune.views import follow
 from tune.views.follow import Follow, Seen, judge
@@ -157,7 +156,7 @@ def test_the_page_follows_the_journal_and_writes_nothing(sweep: Sweep) -> None:
     before = sweep.files()
     page, first = looks.page()
     assert first != version
-    assert "Running: 3 of 11 trials have ended, 1 on 2 lanes." in page
+    assert "Running: 3 of 11 trials have ended. 2 lanes up." in page
     assert "<td>64, fp16</td>" in page
     assert "val_loss 0.25" in page
     assert page.count('<tr class="') == 3
@@ -175,28 +174,39 @@ def test_the_page_follows_the_journal_and_writes_nothing(sweep: Sweep) -> None:
 
 def test_drawing_takes_a_tenth_of_the_time_at_most(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     looks, drawn = Looks(sweep), []
-    found = done()
-    whole = contents(sweep.storage, config(), TRAIN, TRAIN, found, {}, answer(config(), found))
 
-    def slow(*args: Any) -> dict[str, Any]:
+    def slow(*args: Any) -> list[Any]:
         looks.now_s += 3.0
         drawn.append(looks.now_s)
-        return whole
+        return []
 
-    monkeypatch.setattr(follow, "contents", slow)
+    monkeypatch.setattr(follow, "figures", slow)
     sweep.begin()
-    records = done()
+    records, pages = done(), []
     for number in range(40):
         if number % 4 == 0 and records:
             sweep.journal.append(records.pop())
         page, _ = looks.page()
-    assert 'id="trial-' in page
+        pages.append(page)
+        assert page.count('id="trial-') == 8 - len(records), "the table waits for no figure"
+    assert re.search(r"The figures have the first \d trials", "".join(pages))
     assert all(later - earlier >= 30 for earlier, later in itertools.pairwise(drawn))
     assert len(drawn) >= 3
     before = len(drawn)
     for _ in range(40):
         looks.page()
     assert len(drawn) <= before + 1, "nothing is new"
+
+
+def test_a_repeat_that_runs_is_named_by_what_it_repeats(sweep: Sweep) -> None:
+    sweep.begin(finalists={"count": 2})
+    for record in done():
+        sweep.journal.append(record)
+    best = {"global_batch_size": 64, "precision": "bf16"}
+    sweep.run(Running(trial_id(best, "repeat", 2), 0, 0.0), Running(done()[0].id, 1, 0.0))
+    page, _ = Looks(sweep).page()
+    assert "<td>64, bf16, repeat, seed 2</td>" in page
+    assert 'id="lane-1"' not in page, "what has its record runs no more"
 
 
 def test_a_damaged_record_is_named_and_the_others_are_shown(sweep: Sweep) -> None:
@@ -206,7 +216,7 @@ def test_a_damaged_record_is_named_and_the_others_are_shown(sweep: Sweep) -> Non
     page, _ = Looks(sweep).page()
     assert "0123456789.json is damaged" in page
     assert f'id="trial-{done()[0].id}"' in page
-    assert "writes no progress.json" in page
+    assert "has no progress.json" in page
 
 
 def test_another_sweep_in_the_same_place_is_another_page(sweep: Sweep) -> None:
@@ -223,6 +233,7 @@ def test_another_sweep_in_the_same_place_is_another_page(sweep: Sweep) -> None:
 
 HERE = Holder.this_process()
 ELSEWHERE = replace(HERE, machine="another")
+AGAIN = [*done(), *(replace(one, purpose="repeat", seed=1) for one in done()[:2])]
 RUNS, ENDS, STOPS = Live("running", 8, 2, []), Live("ended"), Live("cut off")
 
 
@@ -231,8 +242,12 @@ RUNS, ENDS, STOPS = Live("running", 8, 2, []), Live("ended"), Live("cut off")
     [
         ({"has_sweep": False}, "waiting", "holds no sweep yet"),
         ({"has_sweep": False, "holder": HERE}, "waiting", "A sweep begins"),
-        ({"holder": HERE, "live": RUNS}, "running", "Running: 8 of 8 trials have ended, 0 on 2 lanes."),
-        ({"holder": HERE}, "running", "which run is not known"),
+        ({"holder": HERE, "live": RUNS}, "running", "Running: 8 of 8 trials have ended. 2 lanes up."),
+        ({"holder": HERE}, "running", "Running: 8 trials have ended."),
+        ({"holder": HERE, "records": []}, "running", "Starting: no lane is up yet."),
+        ({"holder": HERE, "records": [], "live": STOPS}, "running", "Starting: no lane is up yet."),
+        ({"holder": HERE, "records": AGAIN, "live": RUNS}, "running", "8 of 8 trials have ended, and 2 repeats of the"),
+        ({"live": ENDS, "records": AGAIN}, "ended", "has ended, with 8 trials and 2 repeats."),
         ({"holder": ELSEWHERE, "holder_idle_s": 29.0, "live": RUNS}, "running", "Running"),
         ({"holder": ELSEWHERE, "holder_idle_s": 31.0, "live": RUNS}, "cut", "`python -m tune resume here` goes on"),
         ({"holder": replace(HERE, pid=2**22 + 1), "live": RUNS}, "cut", "its process has ended without an answer"),

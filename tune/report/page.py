@@ -1,6 +1,7 @@
 """A sweep's report as a page: what it shows, and its HTML."""
 
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from trainers.redaction import escape_controls, redact
 from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.answer import Answer, objective_value
+from tune.report.canvas import Figure
 from tune.report.figures import figures
 from tune.report.table import columns, constant, in_order
 from tune.report.time_figure import spent_in_all
@@ -23,6 +25,7 @@ from tune.trials.record import TrialRecord
 
 _STACKED = ((10, "700"), (13, "900"), (16, "1200"))
 """A table of so many columns becomes a list on a page of less than so many pixels."""
+_LONGEST_WORD = 12
 
 
 def source(name: str) -> str:
@@ -51,10 +54,12 @@ def contents(
     records: list[TrialRecord],
     environment: Mapping[str, str],
     found: Answer,
+    drawn: list[Figure] | None = None,
 ) -> dict[str, Any]:
-    """Return what the template report.html shows of a sweep, its figures drawn.
+    """Return what the template report.html shows of a sweep.
 
-    `train` is the run that is varied, `resolved` that of the best trial where there is one.
+    `train` is the run that is varied, `resolved` that of the best trial where there is one, `drawn` the figures where
+    they are there already.
     """
     shown = columns(config, records)
     same = constant(config, records, shown)
@@ -65,7 +70,7 @@ def contents(
         "best": found.best,
         "columns": table,
         "command": best_command(sweep),
-        "figures": figures(config, records, found.best, train),
+        "figures": figures(config, records, found.best, train) if drawn is None else drawn,
         "reasons": found.reasons,
         "records": in_order(config, records),
         "same": ", ".join(said),
@@ -78,7 +83,13 @@ def contents(
         "verdict": found.verdict,
         "live": None,
         "duration": duration,
+        "breaks": _breaks,
     }
+
+
+def _breaks(text: str) -> str:
+    """Return the class of a cell whose words are too long for a column: they may break anywhere."""
+    return "long" if any(len(word) > _LONGEST_WORD for word in re.split(r"[\s_.]", text)) else ""
 
 
 def summary(

@@ -14,11 +14,14 @@ from trainers.lease import LEASE, STALE_S, Holder
 from trainers.redaction import redact
 from trainers.storage import Storage, storage_uri
 from tune.report.answer import answer
+from tune.report.canvas import Figure
+from tune.report.figures import figures
 from tune.report.page import contents, render
 from tune.report.words import duration, in_short, labels
 from tune.report.write import best_tree
+from tune.search.finalists import repeats_to_run
 from tune.sweeps.spec import SAVED, SweepSpec, is_complete, read_kept
-from tune.trials.journal import Journal
+from tune.trials.journal import Journal, trial_id
 from tune.trials.live import Live, read_live
 from tune.trials.record import TrialRecord
 
@@ -52,23 +55,25 @@ class Seen:
 def judge(seen: Seen) -> tuple[Kind, str]:
     """Return how a sweep is, and that as a sentence."""
     holder, live = seen.holder, seen.live
-    ended = counted(len(seen.records), "trial")
+    num_repeats = sum(record.purpose == "repeat" for record in seen.records)
+    num_trials, repeats = len(seen.records) - num_repeats, counted(num_repeats, "repeat")
+    ended = counted(num_trials, "trial") + f" and {repeats}" * bool(num_repeats)
     is_alive = holder is not None and (holder.is_alive if holder.is_here else seen.holder_idle_s <= STALE_S)
     if not seen.has_sweep:
         begins = f"A sweep begins in {seen.uri}." if is_alive else f"{seen.uri} holds no sweep yet."
         return "waiting", f"{begins} This page shows it as soon as it is there."
     if is_alive:
-        of_all = f" of {live.total}" if live is not None and live.total else ""
-        now = (
-            f"{len(live.running)} on {counted(live.num_lanes, 'lane')}"
-            if live is not None
-            else "which run is not known"
-        )
+        live = live if live is not None and live.state == "running" else None  # else it is of the start before
+        planned = f" of {live.total}" if live is not None and live.total else ""
+        if not seen.records and (live is None or not live.num_lanes):
+            return "running", "Starting: no lane is up yet."
         longest_s = max((one.end_time - one.start_time for one in seen.records), default=0.0)
         if seen.idle_s > max(_QUIET_S, _QUIET_TRIALS * longest_s):
             why = "its trials may hang, or wait for nodes"
             return "quiet", f"Nothing new for {duration(seen.idle_s)}, though the sweep's process is alive: {why}."
-        return "running", f"Running: {len(seen.records)}{of_all} trials have ended, {now}."
+        lanes = f" {counted(live.num_lanes, 'lane')} up." if live is not None else ""
+        of_repeats = f", and {repeats} of the best" * bool(num_repeats)
+        return "running", f"Running: {num_trials}{planned} trials have ended{of_repeats}.{lanes}"
     state = live.state if live is not None and holder is None else None
     if state == "ended" or (state is None and holder is None and seen.is_complete):
         return "ended", f"The sweep has ended, with {ended}."
@@ -93,6 +98,7 @@ class Follow:
         self._records: dict[str, TrialRecord] = {}
         self._damaged: dict[str, str] = {}
         self._drawn: tuple[Any, dict[str, Any]] | None = None
+        self._figures: tuple[list[str], list[Figure]] = ([], [])
         self._may_draw = 0.0
         self._lease: tuple[bytes, float] = (b"", self._clock())
         self._news: tuple[Any, float] = (None, self._clock())
@@ -113,10 +119,12 @@ class Follow:
             shown = self._shown("waiting" if self._drawn is None else "quiet", redact(f"{error}"), [], None)
         else:
             notes = list(self._damaged.values())
-            if seen.live is None and seen.holder is not None:
-                notes.append("Which trials run now is not known: this sweep writes no progress.json.")
             kind, sentence = judge(seen)
+            if kind in ("running", "quiet") and seen.live is None and seen.records:
+                notes.append("Which trials run now is not known: the sweep's directory has no progress.json.")
             self._draw(seen, kind)
+            if self._drawn is not None and len(seen.records) > (drawn := len(self._figures[0])):
+                notes.append(f"The figures have the first {drawn} trials, until they are drawn again.")
             shown = self._shown(kind, redact(sentence), notes, seen.live if kind in ("running", "quiet") else None)
         if self._drawn is None:
             return render("waiting.html", live=shown)
@@ -124,13 +132,14 @@ class Follow:
 
     def _shown(self, kind: Kind, sentence: str, notes: list[str], live: Live | None) -> dict[str, Any]:
         """Return what live.html shows."""
-        rows = []
+        rows, repeats = [], self._repeats() if live is not None and live.running else {}
         for one in live.running if live is not None else ():
-            if self._spec is not None and one.config:
-                known = TrialRecord(one.trial, one.config, "done", 0.0, 0.0)
-                words = in_short(labels(self._spec.config, [known]), known)
-            else:
-                words = one.trial
+            if one.trial in self._records:
+                continue
+            words, (config, seed) = one.trial, repeats.get(one.trial, (one.config, None))
+            if self._spec is not None and config:
+                known = TrialRecord(one.trial, config, "done", 0.0, 0.0)
+                words = in_short(labels(self._spec.config, [known]), known) + (f", repeat, seed {seed}" if seed else "")
             newest = [f"{key} {one.metrics[key]:.4g}" for key in one.metrics if key.startswith(("val_", "train_l"))]
             step = f"{one.metrics['step']:g}" if "step" in one.metrics else ""
             rows.append((one.lane, words, step, "  ".join(newest), duration(max(0.0, time.time() - one.started))))
@@ -177,25 +186,34 @@ class Follow:
                 if record is not None:
                     self._records[name] = record
 
+    def _repeats(self) -> dict[str, tuple[dict[str, Any], int]]:
+        """Return configuration and seed of the repeats that are to come, by their ids."""
+        if self._spec is None:
+            return {}
+        wanted = repeats_to_run(self._spec.config, self._spec.train, list(self._records.values()))
+        return {trial_id(one.config, "repeat", seed): (one.config, seed) for one, seed in wanted}
+
     def _draw(self, seen: Seen, kind: Kind) -> None:
-        """Draw the report anew where a record is new or the sweep has ended, and it is time for that."""
-        spec = self._spec
-        what = [record.id for record in seen.records], kind == "ended"
-        if spec is None or (self._drawn is not None and self._drawn[0] == what):
-            return
-        began = self._clock()
-        if began < self._may_draw and kind not in ("ended", "cut"):
+        """Make the report anew where a record is new or the sweep has ended; its figures when it is time for that."""
+        spec, records = self._spec, seen.records
+        what = [record.id for record in records], kind == "ended"
+        if spec is None or (self._drawn is not None and self._drawn[0] == what and self._figures[0] == what[0]):
             return
         # What the search says of its end it can say only then.
-        found = answer(spec.config, seen.records, spec.train if kind == "ended" else None)
+        found = answer(spec.config, records, spec.train if kind == "ended" else None)
+        began = self._clock()
+        if self._figures[0] != what[0] and (began >= self._may_draw or kind in ("ended", "cut")):
+            self._figures = what[0], figures(spec.config, records, found.best, spec.train)
+            self._may_draw = self._clock() + (self._clock() - began) / _SHARE
+        if self._drawn is not None and self._drawn[0] == what and self._drawn[1]["figures"] is self._figures[1]:
+            return
         tree = best_tree(spec.config, spec.train, found, spec.storage, None)
         try:
             resolved = build_run(tree, "best.yaml").tree() if tree is not None else spec.train
         except ConfigError:  # of a version with other keys
             resolved = tree or spec.train
-        args = spec.storage, spec.config, spec.train, resolved, seen.records, self._environment(), found
-        self._drawn = what, contents(*args)
-        self._may_draw = self._clock() + (self._clock() - began) / _SHARE
+        args = spec.storage, spec.config, spec.train, resolved, records, self._environment(), found
+        self._drawn = what, contents(*args, drawn=self._figures[1])
 
     def _environment(self) -> dict[str, str]:
         """Return versions and nodes, which the sweep writes at its end."""
