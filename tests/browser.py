@@ -1,4 +1,4 @@
-"""Headless Chromium on one page, offline, through its DevTools protocol: what the page asked for, said and looks like.
+"""Headless Chromium on one page through its DevTools protocol: what the page asked for, said and looks like.
 
 The docs' pictures of a sweep's report are taken by
     python -m tests.browser results/digits-sweep/report.html docs/images
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,20 +49,38 @@ def chromium() -> str | None:
 
 def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) -> Page:
     """Open a file without a network, in each of the looks, and evaluate expressions in it."""
+    return _browse(lambda profile: _visit(profile, file, expressions, looks or LOOKS))
+
+
+def watch_page(
+    address: str,
+    prepare: str,
+    change: Callable[[], None],
+    until: str,
+    expressions: Sequence[str],
+) -> Page:
+    """Open an address of this machine, evaluate `prepare`, call `change`, wait until an expression is true, and then
+    evaluate the others and take a picture.
+    """
+    return _browse(lambda profile: _stay(profile, address, prepare, change, until, expressions))
+
+
+def _browse(visit: Callable[[Path], Coroutine[Any, Any, Page]]) -> Page:
+    """Run a visit with a browser of its own, which knows no name but the loopback's number."""
     program = chromium()
     assert program is not None
     with tempfile.TemporaryDirectory() as profile:
         # fmt: off
         browser = subprocess.Popen(
             [program, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
-             "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking",
-             "--no-first-run", "--force-color-profile=srgb", "--remote-allow-origins=*",
-             f"--user-data-dir={profile}", "about:blank"],
+             "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+             "--disable-background-networking", "--no-first-run", "--force-color-profile=srgb",
+             "--remote-allow-origins=*", f"--user-data-dir={profile}", "about:blank"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )
         # fmt: on
         try:
-            return asyncio.run(asyncio.wait_for(_visit(Path(profile), file, expressions, looks or LOOKS), 120))
+            return asyncio.run(asyncio.wait_for(visit(Path(profile)), 120))
         finally:
             browser.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -70,7 +89,9 @@ def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) 
             browser.wait()
 
 
-async def _visit(profile: Path, file: Path, expressions: tuple[str, ...], looks: dict[str, Any]) -> Page:
+@contextlib.asynccontextmanager
+async def _opened(profile: Path, address: str) -> AsyncIterator[_Tab]:
+    """The browser's tab, for an address."""
     import aiohttp
 
     port_file = profile / "DevToolsActivePort"
@@ -80,25 +101,41 @@ async def _visit(profile: Path, file: Path, expressions: tuple[str, ...], looks:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
             targets = await answer.json()
-        address = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
-        async with session.ws_connect(address, max_msg_size=0) as socket:
-            tab = _Tab(socket, Page(), file.resolve().as_uri())
+        socket_address = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
+        async with session.ws_connect(socket_address, max_msg_size=0) as socket:
+            tab = _Tab(socket, Page(), address)
             for domain in ("Page", "Network", "Runtime", "Log"):
                 await tab.call(f"{domain}.enable")
-            offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
-            await tab.call("Network.emulateNetworkConditions", **offline)
-            for name, ((width, height), mobile, scheme) in looks.items():
-                scheme_wish = [{"name": "prefers-color-scheme", "value": scheme}]
-                metrics = {"width": width, "height": height, "deviceScaleFactor": 2 if mobile else 1, "mobile": mobile}
-                await tab.call("Emulation.setEmulatedMedia", features=scheme_wish)
-                await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
-                await tab.open()
-                for expression in expressions:
-                    answer = await tab.call("Runtime.evaluate", expression=expression, returnByValue=True)
-                    tab.page.found[f"{name}: {expression}"] = answer["result"].get("value")
-                picture = await tab.call("Page.captureScreenshot", format="png", optimizeForSpeed=False)
-                tab.page.pictures[name] = base64.b64decode(picture["data"])
-            return tab.page
+            yield tab
+
+
+async def _visit(profile: Path, file: Path, expressions: tuple[str, ...], looks: dict[str, Any]) -> Page:
+    async with _opened(profile, file.resolve().as_uri()) as tab:
+        offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+        await tab.call("Network.emulateNetworkConditions", **offline)
+        for name, ((width, height), mobile, scheme) in looks.items():
+            scheme_wish = [{"name": "prefers-color-scheme", "value": scheme}]
+            metrics = {"width": width, "height": height, "deviceScaleFactor": 2 if mobile else 1, "mobile": mobile}
+            await tab.call("Emulation.setEmulatedMedia", features=scheme_wish)
+            await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
+            await tab.open()
+            await tab.note(name, expressions)
+        return tab.page
+
+
+async def _stay(
+    profile: Path, address: str, prepare: str, change: Callable[[], None], until: str, others: Sequence[str]
+) -> Page:
+    async with _opened(profile, address) as tab:
+        metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
+        await tab.open()
+        await tab.value(prepare)
+        await asyncio.to_thread(change)
+        while not await tab.value(until):
+            await asyncio.sleep(0.1)
+        await tab.note("watch", others)
+        return tab.page
 
 
 class _Tab:
@@ -118,6 +155,19 @@ class _Tab:
                 assert "error" not in message, message
                 return dict(message["result"])
             self._note(message)
+
+    async def value(self, expression: str) -> Any:
+        """The value of a JavaScript expression."""
+        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    async def note(self, name: str, expressions: Sequence[str]) -> None:
+        """Take down the values of expressions, and a picture."""
+        for expression in expressions:
+            self.page.found[f"{name}: {expression}"] = await self.value(expression)
+        picture = await self.call("Page.captureScreenshot", format="png", optimizeForSpeed=False)
+        self.page.pictures[name] = base64.b64decode(picture["data"])
 
     async def open(self) -> None:
         """Load the page, to its end."""

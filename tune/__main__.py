@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trainers.command_line import run
+from trainers.errors import ConfigError
 from trainers.output import Output
 from trainers.residents import join_cluster
 from tune.config import SweepConfig
@@ -27,6 +28,7 @@ from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, save
 
 _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
+_SWEEPS = "two or more sweeps' directories or URIs, the first to compare with"
 _NoCheck = Annotated[bool, Field(description="do not look at the nodes first")]
 _MINUTES = "how long a trial takes; default: the mean of those that ended"
 
@@ -54,6 +56,43 @@ def report(directory: _Directory, output: Output) -> int:
     if spec.config.search != "random" and not is_complete(spec):
         print(f"the sweep has not ended: `python -m tune resume {shlex.quote(spec.uri)}` goes on")
     return _show(saved_answer(spec), output)
+
+
+def watch(
+    directory: _Directory,
+    *,
+    port: Annotated[int, Field(ge=0, le=65535, description="of the loopback; 0: any free one")] = 0,
+) -> int:
+    """Serve the report of a sweep that runs, here or on another machine, or has yet to begin; Ctrl-C ends it."""
+    from tune.views.watch import serve
+
+    serve(directory, port)
+    return 0
+
+
+def compare(
+    directories: Annotated[tuple[str, ...], Field(title="DIRECTORY DIRECTORY...", description=_SWEEPS)],
+    *,
+    html: Annotated[str | None, Field(title="FILE", description="write a page as well")] = None,
+) -> int:
+    """Put sweeps side by side: what differs, what changed in the answer, and by how much, with its noise."""
+    from rich.console import Console
+
+    from tune.views.compare import compare as compared
+    from tune.views.compared import page, tables
+
+    found = compared(directories)
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    for shown in tables(found):
+        console.print(shown)
+    if html is not None:
+        try:
+            Path(html).write_text(page(found), encoding="utf-8")
+        except OSError as error:
+            rule = f"cannot be written ({error.strerror})"
+            raise ConfigError("--html", html, rule, "name a file in a directory of yours") from error
+        print(f"page: {html}")
+    return 0
 
 
 def plan(
@@ -91,7 +130,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def run_here(arguments: list[str]) -> int:
     """The command, in this process; returns its exit code."""
-    functions: dict[str, Callable[..., int]] = {"": sweep, "resume": resume, "report": report, "plan": plan}
+    functions: dict[str, Callable[..., int]] = {
+        "": sweep,
+        "resume": resume,
+        "report": report,
+        "watch": watch,
+        "compare": compare,
+        "plan": plan,
+    }
     return run("python -m tune", __doc__, functions, arguments, SweepConfig)
 
 

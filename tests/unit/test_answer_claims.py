@@ -96,6 +96,9 @@ def test_a_target_met_at_the_first_evaluation_may_have_been_met_at_any_time() ->
     [first, second] = [Machine(0.0, 0.0, 1.0).run(number, time_s, rng) for number, time_s in enumerate([0.9, 3.5])]
     assert (time_alone(first).low, time_alone(second).low) == (0.0, 3.0)
     assert "in one run each 4 times faster than the next" in answer(config(), [first, second]).verdict
+    assert "within 1 s of training, before its first evaluation" in answer(config(), [first, second]).verdict
+    late = answer(config(), [second]).verdict
+    assert "reaches val_accuracy 0.97 after 3 to 4 s of training, between two evaluations; it is the only trial" in late
     slow = dataclasses.replace(second, curve=[dict(second.curve[-1])])
     assert "they count as equal" in answer(config(), [first, slow]).verdict
 

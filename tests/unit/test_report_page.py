@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.browser import LOOKS, chromium, look_at
 from tests.unit.report_records import ENVIRONMENT, TRAIN, config, done, failed
 from trainers.storage import Storage
 from tune.report.write import write_report
+from tune.trials.record import Spent
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine")
 
@@ -42,3 +44,33 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         assert page.found[f"{look}: {SMALL}"] >= 12
         assert page.pictures[look].startswith(b"\x89PNG")
     assert page.found[f"report-light: {INK}"] != page.found[f"report-dark: {INK}"]
+
+
+def test_a_wide_table_fits_the_page(tmp_path: Path) -> None:
+    """Keys that never vary are in a line above it, and on a narrow page rows become lists."""
+    keys = {f"task_args.a_rather_long_name_of_a_key_{n}": n for n in range(4)}
+    constant = {"task_args.the_same_for_all": "x" * 60}
+    records = [
+        replace(one, config={**one.config, **{key: n * (at + 1) for key, at in keys.items()}, **constant},
+                spent=Spent(0.0, 1.0, 2.0, 3.0))
+        for n, one in enumerate(done() + failed())
+    ]  # fmt: skip
+    sweep = Storage(str(tmp_path / "wide"))
+    write_report(sweep, config(), TRAIN, records, ENVIRONMENT, task_dir=None)
+    inside = "(() => { const e = document.querySelector('.scroll'); return e.scrollWidth - e.clientWidth; })()"
+    heads = "getComputedStyle(document.querySelector('thead')).display"
+    looks = {f"{width}": ((width, 900), False, "light") for width in (1280, 800)}
+    page = look_at(tmp_path / "wide" / "report.html", WIDTH, inside, heads, looks=looks)
+    for width in (1280, 800):
+        assert page.found[f"{width}: {WIDTH}"] == width
+        assert page.found[f"{width}: {inside}"] == 0
+    assert page.found[f"1280: {heads}"] == "table-header-group"
+    assert page.found[f"800: {heads}"] == "none"
+    text = sweep.read("report.html").decode()
+    assert f"The same for all: the_same_for_all {'x' * 60}." in " ".join(text.split())
+    assert ">the_same_for_all</th>" not in text
+    few = Storage(str(tmp_path / "few"))
+    write_report(few, config(), TRAIN, done(), ENVIRONMENT, task_dir=None)
+    page = look_at(tmp_path / "few" / "report.html", WIDTH, inside, heads, looks=looks)
+    assert [page.found[f"{width}: {inside}"] for width in (1280, 800)] == [0, 0]
+    assert page.found[f"1280: {heads}"] == page.found[f"800: {heads}"] == "table-header-group"

@@ -85,6 +85,27 @@ def test_only_repeats_count_for_the_interval() -> None:
     assert not second.equal or second.time_s.value < 1.1 * first.time_s.value
 
 
+def test_repeats_whose_targets_were_met_in_overlapping_intervals_are_equal() -> None:
+    """4 and 7 s are told apart, but not where the second may have met its target at 4 s already."""
+    for before, equal in ((0.99, False), (0.5, True), (0.0, True)):
+        records = [
+            dataclasses.replace(
+                one,
+                curve=[
+                    {"step": 1.0, "train_time_s": before * one.time_to_target_s, "val_accuracy": 0.9},
+                    {"step": 2.0, "train_time_s": one.time_to_target_s, "val_accuracy": 0.98},
+                ],
+            )
+            if one.purpose == "repeat" and one.time_to_target_s
+            else one
+            for one in repeated({0: [4.0, 4.1], 1: [7.0, 7.1]})
+        ]
+        found = finals(config(), records)
+        assert [final.equal for final in found] == [True, equal]
+        assert found[0].time_s.low <= before * 4.05
+        assert ("they count as equal" in answer(config(), records).verdict) == equal
+
+
 @pytest.mark.parametrize(("other", "equal"), [(4.05, True), (4.3, True), (7.0, False)])
 def test_what_cannot_be_told_apart_is_called_equal(other: float, equal: bool) -> None:
     found = finals(config(), repeated({0: [4.0, 4.1], 1: [other, other]}))

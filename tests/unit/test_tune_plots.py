@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tune.config import SweepConfig
 from tune.report.answer import answer
 from tune.report.canvas import Figure
 from tune.report.figures import _closer, figures
-from tune.trials.record import TrialRecord
+from tune.trials.record import Spent, TrialRecord
 
 FRONT = "Time to target against memory"
 CURVE = [{"train_time_s": 1.0, "val_loss": 0.5}, {"train_time_s": 2.0, "val_loss": 0.4}]
@@ -95,8 +96,9 @@ def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]]) -> None:
     ]
     space = {key: list(dict.fromkeys(record.config[key] for record in records)) for key in settings(0)}
     drawn = draw(config("val_loss", space=space, objective={"target": {"val_loss": 0.5}}), records)
-    assert len(drawn) == 5
-    assert all(len(texts(figure)) < 90 for figure in drawn.values())
+    assert ("Every key" in drawn) == (len(space) > 1)
+    assert len(drawn) == 5 + (len(space) > 1)
+    assert all(len(texts(figure)) / figure.num_panels < 90 for figure in drawn.values())
     assert "The first 24 of 300 trials." in drawn["Time to target"].caption
 
 
@@ -177,3 +179,70 @@ def test_the_way_up_to_the_target_is_on_the_axis(first: float, last: float, targ
     assert past > 0
     assert 0.2 * past < before < 0.6 * past
     assert low < points[-1][1] < high
+
+
+def spread_out(space: dict[str, list[Any]], count: int) -> list[TrialRecord]:
+    """Trials that go through each key's values side by side."""
+    return [
+        trial(
+            n,
+            "done",
+            {key: values[n // (at + 1) % len(values)] for at, (key, values) in enumerate(space.items())},
+            samples_per_s=100.0 + n,
+            peak_memory_bytes=2**30,
+            metrics={"val_loss": 1.0 / (n + 1)},
+            curve=CURVE,
+        )
+        for n in range(count)
+    ]
+
+
+def test_every_swept_key_is_in_a_figure() -> None:
+    """Colour, panels, and the figure of all keys for what is left."""
+    space: dict[str, list[Any]] = {
+        "global_batch_size": [32, 64, 128],
+        "precision": ["fp32", "bf16"],
+        "optimizer.name": ["sgd", "adamw", "lion"],
+        "optimizer.lr": [0.001 * 2**n for n in range(9)],
+        "task_args.width": [1, 2],
+        "strategy": ["ddp"],
+    }
+    drawn = draw(config("val_loss", space=space, objective={"target": None}), spread_out(space, 36))
+    assert list(drawn) == ["Throughput", "Peak memory", "Learning curves", "Every key"]
+    for title in ("Throughput", "Peak memory", "Learning curves"):
+        assert drawn[title].num_panels == 3
+        found = texts(drawn[title])
+        assert {"fp32", "bf16", "name sgd", "name adamw", "name lion"} <= set(found)
+        ids = re.findall(r'\sid="([^"]*)"', drawn[title].svg)
+        assert len(ids) == len(set(ids))
+    keys = ("name", "lr", "width", "global_batch_size", "precision")
+    assert [text for text in texts(drawn["Every key"]) if text in keys] == list(keys)
+    assert drawn["Every key"].num_panels == 5
+    assert "for each precision and name" in drawn["Throughput"].caption
+
+
+def test_many_numbers_are_a_scale_of_colours() -> None:
+    space = {"global_batch_size": [32, 64], "optimizer.lr": [1e-4 * 3**n for n in range(8)]}
+    drawn = draw(config("val_loss", space=space, objective={"target": None}), spread_out(space, 16))
+    assert {"lr 0.0001", "lr 0.2187"} <= set(texts(drawn["Throughput"]))
+    for share in (0, 100):
+        assert f"color-mix(in oklab, var(--low), var(--high) {share}%)" in drawn["Throughput"].svg
+
+
+def test_a_bar_is_pale_where_the_target_was_met_and_the_lanes_tell_starting_from_training() -> None:
+    row = {"step": 1.0, "val_accuracy": 0.9}
+    ended = [
+        replace(
+            one,
+            curve=[{**row, "train_time_s": 2.5}, {**row, "train_time_s": one.time_to_target_s or 0.0}],
+            spent=Spent(100.0 + 20 * n, 4.0, 5.0, 10.0, 0.5),
+        )
+        for n, one in enumerate(done()[:4])
+    ]
+    drawn = draw(config(), ended)
+    assert "in the pale part of a bar, between two evaluations" in drawn["Time to target"].caption
+    assert "<title>64, bf16: 2.5 to 3.12 s</title>" in drawn["Time to target"].svg
+    figure = drawn["Starting and training"]
+    assert "starting, 40% of the trials' time on their lanes; full colour: training, 50%; pale" in figure.caption
+    assert {"lane 0", "lane 1"} <= set(texts(figure))
+    assert figure.svg.count("starting 4 s, training 5 s, rest 1 s; first step 0.5 s") == 12

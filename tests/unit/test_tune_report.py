@@ -25,7 +25,7 @@ from tune.report.answer import Answer, answer
 from tune.report.canvas import Canvas, styled
 from tune.report.table import table
 from tune.report.write import write_report
-from tune.trials.record import TrialRecord
+from tune.trials.record import Spent, TrialRecord
 
 
 def written(sweep: Storage, records: list[TrialRecord], **changes: Any) -> Answer:
@@ -78,7 +78,7 @@ def test_a_setting_and_a_metric_of_one_name_are_two_columns(sweep: Storage) -> N
     metrics = {"status": 1.5, "metrics.status": 2.5}
     records = [trial(0, "done", {"task_args.status": "a"}, metrics=metrics)]
     write_report(sweep, found, TRAIN, records, {}, task_dir=None)
-    heads = re.findall(r"<th scope=\"col\".*?>(.*?)</th>", page(sweep))
+    heads = re.findall(r"<th scope=\"col\".*?>(.*?)</th>", page(sweep).replace("<wbr>", ""))
     assert heads == [
         "task_args.status",
         "status",
@@ -125,6 +125,21 @@ def test_parquet_has_stable_types_and_comes_back(sweep: Storage) -> None:
     written(again, records[8:9])
     less = parquet.read_table(io.BytesIO(again.read("results.parquet"))).schema
     assert all(less.field(name).type == found.schema.field(name).type for name in less.names)
+
+
+def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(sweep: Storage) -> None:
+    first, second, third = done()[:3]
+    met = [{"step": 1.0, "train_time_s": time_s, "val_accuracy": 0.9} for time_s in (3.0, 4.31)]
+    known = replace(first, curve=met, spent=Spent(5.0, 1.0, 2.0, 3.5))
+    written(sweep, [known, replace(second, curve=[{**met[1], "train_time_s": 4.02}]), third])
+    rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet"))).to_pylist()
+    assert [row["time_to_target_low_s"] for row in rows] == [3.0, 0.0, None]
+    assert [rows[0][name] for name in ("starting_s", "training_s", "on_lane_s")] == [1.0, 2.0, 3.5]
+    assert rows[1]["starting_s"] is None
+    text = page(sweep)
+    assert "3 to 4.31 s" in text
+    assert "up to 4.02 s" in text
+    assert "On their lanes they were starting for 1 s and training for 2 s." in text
 
 
 def test_parquet_columns_of_any_value(sweep: Storage) -> None:

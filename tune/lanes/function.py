@@ -116,6 +116,7 @@ def run_function(
 
     Raises RunFailedError where the cause is another rank's to tell.
     """
+    taken, clock = time.time(), time.perf_counter()
     spec = FunctionSpec(assignment.tree, path, f"trial {assignment.trial}", "")
     own = get_train_context()
     context = _context(own, mailbox, assignment)
@@ -128,11 +129,14 @@ def run_function(
     of_tune._session = _TuneSession()
     try:
         function = spec.load()
-        context.began = time.perf_counter() - (assignment.begun.train_time_s if assignment.begun else 0.0)
+        called = time.perf_counter()
+        context.began = called - (assignment.begun.train_time_s if assignment.begun else 0.0)
         try:
             function()
         except TrialStopped:
             status = "stopped"
+        ended = time.perf_counter()
+        times = {"starting_s": called - clock, "training_s": ended - called, "total_s": ended - clock}
         peak = peak_memory_bytes(group.device)
         if dist.is_initialized():
             peak = max(group.gather(peak))
@@ -140,7 +144,7 @@ def run_function(
             ray.train.collective.barrier()
         if group.rank == 0 and size is not None:
             ray.get(mailbox.observe.remote(lane, assignment.ticket, size, True))
-        return {"status": status, "result": {"peak_memory_bytes": peak}}
+        return {"status": status, "result": {"peak_memory_bytes": peak}, "spent": {"began": taken, **times}}
     except (Exception, SystemExit) as error:
         failure = failure_of(error, group.rank)
         if failure.follows:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -188,7 +189,7 @@ def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges) -> dic
 
 def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
     """Train as one worker; returns how it has ended."""
-    pressure = Pressure()
+    pressure, began, clock = Pressure(), time.time(), time.monotonic()
     try:
         result = spec.execute(context)
     except Exception as error:
@@ -201,4 +202,12 @@ def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
         if "CUDA error" in str(error) or not agreed:
             outcome["raised"] = failure
         return outcome
-    return {"status": result.status, "result": asdict(result), "cpu_pressure": pressure.share()}
+    total_s = time.monotonic() - clock
+    spent = {
+        "began": began,
+        "starting_s": max(0.0, total_s - result.wall_time_s),
+        "training_s": result.train_time_s - result.earlier_time_s,
+        "total_s": total_s,
+        "first_step_s": result.first_step_s,
+    }
+    return {"status": result.status, "result": asdict(result), "spent": spent, "cpu_pressure": pressure.share()}

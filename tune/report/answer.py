@@ -8,7 +8,18 @@ from typing import Any
 
 from trainers.errors import POLICIES
 from tune.config import SCORES, TO_TARGET, Objective, SweepConfig
-from tune.report.words import amount, duration, in_full, in_short, labels, metric_names, number, printable, target
+from tune.report.words import (
+    amount,
+    duration,
+    in_full,
+    in_short,
+    metric_names,
+    number,
+    printable,
+    span,
+    target,
+    telling,
+)
 from tune.search.finalists import Final, crowding, finals, pressure, rivals, told_apart
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
@@ -89,9 +100,9 @@ def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[floa
 
 def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple[float, TrialRecord]]) -> str:
     """Return the winner and its margin over the runner-up."""
-    names, objective, (value, best) = labels(config, records), config.objective, ranked[0]
+    names, objective, (value, best) = telling(config, records), config.objective, ranked[0]
     if objective.metric == "time_to_target":
-        head = f"{in_full(names, best)} reaches {target(objective)} in {duration(value)} of training"
+        head = f"{in_full(names, best)} reaches {target(objective)} {_when(best)}"
     else:
         extreme = "lowest" if objective.direction == "min" else "highest"
         what = "throughput" if objective.metric == "samples_per_s" else objective.metric
@@ -108,9 +119,24 @@ def _verdict(config: SweepConfig, records: list[TrialRecord], ranked: list[tuple
     group = "two" if equal == 2 else f"first {equal}"
     verb = "needs" if objective.metric == "time_to_target" else "has"
     return (
-        f"{head}, but {following} {verb} {amount(objective.metric, second)}: "
+        f"{head}, but {following} {verb} {_found(objective.metric, runner_up, second)}: "
         f"one run each cannot tell the {group} apart, and they count as equal."
     )
+
+
+def _when(record: TrialRecord) -> str:
+    """Return when a trial met the target: at an evaluation, or at some time since the one before."""
+    time_s, before = record.time_to_target_s or 0.0, record.missed_target_s
+    if before is None:
+        return f"in {duration(time_s)} of training"
+    if before <= 0:
+        return f"within {duration(time_s)} of training, before its first evaluation"
+    return f"after {span(before, time_s)} of training, between two evaluations"
+
+
+def _found(metric: str, record: TrialRecord, value: float) -> str:
+    """Return a trial's value of the objective, a time to the target as the interval that it is."""
+    return span(record.missed_target_s, value) if metric == "time_to_target" else amount(metric, value)
 
 
 def _is_clear(metric: str, best: TrialRecord, other: TrialRecord, value: float, second: float) -> bool:
@@ -134,7 +160,7 @@ def _half_width(record: TrialRecord) -> float:
 
 def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[Final]) -> str:
     """Return the winner by its repeats, with its interval, and those that cannot be told apart from it."""
-    names, first, time_s = labels(config, records), found[0], found[0].time_s
+    names, first, time_s = telling(config, records), found[0], found[0].time_s
     head = (
         f"{in_full(names, first.record)} reaches {target(config.objective)} in {duration(time_s.value)} of training "
         f"(95 % interval {duration(time_s.low)} to {duration(time_s.high)}, {first.repeats} repeats alone"
@@ -144,15 +170,17 @@ def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[
     if equal:
         return f"{head}; it cannot be told apart from {' and '.join(equal)}: they count as equal."
     ratio = found[1].ratio
+    low, high = number(ratio.low, 2), number(ratio.high, 2)
+    interval = f"{low} to {high}" if math.isfinite(ratio.high) else f"at least {low}"
     return (
-        f"{head}, {number(ratio.value, 3)} times ({number(ratio.low, 2)} to {number(ratio.high, 2)}) faster than "
-        f"the next ({in_short(names, found[1].record)})."
+        f"{head}, {number(ratio.value, 3)} times ({interval}) faster than the next "
+        f"({in_short(names, found[1].record)})."
     )
 
 
 def _notes(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, found: list[Final]) -> str:
     """Return what the reader must know of how this was measured."""
-    ratio, names, repeated = crowding(records), labels(config, records), [final.record.id for final in found]
+    ratio, names, repeated = crowding(records), telling(config, records), [final.record.id for final in found]
     notes = []
     if left := [in_short(names, one) for one in rivals(config, records) if found and one.id not in repeated]:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
@@ -231,7 +259,7 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
         return f"{text}, and none reported {name}."
     pick = min if Objective(metric=name).direction == "min" else max
     value, closest = pick(found, key=lambda pair: pair[0])
-    who = in_full(labels(config, records), closest)
+    who = in_full(telling(config, records), closest)
     return f"{text}; the closest, {who}, came to {number(value, 4)}."
 
 
@@ -250,12 +278,13 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
     if objective.metric != "time_to_target":
         rest = f"has no {objective.metric}" if value is None else f"has {objective.metric} {number(value, 4)}"
     elif value is not None:
-        repeated = next((final.time_s.value for final in found if final.record.id == fastest.id), value)
-        rest = f"needs {duration(repeated)}{_price(fastest, repeated)}"
+        repeated = next((final.time_s.value for final in found if final.record.id == fastest.id), None)
+        needed = _found("time_to_target", fastest, value) if repeated is None else duration(repeated)
+        rest = f"needs {needed}{_price(fastest, value if repeated is None else repeated)}"
     else:
         short = "was only measured shortly: it could not be the first"
         rest = short if fastest.purpose == "probe" else f"does not reach {target(objective)}"
-    who = in_full(labels(config, records), fastest)
+    who = in_full(telling(config, records), fastest)
     width = _half_width(fastest)
     spread = f" (+-{width:.1%})" if width else ""
     return f"The highest throughput, {amount('samples_per_s', rate)}{spread}, has {who}, which {rest}."

@@ -4,17 +4,21 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 # Placeholders: `Canvas.figure` replaces them with the page's CSS variables.
 FG, MUTED, BAD, _GRID, _CARD = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
 SERIES = tuple(f"#0a0c0{number}" for number in range(1, 7))
-_VARIABLES = {FG: "--fg", MUTED: "--muted", BAD: "--bad", _GRID: "--grid", _CARD: "--card"} | {
-    color: f"--s{number}" for number, color in enumerate(SERIES, 1)
-}
+SCALE = tuple(f"#0a0d{number:02x}" for number in range(21))
+"""From the lowest to the highest of a continuous key's values."""
+_COLORS = (
+    {FG: "var(--fg)", MUTED: "var(--muted)", BAD: "var(--bad)", _GRID: "var(--grid)", _CARD: "var(--card)"}
+    | {color: f"var(--s{number})" for number, color in enumerate(SERIES, 1)}
+    | {color: f"color-mix(in oklab, var(--low), var(--high) {5 * at}%)" for at, color in enumerate(SCALE)}
+)
 
 _SIZE_IN = (4.2, 2.7)
 _LEGEND_CHARS = 52  # as many as there is room for in one row
@@ -45,7 +49,13 @@ class Figure:
     title: str
     caption: str
     svg: str
-    """An `<svg>` element; its ids are unique in the page."""
+    """An `<svg>` element; its ids are unique in the page. Of small multiples, one for each panel."""
+    num_panels: int = 1
+
+    @classmethod
+    def of_panels(cls, title: str, caption: str, panels: Sequence[Self]) -> Self:
+        """Return one figure of small multiples."""
+        return cls(title, caption, "\n".join(panel.svg for panel in panels), len(panels))
 
 
 @contextmanager
@@ -62,13 +72,14 @@ def styled() -> Iterator[None]:
 class Canvas:
     """One set of axes, and the hover text of its marks."""
 
-    def __init__(self, name: str, height_in: float = _SIZE_IN[1]) -> None:
+    def __init__(self, name: str, height_in: float = _SIZE_IN[1], title: str = "") -> None:
         from matplotlib.figure import Figure as Sheet
 
         self.name = name
         self.sheet = Sheet(figsize=(_SIZE_IN[0], height_in), layout="constrained")
         self.axes = self.sheet.add_subplot()
         self.axes.grid(visible=False, axis="x")
+        self.axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
         self.axes.locator_params(axis="x", nbins=5)  # as many as have room for six digits each
         self._tips: dict[str, str] = {}
 
@@ -111,8 +122,9 @@ class Canvas:
         Texts are no tags and stay what they are, whatever they look like.
         """
         tag = found[0].replace("xlink:href=", "href=")
-        for color, variable in _VARIABLES.items():
-            tag = tag.replace(color, f"var({variable})")
+        if "#0a0" in tag:
+            for color, css in _COLORS.items():
+                tag = tag.replace(color, css)
         tip = re.match(r'<g id="(tip-\d+)">', tag)
         tag = re.sub(r'(?<=\sid=")|(?<=href="#)|(?<=url\(#)', f"{self.name}-", tag)
         return f"{tag}<title>{html.escape(self._tips[tip[1]])}</title>" if tip else tag

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tune.config import SweepConfig
 from tune.report.answer import Answer
-from tune.report.words import duration, is_number, labels, memory_unit, metric_names, number, printable, shown
+from tune.report.words import duration, is_number, labels, memory_unit, metric_names, number, printable, shown, span
 from tune.trials.record import TrialRecord
 
 
@@ -87,8 +87,20 @@ def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
             header = printable(f"metrics.{name}" if name in taken else name)
             add(header, (record.metrics.get(name) for record in records), lambda value: number(value, 4))
     if config.objective.target:
-        add("time to target", (record.time_to_target_s for record in records), duration)
+        met = [(one.missed_target_s, one.time_to_target_s) for one in records]
+        cells = ["-" if time_s is None else span(before, time_s) for before, time_s in met]
+        found.append(Column("time to target", True, dict(zip([record.id for record in records], cells, strict=True))))
+    if any(record.spent is not None for record in records):
+        add("starting", (record.spent and record.spent.starting_s for record in records), duration)
+        add("training", (record.spent and record.spent.training_s for record in records), duration)
     return found
+
+
+def constant(config: SweepConfig, records: list[TrialRecord], found: list[Column]) -> list[Column]:
+    """Return the columns that say the same of every trial: of the configuration, or that there is nothing."""
+    keys = set(labels(config, records).values())
+    same = [column for column in found if len(records) > 1 and len(set(column.cells.values())) == 1]
+    return [column for column in same if column.header in keys or set(column.cells.values()) == {"-"}]
 
 
 def _memory(amount_bytes: float) -> str:

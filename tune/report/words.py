@@ -16,6 +16,15 @@ def labels(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str
     return {key: printable(last if count[last := key.rpartition(".")[2]] == 1 else key) for key in keys}
 
 
+def telling(config: SweepConfig, records: Sequence[TrialRecord]) -> dict[str, str]:
+    """Return the labels of the keys that tell trials apart; of all keys where none does."""
+    found = labels(config, records)
+    varied = {
+        key: label for key, label in found.items() if len({repr(record.config.get(key)) for record in records}) > 1
+    }
+    return varied or found
+
+
 def metric_names(records: Sequence[TrialRecord]) -> list[str]:
     """Return all metrics that were reported, in the order in which they first were."""
     return list(dict.fromkeys(name for record in records for name in record.metrics))
@@ -65,6 +74,17 @@ def duration(time_s: float) -> str:
     """Return seconds, minutes or hours, to three digits."""
     size, unit = (1, "s") if time_s < 120 else (60, "min") if time_s < 7200 else (3600, "h")
     return f"{number(time_s / size, 3)} {unit}"
+
+
+def span(low_s: float | None, high_s: float) -> str:
+    """Return a time that lies between two: "2.9 to 3.1 s", "up to 3.1 s" from 0 on; `low_s` None: it is the second."""
+    first, last = duration(low_s if low_s is not None else high_s), duration(high_s)
+    if low_s is not None and low_s <= 0:
+        return f"up to {last}"
+    if first == last:
+        return last
+    (start, unit), (_, of_last) = first.split(), last.split()
+    return f"{start if unit == of_last else first} to {last}"
 
 
 def time_unit(longest_s: float) -> tuple[float, str]:

@@ -2,25 +2,18 @@
 
 import json
 import math
-import shlex
-from collections import Counter
-from importlib import resources
 from typing import Any
 
 import pyarrow as pa
-from jinja2 import Environment, StrictUndefined
 from pyarrow import parquet
 
 from trainers.config.function import build_run
 from trainers.config.yaml import dump_yaml
-from trainers.errors import STATUSES
-from trainers.redaction import escape_controls, redact
 from trainers.storage import Storage
 from tune.config import SweepConfig, sample_values
 from tune.report.answer import Answer, answer, objective_value
-from tune.report.figures import figures
-from tune.report.table import columns, in_order
-from tune.report.words import duration, labels, metric_names, printable, shown
+from tune.report.page import best_command, contents, render, strict
+from tune.report.words import labels, metric_names, printable, shown
 from tune.search.space import trial_tree
 from tune.trials.record import TrialRecord
 
@@ -39,36 +32,29 @@ def write_report(
     `train` is the sweep's mapping of the run, `environment` the names and versions to show. Without a best
     trial there is no best.yaml: one that an earlier report left is deleted.
     """
-    found, command = answer(config, records, train), f"python -m trainers {shlex.quote(sweep.locate('best.yaml'))}"
+    found = answer(config, records, train)
     sweep.write("results.parquet", to_parquet(config, records))
-    if found.best:
-        tree = trial_tree(train, found.best.config)
-        tree |= {"name": f"{config.name}-best", "storage_path": sweep.parent.uri}
-        tree |= {"task_dir": task_dir} if task_dir is not None else {}
-        resolved = build_run(tree, "best.yaml").tree()
-        sweep.write("best.yaml", (_header(command, config, found.best) + dump_yaml(tree)).encode())
+    tree = best_tree(config, train, found, sweep, task_dir)
+    resolved = train if tree is None else build_run(tree, "best.yaml").tree()
+    if tree is not None and found.best is not None:
+        sweep.write("best.yaml", (_header(best_command(sweep), config, found.best) + dump_yaml(tree)).encode())
     else:
-        resolved = train
         sweep.delete("best.yaml")
-    summary = _summary(config, records, environment, found)
-    sweep.write("summary.json", (json.dumps(_strict(summary), indent=2, allow_nan=False) + "\n").encode())
-    text = resources.files("tune.report").joinpath("report.html").read_text(encoding="utf-8")
-    # Everything in the page but the figures' markup is escaped.
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    html = page.from_string(text).render(
-        best=found.best,
-        columns=columns(config, records),
-        command=command,
-        figures=figures(config, records, found.best, train),
-        reasons=found.reasons,
-        records=in_order(config, records),
-        summary=summary,
-        times=[duration(summary["wall_time_s"]), duration(summary["trial_time_s"])],
-        train=redact(dump_yaml(resolved)),
-        verdict=found.verdict,
-    )
-    sweep.write("report.html", escape_controls(html).encode())
+    shown = contents(sweep, config, train, resolved, records, environment, found)
+    sweep.write("summary.json", (json.dumps(strict(shown["summary"]), indent=2, allow_nan=False) + "\n").encode())
+    sweep.write("report.html", render("report.html", **shown).encode())
     return found
+
+
+def best_tree(
+    config: SweepConfig, train: dict[str, Any], found: Answer, sweep: Storage, task_dir: str | None
+) -> dict[str, Any] | None:
+    """Return what best.yaml holds; None without a best trial."""
+    if found.best is None:
+        return None
+    tree = trial_tree(train, found.best.config)
+    tree |= {"name": f"{config.name}-best", "storage_path": sweep.parent.uri}
+    return tree | ({"task_dir": task_dir} if task_dir is not None else {})
 
 
 def _header(command: str, config: SweepConfig, best: TrialRecord) -> str:
@@ -83,48 +69,6 @@ def _header(command: str, config: SweepConfig, best: TrialRecord) -> str:
     return "".join(f"# {printable(line)}\n" for line in lines)
 
 
-def _strict(value: Any) -> Any:
-    """Return plain data as strict JSON can hold it: numbers that are not finite as text."""
-    if isinstance(value, dict):
-        return {key: _strict(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_strict(child) for child in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _summary(
-    config: SweepConfig, records: list[TrialRecord], environment: dict[str, str], found: Answer
-) -> dict[str, Any]:
-    counts = Counter(record.status for record in records)
-    best = found.best
-    value = objective_value(config.objective, best) if best else None
-    first = min((record.start_time for record in records), default=0.0)
-    last = max((record.end_time for record in records), default=0.0)
-    return {
-        "name": config.name,
-        "sentence": found.sentence,
-        "objective": config.objective.model_dump(exclude_none=True) | {"mode": config.objective.direction},
-        "best": {"id": best.id, "config": best.config, "value": value} if best else None,
-        "finalists": [
-            {
-                "id": final.record.id,
-                "config": final.record.config,
-                "time_s": [final.time_s.low, final.time_s.value, final.time_s.high],
-                "samples_per_s": final.samples_per_s,
-                "repeats": final.repeats,
-                "equal_to_best": final.equal,
-            }
-            for final in found.finals
-        ],
-        "search_ended": found.ended,
-        "trials": len(records),
-        "status": {status: counts[status] for status in STATUSES if counts[status]},
-        "wall_time_s": round(last - first, 3),
-        "trial_time_s": round(sum(record.end_time - record.start_time for record in records), 3),
-        "environment": environment,
-    }
-
-
 def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     """Return a row a trial, in the order given; a column's type does not depend on which trials have run."""
     columns: dict[str, Any] = {}
@@ -137,11 +81,15 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     for key in labels(config, records):
         columns[key] = _config_column(config, key, [record.config.get(key) for record in records])
     add(pa.float64(), "samples_per_s", "step_time_s", "time_to_target_s")
+    columns["time_to_target_low_s"] = pa.array([record.missed_target_s for record in records], pa.float64())
     add(pa.int64(), "peak_memory_bytes", "lane", "seed")
     add(pa.string(), "purpose", "exploited_from")
     add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure")
     for name, figure in (("noise_scale", "value"), ("noise_scale_low", "low"), ("noise_scale_high", "high")):
         columns[name] = pa.array([_noise(record, figure) for record in records], pa.float64())
+    for name, time_name in (("starting_s", "starting_s"), ("training_s", "training_s"), ("on_lane_s", "total_s")):
+        spent = [record.spent and getattr(record.spent, time_name) for record in records]
+        columns[name] = pa.array(spent, pa.float64())
     columns["schedule"] = pa.array([json.dumps(r.schedule) if r.schedule else None for r in records], pa.string())
     columns["message"] = pa.array([_encodable(record.message) for record in records], pa.string())
     for name in ("start_time", "end_time"):

@@ -23,9 +23,8 @@ def time_alone(record: TrialRecord) -> Interval:
     The target was met at some time since the evaluation before that; and the share of the time in which work on its
     node waited for a processor is the most that the run may have lost to what ran beside it.
     """
-    time_s = record.time_to_target_s or 0.0
-    times = [0.0, *(row["train_time_s"] for row in record.curve if "train_time_s" in row)]
-    before = times[times.index(time_s) - 1] if time_s in times[1:] else time_s
+    time_s, before = record.time_to_target_s or 0.0, record.missed_target_s
+    before = time_s if before is None else min(before, time_s)
     return Interval(time_s, before * (1 - (record.cpu_pressure or 0.0)), time_s)
 
 
@@ -68,7 +67,7 @@ class Final:
     record: TrialRecord
     """Of the search."""
     time_s: Interval
-    """To the target, alone: the geometric mean of its repeats."""
+    """To the target, alone: the geometric mean of its repeats, and the time since the evaluation before."""
     samples_per_s: float
     """Alone: the median of its repeats."""
     repeats: int
@@ -81,7 +80,8 @@ class Final:
 def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
     """Return what the repeats say, fastest first; nothing before two finalists have two that reached the target.
 
-    The spread of the times' logarithms is pooled over all finalists, and with `REPEATS` of earlier sweeps.
+    The spread of the times' logarithms is pooled over all finalists, and with `REPEATS` of earlier sweeps. A target is
+    met between two evaluations: no ratio claims more than what holds wherever in between.
     """
     groups = []
     for record in contenders(config, records):
@@ -89,24 +89,32 @@ def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
         logs = [math.log(one.time_to_target_s) for one in own if one.time_to_target_s]
         if len(logs) > 1:
             rates = [one.samples_per_s for one in own if one.samples_per_s]
-            groups.append((record, logs, statistics.median(rates or [0.0])))
+            groups.append((record, logs, _since(own), statistics.median(rates or [0.0])))
     if len(groups) < 2:
         return []
-    freedom = REPEATS_WEIGHT + sum(len(logs) - 1 for _, logs, _ in groups)
-    squares = sum(statistics.variance(logs) * (len(logs) - 1) for _, logs, _ in groups)
+    freedom = REPEATS_WEIGHT + sum(len(logs) - 1 for _, logs, _, _ in groups)
+    squares = sum(statistics.variance(logs) * (len(logs) - 1) for _, logs, _, _ in groups)
     spread = math.sqrt((REPEATS_WEIGHT * REPEATS**2 + squares) / freedom)
     groups.sort(key=lambda group: statistics.fmean(group[1]))
-    t95, (_, first, _) = student_t95(freedom), groups[0]
+    t95, (_, first, since_first, _) = student_t95(freedom), groups[0]
     found = []
-    for record, logs, rate in groups:
+    for record, logs, since, rate in groups:
         mean, half = statistics.fmean(logs), t95 * spread / math.sqrt(len(logs))
         behind = mean - statistics.fmean(first)
         apart = t95 * spread * math.sqrt(1 / len(logs) + 1 / len(first))
-        interval = Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
-        ratio = Interval(math.exp(behind), math.exp(behind - apart), math.exp(behind + apart))
-        equal = behind <= max(apart, math.log(1 + EQUAL))
+        interval = Interval(math.exp(mean), math.exp(mean - since - half), math.exp(mean + half))
+        ratio = Interval(math.exp(behind), math.exp(behind - since - apart), math.exp(behind + since_first + apart))
+        equal = behind - since <= max(apart, math.log(1 + EQUAL))
         found.append(Final(record, interval, rate, len(logs), ratio, equal))
     return found
+
+
+def _since(runs: Sequence[TrialRecord]) -> float:
+    """Return how much sooner runs may have met the target, as they were last evaluated before: the mean logarithm."""
+    lows = [(one.time_to_target_s, one.missed_target_s) for one in runs if one.time_to_target_s]
+    return statistics.fmean(
+        0.0 if low is None else math.inf if low <= 0 else max(0.0, math.log(high / low)) for high, low in lows
+    )
 
 
 def crowding(records: Sequence[TrialRecord]) -> float | None:

@@ -78,7 +78,7 @@ class PopulationTrial(LaneTrial):
             self._prune(stage)
             return self._latest()
         self._started = stage.started
-        self._record = replace(self._make_record(outcome), schedule=stage.schedule)
+        self._record = replace(self._make_record(outcome), schedule=stage.schedule, spent=None)
         self._journal.append(self._record)
         return self._final(self._record)
 

@@ -29,6 +29,7 @@ from tune.sweeps.spec import SweepSpec
 from tune.sweeps.terminal import Terminal, View, shown_config
 from tune.sweeps.trial import assignment_of
 from tune.trials.journal import Journal, trial_id
+from tune.trials.live import WRITE_EVERY_S, Live, Running, write_live
 from tune.trials.record import TrialRecord, make_record
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,8 @@ class Progress(tune.Callback):
         """`grow` is called every ten seconds."""
         self._output = output
         self._config, self._plan, self._mailbox, self._pace, self._grow = spec.config, plan, mailbox, pace, grow
-        self._journal = Journal(spec.storage)
+        self._storage, self._journal = spec.storage, Journal(spec.storage)
+        self._live: Live | None = None
         self.signal_name: str | None = None
         """What asked to stop, once it has come."""
         self.terminal = Terminal(is_live=not (output.quiet or output.as_json))
@@ -132,7 +134,7 @@ class Progress(tune.Callback):
         self._busy: set[int] = set()
         self._began = self._grew = time.monotonic()
         self._begun_at = time.time()
-        self._looked = 0.0
+        self._looked = self._written = 0.0
         self._trials = Gauge("paceline_trials", tag_keys=("run", "status"))
         self._lane_busy = Gauge("paceline_lane_busy", tag_keys=("run", "lane"))
 
@@ -196,6 +198,18 @@ class Progress(tune.Callback):
         spent_s = time.monotonic() - self._began
         view = View(self._config, self._plan.total, self._statuses, state, self.seen, self._best, spent_s)
         self.terminal.update(view)
+        if now - self._written >= WRITE_EVERY_S:
+            self._written = now
+            running = [
+                Running(
+                    one["trial"], lane, one["started"], dict(self.seen.get(one["trial"], {})), Event(one["metrics"]).row
+                )
+                for lane, one in sorted(state["running"].items())
+            ]
+            live = Live("running", self._plan.total, len(state["lanes"]), running)
+            if live != self._live:
+                self._live = live
+                write_live(self._storage, live)
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial gets its actor."""

@@ -23,6 +23,7 @@ from tune.search.frontier_grid import Frontier
 from tune.search.population import population
 from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
 from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord
 
 SAVED = "sweep.yaml"
 
@@ -138,7 +139,15 @@ def _spec(
 
 
 def read_saved(location: str) -> SweepSpec:
-    """Read the sweep that a directory holds; ConfigError when there is none."""
+    """Read the sweep that a directory holds, to run it; ConfigError when there is none, or it cannot run here."""
+    kept = read_kept(location)
+    task_dir = kept.train.get("task_dir")
+    directory = Path(task_dir) if task_dir and isinstance(task_dir, str) else None
+    return _spec(kept.config, kept.train, kept.source, kept.source, directory, own_workers=True)
+
+
+def read_kept(location: str) -> SweepSpec:
+    """Read the sweep that a directory holds, to look at: its task need not be here. ConfigError when there is none."""
     storage = Storage(storage_uri(location))
     if not storage.exists(SAVED):
         raise ConfigError("the directory", location, "holds no sweep", f"name the directory with the {SAVED}")
@@ -147,9 +156,7 @@ def read_saved(location: str) -> SweepSpec:
     config = build(SweepConfig, tree | {"storage_path": storage.parent.uri}, source)
     if not isinstance(config.train, dict):
         raise ConfigError("train", config.train, "must be a mapping here", "start the sweep anew with --fresh", source)
-    task_dir = config.train.get("task_dir")
-    directory = Path(task_dir) if task_dir and isinstance(task_dir, str) else None
-    return _spec(config, config.train, source, source, directory, own_workers=True)
+    return SweepSpec(config, config.train, (), source, storage.uri)
 
 
 def save(spec: SweepSpec) -> None:
@@ -158,9 +165,11 @@ def save(spec: SweepSpec) -> None:
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
-def is_complete(spec: SweepSpec) -> bool:
-    """Whether every trial has a record; a random search is known to be complete only by running it."""
-    config, records = spec.config, Journal(spec.storage).records()
+def is_complete(spec: SweepSpec, records: list[TrialRecord] | None = None) -> bool:
+    """Whether every trial has a record, of `records` or of the journal; a random search is known to be complete only
+    by running it.
+    """
+    config, records = spec.config, Journal(spec.storage).records() if records is None else records
     if config.search == "optuna":
         return len(records) >= spec.num_trials
     if config.search == "frontier":

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainers.errors import CheckpointError, counted
 from trainers.json_data import validated
@@ -20,6 +20,7 @@ from trainers.redaction import redact
 from trainers.storage import Storage
 from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, sweep_with
 from tune.trials.journal import Journal
+from tune.trials.live import Live, write_live
 from tune.trials.record import TrialRecord
 
 if TYPE_CHECKING:
@@ -143,11 +144,14 @@ def run_to_answer(
         token = stack.enter_context(held(spec.storage, SAVED))
         before = prepare(spec, fresh)
         spec = replace(spec, token=token)
+        state: Literal["ended", "cut off"] = "cut off"
+        stack.callback(lambda: write_live(spec.storage, Live(state)))
         if is_complete(spec):
             logger.info(
                 "%s is complete already (%s starts it anew)", spec.uri, "--fresh" if is_command else "fresh=True"
             )
-            return saved_answer(spec)
+            result, state = saved_answer(spec), "ended"
+            return result
         if before:
             logger.info("%s holds %d trials that have ended: only the others run", spec.uri, before)
         with without_collection(own_process=is_command):
@@ -162,7 +166,8 @@ def run_to_answer(
                 versions = environment() | facts
         except (Interrupted, KeyboardInterrupt):
             raise SweepInterrupted(prepare(spec, False)) from None
-        return _answer(spec, records, versions)
+        result, state = _answer(spec, records, versions), "ended"
+        return result
 
 
 def saved_answer(spec: SweepSpec) -> SweepResult:

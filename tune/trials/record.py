@@ -96,6 +96,23 @@ class Until:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """Where a trial's time on its lane went."""
+
+    began: UnixTime
+    """When the lane took it, Unix time of that node, s."""
+    starting_s: _Amount
+    """Outside the loop: imports, data, model, the search for a microbatch, and closing them. Of a training function,
+    until it was called."""
+    training_s: _Amount
+    """In training steps. Of a training function, all of its call."""
+    total_s: _Amount
+    """All of it; what is neither starting nor training is evaluation."""
+    first_step_s: _Amount | None = None
+    """Of training_s, the first step, which compiles."""
+
+
+@dataclass(frozen=True)
 class TrialRecord:
     """How one trial ended."""
 
@@ -119,7 +136,7 @@ class TrialRecord:
     curve: list[Row] = field(default_factory=list)
     """One row an evaluation."""
     time_to_target_s: _Amount | None = None
-    """Training time until the objective's target was first reached; None when it was not."""
+    """Training time at the first evaluation that met the objective's target; None when none did."""
     lane: _Whole | None = None
     purpose: Purpose = "trial"
     seed: _Whole | None = None
@@ -140,11 +157,23 @@ class TrialRecord:
     """The worker's traceback, for status `error`; where its ranks were, for `hung`."""
     schedule: list[Part] = field(default_factory=list)
     """The course of its weights, in a population."""
+    spent: Spent | None = None
+    """Where its time went; None where it failed, or is a population's, which runs in stages."""
 
     @property
     def finished(self) -> bool:
         """Whether the trial has a result."""
         return self.status in ("done", "stopped")
+
+    @property
+    def missed_target_s(self) -> float | None:
+        """Training time at the last evaluation before the one that met the target, 0 where that was the first: the
+        target was met in between. None where it was not met, or the evaluations do not tell.
+        """
+        times = [0.0, *(row["train_time_s"] for row in self.curve if "train_time_s" in row)]
+        if self.time_to_target_s is None or self.time_to_target_s not in times[1:]:
+            return None
+        return times[times.index(self.time_to_target_s, 1) - 1]
 
     @property
     def exploited_from(self) -> str | None:
@@ -210,4 +239,5 @@ def make_record(
         cpu_pressure=outcome.get("cpu_pressure"),
         message=redact(message),
         traceback=redact(outcome.get("traceback", "")),
+        spent=Spent(**outcome["spent"]) if outcome.get("spent") else None,
     )

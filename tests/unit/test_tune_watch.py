@@ -1,0 +1,315 @@
+"""The page of a sweep that runs: who gets it, what it says of the sweep, and that it only reads."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import chromium, watch_page
+from tests.unit.report_records import SCRIPT, config, done, failed
+from trainers.config.yaml import dump_yaml
+from trainers.errors import ConfigError
+from trainers.lease import LEASE, Holder
+from trainers.storage import Storage
+from tune.trials.journal import Journal, trial_id
+from tune.trials.live import Live, Running, read_live, write_live
+from tune.views import follow
+from tune.views.follow import Follow, Seen, judge
+from tune.views.server import LOOPBACK, PageServer
+
+
+class Sweep:
+    """What a driver writes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.storage = Storage(str(directory))
+        self.journal = Journal(self.storage)
+
+    def begin(self, **changes: Any) -> None:
+        saved = config(**changes).model_dump(mode="json", exclude_none=True)
+        self.storage.write("sweep.yaml", dump_yaml(saved).encode())
+        self.beat()
+
+    def beat(self, **changes: Any) -> None:
+        self.storage.write(LEASE, replace(Holder.this_process(), **changes).write())
+
+    def run(self, *running: Running, total: int = 11) -> None:
+        write_live(self.storage, Live("running", total, 2, list(running)))
+
+    def files(self) -> dict[str, bytes]:
+        directory = Path(self.storage.path)
+        return {str(file): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    return Sweep(tmp_path / "digits-sweep")
+
+
+class Looks:
+    """Pages of a directory, two seconds apart, however long they take to draw."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.now_s = 0.0
+        self.follow = Follow(sweep.storage.uri, lambda: self.now_s)
+
+    def page(self) -> tuple[str, str]:
+        self.now_s += 2.0
+        return self.follow.page()
+
+
+@contextlib.contextmanager
+def served(sweep: Sweep) -> Iterator[PageServer]:
+    with PageServer(Looks(sweep).page) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(server: PageServer, path: str = "/", host: str | None = None, **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(LOOPBACK, server.server_port)
+    shown = {"Host": host or f"{LOOPBACK}:{server.server_port}"} | {k.replace("_", "-"): v for k, v in headers.items()}
+    connection.putrequest("GET", path, skip_host=True)
+    for name, value in shown.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    answer.text = answer.read().decode()  # type: ignore[attr-defined]
+    connection.close()
+    return answer
+
+
+def test_only_who_has_the_token_gets_the_page(sweep: Sweep) -> None:
+    sweep.begin()
+    with served(sweep) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        bearer = {"Authorization": f"Bearer {server.token}"}
+        for given in ({}, {"Authorization": "Bearer no"}, {"Cookie": f"paceline-watch-{server.server_port}=no"}):
+            for path in ("/", "/watch.js", "/?token=no", "/?token=", "/nothing"):
+                answer = ask(server, path, **given)
+                assert (answer.status, "digits" in answer.text) == (401, False), path  # type: ignore[attr-defined]
+        first = ask(server, f"/?token={server.token}")
+        cookie = first.headers["Set-Cookie"]
+        assert (first.status, first.headers["Location"]) == (303, "/")
+        assert cookie.endswith("; Path=/; HttpOnly; SameSite=Lax")
+        page = ask(server, Cookie=f"other=1; {cookie.partition(';')[0]}")
+        assert page.status == 200
+        assert "Paceline sweep digits-sweep" in page.text  # type: ignore[attr-defined]
+        assert server.token not in page.text  # type: ignore[attr-defined]
+        assert "script-src 'self'" in page.headers["Content-Security-Policy"]
+        assert ask(server, **bearer).status == 200
+        assert ask(server, If_None_Match=page.headers["ETag"], **bearer).status == 304
+
+
+def test_names_of_elsewhere_are_refused(sweep: Sweep) -> None:
+    """A page whose name resolves to the loopback would be of the same origin, and have the cookie."""
+    sweep.begin()
+    with served(sweep) as server:
+        bearer = {"Authorization": f"Bearer {server.token}"}
+        for host in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1.evil.example:80", ""):
+            path = f"/?token={server.token}"
+            assert ask(server, path, host or " ", **bearer).status == 403, host
+        for host in ("localhost:9000", "127.0.0.1:9000", "localhost", f"[::1]:{server.server_port}"):
+            assert ask(server, host=host, **bearer).status == 200, host
+
+
+def test_no_path_is_a_file(sweep: Sweep) -> None:
+    sweep.begin()
+    with served(sweep) as server:
+        bearer = {"Authorization": f"Bearer {server.token}"}
+        paths = ["/sweep.yaml", "/lease.json", "/../digits-sweep/sweep.yaml", "/%2e%2e/x", "//etc/passwd", "/style.css"]
+        for path in [*paths, "/watch.js/../../__main__.py", "/..%2f..%2fetc/passwd"]:
+            assert ask(server, path, **bearer).status == 404, path
+        assert "fetch(" in ask(server, "/watch.js", **bearer).text  # type: ignore[attr-defined]
+
+
+def test_a_port_in_use_is_an_error(sweep: Sweep) -> None:
+    with served(sweep) as server, pytest.raises(ConfigError, match=f"--port. is {server.server_port}, but cannot be"):
+        PageServer(server.page, server.server_port)
+
+
+def test_the_page_follows_the_journal_and_writes_nothing(sweep: Sweep) -> None:
+    looks = Looks(sweep)
+    page, version = looks.page()
+    assert "holds no sweep yet" in page
+    assert not Path(sweep.storage.path).exists()
+    sweep.begin()
+    records, (late, *_) = done()[:3], failed()[1:]
+    for record in records:
+        sweep.journal.append(record)
+    trial = {"global_batch_size": 64, "precision": "fp16"}
+    sweep.run(Running("abc", 1, 0.0, trial, {"step": 120.0, "val_loss": 0.25}))
+    before = sweep.files()
+    page, first = looks.page()
+    assert first != version
+    assert "Running: 3 of 11 trials have ended. 2 lanes up." in page
+    assert "<td>64, fp16</td>" in page
+    assert "val_loss 0.25" in page
+    assert page.count('<tr class="') == 3
+    assert "python -m trainers" not in page, "best.yaml is not there before the end"
+    assert sweep.files() == before
+    sweep.journal.append(late)
+    page, second = looks.page()
+    assert second != first
+    assert f'id="trial-{late.id}"' in page
+    assert SCRIPT not in page
+    write_live(sweep.storage, Live("ended"))
+    sweep.storage.delete(LEASE)
+    assert "The sweep has ended, with 4 trials." in looks.page()[0]
+
+
+def test_drawing_takes_a_tenth_of_the_time_at_most(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, drawn = Looks(sweep), []
+
+    def slow(*args: Any) -> list[Any]:
+        looks.now_s += 3.0
+        drawn.append(looks.now_s)
+        return []
+
+    monkeypatch.setattr(follow, "figures", slow)
+    sweep.begin()
+    records, pages = done(), []
+    for number in range(40):
+        if number % 4 == 0 and records:
+            sweep.journal.append(records.pop())
+        page, _ = looks.page()
+        pages.append(page)
+        assert page.count('id="trial-') == 8 - len(records), "the table waits for no figure"
+    assert re.search(r"The figures have the first \d trials", "".join(pages))
+    assert all(later - earlier >= 30 for earlier, later in itertools.pairwise(drawn))
+    assert len(drawn) >= 3
+    before = len(drawn)
+    for _ in range(40):
+        looks.page()
+    assert len(drawn) <= before + 1, "nothing is new"
+
+
+def test_a_repeat_that_runs_is_named_by_what_it_repeats(sweep: Sweep) -> None:
+    sweep.begin(finalists={"count": 2})
+    for record in done():
+        sweep.journal.append(record)
+    best = {"global_batch_size": 64, "precision": "bf16"}
+    sweep.run(Running(trial_id(best, "repeat", 2), 0, 0.0), Running(done()[0].id, 1, 0.0))
+    page, _ = Looks(sweep).page()
+    assert "<td>64, bf16, repeat, seed 2</td>" in page
+    assert 'id="lane-1"' not in page, "what has its record runs no more"
+
+
+def test_a_damaged_record_is_named_and_the_others_are_shown(sweep: Sweep) -> None:
+    sweep.begin()
+    sweep.journal.append(done()[0])
+    sweep.storage.write("trials/0123456789.json", b"{")
+    page, _ = Looks(sweep).page()
+    assert "0123456789.json is damaged" in page
+    assert f'id="trial-{done()[0].id}"' in page
+    assert "has no progress.json" in page
+
+
+def test_another_sweep_in_the_same_place_is_another_page(sweep: Sweep) -> None:
+    looks = Looks(sweep)
+    sweep.begin()
+    sweep.journal.append(done()[0])
+    assert f'id="trial-{done()[0].id}"' in looks.page()[0]
+    sweep.storage.delete("trials")
+    sweep.begin(name="other")
+    page, _ = looks.page()
+    assert "Paceline sweep other" in page
+    assert done()[0].id not in page
+
+
+HERE = Holder.this_process()
+ELSEWHERE = replace(HERE, machine="another")
+AGAIN = [*done(), *(replace(one, purpose="repeat", seed=1) for one in done()[:2])]
+RUNS, ENDS, STOPS = Live("running", 8, 2, []), Live("ended"), Live("cut off")
+
+
+@pytest.mark.parametrize(
+    ("seen", "kind", "words"),
+    [
+        ({"has_sweep": False}, "waiting", "holds no sweep yet"),
+        ({"has_sweep": False, "holder": HERE}, "waiting", "A sweep begins"),
+        ({"holder": HERE, "live": RUNS}, "running", "Running: 8 of 8 trials have ended. 2 lanes up."),
+        ({"holder": HERE}, "running", "Running: 8 trials have ended."),
+        ({"holder": HERE, "records": []}, "running", "Starting: no lane is up yet."),
+        ({"holder": HERE, "records": [], "live": STOPS}, "running", "Starting: no lane is up yet."),
+        ({"holder": HERE, "records": AGAIN, "live": RUNS}, "running", "8 of 8 trials have ended, and 2 repeats of the"),
+        ({"live": ENDS, "records": AGAIN}, "ended", "has ended, with 8 trials and 2 repeats."),
+        ({"holder": ELSEWHERE, "holder_idle_s": 29.0, "live": RUNS}, "running", "Running"),
+        ({"holder": ELSEWHERE, "holder_idle_s": 31.0, "live": RUNS}, "cut", "`python -m tune resume here` goes on"),
+        ({"holder": replace(HERE, pid=2**22 + 1), "live": RUNS}, "cut", "its process has ended without an answer"),
+        ({"holder": HERE, "live": RUNS, "idle_s": 599.0}, "running", "Running"),
+        ({"holder": HERE, "live": RUNS, "idle_s": 601.0}, "quiet", "Nothing new for 10 min"),
+        ({"live": ENDS}, "ended", "has ended, with 8 trials"),
+        ({"live": STOPS, "is_complete": True}, "cut", "stopped before its end; 8 trials are kept"),
+        ({"is_complete": True}, "ended", "has ended"),
+        ({"is_complete": False}, "cut", "stopped before its end"),
+        ({"live": RUNS}, "cut", "stopped before its end"),
+    ],
+)
+def test_how_a_sweep_is(seen: dict[str, Any], kind: str, words: str) -> None:
+    found, sentence = judge(Seen(**{"uri": "here", "has_sweep": True, "records": done(), **seen}))
+    assert found == kind
+    assert words in sentence
+
+
+def test_a_long_trial_may_be_quiet_for_longer() -> None:
+    slow = [replace(one, end_time=one.start_time + 1000) for one in done()]
+    seen = Seen("here", True, HERE, 0.0, RUNS, slow, False, 2999.0)
+    assert judge(seen)[0] == "running"
+    assert judge(replace(seen, idle_s=3001.0))[0] == "quiet"
+
+
+def test_what_runs_comes_back(sweep: Sweep) -> None:
+    live = Live("running", None, 2, [Running("a", 0, 5.0, {"optimizer.lr": 0.1}, {"val_loss": float("inf")})])
+    assert read_live(sweep.storage) is None
+    write_live(sweep.storage, live)
+    assert read_live(sweep.storage) == live
+    for damage in (b"", b"[]", json.dumps({**asdict(live), "running": 3}).encode()):
+        sweep.storage.write("progress.json", damage)
+        assert read_live(sweep.storage) is None
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine")
+def test_a_new_trial_is_there_without_a_reload(sweep: Sweep) -> None:
+    """A mark on the window, the place on the page, open details and what is selected stay."""
+    sweep.begin()
+    records = done() + failed()
+    for record in [*records[:4], records[9]]:
+        sweep.journal.append(record)
+    rows = "document.querySelectorAll('tbody tr[id^=trial-]').length"
+    prepare = """(() => {
+      window.mark = 7;
+      document.querySelector('details').open = true;
+      getSelection().selectAllChildren(document.querySelector('td.note'));
+      window.scrollTo(0, 500);
+      return document.querySelector('details').open;
+    })()"""
+    state = (
+        "JSON.stringify([window.mark, document.querySelector('details').open, getSelection().toString().slice(0, 10)])"
+    )
+    with served(sweep) as server:
+
+        def change() -> None:
+            sweep.journal.append(records[5])
+
+        page = watch_page(server.address, prepare, change, f"{rows} === 6", [rows, state, "scrollY", "location.search"])
+    assert page.said == []
+    assert page.found["watch: " + rows] == 6
+    assert json.loads(page.found["watch: " + state]) == [7, True, "ValueError"]
+    assert page.found["watch: scrollY"] > 0
+    assert page.found["watch: location.search"] == ""
+    assert not [address for address in page.asked if not address.startswith(f"http://127.0.0.1:{server.server_port}/")]

@@ -1,0 +1,138 @@
+"""A sweep's report as a page: what it shows, and its HTML."""
+
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+from trainers.config.yaml import dump_yaml
+from trainers.errors import STATUSES
+from trainers.redaction import escape_controls, redact
+from trainers.storage import Storage
+from tune.config import SweepConfig
+from tune.report.answer import Answer, objective_value
+from tune.report.canvas import Figure
+from tune.report.figures import figures
+from tune.report.table import columns, constant, in_order
+from tune.report.time_figure import spent_in_all
+from tune.report.words import duration
+from tune.trials.record import TrialRecord
+
+_STACKED = ((10, "700"), (13, "900"), (16, "1200"))
+"""A table of so many columns becomes a list on a page of less than so many pixels."""
+_LONGEST_WORD = 12
+
+
+def source(name: str) -> str:
+    """Return a file of this folder."""
+    return resources.files("tune.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def render(template: str, **shown: Any) -> str:
+    """Return a page. Everything in it but the figures' markup is escaped."""
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(source)
+    )
+    return escape_controls(environment.get_template(template).render(**shown))
+
+
+def best_command(sweep: Storage) -> str:
+    """Return the command that trains with the best configuration."""
+    return f"python -m trainers {shlex.quote(sweep.locate('best.yaml'))}"
+
+
+def contents(
+    sweep: Storage,
+    config: SweepConfig,
+    train: Mapping[str, Any],
+    resolved: Mapping[str, Any],
+    records: list[TrialRecord],
+    environment: Mapping[str, str],
+    found: Answer,
+    drawn: list[Figure] | None = None,
+) -> dict[str, Any]:
+    """Return what the template report.html shows of a sweep.
+
+    `train` is the run that is varied, `resolved` that of the best trial where there is one, `drawn` the figures where
+    they are there already.
+    """
+    shown = columns(config, records)
+    same = constant(config, records, shown)
+    table = [column for column in shown if column not in same]
+    whole = summary(config, records, environment, found)
+    said = [f"{column.header} {cell}" for column in same if (cell := next(iter(column.cells.values()))) != "-"]
+    return {
+        "best": found.best,
+        "columns": table,
+        "command": best_command(sweep),
+        "figures": figures(config, records, found.best, train) if drawn is None else drawn,
+        "reasons": found.reasons,
+        "records": in_order(config, records),
+        "same": ", ".join(said),
+        "spent": spent_in_all(records),
+        "stacked": next((width for most, width in _STACKED if len(table) + 1 <= most), "always"),
+        "summary": whole,
+        "tiles": [one for one in shown if one.is_figure and found.best and one.cells[found.best.id] != "-"],
+        "times": [duration(whole["wall_time_s"]), duration(whole["trial_time_s"])],
+        "train": redact(dump_yaml(dict(resolved))),
+        "verdict": found.verdict,
+        "live": None,
+        "duration": duration,
+        "breaks": _breaks,
+    }
+
+
+def _breaks(text: str) -> str:
+    """Return the class of a cell whose words are too long for a column: they may break anywhere."""
+    return "long" if any(len(word) > _LONGEST_WORD for word in re.split(r"[\s_.]", text)) else ""
+
+
+def summary(
+    config: SweepConfig, records: list[TrialRecord], environment: Mapping[str, str], found: Answer
+) -> dict[str, Any]:
+    """Return what summary.json holds, with numbers that may not be finite."""
+    counts = Counter(record.status for record in records)
+    best, spent = found.best, spent_in_all(records)
+    value = objective_value(config.objective, best) if best else None
+    first = min((record.start_time for record in records), default=0.0)
+    last = max((record.end_time for record in records), default=0.0)
+    between = {"time_to_target_low_s": best.missed_target_s} if best and best.missed_target_s is not None else {}
+    return {
+        "name": config.name,
+        "sentence": found.sentence,
+        "objective": config.objective.model_dump(exclude_none=True) | {"mode": config.objective.direction},
+        "best": {"id": best.id, "config": best.config, "value": value} | between if best else None,
+        "finalists": [
+            {
+                "id": final.record.id,
+                "config": final.record.config,
+                "time_s": [final.time_s.low, final.time_s.value, final.time_s.high],
+                "samples_per_s": final.samples_per_s,
+                "repeats": final.repeats,
+                "equal_to_best": final.equal,
+            }
+            for final in found.finals
+        ],
+        "search_ended": found.ended,
+        "trials": len(records),
+        "status": {status: counts[status] for status in STATUSES if counts[status]},
+        "wall_time_s": round(last - first, 3),
+        "trial_time_s": round(sum(record.end_time - record.start_time for record in records), 3),
+        "starting_s": round(spent.starting_s, 3) if spent else None,
+        "training_s": round(spent.training_s, 3) if spent else None,
+        "environment": dict(environment),
+    }
+
+
+def strict(value: Any) -> Any:
+    """Return plain data as strict JSON can hold it: numbers that are not finite as text."""
+    if isinstance(value, dict):
+        return {key: strict(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [strict(child) for child in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
