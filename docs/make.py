@@ -63,6 +63,7 @@ def commands() -> str:
     for door, settings in DOORS.items():
         module = importlib.import_module(f"{door}.__main__")
         about, _, exit_codes = (inspect.getdoc(module) or "").rpartition("\n\n")
+        about = re.sub(r"^    (.*)$", r"```text\n\1\n```", about, flags=re.MULTILINE)
         parts += [f"## python -m {door}\n", f"{about}\n", f"{exit_codes}\n"]
         parts += [f"```text\n{one.help()}\n```\n" for one in door_commands(door, settings).values()]
     return "\n".join(parts)
