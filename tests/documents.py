@@ -9,6 +9,7 @@ page right before the block says otherwise, for all of its commands or for those
     <!-- not run: needs an account at AWS -->
     <!-- not run (s3://): needs a bucket -->
     <!-- run by tests/commands/test_predict.py::test_predict_writes_the_same_bytes -->
+    <!-- run by (torchrun) tests/on_ray/test_launchers.py::test_launchers_agree -->
 
 A block of `python` or `yaml` whose first line is a comment with a file's name is written into that directory first.
 """
