@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import runpy
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.specs import REPOSITORY
 from trainers.config import TrainConfig
@@ -38,6 +39,8 @@ PROGRAMS += (
 KEYS = {**keys_of(TrainConfig), **keys_of(SweepConfig)}
 LANGUAGES = ("sh", "console", "python", "yaml", "json", "toml", "diff", "mermaid", "text")
 """What a fence may say; `text` is output."""
+SITE = runpy.run_path(str(REPOSITORY / "docs/pages.py"))
+pages: Callable[[], list[str]] = SITE["pages"]
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
 _COMMENT = re.compile(r"<!-- (not run|run by)(?: \(([^)]+)\))?:? (.+?) -->")
 
@@ -90,15 +93,6 @@ class Block:
         return next((fate for fate in self.fates if fate.words in command), None)
 
 
-def pages() -> list[str]:
-    """Every Markdown page of the repository that is for readers."""
-    found = itertools.chain.from_iterable(
-        REPOSITORY.glob(pattern)
-        for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md", "cluster/**/*.md")
-    )
-    return sorted(str(path.relative_to(REPOSITORY)) for path in found)
-
-
 def blocks(page: str, text: str | None = None) -> list[Block]:
     """The code blocks of a page, in their order."""
     lines = (text if text is not None else (REPOSITORY / page).read_text()).splitlines()
@@ -135,10 +129,3 @@ def _indented(page: str, line: int, code: list[str], fates: tuple[Fate, ...]) ->
         language = "yaml" if word.endswith(":") and word[:-1] in KEYS else "text"
         return Block(page, line, language, "\n".join(code).rstrip(), fates)
     return Block(page, line, "sh", "\n".join(itertools.takewhile(str.strip, code)), fates)
-
-
-def written(page: str, directory: Path) -> None:
-    """Write the files that a page shows."""
-    for block in blocks(page):
-        if block.name is not None:
-            (directory / block.name).write_text(block.text + "\n")

@@ -108,7 +108,10 @@ def test_yaml_is_read_by_the_configuration(block: Block) -> None:
         return
     tree = parse_mapping(block.text, f"{block.page}:{block.line}")
     if set(tree) & (set(keys_of(SweepConfig)) - set(keys_of(TrainConfig))):
-        build(SweepConfig, SWEEP | tree, block.page)
+        sweep = build(SweepConfig, SWEEP | tree, block.page)
+        of_function = isinstance(sweep.train, dict) and "train_func" in sweep.train
+        known = keys_of(FunctionConfig if of_function else TrainConfig)
+        assert {key.partition(".")[0] for key in sweep.space} <= set(known)
         tree = tree["train"] if isinstance(tree.get("train"), dict) else RUN
     if "train_func" in tree:
         build(FunctionConfig, tree, block.page)
