@@ -55,12 +55,14 @@ def _section(kind: str, path: Path) -> str:
     kept = json.loads(path.read_text())
     machine, results = kept["environment"], kept["results"]
     script = f"benchmarks/{kind.partition('-')[0]}.py"
-    question = (ast.get_docstring(ast.parse((ROOT / script).read_text())) or "").partition("\n\n")[0].replace("\n", " ")
+    doc = ast.get_docstring(ast.parse((ROOT / script).read_text())) if (ROOT / script).is_file() else None
+    question = (doc or "").partition("\n\n")[0].replace("\n", " ")
     libraries = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "ray"))
     said = f"{kept['date']}, {machine['cpus']} CPU cores, device {machine['device']}, {libraries}, commit"
-    files = f"[{script}](../{script}), [{path.name}](../{path.relative_to(ROOT)})"
+    files = [script] * bool(doc) + [str(path.relative_to(ROOT))]
+    links = ", ".join(f"[{Path(file).name}](../{file})" for file in files)
     where = "" if machine["device"] == "cpu" else f", {machine['device']}"
-    parts = [f"## {kind}{where}\n", f"{question}\n", f"{said} {machine['git_commit'][:10]}: {files}.\n"]
+    parts = [f"## {kind}{where}\n", f"{question}\n", f"{said} {machine.get('git_commit', '')[:10]}: {links}.\n"]
     works = {key: value for key, value in results.items() if isinstance(value, dict) and not _is_table(value)}
     whole = {key: value for key, value in results.items() if key not in works}
     for title, work in [("", whole), *works.items()]:
@@ -115,7 +117,7 @@ def _plain(tree: dict[str, Any]) -> Row:
 
 
 def _records(rows: list[dict[str, Any]]) -> Iterator[Row]:
-    if len(rows) <= LONGEST:
+    if len(rows) <= LONGEST or not all("ratio" in row for row in rows):
         yield from map(_plain, rows)
         return
     first = next(iter(rows[0]))

@@ -84,7 +84,8 @@ def copied(name: str, text: str, target: Path) -> str:
         import mermaidx
 
         file = f"{Path(name).stem}-{text[: found.start()].count('```mermaid') + 1}.svg"
-        (target / name).with_name(file).write_text(mermaidx.render(found[1], css="#my-svg {background: #fff}").svg())
+        svg = mermaidx.render(found[1]).svg().replace("background-color: transparent", "background-color: white", 1)
+        (target / name).with_name(file).write_text(svg)
         return f"[![a drawing; opens alone]({file})]({file})"
 
     for address in _ADDRESS.findall(text):
