@@ -10,6 +10,7 @@ Run as: python docs/pages.py        (make site)
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 import re
 import shutil
@@ -80,10 +81,12 @@ def copied(name: str, text: str, target: Path) -> str:
             return f"{words}({address}/README.md{anchor})" if (ROOT / file / "README.md").exists() else words[1:-1]
         return found[0]
 
+    numbers = itertools.count(1)
+
     def drawn(found: re.Match[str]) -> str:
         import mermaidx
 
-        file = f"{Path(name).stem}-{text[: found.start()].count('```mermaid') + 1}.svg"
+        file = f"{Path(name).stem}-{next(numbers)}.svg"
         svg = mermaidx.render(found[1]).svg().replace("background-color: transparent", "background-color: white", 1)
         (target / name).with_name(file).write_text(svg)
         return f"[![a drawing; opens alone]({file})]({file})"
