@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all lint format bench bench-full bench-gpu gpu docs dashboard audit clean faults soak
+.PHONY: install sweep test test-all lint format bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults soak
 
 install: .venv/installed
 
@@ -71,8 +71,24 @@ minutes ?= 7.5
 gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --minutes $(minutes) --keep
 
+# The pages that come from the code and from benchmarks/results/.
 docs: install
-	$(BIN)/python docs/make.py > docs/config.md
+	for page in config commands api benchmarks; do $(BIN)/python docs/make.py $$page > docs/$$page.md || exit 1; done
+
+# build/site, for any web server: `python3 -m http.server -d build/site`.
+site: install
+	$(BIN)/python docs/pages.py
+
+# What a release is: sdist and wheel in dist/, the wheel installed where nothing else is. TAG=vX.Y.Z must be the version.
+dist:
+	@test -z "$(TAG)" || grep -qx 'version = "$(TAG:v%=%)"' pyproject.toml || { echo "$(TAG) is not pyproject's version"; exit 2; }
+	@test -z "$(TAG)" || grep -q '^## $(TAG:v%=%) - ' CHANGELOG.md || { echo "CHANGELOG.md has no dated $(TAG)"; exit 2; }
+	rm -rf dist build/dist
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install --quiet --constraint constraints.txt build
+	build/dist/bin/python -m build --quiet
+	build/dist/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd build/dist && for door in train sweep cluster; do bin/paceline-$$door --help > /dev/null || exit 1; done
 
 # Debian's prometheus on the loopback, with Ray's metrics and Paceline's; the address shows all of them at once.
 dashboard:

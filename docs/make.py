@@ -1,16 +1,29 @@
-"""Write docs/config.md from the configuration models; a test checks that the page is current.
+"""Write the pages of docs/ that come from the code; a test checks that they are current.
 
-Run as: python docs/make.py > docs/config.md
+Run as: python docs/make.py [config | commands | api | benchmarks] > docs/config.md        (make docs writes all four)
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import itertools
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainers.command_line import Command
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
+from trainers.config.model import Settings
 from trainers.config.reference import markdown
 from tune.config import SweepConfig
 
-HEAD = """# Configuration
+CONFIG = """# Configuration
 
 Every key of `train.yaml` and `sweep.yaml`, from the models themselves (`make docs` writes this page). Each is
 overridable as `--dotted.key value`; the keys of a sweep's run as `--train.dotted.key value`. Files are YAML 1.2: `1e-3`
@@ -18,13 +31,141 @@ is a number and `off` is a word. An unknown key is an error that names the near 
 (`accumulate_grad_batches`). Of a task's run exactly one of `global_batch_size` and `batch_size_per_worker`, and exactly
 one of `epochs` and `max_steps`, is required.
 """
+COMMANDS = """# Commands
+
+What `--help` says of each command (`make docs` writes this page). `paceline-train`, `paceline-sweep` and
+`paceline-cluster` are the same, installed. `--dotted.key value` sets any key of [config.md](config.md). `--name value`
+and `--name=value` are the same, and so are hyphens and underscores in a name.
+"""
+API = """# Python
+
+The public names and their docstrings (`make docs` writes this page). [python.md](python.md) shows how they are used,
+[tasks.md](tasks.md) when each method of a task is called. What is not here may change in any release.
+"""
+DOORS = {"trainers": TrainConfig, "tune": SweepConfig, "cluster": None}
+MODULES = ("trainers", "tune", "tune.ray")
+RETURNED = (
+    "trainers.inference.trained_run:TrainedRun",
+    "trainers.on_ray.function:FunctionRun",
+    "tune.sweeps.sweep:SweepResult",
+)
 
 
-def page() -> str:
-    """The whole page."""
+def config() -> str:
+    """Every key of the YAML files."""
     of_function = markdown("train.yaml with train_func", FunctionConfig)
-    return "\n".join([HEAD, markdown("train.yaml", TrainConfig), of_function, markdown("sweep.yaml", SweepConfig)])
+    return "\n".join([CONFIG, markdown("train.yaml", TrainConfig), of_function, markdown("sweep.yaml", SweepConfig)])
 
+
+def commands() -> str:
+    """Every command and option."""
+    parts = [COMMANDS]
+    for door, settings in DOORS.items():
+        module = importlib.import_module(f"{door}.__main__")
+        about, _, exit_codes = (inspect.getdoc(module) or "").rpartition("\n\n")
+        about = re.sub(r"^    (.*)$", r"```text\n\1\n```", about, flags=re.MULTILINE)
+        parts += [f"## python -m {door}\n", f"{about}\n", f"{exit_codes}\n"]
+        parts += [f"```text\n{one.help()}\n```\n" for one in door_commands(door, settings).values()]
+    return "\n".join(parts)
+
+
+def door_commands(door: str, settings: type[Settings] | None) -> dict[str, Command]:
+    """The commands of `python -m trainers`, `tune` or `cluster`, by their words; the one without a word is ""."""
+    module: Any = importlib.import_module(f"{door}.__main__")
+    found: dict[str, Callable[..., int]] = {}
+
+    def caught(
+        _call: str, _doc: str | None, functions: dict[str, Callable[..., int]], *_rest: Any, **_named: Any
+    ) -> int:
+        found.update(functions)
+        return 0
+
+    run, module.run = module.run, caught
+    try:
+        module.main([])
+    finally:
+        module.run = run
+    return {word: Command(f"python -m {door} {word}".rstrip(), function, settings) for word, function in found.items()}
+
+
+def api() -> str:
+    """The public names, and the classes that their functions return."""
+    parts = [API]
+    for name in MODULES:
+        module = importlib.import_module(name)
+        parts += [f"## {name}\n", *(_name(public, getattr(module, public)) for public in module.__all__)]
+    parts += ["## What they return\n"]
+    for place in RETURNED:
+        module_name, _, name = place.partition(":")
+        parts += [_name(name, getattr(importlib.import_module(module_name), name))]
+    return "\n".join(parts)
+
+
+def _name(name: str, value: Any) -> str:
+    """A class or function with its docstring; of a class that users derive from or get, its methods."""
+    text = f"### {name}\n\n{_text(value)}\n"
+    if inspect.isclass(value) and issubclass(value, Settings):
+        return text.rstrip() + " [config.md](config.md) has its keys.\n"
+    if not inspect.isclass(value):
+        return text.replace("\n\n", f"\n\n```text\n{_head(value)}\n```\n\n", 1)
+    if "__init__" in vars(value) and "__init__" in inspect.getsource(value):
+        text = text.replace("\n\n", f"\n\n```text\n{_head(value.__init__, name)}\n```\n\n", 1)
+    text += "".join(f"\n- {line}" for line in _attributes(value)) + "\n" * any(_attributes(value))
+    if value.__module__.startswith("trainers.data."):  # whose methods are the loop's
+        return text
+    for word, member in vars(value).items():
+        member = getattr(member, "fget", member)
+        if inspect.isfunction(member) and not word.startswith("_") and member.__doc__:
+            text += f"\n#### {word}\n\n```text\n{_head(member)}\n```\n\n{_text(member)}\n"
+    return text
+
+
+def _attributes(value: type) -> list[str]:
+    """The documented attributes of a class, and of those that it derives from."""
+    found = []
+    for part in reversed([one for one in value.__mro__ if one.__module__.partition(".")[0] in DOORS]):
+        [node] = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+        assert isinstance(node, ast.ClassDef)
+        for field, text in itertools.pairwise(node.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                meaning = " ".join(str(text.value.value).split())
+                found.append(f"`{ast.unparse(field.target)}: {ast.unparse(field.annotation)}`: {meaning}")
+    return found
+
+
+def _head(function: Any, name: str = "") -> str:
+    """A function's parameters as its source has them, in lines of 110 characters."""
+    [node] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(node, ast.FunctionDef)
+    node.args.args = [one for one in node.args.args if one.arg != "self"]
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns and not name else ""
+    given = [ast.unparse(one) for one in node.decorator_list if ast.unparse(one) == "property"]
+    head = f"{name or node.name}({ast.unparse(node.args)}){returns}"
+    wrapped = textwrap.fill(head, 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join([*(f"@{one}" for one in given), wrapped])
+
+
+def _text(value: Any) -> str:
+    """A docstring as Markdown, which it is but for its list of arguments."""
+    text = inspect.getdoc(value) or ""
+    before, named, after = text.partition("Args:\n")
+    arguments, _, rest = after.partition("\n\n")
+    listed = re.sub(r"^    (\w+): ", r"- `\1`: ", arguments, flags=re.MULTILINE)
+    listed = re.sub(r"^ {8}", "  ", listed, flags=re.MULTILINE)
+    return f"{before}{listed}\n\n{rest}".rstrip() if named else text
+
+
+def benchmarks() -> str:
+    """The newest kept figures of each benchmark."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        return str(importlib.import_module("figures").page())
+    finally:
+        sys.path.pop(0)
+
+
+PAGES = {page.__name__: page for page in (config, commands, api, benchmarks)}
+"""What writes docs/NAME.md."""
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(PAGES[sys.argv[1] if len(sys.argv) > 1 else "config"](), end="")

@@ -1,4 +1,4 @@
-"""The documents are current: the reference page, the tree's map, and the files that the README names."""
+"""The documents are current: the pages that are made, the tree's map, and the files that the README names."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import json
 import re
 import runpy
 
+import pytest
+
 from tests.specs import REPOSITORY
 from trainers.task import Task
 
+PAGES = runpy.run_path(str(REPOSITORY / "docs/make.py"))["PAGES"]
 PEERS = ("paceline", "ray prepare", "accelerate", "fabric", "lightning")
 
 
-def test_the_configuration_reference_is_current() -> None:
-    page = runpy.run_path(str(REPOSITORY / "docs/make.py"))["page"]()
-    assert (REPOSITORY / "docs/config.md").read_text() == page, "run `make docs`"
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_that_is_made_is_current(page: str) -> None:
+    assert (REPOSITORY / f"docs/{page}.md").read_text() == PAGES[page](), "run `make docs`"
 
 
 def test_every_method_of_a_task_has_its_row() -> None:

@@ -1,0 +1,91 @@
+"""What others meet first: one version everywhere, and files that GitHub, PyPI and citing tools can read."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.specs import REPOSITORY
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+WORKFLOWS = sorted((REPOSITORY / ".github/workflows").glob("*.yml"))
+FORMS = sorted(path for path in (REPOSITORY / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+FIELDS = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+
+
+def test_the_version_is_one() -> None:
+    changes = (REPOSITORY / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (\S+)", changes, re.MULTILINE)
+    assert versions[:2] == ["Unreleased", PROJECT["version"]], "the newest first"
+    assert set(re.findall(r"^### (.*)", changes, re.MULTILINE)) <= {
+        "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"
+    }  # fmt: skip
+    assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == PROJECT["version"]
+
+
+def test_it_can_be_cited() -> None:
+    """Schema 1.2.0 of the Citation File Format: what it requires, and no key that it does not know."""
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    known = "abstract authors cff-version commit contact date-released doi identifiers keywords license license-url"
+    known += (
+        " message preferred-citation references repository repository-artifact repository-code title type url version"
+    )
+    assert set(citation) <= set(known.split())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["license"] == PROJECT["license"]
+    assert all("name" in author or "family-names" in author for author in citation["authors"])
+
+
+def steps(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for job in workflow["jobs"].values():
+        yield from job["steps"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_may_little_and_runs_what_is_there(path: Any) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert workflow["permissions"] == {"contents": "read"}
+    for step in steps(workflow):
+        if "run" in step:
+            program, *words = step["run"].split()
+            assert (words[0] in targets) if program == "make" else (REPOSITORY / program).is_file(), step
+            assert "${{" not in step["run"], "what a pull request is called would be a command"
+        else:
+            assert re.fullmatch(r"[\w./-]+@(v\d+|release/v1)", step["uses"]), "a tag of a major version"
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 360
+        for version in job.get("strategy", {}).get("matrix", {}).get("python", []):
+            assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
+
+
+def test_only_publishing_gets_an_identity_and_it_needs_the_environment() -> None:
+    jobs = {
+        name: job
+        for path in WORKFLOWS
+        for name, job in yaml.safe_load(path.read_text())["jobs"].items()
+        if "permissions" in job
+    }
+    [(name, publish)] = jobs.items()
+    assert (name, publish["permissions"], publish["environment"]) == ("publish", {"id-token": "write"}, "pypi")
+    assert not any("run" in step or "checkout" in step["uses"] for step in publish["steps"]), (
+        "no code of a package runs"
+    )
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_an_issue_form_is_one(path: Any) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert {"name", "description", "body"} <= set(form)
+    ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
+    assert len(set(ids)) == len(ids)
+    for part in form["body"]:
+        assert part["type"] in FIELDS
+        assert part["attributes"]["value" if part["type"] == "markdown" else "label"]
+        assert part["type"] != "dropdown" or len(set(part["attributes"]["options"])) > 1
