@@ -25,9 +25,9 @@ from trainers.measure.run_log import read_log
 from trainers.step.ceiling import read_ceiling
 from trainers.storage import Storage
 from tune.report.table import table
-from tune.report.write import write_report
-from tune.sweeps.sweep import _environment
+from tune.report.write import read_environment, write_report
 from tune.trials.journal import Journal, Stage, read_boundary
+from tune.trials.live import read_live
 
 T = TypeVar("T")
 WRONG: list[Any] = [
@@ -163,7 +163,7 @@ FILES = [
 def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
     data: bytes | str, tmp_path: Path, seen: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("microbatch.json", "boundary.json", "summary.json", "result.json"):
+    for name in ("microbatch.json", "boundary.json", "summary.json", "progress.json", "result.json"):
         path = tmp_path / name
         if isinstance(data, bytes):
             path.write_bytes(data)
@@ -177,7 +177,8 @@ def test_a_damaged_file_beside_a_run_is_named_and_learned_anew(
     context = RunContext(storage, "local")
     assert read_ceiling(make(tmp_path).config, context, "cpu") is None
     assert read_boundary(storage).to_plain() == {}
-    assert _environment(storage) == {}
+    assert read_environment(storage) == {}
+    assert read_live(storage) is None
     for name, said in (
         ("microbatch.json", seen.text),
         ("boundary.json", seen.text),

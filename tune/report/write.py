@@ -1,6 +1,7 @@
 """What a sweep leaves: results.parquet, best.yaml, summary.json and report.html."""
 
 import json
+import logging
 import math
 from typing import Any
 
@@ -9,6 +10,8 @@ from pyarrow import parquet
 
 from trainers.config.function import build_run
 from trainers.config.yaml import dump_yaml
+from trainers.errors import CheckpointError
+from trainers.json_data import validated
 from trainers.storage import Storage
 from tune.config import SweepConfig, sample_values
 from tune.report.answer import Answer, answer, objective_value
@@ -16,6 +19,8 @@ from tune.report.page import best_command, contents, render, strict
 from tune.report.words import labels, metric_names, printable, shown
 from tune.search.space import trial_tree
 from tune.trials.record import TrialRecord
+
+logger = logging.getLogger(__name__)
 
 
 def write_report(
@@ -55,6 +60,16 @@ def best_tree(
     tree = trial_tree(train, found.best.config)
     tree |= {"name": f"{config.name}-best", "storage_path": sweep.parent.uri}
     return tree | ({"task_dir": task_dir} if task_dir is not None else {})
+
+
+def read_environment(sweep: Storage) -> dict[str, str]:
+    """Return what the report before this one says of versions and nodes; nothing where that cannot be read."""
+    try:
+        summary = sweep.read_json("summary.json", dict[str, Any]) if sweep.exists("summary.json") else {}
+        return validated(summary.get("environment", {}), dict[str, str])
+    except CheckpointError as error:
+        logger.warning("%s; versions and nodes are not shown", error)
+        return {}
 
 
 def _header(command: str, config: SweepConfig, best: TrialRecord) -> str:

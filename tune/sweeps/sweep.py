@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainers.errors import CheckpointError, counted
-from trainers.json_data import validated
+from trainers.errors import counted
 from trainers.launch.from_python import Given, check_thread, plain, read_given
 from trainers.launch.imports import without_collection
 from trainers.lease import held
 from trainers.output import Output
 from trainers.redaction import redact
-from trainers.storage import Storage
 from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, sweep_with
 from tune.trials.journal import Journal
 from tune.trials.live import Live, write_live
@@ -172,17 +170,9 @@ def run_to_answer(
 
 def saved_answer(spec: SweepSpec) -> SweepResult:
     """Write the report again from the journal."""
-    return _answer(spec, Journal(spec.storage).records(), _environment(spec.storage))
+    from tune.report.write import read_environment
 
-
-def _environment(sweep: Storage) -> dict[str, str]:
-    """What the report before this one says of versions and nodes."""
-    try:
-        summary = sweep.read_json("summary.json", dict[str, Any]) if sweep.exists("summary.json") else {}
-        return validated(summary.get("environment", {}), dict[str, str])
-    except CheckpointError as error:
-        logger.warning("%s; the report is written without versions and nodes", error)
-        return {}
+    return _answer(spec, Journal(spec.storage).records(), read_environment(spec.storage))
 
 
 def _answer(spec: SweepSpec, records: list[TrialRecord], environment: dict[str, str]) -> SweepResult:

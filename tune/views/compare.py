@@ -9,12 +9,12 @@ from itertools import islice
 from string import ascii_uppercase
 from typing import Any
 
-from trainers.errors import MISSING, CheckpointError, ConfigError
-from trainers.json_data import validated
+from trainers.errors import MISSING, ConfigError
 from trainers.redaction import redact
 from tune.config import TO_TARGET, Objective, SweepConfig
 from tune.report.answer import Answer, answer, objective_value
 from tune.report.words import amount, duration, in_short, number, printable, shown, span, target
+from tune.report.write import read_environment
 from tune.sweeps.spec import SweepSpec, read_kept
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
@@ -88,12 +88,7 @@ def read_side(location: str, name: str) -> Side:
     """Read a sweep's directory; ConfigError where there is none."""
     spec = read_kept(location)
     records = Journal(spec.storage).records()
-    try:
-        summary = spec.storage.read_json("summary.json", dict[str, Any]) if spec.storage.exists("summary.json") else {}
-        environment = validated(summary.get("environment", {}), dict[str, str])
-    except CheckpointError:
-        environment = {}
-    return Side(name, spec, records, environment, answer(spec.config, records, spec.train))
+    return Side(name, spec, records, read_environment(spec.storage), answer(spec.config, records, spec.train))
 
 
 def compare(locations: Sequence[str]) -> Comparison:

@@ -18,7 +18,7 @@ from tune.report.canvas import Figure
 from tune.report.figures import figures
 from tune.report.page import contents, render
 from tune.report.words import duration, in_short, labels
-from tune.report.write import best_tree
+from tune.report.write import best_tree, read_environment
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.spec import SAVED, SweepSpec, is_complete, read_kept
 from tune.trials.journal import Journal, trial_id
@@ -212,16 +212,5 @@ class Follow:
             resolved = build_run(tree, "best.yaml").tree() if tree is not None else spec.train
         except ConfigError:  # of a version with other keys
             resolved = tree or spec.train
-        args = spec.storage, spec.config, spec.train, resolved, records, self._environment(), found
+        args = spec.storage, spec.config, spec.train, resolved, records, read_environment(spec.storage), found
         self._drawn = what, contents(*args, drawn=self._figures[1])
-
-    def _environment(self) -> dict[str, str]:
-        """Return versions and nodes, which the sweep writes at its end."""
-        try:
-            summary = (
-                self.storage.read_json("summary.json", dict[str, Any]) if self.storage.exists("summary.json") else {}
-            )
-        except CheckpointError:
-            return {}
-        found = summary.get("environment")
-        return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
