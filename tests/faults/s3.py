@@ -96,6 +96,9 @@ class Noisy(ThreadingHTTPServer):
     daemon_threads = True
     bytes_per_s = math.inf
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that were killed, or did not want to wait."""
+
     def __init__(self, server: tuple[str, int], spoils: Callable[[str, str], str]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.backend, self._spoils, self._lock = server, spoils, threading.Lock()

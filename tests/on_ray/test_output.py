@@ -32,7 +32,7 @@ def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path: Path, command: Callable
     found = records_of(done)
     assert [one["step"] for one in found if one["record"] == "train"] == list(range(1, 121))
     assert [found[0]["record"], found[-1]["record"], found[-1]["status"]] == ["start", "result", "done"]
-    train = {"task": "tests.tasks:Blobs", "task_dir": str(REPOSITORY), "max_steps": 10, "optimizer": {"name": "sgd"}}
+    train = {"task": "tests.tasks:Blobs", "task_dir": str(REPOSITORY), "max_steps": 10, "optimizer": {"lr": 0.1}}
     tree = {"name": "sweep", "storage_path": str(tmp_path), "train": train, "space": {"global_batch_size": [12, 24]}}
     (tmp_path / "sweep.yaml").write_text(dump_yaml(tree))
     swept = command("-m", "tune", str(tmp_path / "sweep.yaml"), "--json", ray_address=cluster.address)
