@@ -84,9 +84,18 @@ def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path
     assert set(frame["status"]) == {"done"}
     assert sorted(frame["global_batch_size"].unique()) == [16, 32, 64, 128]
     assert sorted(frame["precision"].unique()) == ["bf16", "fp32"]
-    for column in ("samples_per_s", "step_time_s", "peak_memory_bytes", "val_accuracy", "time_to_target_s"):
+    for column in (
+        "samples_per_s",
+        "step_time_s",
+        "peak_memory_bytes",
+        "val_accuracy",
+        "time_to_target_s",
+        "starting_s",
+    ):
         assert (frame[column] > 0).all(), column
     assert (frame["end_time"] > frame["start_time"]).all()
+    assert (frame["time_to_target_low_s"] < frame["time_to_target_s"]).all()
+    assert json.loads((sweep / "progress.json").read_text())["state"] == "ended"
     summary = json.loads((sweep / "summary.json").read_text())
     best = frame[frame["id"] == summary["best"]["id"]].iloc[0]
     if len(repeated):

@@ -123,6 +123,7 @@ def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> N
     shown = ("train_loop_config.fails", "train_loop_config.lr", "train_func")
     by_key = {tuple(record.config[key] for key in shown): record for record in records}
     assert {record.status for record in records} == {"done"}, [record.message for record in records]
+    assert all(record.spent and 0 < record.spent.training_s < record.spent.total_s for record in records)
     whole, retried = (rows(by_key[fails, 0.01, "tests.lane_functions:train"]) for fails in (-1, 1))
     assert [row["epoch"] for row in whole] == [0, 1, 2]
     assert retried == whole

@@ -105,6 +105,11 @@ def test_resume_runs_only_what_has_no_record(tmp_path: Path, driver: Any) -> Non
         trial: rows(record.curve) for trial, record in first.items()
     }
     assert all(again[trial] == first[trial] for trial in first if trial not in gone)
+    for record in again.values():
+        assert record.spent is not None
+        assert min(record.spent.starting_s, record.spent.training_s) > 0
+        assert record.spent.starting_s + record.spent.training_s < record.spent.total_s
+        assert record.spent.began + record.spent.total_s <= record.end_time
 
 
 @pytest.mark.full

@@ -91,6 +91,7 @@ class FigureData:
         self.facet = next((axis for axis in few if axis != self.by), None)
         self.scale = next((axis for axis in rest if axis.is_numeric and axis not in few and self.by is None), None)
         self.names = [self.by.name(value) for value in self.by.values] if self.by else [""]
+        self._panel = 0
         self._take(records)
 
     def _take(self, records: list[TrialRecord]) -> None:
@@ -114,15 +115,16 @@ class FigureData:
 
     def parts(self) -> Iterator[tuple[str, Self]]:
         """Give the trials of each panel, with its title; all of them, without one, where there are no panels."""
-        for value in self.facet.values if self.facet else [None]:
+        for at, value in enumerate(self.facet.values if self.facet else [None]):
             part = copy.copy(self)
+            part._panel = at
             if self.facet:
-                part._take([one for one in self.records if repr(one.config.get(self.facet.key)) == repr(value)])
+                part._take([record for record in self.records if part.has(record.config)])
             yield self.facet.name(value) if self.facet else "", part
 
-    def has(self, trial: Mapping[str, Any], title: str) -> bool:
-        """Whether a configuration belongs to the panel of a title."""
-        return self.facet is None or self.facet.name(trial.get(self.facet.key)) == title
+    def has(self, trial: Mapping[str, Any]) -> bool:
+        """Whether a configuration belongs to this panel."""
+        return self.facet is None or self.facet.index(trial) == self._panel
 
     def series(self, trial: Mapping[str, Any]) -> int:
         """Return which series a configuration belongs to; -1: one that no trial has."""

@@ -105,7 +105,7 @@ def curves(data: FigureData) -> Figure | None:
     longest = 1.05 * max(x for _, points in lines for x, _ in points) / size if data.facet else None
     panels: list[Figure] = []
     for title, part in data.parts():
-        own = [(record, points) for record, points in lines if record in part.records]
+        own = [(record, points) for record, points in lines if part.has(record.config)]
         canvas = Canvas(f"curves{len(panels) or ''}", title=title)
         _lines(part, canvas, own, size)
         canvas.axes.set(xlim=(0, longest), ylim=(low, high), xlabel=f"training time, {unit}", ylabel=printable(metric))

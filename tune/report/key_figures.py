@@ -9,7 +9,7 @@ from tune.report.figure_data import Axis, FigureData, cut
 from tune.report.words import amount, is_number, printable, shown
 
 _TICK_CHARS = 56  # as many as fit side by side below the axes
-_MOST_KEYS = 12
+_MOST_KEYS, _MOST_TRIALS = 12, 300
 
 
 def every_key(data: FigureData) -> Figure | None:
@@ -19,6 +19,9 @@ def every_key(data: FigureData) -> Figure | None:
     found = [(record, value) for record, value in values if is_number(value)]
     if not data.hidden or not found:
         return None
+    found.sort(key=lambda pair: pair[1], reverse=objective.direction == "max")
+    of_all = f" The best {_MOST_TRIALS} of {len(found)} trials." if len(found) > _MOST_TRIALS else ""
+    found = found[:_MOST_TRIALS]
     # Those that no other figure has come first.
     axes = [*data.hidden, *(axis for axis in data.varied if axis not in data.hidden)][:_MOST_KEYS]
     panels: list[Figure] = []
@@ -37,7 +40,7 @@ def every_key(data: FigureData) -> Figure | None:
     left = [axis.label for axis in data.varied if axis not in axes]
     more = f" Not drawn: {', '.join(left)}." if left else ""
     large = " The large mark is the best." if data.best else ""
-    caption = f"{printable(objective.metric)} against each key that was swept, a mark a trial.{large}{more}"
+    caption = f"{printable(objective.metric)} against each key that was swept, a mark a trial.{large}{of_all}{more}"
     return Figure.of_panels("Every key", caption, panels)
 
 

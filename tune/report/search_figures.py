@@ -26,7 +26,7 @@ def beliefs(data: FigureData, train: Mapping[str, Any]) -> Figure | None:
     size_of = {trial_id(trial): place.size for place, trial in frontier.trials.items()}
     panels: list[Figure] = []
     for title, part in data.parts():
-        own = [(place, trial) for place, trial in frontier.trials.items() if part.has(trial, title)]
+        own = [(place, trial) for place, trial in frontier.trials.items() if part.has(trial)]
         canvas = Canvas(f"beliefs{len(panels) or ''}", title=title)
         for at, name in enumerate(data.names):
             rows = []
@@ -41,7 +41,7 @@ def beliefs(data: FigureData, train: Mapping[str, Any]) -> Figure | None:
                 canvas.axes.plot(sizes, middle, color=SERIES[at], linewidth=1.6, label=name)
         for record, reached_s in reached:
             size = size_of.get(trial_id(record.config))
-            if size is not None and part.has(record.config, title):
+            if size is not None and part.has(record.config):
                 look: dict[str, Any] = {"marker": "o" if record.purpose != "repeat" else "D", "linestyle": "none"}
                 look["markersize"] = 7.5 if data.is_best(record) else 4.5
                 text = data.tip(record, f"{reached_s / unit_s:.3g} {seconds}")

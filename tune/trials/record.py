@@ -97,7 +97,7 @@ class Until:
 
 @dataclass(frozen=True)
 class Spent:
-    """Where a trial's time on its lane went."""
+    """Where a trial's time on its lane went; of one that was started again, of its last start."""
 
     began: UnixTime
     """When the lane took it, Unix time of that node, s."""

@@ -27,7 +27,7 @@ from tune.trials.record import TrialRecord
 
 _LOOK_S = 1.0
 _SHARE = 0.1
-"""Of its time that the process may spend on drawing reports."""
+"""Of its time that the process may spend on drawing figures, and on the rest of the page."""
 _QUIET_S, _QUIET_TRIALS = 600.0, 3.0
 """Nothing new for this long, and for so many times the longest trial, is said."""
 
@@ -87,7 +87,7 @@ class Follow:
     def __init__(self, location: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.storage = Storage(storage_uri(location))
         self._clock, self._lock = clock, threading.Lock()
-        self._looked = -_LOOK_S
+        self._look_at = self._drawing_s = 0.0
         self._page = ("", "")
         self._forget()
 
@@ -104,12 +104,15 @@ class Follow:
         self._news: tuple[Any, float] = (None, self._clock())
 
     def page(self) -> tuple[str, str]:
-        """Return the page as it is by now, and its version. The directory is read once a second at most."""
+        """Return the page as it was a second ago, or longer where it is large, and its version."""
         with self._lock:
-            if self._clock() - self._looked >= _LOOK_S:
+            began = self._clock()
+            if began >= self._look_at:
+                self._drawing_s = 0.0
                 html = self._look()
                 self._page = html, f'"{hashlib.sha256(html.encode()).hexdigest()[:32]}"'
-                self._looked = self._clock()
+                cost_s = self._clock() - began - self._drawing_s
+                self._look_at = began + max(_LOOK_S, cost_s / _SHARE)
             return self._page
 
     def _look(self) -> str:
@@ -204,7 +207,8 @@ class Follow:
         began = self._clock()
         if self._figures[0] != what[0] and (began >= self._may_draw or kind in ("ended", "cut")):
             self._figures = what[0], figures(spec.config, records, found.best, spec.train)
-            self._may_draw = self._clock() + (self._clock() - began) / _SHARE
+            self._drawing_s = self._clock() - began
+            self._may_draw = self._clock() + self._drawing_s / _SHARE
         if self._drawn is not None and self._drawn[0] == what and self._drawn[1]["figures"] is self._figures[1]:
             return
         tree = best_tree(spec.config, spec.train, found, spec.storage, None)

@@ -9,6 +9,7 @@ from tune.views.server import LOOPBACK, PageServer
 def serve(location: str, port: int) -> None:
     """Print the address and answer requests; returns after Ctrl-C. Raises ConfigError for the place or the port."""
     follow = Follow(location)
+    follow.storage.exists()  # a place that cannot be opened is an error, one that is not there yet is none
     with PageServer(follow.page, port) as server:
         own = server.server_port
         print(f"{follow.storage.uri} is shown at\n    {server.address}")
