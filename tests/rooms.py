@@ -26,7 +26,7 @@ _ORDER = """
 trainers: redaction errors residents causes json_data storage lease versions context config command_line devices data
 trainers: model task
 trainers: arrow measure step
-trainers: checkpoint loop launch on_ray inference start __main__
+trainers: checkpoint loop launch tracking on_ray inference start __main__
 cluster: finding files rules plan health local_cluster __main__
 tune: config trials search lanes ray report sweeps __main__
 """

@@ -53,6 +53,15 @@ def report(directory: _Directory) -> int:
     return _show(saved_answer(spec))
 
 
+def track(directory: _Directory) -> int:
+    """Send what the sweep's trackers have not got."""
+    from trainers.launch.local import setup_logging
+    from tune.sweeps.tracking import send_sweep
+
+    setup_logging(0)
+    return 0 if send_sweep(directory) else 1
+
+
 def plan(
     location: _Sweep,
     overrides: dict[str, Any],
@@ -89,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_here(arguments: list[str]) -> int:
     """The command, in this process; returns its exit code."""
     functions: dict[str, Callable[..., int]] = {"": sweep, "resume": resume, "report": report, "plan": plan}
-    return run("python -m tune", __doc__, functions, arguments, SweepConfig)
+    return run("python -m tune", __doc__, functions | {"track": track}, arguments, SweepConfig)
 
 
 def _sweep(spec: SweepSpec, fresh: bool, checked: bool) -> int:

@@ -34,6 +34,7 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
         attempt.context.observe(figures | ({"mfu": record["mfu"]} if "mfu" in record else {}))
     if attempt.log is not None:
         attempt.log.add(record | ({"ranks": ranks} if ranks else {}))
+        attempt.log.show(attempt.step)
         done = f"step {attempt.step}/{parts.total_steps}"
         if attempt.epochs is not None:
             done += f"  epoch {attempt.epochs:.2f}"

@@ -17,6 +17,8 @@ from trainers.launch.imports import without_collection
 from trainers.lease import held
 from trainers.redaction import redact
 from trainers.storage import Storage
+from trainers.tracking.following import followed
+from trainers.tracking.trackers import check_trackers
 from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, sweep_with
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
@@ -134,12 +136,16 @@ def run_to_answer(spec: SweepSpec, fresh: bool, checked: bool, is_command: bool 
     """
     from trainers.launch.local import shown_log
 
+    check_trackers(spec.trackers, spec.path, spec.source)
     with ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command))
         token = stack.enter_context(held(spec.storage, SAVED))
         before = prepare(spec, fresh)
         spec = replace(spec, token=token)
-        if is_complete(spec):
+        ended = "done" if is_complete(spec) else None
+        where = spec.storage, SAVED, token, spec.trackers, spec.path
+        stack.enter_context(followed(*where, module="tune.sweeps.tracking", command="tune", ended=ended))
+        if ended:
             logger.info(
                 "%s is complete already (%s starts it anew)", spec.uri, "--fresh" if is_command else "fresh=True"
             )
