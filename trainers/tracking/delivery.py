@@ -68,6 +68,7 @@ class Delivery:
         assert sent.run is not None
         rows = self._unsent(history.rows, sent)
         if rows:
+            self._note()  # LeaseError where another start has taken the run over: that one sends them
             self._sink.log(sent.run, rows)
             for row in rows:
                 sent.last |= dict.fromkeys(row.values, row.step)

@@ -6,6 +6,7 @@ MLflow's client reads. Set, unless it is: MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HT
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ class MlflowSink(Sink):
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
         import mlflow
 
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._client: Any = mlflow.MlflowClient()
 
     def _experiment(self) -> str:

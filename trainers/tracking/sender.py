@@ -8,6 +8,8 @@ in each line; what clients print there is nobody's.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -103,7 +105,7 @@ class Tracking:
                     sink.close()
                     self.is_over = True
                 self.asked_at, self.failed = None, False
-                pause_s = max(LOOK_EVERY_S, _SHARE * (time.monotonic() - began))
+                pause_s = min(_LONGEST_PAUSE_S, max(LOOK_EVERY_S, _SHARE * (time.monotonic() - began)))
             except LeaseError:
                 self.is_over = True
             except Exception as error:
@@ -152,7 +154,6 @@ def serve(make_source: Callable[[Storage], Source], fence: Callable[[Storage, st
     for package in ("trainers", "tune"):
         logging.getLogger(package).handlers[:] = [handler]
         logging.getLogger(package).propagate = False
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
     with open(0, "rb", buffering=0, closefd=False) as given:  # what follows may stay in no buffer
         data = json.loads(given.readline())
     job = SenderJob(**data | {"trackers": [TrackerConfig(**one) for one in data["trackers"]]})
@@ -195,7 +196,8 @@ def send_rest(
     has_all = True
     for one in trackers:
         try:
-            Tracking(one, path, storage, make_source).send_all(ended)
+            with contextlib.redirect_stdout(io.StringIO()):  # trackio says much
+                Tracking(one, path, storage, make_source).send_all(ended)
             logger.info("tracking: %s has everything", one.tracker)
         except PacelineError:
             raise
