@@ -70,8 +70,10 @@ class SweepHistory:
 def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
     """Return a trial that has ended: its evaluations, and in its last step the figures of results.parquet."""
     rows: dict[int, Row] = {}
+    end_s = max((point["train_time_s"] for point in record.curve), default=0.0)
     for point in record.curve:
-        step, time_s = int(point["step"]), record.start_time + point["train_time_s"]
+        # Back from its end: a trial may have begun on its lane before Tune has started it.
+        step, time_s = int(point["step"]), record.end_time - (end_s - point["train_time_s"])
         rows[step] = Row(step, time_s, {name: value for name, value in point.items() if name not in _POSITION})
     last = int(max([record.metrics.get("step", 0.0), *rows]))
     figures = {"trial_time_s": record.end_time - record.start_time}  # one that failed has no other
