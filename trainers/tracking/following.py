@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from trainers.config.tracking import TrackerConfig
+from trainers.errors import PacelineError, first_line
 from trainers.storage import Storage
 from trainers.tracking.delivery import read_sent
 from trainers.tracking.sender import GRACE_S, SenderJob
@@ -49,13 +50,18 @@ def followed(
     again = f"python -m {command} track {shlex.quote(storage.uri)}"
     job = SenderJob(storage.uri, mark, token, list(trackers), [str(Path(one).absolute()) for one in path], again)
     python_path = os.pathsep.join([str(_CODE), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": python_path},
-        start_new_session=True,  # Ctrl-C is for the run, whose end is still to be sent
-    )
+    try:
+        process = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": python_path},
+            start_new_session=True,  # Ctrl-C is for the run, whose end is still to be sent
+        )
+    except OSError as error:
+        logger.warning("tracking: nothing can be sent (%s); `%s` sends it later", first_line(error), again)
+        yield
+        return
     assert process.stdin is not None
     assert process.stdout is not None
     listener = threading.Thread(target=_listen, args=(process.stdout,), name="tracking", daemon=True)
@@ -74,10 +80,11 @@ def followed(
     finally:
         _tell(process.stdin, how)
         try:
-            process.wait(GRACE_S + _LATE_S)
+            code = process.wait(GRACE_S + _LATE_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            code = process.wait()
+        if code != 0:  # else it has said itself what is left
             logger.warning("tracking: not everything could be sent; `%s` sends the rest", again)
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -87,7 +94,10 @@ def followed(
 
 def _knows(storage: Storage, tracker: TrackerConfig, ended: str) -> bool:
     """Whether a tracker has a run that has ended before."""
-    sent = read_sent(storage, tracker.tracker).get("")
+    try:
+        sent = read_sent(storage, tracker.tracker).get("")
+    except PacelineError:  # which the process says
+        return False
     return sent is not None and sent.ended == ended
 
 

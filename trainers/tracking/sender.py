@@ -194,6 +194,8 @@ def send_rest(
 ) -> bool:
     """Send in this process what trackers have not got; return whether all have everything now."""
     has_all = True
+    if not trackers:
+        logger.info("tracking: the configuration names no tracker")
     for one in trackers:
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # trackio says much
