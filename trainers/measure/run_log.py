@@ -69,9 +69,10 @@ class RunLog:
                 if self._events is not None:
                     _extend(self._events, events_name(step), encode_events(taken))
             if self._is_followed:
-                for name in self._live.names():
-                    if name <= f"{step:012d}.jsonl":
-                        self._live.delete(name)
+                names, last = self._live.names(), f"{step:012d}.jsonl"
+                # Training may be ahead of a part that is written in the background.
+                for old in [""] if names and names[-1] <= last else [name for name in names if name <= last]:
+                    self._live.delete(old)
 
         return write
 
