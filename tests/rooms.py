@@ -27,7 +27,7 @@ trainers: redaction output terminal errors residents causes json_data storage le
 trainers: devices data
 trainers: model task
 trainers: arrow measure step
-trainers: checkpoint loop launch on_ray inference start __main__
+trainers: checkpoint loop launch tracking on_ray inference start __main__
 cluster: finding files rules plan health local_cluster __main__
 tune: config trials search lanes ray report sweeps views __main__
 """

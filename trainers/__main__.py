@@ -91,6 +91,15 @@ def export(
     return 0
 
 
+def track(run: _Run) -> int:
+    """Send what the run's trackers have not got."""
+    from trainers.launch.local import setup_logging
+    from trainers.tracking.run import send_run
+
+    setup_logging(0)
+    return 0 if send_run(run) else 1
+
+
 def memory(
     location: Annotated[str, Field(title="CONFIG.yaml", description="a file, or a URI")],
     overrides: dict[str, Any],
@@ -117,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         "evaluate": evaluate,
         "predict": predict,
         "export": export,
+        "track": track,
         "memory": memory,
     }
     join_cluster()

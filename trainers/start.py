@@ -21,6 +21,8 @@ from trainers.launch.run_directory import check_kept, prepare_function, prepare_
 from trainers.launch.spec import MARK, FunctionSpec, Job, R, RunSpec, check_precision, run_with, torchrun_world_size
 from trainers.lease import held
 from trainers.output import Output, Take, sending
+from trainers.tracking.following import followed
+from trainers.tracking.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -84,19 +86,23 @@ def run_training(spec: RunSpec, fresh: bool, is_command: bool = False, output: O
                 cluster.enter_context(leaving())
         stack.enter_context(shown_log(rank, is_command, output.quiet))
         spec.load_task()
+        trackers = spec.config.trackers if rank == 0 else []
+        check_trackers(trackers, spec.path, spec.source)
         check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
         with held(spec.storage, MARK) if rank == 0 else contextlib.nullcontext("") as token:
             result = prepare_storage(spec, fresh) if rank == 0 else None
-            if result is not None and not is_torchrun:
-                anew = "--fresh" if is_command else "fresh=True"
-                logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
-            else:
-                # Ray prints what its workers say, amid lines of ours, until the cluster is left.
-                spec = replace(spec, token=token, quiet=output.quiet, told=_told(output) if is_command else "")
-                with cluster, _telling(spec, output, rank) as take:
-                    result = launch(spec, launcher, rank, is_command, take)
-            if rank == 0:
-                check_kept(spec.storage, result)
+            ended = result.status if result is not None else None
+            with followed(spec.storage, MARK, token, trackers, spec.path, ended=ended):
+                if result is not None and not is_torchrun:
+                    anew = "--fresh" if is_command else "fresh=True"
+                    logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)
+                else:
+                    # Ray prints what its workers say, amid lines of ours, until the cluster is left.
+                    spec = replace(spec, token=token, quiet=output.quiet, told=_told(output) if is_command else "")
+                    with cluster, _telling(spec, output, rank) as take:
+                        result = launch(spec, launcher, rank, is_command, take)
+                if rank == 0:
+                    check_kept(spec.storage, result)
     assert result is not None
     return result
 

@@ -95,6 +95,15 @@ def compare(
     return 0
 
 
+def track(directory: _Directory) -> int:
+    """Send what the sweep's trackers have not got."""
+    from trainers.launch.local import setup_logging
+    from tune.sweeps.tracking import send_sweep
+
+    setup_logging(0)
+    return 0 if send_sweep(directory) else 1
+
+
 def plan(
     location: _Sweep,
     overrides: dict[str, Any],
@@ -136,6 +145,7 @@ def run_here(arguments: list[str]) -> int:
         "report": report,
         "watch": watch,
         "compare": compare,
+        "track": track,
         "plan": plan,
     }
     return run("python -m tune", __doc__, functions, arguments, SweepConfig)

@@ -11,6 +11,7 @@ from trainers.config.foreign import by_name
 from trainers.config.function import BATCH_KEYS as BATCH_KEYS
 from trainers.config.model import Settings
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Count, Positive, Seconds
+from trainers.config.tracking import Tracking
 from trainers.errors import MISSING, ConfigError
 
 MOST_TRIALS = 10_000
@@ -214,6 +215,9 @@ class SweepConfig(Settings):
     """The best trials once more, for an answer with an interval."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
+    tracking: Tracking | None = Field(default=None, examples=[["mlflow"]])
+    """Experiment trackers that get the sweep as a run with its trials below it, as `tracking` of a run has them
+    (default: those of `train`)."""
     usd_per_hour: float | None = Field(default=None, gt=0, le=1e12, examples=[9.69])
     """Price of all that the sweep holds, dollars an hour; `python -m tune plan` says it of a cluster file."""
 

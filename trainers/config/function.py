@@ -57,6 +57,7 @@ class FunctionConfig(Settings):
         "task": "keep one of `task` and `train_func`",
         "launcher": "remove it: a `train_func` runs on Ray",
         "checkpoint": "remove it: the function reports its checkpoints itself",
+        "tracking": "remove it: the function tells its trackers itself, and a sweep of it may have `tracking`",
     }
     call: ClassVar[str] = "python -m trainers"
 

@@ -54,13 +54,15 @@ class Settings(BaseModel):
 def plain(settings: Settings) -> Tree:
     """Plain data that builds the same settings again: keys without a value are left out, what users nest is kept."""
     values = {field.alias or name: getattr(settings, name) for name, field in type(settings).model_fields.items()}
-    found = {
-        name: plain(value) if isinstance(value, Settings) else copy.deepcopy(value)
-        for name, value in values.items()
-        if value is not None
-    }
+    found = {name: _plain_value(value) for name, value in values.items() if value is not None}
     # A section without any: as in files of a version that did not have it.
     return {name: value for name, value in found.items() if value != {} or not isinstance(values[name], Settings)}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain_value(one) for one in value]
+    return plain(value) if isinstance(value, Settings) else copy.deepcopy(value)
 
 
 S = TypeVar("S", bound=Settings)
@@ -217,6 +219,8 @@ def _locate(
         if isinstance(part, int):
             if parts:
                 parts[-1] += f"[{part}]"
+            if current is None and field is not None and get_origin(field.annotation) is list:
+                current = _model_in(get_args(field.annotation)[0])
             continue
         if keyed and field is not None:
             current, keyed = _model_in(_mapping_values(field)), False

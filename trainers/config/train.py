@@ -14,6 +14,7 @@ import trainers.config.sections as sections
 from trainers.config.foreign import FOREIGN
 from trainers.config.model import Settings, Tree, plain
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, AutoOrBool, Count, Positive, Seconds
+from trainers.config.tracking import TrackerConfig, Tracking, chosen
 from trainers.errors import MISSING, ConfigError
 
 _SMALLEST_HALF = 2.0**-24
@@ -145,8 +146,13 @@ class TrainConfig(Settings):
     """When training state goes to storage."""
     failure: sections.FailureConfig = Field(default_factory=sections.FailureConfig)
     """Restarts for each kind of failure (`launcher: ray`)."""
+    tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
+    """Experiment trackers that get the run's metrics, configuration and result: mlflow, wandb, trackio, tensorboard,
+    csv, or a sink of your own as `module:Class`; `{tracker: mlflow, project: digits}` names the project or experiment.
+    Where a tracker is, its own environment variables say (MLFLOW_TRACKING_URI, WANDB_MODE, ...)."""
     tensorboard: bool = Field(default=False)
-    """Rank 0 writes the metrics as TensorBoard events too, to `tensorboard/` in the run's directory."""
+    """The same as `tracking: [tensorboard]`: rank 0 writes the metrics as TensorBoard events too, to `tensorboard/` in
+    the run's directory."""
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
     noise_scale: bool = Field(default=False)
@@ -231,6 +237,16 @@ class TrainConfig(Settings):
     def batch_size(self) -> int:
         """Samples of one optimizer step over all workers, whichever key gave it."""
         return self.global_batch_size or (self.batch_size_per_worker or 0) * self.scaling.max_workers
+
+    @property
+    def writes_events(self) -> bool:
+        """Whether rank 0 writes TensorBoard events."""
+        return self.tensorboard or any(one.tracker == "tensorboard" for one in chosen(self.tracking))
+
+    @property
+    def trackers(self) -> list[TrackerConfig]:
+        """The experiment trackers that follow the run; TensorBoard's events come from the run itself."""
+        return [one for one in chosen(self.tracking) if one.tracker != "tensorboard"]
 
     def tree(self) -> Tree:
         """Plain data that `TrainConfig` reads back; keys without a value are left out."""

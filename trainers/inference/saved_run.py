@@ -9,10 +9,10 @@ from trainers.checkpoint.manifest import Best, Manifest
 from trainers.checkpoint.store import Archive
 from trainers.checkpoint.validation import check_state
 from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.errors import CheckpointError, ConfigError, did_you_mean
+from trainers.errors import CheckpointError, ConfigError
+from trainers.launch.run_directory import open_run
 from trainers.launch.spec import read_mapping
-from trainers.storage import Storage, storage_uri
+from trainers.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,7 @@ class SavedRun:
     @staticmethod
     def open(location: str) -> SavedRun:
         """Open the run in a directory or URI; ConfigError when there is none."""
-        storage = Storage(storage_uri(location))
-        if not storage.exists("config.yaml"):
-            runs = [name for name in storage.parent.names() if storage.parent.exists(f"{name}/config.yaml")]
-            fix = did_you_mean(storage.name, runs, "give the directory of a run", storage.parent.locate)
-            raise ConfigError("RUN", location, "is no run: there is no config.yaml in it", fix)
-        tree = read_mapping(storage, "config.yaml")
-        return SavedRun(storage, build(TrainConfig, tree, storage.locate("config.yaml")))
+        return SavedRun(*open_run(location))
 
     def checkpoint(self, which: str) -> SavedCheckpoint:
         """Read the checkpoint `newest`, `best` or `step-123`.

@@ -101,7 +101,7 @@ def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
     with without_collection():
         from trainers.task import Task
 
-        cls = _load("task", task, "class", source)
+        cls = load_named("task", task, "class", source)
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise ConfigError("task", task, "is not a trainers.task.Task", "derive the class from Task", source)
     _check_call("task_args", task_args, cls, source, **task_args)
@@ -113,7 +113,7 @@ def load_function(train_func: str, config: dict[str, Any], source: str) -> Calla
     `load_task`.
     """
     with without_collection():
-        function: Callable[..., Any] = _load("train_func", train_func, "function", source)
+        function: Callable[..., Any] = load_named("train_func", train_func, "function", source)
     if not callable(function) or isinstance(function, type):
         raise ConfigError("train_func", train_func, "is no function", "name one", source)
     if config or inspect.signature(function).parameters:
@@ -122,7 +122,7 @@ def load_function(train_func: str, config: dict[str, Any], source: str) -> Calla
     return function
 
 
-def _load(key: str, named: str, kind: str, source: str) -> Any:
+def load_named(key: str, named: str, kind: str, source: str) -> Any:
     """Import what `module:name` means, a class or a function."""
     module_name, _, name = named.partition(":")
     try:

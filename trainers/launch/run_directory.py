@@ -8,16 +8,27 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainers.config.function import FUNCTION_IDENTITY
-from trainers.config.train import IDENTITY
+from trainers.config.model import build
+from trainers.config.train import IDENTITY, TrainConfig
 from trainers.config.yaml import dump_yaml
-from trainers.errors import CheckpointError, ConfigError, StorageError
+from trainers.errors import CheckpointError, ConfigError, StorageError, did_you_mean
 from trainers.launch.spec import MARK, FunctionSpec, RunSpec, Spec, read_mapping
 from trainers.lease import LEASE
-from trainers.storage import Storage
+from trainers.storage import Storage, storage_uri
 
 logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from trainers.measure.result import RunResult
+
+
+def open_run(location: str) -> tuple[Storage, TrainConfig]:
+    """Return a run's directory and the configuration that trained it last; ConfigError when there is no run."""
+    storage = Storage(storage_uri(location))
+    if not storage.exists(MARK):
+        runs = [name for name in storage.parent.names() if storage.parent.exists(f"{name}/{MARK}")]
+        fix = did_you_mean(storage.name, runs, "give the directory of a run", storage.parent.locate)
+        raise ConfigError("RUN", location, f"is no run: there is no {MARK} in it", fix)
+    return storage, build(TrainConfig, read_mapping(storage, MARK), storage.locate(MARK))
 
 
 def delete_own(storage: Storage, mark: str) -> None:

@@ -31,7 +31,10 @@ class Attempt:
         self.stopping = EarlyStopping(config.early_stopping)
         self.clock = StepClock(parts.device)
         storage = context.storage
-        self.log = RunLog(storage, config.tensorboard) if storage and context.rank == 0 else None
+        self.log: RunLog | None = None
+        if storage and context.rank == 0:
+            is_followed = bool(config.trackers) and context.launcher != "lane"
+            self.log = RunLog(storage, config.writes_events, is_followed)
         self.began = time.monotonic()
         self.step = 0
         """Steps done, in earlier attempts as well."""

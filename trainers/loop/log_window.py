@@ -37,6 +37,7 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     attempt.tell("train", record)
     if attempt.log is not None:
         attempt.log.add(record)
+        attempt.log.show(attempt.step)
     if attempt.log is not None and not attempt.context.draws_line:
         done = f"step {attempt.step}/{parts.total_steps}"
         if attempt.epochs is not None:

@@ -1,58 +1,94 @@
 """The log that is kept with a run: JSON lines, and TensorBoard events where they are asked for."""
 
+import contextlib
 import json
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from trainers.errors import CheckpointError
+from trainers.errors import CheckpointError, PacelineError
 from trainers.json_data import parse_json
 from trainers.storage import Storage
 
 _POSITION = ("step", "epoch", "train_time_s")
+SHOW_EVERY_S = 10.0
+"""Between two copies for whoever follows a run."""
 
 
 class RunLog:
     """The run's records: parts `log/<step>.jsonl` that each end at a flush, so object stores need no append.
 
-    With `tensorboard` the same parts go to `tensorboard/` as events.
+    With `tensorboard` the same parts go to `tensorboard/` as events. Flushes are those of checkpoints, which may be
+    hours apart: a run that is `followed` also leaves copies in `live/` of what no part has yet.
     """
 
-    def __init__(self, run: Storage, tensorboard: bool = False) -> None:
-        self._storage = run.child("log")
+    def __init__(self, run: Storage, tensorboard: bool = False, followed: bool = False) -> None:
+        self._storage, self._live = run.child("log"), run.child("live")
         self._events = run.child("tensorboard") if tensorboard else None
         self._open: list[tuple[float, dict[str, Any]]] = []
+        self._is_followed = followed
+        self._num_shown, self._shown_at = 0, 0.0
+        self._showing: threading.Thread | None = None
 
     def add(self, record: dict[str, Any]) -> None:
         """Remember one record, with its time."""
         self._open.append((time.time(), record))
 
+    def show(self, step: int) -> None:
+        """Copy what is new to `live/<step>.jsonl`, now and then, in a thread: training does not wait for it."""
+        now = time.monotonic()
+        if not self._is_followed or now - self._shown_at < SHOW_EVERY_S:
+            return
+        if self._showing is not None and self._showing.is_alive():
+            return  # storage is slow
+        records, self._num_shown, self._shown_at = self._open[self._num_shown :], len(self._open), now
+
+        def copy() -> None:
+            with contextlib.suppress(PacelineError):  # the next part has them all
+                self._live.write(f"{step:012d}.jsonl", _lines(records))
+
+        self._showing = threading.Thread(target=copy, name="live-log", daemon=True)
+        self._showing.start()
+
     def flush(self, step: int) -> None:
         """Write what was remembered as the part that ends at `step`."""
+        if self._showing is not None:
+            self._showing.join()
         self.part(step)()
 
     def part(self, step: int) -> Callable[[], None]:
         """Take what was remembered; the returned function, for any thread, writes it as the part until `step`."""
         taken, self._open = self._open, []
+        self._num_shown = 0
 
         def write() -> None:
             if taken:
-                text = "".join(json.dumps(record) + "\n" for _, record in taken)
-                _extend(self._storage, f"{step:012d}.jsonl", text.encode())
+                _extend(self._storage, f"{step:012d}.jsonl", _lines(taken))
                 if self._events is not None:
                     _extend(self._events, events_name(step), encode_events(taken))
+            if self._is_followed:
+                names, last = self._live.names(), f"{step:012d}.jsonl"
+                # Training may be ahead of a part that is written in the background.
+                for old in [""] if names and names[-1] <= last else [name for name in names if name <= last]:
+                    self._live.delete(old)
 
         return write
 
     def cut(self, step: int) -> None:
         """Drop the parts that end after `step`: the run resumes there and will write them again."""
+        self._live.delete("")
         for storage, last in ((self._storage, f"{step:012d}.jsonl"), (self._events, events_name(step))):
             if storage is not None:
                 storage.clear_aside()  # this rank alone writes there
                 for name in storage.names():
                     if name > last:  # steps have leading zeros
                         storage.delete(name)
+
+
+def _lines(records: Iterable[tuple[float, dict[str, Any]]]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for _, record in records).encode()
 
 
 def _extend(storage: Storage, name: str, data: bytes) -> None:
@@ -63,15 +99,27 @@ def _extend(storage: Storage, name: str, data: bytes) -> None:
 def read_log(run: Storage) -> list[dict[str, Any]]:
     """All records of a run, in order; CheckpointError names a line that is none."""
     storage = run.child("log")
+    return [record for name in storage.names() if name.endswith(".jsonl") for record in read_part(storage, name)]
+
+
+def read_part(storage: Storage, name: str) -> list[dict[str, Any]]:
+    """The records of one part."""
     records = []
-    for name in storage.names():
-        if name.endswith(".jsonl"):
-            for number, line in enumerate(storage.read(name).splitlines(), 1):
-                try:
-                    records.append(parse_json(line, dict[str, Any], finite=False))
-                except CheckpointError as error:
-                    raise CheckpointError(f"{storage.locate(name)}, line {number}: {error}") from None
+    for number, line in enumerate(storage.read(name).splitlines(), 1):
+        try:
+            records.append(parse_json(line, dict[str, Any], finite=False))
+        except CheckpointError as error:
+            raise CheckpointError(f"{storage.locate(name)}, line {number}: {error}") from None
     return records
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record without its position."""
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if name not in _POSITION and isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def events_name(step: int) -> str:
@@ -92,11 +140,7 @@ def encode_events(records: Iterable[tuple[float, dict[str, Any]]]) -> bytes:
     for wall_time, record in records:
         if not written:
             written = _framed(Event(wall_time=wall_time, file_version="brain.Event:2").SerializeToString())
-        values = [
-            Summary.Value(tag=name, simple_value=float(value))
-            for name, value in record.items()
-            if name not in _POSITION and isinstance(value, (int, float))
-        ]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(record).items()]
         event = Event(wall_time=wall_time, step=record["step"], summary=Summary(value=values))
         written += _framed(event.SerializeToString())
     return written

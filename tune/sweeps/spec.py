@@ -10,6 +10,7 @@ from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig, build_run, kind_of
 from trainers.config.model import build
 from trainers.config.overrides import override
+from trainers.config.tracking import TrackerConfig, chosen
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.launch.run_directory import delete_own
@@ -53,6 +54,12 @@ class SweepSpec:
     def is_of_function(self) -> bool:
         """Whether trials are runs of a training function, not of a task."""
         return kind_of(self.train) is FunctionConfig
+
+    @property
+    def trackers(self) -> list[TrackerConfig]:
+        """The experiment trackers that hear of the sweep."""
+        tracking = self.config.tracking
+        return chosen(getattr(build_run(self.train, self.source), "tracking", []) if tracking is None else tracking)
 
     @property
     def num_trials(self) -> int:
@@ -198,7 +205,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         keys = ["space", "search", "seed", "objective", *(["scheduler"] if is_population else [])]
         pairs = {key: (before.get(key), now.get(key)) for key in keys}
         for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
-            if key not in ("task_dir", "scaling"):
+            if key not in ("task_dir", "scaling", "tracking"):
                 pairs[f"train.{key}"] = (then.get(key), train.get(key))
         for key, (was, value) in pairs.items():
             if was != value:

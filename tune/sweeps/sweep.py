@@ -16,6 +16,8 @@ from trainers.launch.imports import without_collection
 from trainers.lease import held
 from trainers.output import Output
 from trainers.redaction import redact
+from trainers.tracking.following import followed
+from trainers.tracking.trackers import check_trackers
 from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, sweep_with
 from tune.trials.journal import Journal
 from tune.trials.live import Live, write_live
@@ -137,6 +139,7 @@ def run_to_answer(
     output = output or Output()
     from trainers.launch.local import shown_log
 
+    check_trackers(spec.trackers, spec.path, spec.source)
     with ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command, output.quiet))
         token = stack.enter_context(held(spec.storage, SAVED))
@@ -144,7 +147,10 @@ def run_to_answer(
         spec = replace(spec, token=token)
         state: Literal["ended", "cut off"] = "cut off"
         stack.callback(lambda: write_live(spec.storage, Live(state)))
-        if is_complete(spec):
+        ended = "done" if is_complete(spec) else None
+        where = spec.storage, SAVED, token, spec.trackers, spec.path
+        stack.enter_context(followed(*where, module="tune.sweeps.tracking", command="tune", ended=ended))
+        if ended:
             logger.info(
                 "%s is complete already (%s starts it anew)", spec.uri, "--fresh" if is_command else "fresh=True"
             )

@@ -1,0 +1,116 @@
+"""What trackers say of the runs that they have: read back by their own clients and formats."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")  # in the session's own directory
+
+Curves = dict[str, list[tuple[int, float]]]
+"""For each metric its values by step, in the order in which the tracker has them."""
+
+
+@dataclass
+class Kept:
+    """A run as a tracker has it."""
+
+    id: str
+    curves: Curves = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    parent: str | None = None
+    status: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+def mlflow_runs(uri: str, experiment: str, scratch: Path) -> dict[str, Kept]:
+    """Runs of an experiment by name, from a store or a server."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    found = client.get_experiment_by_name(experiment)
+    assert found is not None
+    runs: dict[str, Kept] = {}
+    for run in client.search_runs([found.experiment_id]):
+        id_, tags = run.info.run_id, run.data.tags
+        curves = {
+            name: [(metric.step, metric.value) for metric in client.get_metric_history(id_, name)]
+            for name in run.data.metrics
+        }
+        files = {}
+        for file in client.list_artifacts(id_):
+            files[file.path] = Path(client.download_artifacts(id_, file.path, str(scratch))).read_bytes()
+        assert run.info.run_name not in runs
+        parent = tags.get("mlflow.parentRunId")
+        runs[run.info.run_name] = Kept(id_, curves, run.data.params, tags, parent, run.info.status, files)
+    return runs
+
+
+def _wandb_records(file: Path) -> Iterator[Any]:
+    """The records of an offline run's file: W&B's header, then LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:  # padding at the end of a block
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # full, last
+            record = Record()
+            record.ParseFromString(whole)
+            yield record
+            whole = b""
+
+
+def wandb_runs(directory: Path) -> dict[str, Kept]:
+    """Offline runs by name; the files of all starts of one id are one run."""
+    runs: dict[str, Kept] = {}
+    for file in sorted(directory.glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
+        kept: Kept | None = None
+        for record in _wandb_records(file):
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                run = record.run
+                kept = runs.setdefault(run.display_name, Kept(run.run_id))
+                assert kept.id == run.run_id
+                kept.parent, kept.status = run.run_group or None, run.job_type
+                kept.params |= {item.key: json.loads(item.value_json) for item in run.config.update}
+            elif kind == "history":
+                assert kept is not None
+                row = {
+                    item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
+                for name, value in row.items():
+                    if not name.startswith("_"):
+                        kept.curves.setdefault(name, []).append((row["_step"], value))
+            elif kind == "artifact":
+                assert kept is not None
+                kept.files[record.artifact.name] = b""
+    return runs
+
+
+def trackio_runs(project: str) -> dict[str, Kept]:
+    """Runs of a project by name, from trackio's database, whose place trackio reads when it is imported."""
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    runs: dict[str, Kept] = {}
+    for run in trackio.Api().runs(project):
+        config = dict(run.config or {})
+        kept = runs[run.name] = Kept(run.id, params=config, parent=config.get("_Group"))
+        for row in SQLiteStorage.get_logs(project, run_id=run.id):
+            for name, value in row.items():
+                if name not in ("step", "timestamp"):
+                    kept.curves.setdefault(name, []).append((row["step"], value))
+    return runs

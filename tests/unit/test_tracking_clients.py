@@ -1,0 +1,240 @@
+"""Experiment trackers with their real clients, offline: what they say themselves of runs and sweeps."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import BufferReader, parquet
+
+from tests.conftest import free_port
+from tests.specs import BASE, REPOSITORY, tree
+from tests.trackers import Curves, Kept, mlflow_runs, trackio_runs, wandb_runs
+from trainers.config.yaml import dump_yaml
+from trainers.measure.run_log import read_log, scalars
+from trainers.storage import Storage
+from tune.report.write import write_report
+from tune.search.space import grid
+from tune.sweeps.spec import SweepSpec, save, sweep_with
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord
+
+pytestmark = pytest.mark.full
+pytest.importorskip("mlflow")
+pytest.importorskip("wandb")
+TRACKIO = importlib.util.find_spec("trackio") is not None
+
+
+def everywhere(tmp_path: Path) -> tuple[list[Any], dict[str, str]]:
+    """All trackers, and the environment in which they keep what they are told below a directory."""
+    project = tmp_path.name
+    names = ("mlflow", "wandb", *(["trackio"] if TRACKIO else []))
+    tracking = [*({"tracker": name, "project": project} for name in names), "csv"]
+    environment = {
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "TRACKIO_DIR": os.environ["TRACKIO_DIR"],
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    return tracking, environment
+
+
+def found(tmp_path: Path) -> dict[str, dict[str, Kept]]:
+    """By tracker the runs of a test, by name."""
+    in_mlflow = mlflow_runs(f"sqlite:///{tmp_path}/mlflow.db", tmp_path.name, tmp_path)
+    runs = {"mlflow": in_mlflow, "wandb": wandb_runs(tmp_path / "wandb")}
+    if TRACKIO:
+        runs["trackio"] = {name.rpartition("-")[0]: kept for name, kept in trackio_runs(tmp_path.name).items()}
+    return runs
+
+
+def curves_of_log(run: Storage) -> Curves:
+    curves: Curves = {}
+    for line in read_log(run):
+        for name, value in scalars(line).items():
+            curves.setdefault(name, []).append((line["step"], value))
+    return curves
+
+
+def table(storage: Storage) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(storage.read("metrics.csv").decode())))
+
+
+def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
+    tmp_path: Path, command: Callable[..., Any]
+) -> None:
+    tracking, environment = everywhere(tmp_path)
+    args = {"fail_at": 15, "failure": "kill", "marker": str(tmp_path / "killed")}
+    (tmp_path / "train.yaml").write_text(dump_yaml(tree(tmp_path, tracking=[*tracking, "tensorboard"], task_args=args)))
+    run = Storage(str(tmp_path / "runs" / "run"))
+    start = ("-m", "trainers", str(tmp_path / "train.yaml"))
+    assert command(*start, cwd=tmp_path, env=environment, forked=True).code != 0
+    assert (tmp_path / "killed").exists()
+    while len(run.names("tracking")) < len(tracking):  # its sender ends by itself
+        time.sleep(0.1)
+    before = {name: run.read_json(f"tracking/{name}", dict[str, Any])[""]["id"] for name in run.names("tracking")}
+    done = command(*start, cwd=tmp_path, env=environment, forked=True)
+    assert (done.code, done.err) == (0, "")
+    assert "tracking:" not in done.out
+    assert {name: run.read_json(f"tracking/{name}", dict[str, Any])[""]["id"] for name in before} == before
+
+    result, log = run.read_json("result.json", dict[str, Any]), curves_of_log(run)
+    assert [step for step, _ in log["train_loss"]] == list(range(1, 31))
+    for name, runs in found(tmp_path).items():
+        (kept,) = runs.values()
+        for metric in ("train_loss", "lr", "val_loss", "val_accuracy"):
+            assert kept.curves[metric] == log[metric], (name, metric)
+        for metric, values in kept.curves.items():
+            assert len({step for step, _ in values}) == len(values), (name, metric)
+        assert kept.curves["result/peak_memory_bytes"] == [(30, result["peak_memory_bytes"])]
+    (in_mlflow,) = found(tmp_path)["mlflow"].values()
+    assert (in_mlflow.status, in_mlflow.tags["paceline.status"]) == ("FINISHED", "done")
+    assert (in_mlflow.params["optimizer.lr"], in_mlflow.params["task"]) == ("0.01", "tests.tasks:Blobs")
+    assert {"paceline.torch", "paceline.uri"} <= in_mlflow.tags.keys()
+    assert json.loads(in_mlflow.files["result.json"]) == result
+    rows = table(run)
+    assert [(int(row["step"]), float(row["train_loss"])) for row in rows] == log["train_loss"]
+    assert len(list((tmp_path / "runs" / "run" / "tensorboard").iterdir())) == 3
+    again = command(*start, cwd=tmp_path, env=environment | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}, forked=True)
+    assert "tracking" not in again.out, "who has everything is not asked"
+
+
+def a_sweep(tmp_path: Path, tracking: list[Any]) -> tuple[SweepSpec, list[TrialRecord]]:
+    """The directory of a sweep that has ended, with one trial that failed."""
+    train = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
+    given = {"train": train, "space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]}, "tracking": tracking}
+    spec = sweep_with({**given, "storage_path": str(tmp_path)}, "test", REPOSITORY, {})
+    save(spec)
+    records = []
+    for number, config in enumerate(grid(spec.config)):
+        start, curve = 1_760_000_000.0 + 100 * number, []
+        for step in (10, 20, 30):
+            figures = {"train_loss": 1 / step, "val_loss": number + 1 / step}
+            curve.append({"step": float(step), "epoch": step / 10, "train_time_s": step / 2, **figures})
+        ended: dict[str, Any] = {"status": "done", "curve": curve, "metrics": {**curve[-1], "val_accuracy": 0.5}}
+        ended |= {"samples_per_s": 1000.0 + number, "peak_memory_bytes": 5000 + number, "step_time_s": 0.25}
+        if number == 3:
+            ended = {"status": "out_of_memory", "message": "too large"}
+        record = TrialRecord(trial_id(config), config, start_time=start, end_time=start + 50, lane=0, **ended)
+        Journal(spec.storage).append(record)
+        records.append(record)
+    write_report(
+        spec.storage, spec.config, spec.train, records, {"torch": "2.15.0", "git_commit": "abc"}, task_dir=None
+    )
+    return spec, records
+
+
+def assert_is_sweep(tmp_path: Path, spec: SweepSpec, records: list[TrialRecord]) -> None:
+    """Every tracker has the sweep, its trials below it, the figures of results.parquet, and the report."""
+    results = parquet.read_table(BufferReader(spec.storage.read("results.parquet"))).to_pylist()
+    numbers = ("samples_per_s", "step_time_s", "peak_memory_bytes", "train_loss", "val_loss", "val_accuracy")
+    for name, runs in found(tmp_path).items():
+        parent = runs.pop("sweep")
+        of_id = {next(row["id"] for row in results if row["id"] in run): kept for run, kept in runs.items()}
+        assert len(of_id) == len(runs) == len(records)
+        for row in results:
+            kept = of_id[row["id"]]
+            last = {metric: values[-1][1] for metric, values in kept.curves.items()}
+            shown = {metric: row[metric] for metric in numbers if row[metric] is not None}
+            assert {metric: last[metric] for metric in shown} == shown, name
+            assert kept.params["global_batch_size"] in (row["global_batch_size"], str(row["global_batch_size"]))
+        for record in records:
+            values = [(int(row["step"]), row["val_loss"]) for row in record.curve]
+            assert of_id[record.id].curves.get("val_loss", []) == values, name
+        group = {"mlflow": {parent.id}, "wandb": {parent.parent}, "trackio": {parent.parent}}[name]
+        assert {kept.parent for kept in runs.values()} == group
+        assert parent.curves["trials"][-1][1] == len(records)
+    in_mlflow = mlflow_runs(f"sqlite:///{tmp_path}/mlflow.db", tmp_path.name, tmp_path)["sweep"]
+    assert in_mlflow.files["report.html"] == spec.storage.read("report.html")
+    assert b"train" in in_mlflow.files["best.yaml"]
+    assert in_mlflow.status == "FINISHED"
+    assert any(name.endswith("report.html") for name in wandb_runs(tmp_path / "wandb")["sweep"].files)
+    assert {row["run"] for row in table(spec.storage)} == {"", *(record.id for record in records)}
+    events = {path.name for path in Path(spec.storage.path, "tensorboard").iterdir()}
+    assert events == {"sweep", *(record.id for record in records)}
+
+
+def test_a_sweep_is_a_run_with_its_trials_below_it(tmp_path: Path, command: Callable[..., Any]) -> None:
+    tracking, environment = everywhere(tmp_path)
+    spec, records = a_sweep(tmp_path, [*tracking, "tensorboard"])
+    track = ("-m", "tune", "track", spec.uri)
+    done = command(*track, cwd=tmp_path, env=environment, forked=True)
+    assert (done.code, done.err.count("Error")) == (0, 0), done.out + done.err
+    assert_is_sweep(tmp_path, spec, records)
+    sent = {name: spec.storage.read(f"tracking/{name}") for name in spec.storage.names("tracking")}
+    assert command(*track, cwd=tmp_path, env=environment, forked=True).code == 0
+    assert {name: spec.storage.read(f"tracking/{name}") for name in sent} == sent
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A server that takes every connection and answers nothing."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        taken: list[socket.socket] = []
+
+        def take() -> None:
+            try:
+                while True:
+                    taken.append(server.accept()[0])
+            except OSError:
+                return
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        yield int(server.getsockname()[1])
+        server.shutdown(socket.SHUT_RDWR)
+        for one in taken:
+            one.close()
+        thread.join()
+
+
+def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
+    tmp_path: Path, command: Callable[..., Any], silent_port: int
+) -> None:
+    config = tree(tmp_path, tracking=[{"tracker": "mlflow", "project": "later"}])
+    (tmp_path / "train.yaml").write_text(dump_yaml(config))
+    run, port = Storage(str(tmp_path / "runs" / "run")), free_port()
+    environment = {"PYTHONPATH": str(REPOSITORY), "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent_port}"}
+    done = command("-m", "trainers", str(tmp_path / "train.yaml"), cwd=tmp_path, env=environment, forked=True)
+    again = f"`python -m trainers track {run.uri}` sends the rest"
+    assert (done.code, done.out.count("tracking:"), done.out.count(again)) == (0, 1, 1), done.out
+
+    uri = f"http://127.0.0.1:{port}"
+    store = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "art")]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", "server", *store, "--port", str(port), "--workers", "1"],
+        cwd=tmp_path, stdout=(tmp_path / "server.log").open("w"), stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=5):
+                    break
+            except OSError:
+                assert server.poll() is None, (tmp_path / "server.log").read_text()
+                time.sleep(0.2)
+        track = ("-m", "trainers", "track", run.uri)
+        sent = command(*track, cwd=tmp_path, env=environment | {"MLFLOW_TRACKING_URI": uri}, forked=True)
+        assert (sent.code, "mlflow has everything" in sent.out) == (0, True), sent.out + sent.err
+        (kept,) = mlflow_runs(uri, "later", tmp_path).values()
+    finally:
+        server.terminate()
+        server.wait()
+    log = curves_of_log(run)
+    assert {name: values for name, values in kept.curves.items() if name in log} == log
+    assert (kept.status, json.loads(kept.files["result.json"])["steps"]) == ("FINISHED", 30)
