@@ -65,6 +65,7 @@ def test_whatever_befalls_a_write_the_object_is_the_new_one(kind: str, storage: 
     assert name in storage.names()
 
 
+@pytest.mark.full
 def test_a_write_that_fails_for_good_leaves_what_was_there(storage: Storage, spoils: Spoils) -> None:
     """A lease that vanished because it could not be renewed would end the run."""
     storage.write("lease", b"old")
