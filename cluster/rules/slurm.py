@@ -231,14 +231,16 @@ def _own_options(step: Command) -> str:
 
 def _trapped(script: SlurmScript) -> set[str]:
     """The signals that a `trap` heeds."""
-    found = set()
+    found: set[str] = set()
     for command in script.commands:
         if command.text.startswith("trap "):
             try:
-                found |= {_name(word) for word in shlex.split(command.text)[2:]}
+                _, action, *names = [*shlex.split(command.text), ""]
             except ValueError:  # a text that goes on in the next line; its signals stand there
                 continue
-    return found - {"EXIT", "0", "ERR"}
+            # "" lets bash ignore the signal, and - end by it.
+            found |= {_name(name) for name in names if action not in ("", "-")}
+    return found - {"EXIT", "0", "ERR", ""}
 
 
 def _name(signal: str) -> str:

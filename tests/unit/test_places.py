@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.__main__ import main
 from cluster.rules.versions import expected_versions
 from tests.specs import REPOSITORY
 
@@ -56,6 +57,12 @@ def test_it_installs_what_paceline_is_tested_with_and_is_valid_shell(name: str) 
     assert re.search(rf"uv pip install .*-c constraints.txt (?:\\\n\s*)?{re.escape(packages)}", script)
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["skypilot.yaml", "paceline.dstack.yml"])
+def test_validate_says_whose_file_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(REPOSITORY / "cluster" / name)]) == 2
+    assert "a task of SkyPilot's or dstack's" in capsys.readouterr().err
 
 
 def test_tokens_and_storage_are_as_in_the_other_files() -> None:
