@@ -8,11 +8,12 @@ has one; 2 errors in a file or on the command line, or N workers never fit.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 from pydantic import Field
 
+from cluster.finding import Finding
 from trainers import residents
 from trainers.command_line import complain, run
 from trainers.errors import MISSING, ConfigError
@@ -31,31 +32,46 @@ _Uri = Annotated[str | None, Field(title="URI", description="what all nodes must
 
 
 def validate(
-    files: Annotated[tuple[str, ...], Field(title="FILE...", description="a `ray up` file, or one with RayClusters")],
+    files: Annotated[
+        tuple[str, ...], Field(title="FILE...", description="`ray up` files, ones with RayClusters, Slurm scripts")
+    ],
     *,
     strict: Annotated[bool, Field(description="exit with 1 on warnings")] = False,
 ) -> int:
-    """Check `ray up` and KubeRay files, offline: every error and warning of every file is printed."""
-    from cluster.files.ray_up import load_clusters
-    from cluster.rules.ray_up import findings
-
+    """Check `ray up` files, KubeRay's and Slurm's, offline: every error and warning of every file is printed."""
     levels = Counter[str]()
     for file in files:
         try:
-            clusters = load_clusters(file)
+            examined = list(_examined(file))
         except ConfigError as error:
             complain(str(error))
             levels["error"] += 1
             continue
-        for cluster in clusters:
-            found = findings(cluster)
+        for source, kind, found in examined:
             for finding in found:
-                complain(f"{cluster.source}: {finding}", finding.level)
+                complain(f"{source}: {finding}", finding.level)
             levels.update(finding.level for finding in found)
             if not found:
-                at_most = min(cluster.max_workers, cluster.sum_max_workers)
-                print(f"{cluster.source}: in order ({cluster.provider}, up to {at_most} worker nodes)")
+                print(f"{source}: in order ({kind})")
     return 2 if levels["error"] else int(strict and levels["warning"] > 0)
+
+
+def _examined(file: str) -> Iterator[tuple[str, str, list[Finding]]]:
+    """The findings on each cluster of a file, with its name and what it is."""
+    from cluster.files.slurm import is_slurm, load_slurm
+
+    if is_slurm(file):
+        from cluster.rules.slurm import slurm_findings
+
+        script = load_slurm(file)
+        yield file, f"slurm, {script.options.get('nodes') or 1} nodes", slurm_findings(script)
+        return
+    from cluster.files.ray_up import load_clusters
+    from cluster.rules.ray_up import findings
+
+    for cluster in load_clusters(file):
+        at_most = min(cluster.max_workers, cluster.sum_max_workers)
+        yield cluster.source, f"{cluster.provider}, up to {at_most} worker nodes", findings(cluster)
 
 
 def plan(
@@ -70,8 +86,12 @@ def plan(
 ) -> int:
     """Say what fits on a cluster, for how many dollars an hour."""
     from cluster.files.ray_up import load_cluster
+    from cluster.files.slurm import is_slurm
     from cluster.plan import ClusterPlan, has_gpus, with_resources
 
+    if is_slurm(file):
+        rule = "is a Slurm script, and Slurm knows what its nodes have"
+        raise ConfigError("the file", MISSING, rule, "ask `sinfo --format='%N %c %G'`", file)
     told = {name: amount for name, amount in {"CPU": cpus_per_node, "GPU": gpus_per_node}.items() if amount is not None}
     cluster = with_resources(load_cluster(file), told)
     gpus = float(has_gpus(cluster)) if gpus_per_worker is None else gpus_per_worker

@@ -45,12 +45,17 @@ _SPEC: Shape = {
     "authOptions": {"mode": "text"},
     "autoscalerOptions": {"version": "text"},
     "enableInTreeAutoscaling": "flag",
+    "suspend": "flag",
     "headGroupSpec": _GROUP,
     "workerGroupSpecs": [_GROUP],
 }
+_METADATA: Shape = {"name": "text", "labels": {"*": "text"}, "annotations": {"*": "text"}}
 _SHAPES: dict[str, Shape] = {
-    "RayCluster": {"metadata": {"name": "text"}, "spec": _SPEC},
-    "RayJob": {"metadata": {"name": "text"}, "spec": {"shutdownAfterJobFinishes": "flag", "rayClusterSpec": _SPEC}},
+    "RayCluster": {"metadata": _METADATA, "spec": _SPEC},
+    "RayJob": {
+        "metadata": _METADATA,
+        "spec": {"suspend": "flag", "shutdownAfterJobFinishes": "flag", "rayClusterSpec": _SPEC},
+    },
 }
 # The fields of KubeRay's custom resources (v1, August 2026) at the levels where typing errors would be dropped.
 with Path(__file__).with_name("kuberay_fields.csv").open(newline="", encoding="utf-8") as _stream:

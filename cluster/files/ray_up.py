@@ -71,6 +71,9 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
         raise ConfigError("the file", MISSING, "must be one document for `ray up`", "remove the `---` in it", source)
     if not isinstance(written, dict):
         raise ConfigError("the file", written, "must be a mapping of fields to values", _HOW_TO_WRITE, source)
+    if "provider" not in written and {"run", "commands"} & written.keys():
+        rule, fix = "is a task of SkyPilot's or dstack's", "ask `sky launch --dryrun FILE`, or `dstack apply -f FILE`"
+        raise ConfigError("the file", MISSING, rule, fix, source)
     _check_schema(written, source)
     check_shape(written, _SHAPE, "", _HOW_TO_WRITE, source)
     _check_provider(written, source)

@@ -14,6 +14,8 @@ from trainers.errors import MISSING
 
 _RAY_IN_IMAGE = re.compile(r"(?:rayproject/ray(?:-ml|-llm)?:|ray[-_]?)(\d+\.\d+\.\d+)")
 _ENV = "template.spec.containers.0.env"
+_QUEUE = "kueue.x-k8s.io/queue-name"
+_ELASTIC = "kueue.x-k8s.io/elastic-job"
 
 Groups = Mapping[str, Mapping[str, Any]]
 """The head group and the worker groups, by their path in the document."""
@@ -26,6 +28,7 @@ def kuberay_findings(cluster: ClusterFile) -> list[Finding]:
     head = f"{prefix}.headGroupSpec"
     return [
         *_job(cluster),
+        *_queued(cluster, prefix),
         *_version(cluster, prefix),
         *_token(cluster, prefix, groups),
         *_autoscaler(cluster, prefix, groups),
@@ -39,8 +42,37 @@ def kuberay_findings(cluster: ClusterFile) -> list[Finding]:
 
 def _job(cluster: ClusterFile) -> Iterator[Finding]:
     if cluster.written["kind"] == "RayJob" and not cluster.written["spec"].get("shutdownAfterJobFinishes"):
-        rule = "must be true, or the cluster and its GPUs are paid for after the job"
-        yield warning("spec.shutdownAfterJobFinishes", MISSING, rule, "write `shutdownAfterJobFinishes: true`")
+        if _queue(cluster):
+            rule, level = "must be true, or Kueue refuses the job: its cluster would keep the quota", error
+        else:
+            rule, level = "must be true, or the cluster and its GPUs are paid for after the job", warning
+        yield level("spec.shutdownAfterJobFinishes", MISSING, rule, "write `shutdownAfterJobFinishes: true`")
+
+
+def _queued(cluster: ClusterFile, prefix: str) -> Iterator[Finding]:
+    """What Kueue's webhook refuses (pkg/controller/jobs/rayjob of Kueue), and what waits without it for ever."""
+    queue, spec = _queue(cluster), cluster.written["spec"]
+    if spec.get("suspend") and queue is None:
+        rule = "waits for ever: without a queue nobody sets it to false"
+        yield warning("spec.suspend", True, rule, f"add the label `{_QUEUE}`, or remove it where there is no Kueue")
+    if queue is None:
+        return
+    if not queue:
+        yield error(f"metadata.labels.{_QUEUE}", queue, "must name a LocalQueue of the namespace", "write its name")
+    annotations = cluster.written["metadata"].get("annotations") or {}
+    if cluster.config.get("enableInTreeAutoscaling") and annotations.get(_ELASTIC) != "true":
+        rule = "is refused by Kueue, which admits a size: that of `replicas`"
+        fix = f'remove it and write `replicas`, or annotate with `{_ELASTIC}: "true"` where Kueue has that feature'
+        yield error(f"{prefix}.enableInTreeAutoscaling", True, rule, fix)
+    if spec.get("clusterSelector"):
+        rule = "is refused by Kueue together with a queue: the quota is for a cluster of the job's own"
+        yield error("spec.clusterSelector", MISSING, rule, "remove it")
+
+
+def _queue(cluster: ClusterFile) -> str | None:
+    """The LocalQueue of Kueue's that a document is for; None without one."""
+    labels: Mapping[str, str] = cluster.written["metadata"].get("labels") or {}
+    return labels.get(_QUEUE)
 
 
 def _version(cluster: ClusterFile, prefix: str) -> Iterator[Finding]:
@@ -67,6 +99,8 @@ def _token(cluster: ClusterFile, prefix: str, groups: Groups) -> Iterator[Findin
 
 def _autoscaler(cluster: ClusterFile, prefix: str, groups: Groups) -> Iterator[Finding]:
     if cluster.config.get("enableInTreeAutoscaling") is not True:
+        if _queue(cluster):
+            return
         rule = "must be true, or the number of pods stays as it is: none is started for a waiting trial"
         fix = "write `enableInTreeAutoscaling: true`"
         yield warning(f"{prefix}.enableInTreeAutoscaling", MISSING, rule, fix)

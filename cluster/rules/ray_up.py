@@ -14,7 +14,7 @@ from cluster.files.cluster_file import ClusterFile
 from cluster.finding import Finding, error, warning
 from cluster.rules.kuberay import kuberay_findings
 from cluster.rules.machines import access_findings, machine_findings
-from cluster.rules.sentences import OPEN_PORT, SECRET
+from cluster.rules.sentences import KEYS, OPEN_PORT, SECRET
 from cluster.rules.timeouts import reaction_findings
 from cluster.rules.versions import version_findings
 from trainers.errors import MISSING
@@ -23,11 +23,6 @@ _HEAD, _WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
-# Keys of AWS, of Google and of anybody, and passwords in an address; what they match is never shown.
-_KEYS = re.compile(
-    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|PRIVATE KEY-----|\b(?:AWS_SECRET_ACCESS_KEY|AZURE_CLIENT_SECRET)=|"
-    r"\bAccountKey=|aws_secret_access_key|://[^\s/:@'\"]*:[^\s/@'\"]+@"
-)
 _OWN_DISK = re.compile(r"(?:/tmp|/home|/root|~|\$HOME|/var/tmp)(?:/|$)")
 
 
@@ -116,7 +111,7 @@ def _keys(cluster: ClusterFile) -> Iterator[Finding]:
             fix = "log in on this machine, and give the nodes a role (instance profile, service account)"
             yield error(f"provider.{key}", MISSING, rule, fix)
             return
-    if any(map(_KEYS.search, _texts(cluster.written))):
+    if any(map(KEYS.search, _texts(cluster.written))):
         fix = "give the nodes a role (instance profile, service account, managed identity)"
         yield error("a cloud key", MISSING, rule, fix)
 

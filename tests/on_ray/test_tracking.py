@@ -17,10 +17,13 @@ from tune.trials.journal import Journal
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
-def test_every_tracker_has_the_sweep(tmp_path: Path, command: Callable[..., Any], cluster: Cluster) -> None:
+def test_every_tracker_has_the_sweep(
+    tmp_path: Path, command: Callable[..., Any], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.unit.test_tracking_clients import assert_is_sweep, everywhere
 
-    tracking, environment = everywhere(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracking, environment = everywhere(tmp_path, "files")
     train = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
     train |= {"task_dir": str(REPOSITORY), "tracking": [*tracking, "tensorboard"]}  # a sweep has those of its run
     given = {"train": train, "space": {"global_batch_size": [8, 24], "seed": [1, 2]}, "lanes": 1}

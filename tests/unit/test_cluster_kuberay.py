@@ -195,6 +195,28 @@ def test_a_job_that_leaves_its_cluster_behind(tmp_path: Path) -> None:
         load_clusters(path)
 
 
+KUEUE: list[tuple[str, Change, str, str]] = [
+    (
+        "grows",
+        put("spec.rayClusterSpec.enableInTreeAutoscaling", True),
+        "error",
+        "rayClusterSpec.enableInTreeAutoscaling",
+    ),
+    ("stays", drop("spec.shutdownAfterJobFinishes"), "error", "shutdownAfterJobFinishes"),
+    ("no_queue", drop("metadata.labels"), "warning", "suspend"),
+    ("anothers_cluster", put("spec.clusterSelector", {"ray.io/cluster": "a"}), "error", "clusterSelector"),
+]
+
+
+@pytest.mark.parametrize(("change", "level", "field"), [c[1:] for c in KUEUE], ids=[c[0] for c in KUEUE])
+def test_a_job_for_kueue(change: Change, level: str, field: str, tmp_path: Path) -> None:
+    document = shipped("kuberay", 2)
+    change(document)
+    found = findings(load_clusters(write(tmp_path, document))[0])
+    assert (level, f"spec.{field}") in [(finding.level, finding.field) for finding in found]
+    assert [finding for finding in found if finding.level == "error"][1:] == []
+
+
 @pytest.mark.parametrize(
     ("text", "field"),
     [

@@ -59,7 +59,7 @@ def test_validate_strict_finds_nothing(name: str, capsys: pytest.CaptureFixture[
     assert main(["validate", str(path_of(name)), "--strict"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    assert captured.out.count("in order") == (2 if name == "kuberay" else 1)
+    assert captured.out.count("in order") == (3 if name == "kuberay" else 1)
 
 
 @pytest.mark.parametrize(("kind", "crd"), [("RayCluster", "ray.io_rayclusters"), ("RayJob", "ray.io_rayjobs")])
@@ -70,8 +70,9 @@ def test_kuberay_documents_obey_the_custom_resource_definitions(kind: str, crd: 
         definition = yaml.load(stream, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (is safe)
     versions = {version["name"]: version for version in definition["spec"]["versions"]}
     schema = _closed(versions["v1"]["schema"]["openAPIV3Schema"])
-    (document,) = [document for document in documents() if document["kind"] == kind]
-    jsonschema.validate(document, schema)
+    of_kind = [document for document in documents() if document["kind"] == kind]
+    for document in of_kind:
+        jsonschema.validate(document, schema)
     spec = document["spec"].get("rayClusterSpec", document["spec"])
     spec["workerGroupSpecs"][0]["maxReplica"] = spec["workerGroupSpecs"][0].pop("maxReplicas")
     with pytest.raises(jsonschema.ValidationError):
@@ -92,9 +93,16 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def test_the_job_has_the_clusters_spec() -> None:
-    cluster, job, _ = documents()
+def test_the_jobs_have_the_clusters_spec() -> None:
+    cluster, job, queued, _ = documents()
     assert job["spec"]["rayClusterSpec"] == cluster["spec"]
+    fixed = copy.deepcopy(cluster["spec"])
+    del fixed["enableInTreeAutoscaling"], fixed["autoscalerOptions"]
+    fixed["workerGroupSpecs"][0] |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), 2)
+    assert queued["spec"]["rayClusterSpec"] == fixed, "what Kueue admits has a size"
+    assert queued["spec"] | {"suspend": True} == queued["spec"], "it waits for Kueue"
+    assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "MY-QUEUE"
+    assert "suspend" not in job["spec"], "without Kueue nobody would start it"
 
 
 def test_only_rays_own_pods_reach_what_asks_for_no_token() -> None:
@@ -106,7 +114,7 @@ def test_only_rays_own_pods_reach_what_asks_for_no_token() -> None:
     assert within == {"from": [{"podSelector": rays}]}
     assert everybody == {"ports": [{"protocol": "TCP", "port": 8265}]}, "the port that the token guards"
     labels = [document["metadata"]["labels"]["paceline"] for document in (*clusters, policy)]
-    assert len(set(labels)) == 3, "each is applied by a label of its own"
+    assert len(set(labels)) == 4, "each is applied by a label of its own"
 
 
 @pytest.mark.parametrize("name", RAY_UP)
@@ -146,7 +154,7 @@ def test_the_head_trains_nothing_and_workers_come_from_zero(name: str) -> None:
         if name == "onprem":
             assert [worker.min_workers for worker in workers] == [2]
         else:
-            assert {worker.min_workers for worker in workers} == {0}
+            assert {worker.min_workers for worker in workers} == {2 if "paceline-queued" in cluster.source else 0}
             assert all(worker.resources["GPU"] == 1 for worker in workers)
         if name in ("aws", "gcp", "azure"):
             spot, on_demand = sorted(workers, key=lambda worker: not worker.spot)

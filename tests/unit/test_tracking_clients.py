@@ -37,13 +37,19 @@ pytest.importorskip("wandb")
 TRACKIO = importlib.util.find_spec("trackio") is not None
 
 
-def everywhere(tmp_path: Path) -> tuple[list[Any], dict[str, str]]:
+def store(tmp_path: Path, kind: str = "sqlite") -> str:
+    """Where MLflow keeps what it is told below a directory: in a database, or in files."""
+    return f"sqlite:///{tmp_path}/mlflow.db" if kind == "sqlite" else f"file://{tmp_path}/mlruns"
+
+
+def everywhere(tmp_path: Path, kind: str = "sqlite") -> tuple[list[Any], dict[str, str]]:
     """All trackers, and the environment in which they keep what they are told below a directory."""
     project = tmp_path.name
     names = ("mlflow", "wandb", *(["trackio"] if TRACKIO else []))
     tracking = [*({"tracker": name, "project": project} for name in names), "csv"]
     environment = {
-        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
+        "MLFLOW_TRACKING_URI": store(tmp_path, kind),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(tmp_path),
         "TRACKIO_DIR": os.environ["TRACKIO_DIR"],
@@ -52,9 +58,9 @@ def everywhere(tmp_path: Path) -> tuple[list[Any], dict[str, str]]:
     return tracking, environment
 
 
-def found(tmp_path: Path) -> dict[str, dict[str, Kept]]:
+def found(tmp_path: Path, kind: str = "sqlite") -> dict[str, dict[str, Kept]]:
     """By tracker the runs of a test, by name."""
-    in_mlflow = mlflow_runs(f"sqlite:///{tmp_path}/mlflow.db", tmp_path.name, tmp_path)
+    in_mlflow = mlflow_runs(store(tmp_path, kind), tmp_path.name, tmp_path)
     runs = {"mlflow": in_mlflow, "wandb": wandb_runs(tmp_path / "wandb")}
     if TRACKIO:
         runs["trackio"] = {name.rpartition("-")[0]: kept for name, kept in trackio_runs(tmp_path.name).items()}
@@ -141,7 +147,7 @@ def assert_is_sweep(tmp_path: Path, spec: SweepSpec, records: list[TrialRecord])
     """Every tracker has the sweep, its trials below it, the figures of results.parquet, and the report."""
     results = parquet.read_table(BufferReader(spec.storage.read("results.parquet"))).to_pylist()
     numbers = ("samples_per_s", "step_time_s", "peak_memory_bytes", "train_loss", "val_loss", "val_accuracy")
-    for name, runs in found(tmp_path).items():
+    for name, runs in found(tmp_path, "files").items():
         parent = runs.pop("sweep")
         of_id = {next(row["id"] for row in results if row["id"] in run): kept for run, kept in runs.items()}
         assert len(of_id) == len(runs) == len(records)
@@ -157,7 +163,7 @@ def assert_is_sweep(tmp_path: Path, spec: SweepSpec, records: list[TrialRecord])
         group = {"mlflow": {parent.id}, "wandb": {parent.parent}, "trackio": {parent.parent}}[name]
         assert {kept.parent for kept in runs.values()} == group
         assert parent.curves["trials"][-1][1] == len(records)
-    in_mlflow = mlflow_runs(f"sqlite:///{tmp_path}/mlflow.db", tmp_path.name, tmp_path)["sweep"]
+    in_mlflow = mlflow_runs(store(tmp_path, "files"), tmp_path.name, tmp_path)["sweep"]
     assert in_mlflow.files["report.html"] == spec.storage.read("report.html")
     assert b"train" in in_mlflow.files["best.yaml"]
     assert in_mlflow.status == "FINISHED"
@@ -167,8 +173,11 @@ def assert_is_sweep(tmp_path: Path, spec: SweepSpec, records: list[TrialRecord])
     assert events == {"sweep", *(record.id for record in records)}
 
 
-def test_a_sweep_is_a_run_with_its_trials_below_it(tmp_path: Path, command: Callable[..., Any]) -> None:
-    tracking, environment = everywhere(tmp_path)
+def test_a_sweep_is_a_run_with_its_trials_below_it(
+    tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    tracking, environment = everywhere(tmp_path, "files")
     spec, records = a_sweep(tmp_path, [*tracking, "tensorboard"])
     track = ("-m", "tune", "track", spec.uri)
     done = command(*track, cwd=tmp_path, env=environment, forked=True)

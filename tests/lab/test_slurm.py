@@ -1,0 +1,192 @@
+"""cluster/slurm.sbatch on a real Slurm of two hosts: told before its time limit, requeued, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab import hosts
+from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of, outside
+from tests.lab.on_premises import wait_for
+
+pytestmark = [pytest.mark.full, pytest.mark.lab]
+
+NODES = ["h0", "h1"]
+HOME = "/srv/nfs/slurm"
+SLURM_CONF = f"SLURM_CONF={HOME}/slurm.conf"
+# Jobs are held together by their parents: there are no cgroups here. A job comes back after cred_expire, else 120 s.
+CONF = f"""
+ClusterName=lab
+SlurmctldHost={CONTROL}({address_of(CONTROL)})
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=cred_expire=10
+StateSaveLocation={HOME}/state
+SlurmdSpoolDir=/run/slurmd
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile={HOME}/slurmctld.log
+SlurmdLogFile={HOME}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=bf_interval=2
+SlurmdParameters=config_overrides
+KillWait=5
+"""
+MUNGED = f"""
+umask 077
+mkdir -p /run/munge /root/munge
+chmod 755 /run/munge
+cp {HOME}/munge.key /root/munge/key
+cd /root/munge
+munged --force --key-file=$PWD/key --log-file=$PWD/log --seed-file=$PWD/seed --pid-file=/run/munged.pid
+"""
+TASK = """
+import os, time
+from examples.digits.task import Digits
+
+class Unhurried(Digits):
+    def transform(self, batch, training):
+        if training and "SLURM_RESTART_COUNT" not in os.environ:
+            time.sleep(0.1)
+        return super().transform(batch, training)
+"""
+TRAIN = """
+task: own:Unhurried
+name: own
+max_steps: 500
+global_batch_size: 64
+optimizer: {name: adamw, lr: 0.002}
+log_every_steps: 1
+evaluate: {every_steps: 500}
+checkpoint: {every_steps: 500}
+scaling: {num_workers: 2}
+"""
+"""A run that has no checkpoint of its own before its end: a minute in the first try, seconds in the next."""
+
+
+class Slurm:
+    """A slurmctld on `ctl`, a slurmd on each host, and what a user types."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.home = lab.shared / "slurm"
+        (self.home / "state").mkdir(parents=True)
+        nodes = "".join(f"NodeName={name} NodeAddr={address_of(name)} CPUs=1 RealMemory=4000\n" for name in NODES)
+        (self.home / "slurm.conf").write_text(f"{CONF}{nodes}PartitionName=main Nodes=ALL Default=YES State=UP\n")
+        (self.home / "munge.key").write_bytes(b"lab " * 16)
+        for name in (CONTROL, *NODES):
+            lab.run(name, "sh", "-ec", MUNGED)
+            # On a site's nodes the home is one; here each has its own.
+            (lab.home(name) / ".ray").mkdir(mode=0o700)
+            (lab.home(name) / ".ray" / "auth_token").write_text("0" * 64)
+        self.type("slurmctld")
+        for name in NODES:
+            lab.run(name, "env", SLURM_CONF, "slurmd", "-N", name)
+        wait_for(lambda: self.type("sinfo", "--noheader", "--format=%T").split() == ["idle"], 30, "idle nodes")
+
+    def type(self, *command: str) -> str:
+        """A command of the user's, in the repository."""
+        return self.lab.run(CONTROL, "env", SLURM_CONF, *command, cwd=str(REPOSITORY)).stdout
+
+    def submit(self, *command: str) -> str:
+        """The shipped file with its documented edits, and options that fit hosts of one CPU; the job's id."""
+        text = (REPOSITORY / "cluster" / "slurm.sbatch").read_text(encoding="utf-8")
+        text = text.replace("/shared/MY-GROUP/", "/srv/nfs/").replace("#SBATCH --gpus-per-node=1\n", "")
+        # Hosts share one machine's memory.
+        text = text.replace("ray symmetric-run ", "ray symmetric-run --object-store-memory=200000000 ")
+        (self.home / "job.sbatch").write_text(text)
+        options = ("--cpus-per-task=1", f"--output={HOME}/%x-%j.log")
+        return self.type("sbatch", "--parsable", *options, f"{HOME}/job.sbatch", *command).strip()
+
+    def limit(self, job: str, minutes: int) -> None:
+        """Change a job's time limit."""
+        self.type("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+    def state(self, job: str) -> dict[str, str]:
+        """What Slurm says of a job: JobState, Restarts, ExitCode, ..."""
+        return dict(re.findall(r"(\w+)=(\S+)", self.type("scontrol", "show", "job", job)))
+
+    def log(self, job: str) -> str:
+        """What a job has printed, in all of its tries."""
+        file = self.home / f"paceline-{job}.log"
+        return file.read_text() if file.exists() else ""
+
+    def wait(self, job: str, condition: Callable[[], object], timeout_s: float, what: str) -> None:
+        """Until something is so, or the job has failed; with what it has printed where it is not so."""
+        try:
+            wait_for(lambda: condition() or self.state(job)["JobState"] == "FAILED", timeout_s, what, every_s=1)
+            assert condition(), what
+        except AssertionError:
+            print(*(line[:300] for line in self.log(job).splitlines()[-80:]), sep="\n")
+            raise
+
+
+@pytest.fixture
+def slurm() -> Iterator[Slurm]:
+    if why := hosts.missing():
+        pytest.skip(f"there can be no lab here: {why}")
+    absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
+    if absent:
+        pytest.skip(f"not installed: {', '.join(absent)} (apt-get install munge slurmctld slurmd slurm-client)")
+    before = outside()
+    with Lab(num_hosts=len(NODES)) as lab:
+        yield Slurm(lab)
+    assert lab.processes() == []
+    assert not lab.directory.exists()
+    assert outside() == before
+
+
+def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm: Slurm) -> None:
+    own = slurm.lab.shared / "own"
+    own.mkdir()
+    (own / "own.py").write_text(TASK)
+    (own / "train.yaml").write_text(TRAIN)
+    began = time.monotonic()
+    job = slurm.submit("python", "-m", "trainers", "/srv/nfs/own/train.yaml")
+    slurm.wait(job, lambda: "worker group of size 2" in slurm.log(job), 180, "both workers")
+    started_s = time.monotonic() - began
+    hours, minutes, seconds = map(int, slurm.state(job)["RunTime"].split(":"))
+    # 90 to 150 s from now; --signal is for 120 s before it, and Slurm looks every 30 s.
+    slurm.limit(job, 60 * hours + minutes + (seconds >= 30) + 2)
+    slurm.wait(job, lambda: "asked to stop" in slurm.log(job), 90, "the signal")
+    told_s = time.monotonic() - began
+    slurm.wait(job, lambda: slurm.state(job)["JobState"] == "PENDING", 150, "the requeue")
+    back_s = time.monotonic() - began
+    slurm.limit(job, 60)
+    slurm.wait(job, lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING"), 240, "the end")
+    print(
+        f"\nSlurm: both workers after {started_s:.1f} s, the signal after {told_s:.1f} s, requeued after "
+        f"{back_s:.1f} s, ended after {time.monotonic() - began:.1f} s"
+    )
+    ended, log = slurm.state(job), slurm.log(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), log[-6000:]
+    [kept] = map(int, re.findall(r"stopped: (\d+) steps", log))
+    assert re.findall(r"resumed at step (\d+) ", log) == [str(kept)], log[-6000:]
+    assert 0 < kept < 500
+    run = slurm.lab.shared / "paceline" / "own"
+    lines = [line for file in sorted((run / "log").glob("*.jsonl")) for line in file.read_text().splitlines()]
+    steps = [record["step"] for record in map(json.loads, lines) if "train_loss" in record]
+    assert steps == list(range(1, 501)), "each step once, in both tries together"
+    assert {ip for ip, rank in re.findall(r"\(ip=([\d.]+), pid=\d+\) world_rank=(\d)", log)} == set(
+        map(address_of, NODES)
+    )
+    for name in NODES:
+        assert slurm.lab.run(name, "ls", "/tmp").stdout.split() == [*_own_files()], "Ray's files are gone"
+        left = slurm.lab.run(name, "ps", "-eo", "args").stdout
+        assert not re.search(r"raylet|gcs_server|ray::|symmetric-run", left), left
+
+
+def _own_files() -> list[str]:
+    """What a host shows below /tmp of this machine: the repository, where it lies there."""
+    return [REPOSITORY.parts[2]] if Path("/tmp") in REPOSITORY.parents else []
