@@ -65,7 +65,7 @@ def test_skypilots_commands_beside_its_own_ray(lab: Lab) -> None:
         lab, "sky", run_on_both(lab, task["run"].replace(SWEEP, TRAIN.format("sky")), settings, "SKYPILOT_NODE_RANK")
     )
     for name in NODES:
-        left = lab.run(name, "pgrep", "-af", "raylet/raylet|gcs/gcs_server", check=False).stdout.splitlines()
+        left = lab.run(name, "pgrep", "-af", "[r]aylet/raylet|[g]cs/gcs_server", check=False).stdout.splitlines()
         assert [line for line in left if ":6380" not in line and "_port=6380" not in line] == []
         assert bool(left) == (name == "h0"), "SkyPilot's goes on"
 
