@@ -33,7 +33,7 @@ test-all: install
 	@echo "=== 2 of 3: groups of processes and commands, beside Ray"
 	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
-	$(BIN)/python -m pytest tests/lab
+	$(BIN)/python -m pytest -m "not campaign" tests/lab
 
 # 20,000 fuzzed inputs, the tests that are too long for `test-all`, then a campaign of faults over real processes, hours long, which goes on where it stopped.
 # `make faults n=500 seed=1`; `only=spawn` for a scenario or a kind of fault, `plain=1` for the same on plain Ray: these

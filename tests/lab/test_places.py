@@ -12,7 +12,7 @@ import yaml
 from tests.lab import hosts
 from tests.lab.hosts import REPOSITORY, Lab, address_of, outside
 
-pytestmark = [pytest.mark.full, pytest.mark.lab]
+pytestmark = [pytest.mark.campaign, pytest.mark.lab]
 
 NODES = ["h0", "h1"]
 SWEEP = "python -m tune examples/digits/sweep.yaml"
