@@ -74,7 +74,7 @@ def followed(
     except KeyboardInterrupt:
         how = "stopped"
         raise
-    except Exception as error:
+    except BaseException as error:
         how = getattr(error, "status", how)
         raise
     finally:

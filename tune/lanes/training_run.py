@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from trainers.errors import RunFailedError
+from trainers.errors import RunFailedError, Status
 from trainers.launch.signals import StopSignals
 from trainers.launch.spec import RunSpec
 from trainers.measure.result import RunResult
@@ -34,6 +34,9 @@ _LOOK_S = 0.2
 
 class GivenBack(BaseException):
     """The run is to go on with workers of its own. No handler of failures may take it for one."""
+
+    status: Status = "stopped"
+    """What trackers are told, until it goes on."""
 
 
 def run_in_lane(kept: Kept, spec: RunSpec, take: Take | None) -> RunResult:
