@@ -52,7 +52,8 @@ def test_output_is_compared_but_for_its_figures() -> None:
 
 @pytest.mark.parametrize("page", RUN)
 def test_a_page_runs(page: str, tmp_path: Path, command: Callable[..., Done]) -> None:
-    shutil.copytree(REPOSITORY / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("examples", "cluster"):
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     text = "\n".join(("set -eu", *script(page)))
     done = command("-c", text, program=("bash",), cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
     assert done.code == 0, done.out + done.err
