@@ -27,7 +27,10 @@ from trainers.config import TrainConfig
 from trainers.config.model import keys_of
 from tune.config import SweepConfig
 
-PROGRAMS = ("make", "python", "python3", "pip", "torchrun", "ray", "kubectl", "docker", "aws", "sbatch", "git", "cd")
+PROGRAMS = (
+    *("make", "python", "python3", "pip", "torchrun", "ray", "git", "cd", "export"),
+    *("kubectl", "docker", "aws", "sbatch", "sky", "dstack"),
+)
 PROGRAMS += (
     "paceline-train",
     "paceline-sweep",
