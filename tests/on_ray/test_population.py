@@ -117,6 +117,7 @@ def test_bad_trials_go_on_from_good_ones(tmp_path: Path, driver: Any, monkeypatc
 
 
 @pytest.mark.full
+@pytest.mark.campaign
 def test_a_killed_driver_loses_no_trial_of_a_population(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     """Killed when one trial has ended, in the middle of the others: those go on from their stages."""
     keys = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint", "optimizer")}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from pyarrow import fs
@@ -102,8 +103,11 @@ def killed(*args: str, once: Callable[[], bool]) -> Iterator[None]:
             assert time.monotonic() < deadline
             time.sleep(0.1)
     finally:
+        family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
+        _, alive = psutil.wait_procs(family, timeout=60)  # a worker may go on for a moment, with the next trial
+    assert not alive
     yield
 
 

@@ -54,6 +54,7 @@ def test_a_killed_trial_actor_costs_nothing(tmp_path: Path, driver: Any, schedul
     assert not any("stopped" in record.message for record in records if record.status == "done")
 
 
+@pytest.mark.campaign
 def test_a_stopped_actor_is_killed_and_costs_no_trial(
     tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
