@@ -138,7 +138,7 @@ def measure(directory: Path) -> dict[str, tuple[float, float]]:
     found, before, used_before = {}, began, 0.0
     for part in PARTS:
         at, used_s = first[part]
-        found[part] = (at - before, max(0.0, used_s - used_before))
+        found[part] = (max(0.0, at - before), max(0.0, used_s - used_before))  # marks are set by a look every 20 ms
         before, used_before = at, used_s
     return found
 
