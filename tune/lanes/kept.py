@@ -62,7 +62,7 @@ class Kept:
 
     def status(self) -> dict[str, float]:
         """How many there are, and for how long they still stay, s."""
-        count = 0 if self._lanes is None else self._lanes.count
+        count = 0 if self._lanes is None else self._lanes.num_alive
         return {"lanes": count, "for_s": max(0.0, self._until - time.monotonic())}
 
     def _is_whole(self) -> bool:

@@ -85,6 +85,11 @@ class Lanes:
         """Lanes that were started, whether there is a node for them by now or not."""
         return len(self._threads)
 
+    @property
+    def num_alive(self) -> int:
+        """Lanes that have not ended; a training run lets all but its own end."""
+        return sum(thread.is_alive() for thread in self._threads)
+
     def grow(self, count: int) -> None:
         """Start lanes until there are `count`; returns at once, while their workers come up."""
         for lane in range(self.count, count):
