@@ -92,6 +92,7 @@ def second_node(cluster: Cluster, driver: Any) -> Iterator[Node]:
         yield node
 
 
+@pytest.mark.campaign  # the lab drains a host, too
 @pytest.mark.full
 def test_a_drained_node_costs_no_step(
     tmp_path: Path, cluster: Cluster, second_node: Node, monkeypatch: pytest.MonkeyPatch
