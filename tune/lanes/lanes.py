@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 3
 _START_S, _LOOK_S = 60.0, 0.2
-_MAKE_S = 1.0
-"""Within which Ray makes a group, unless that waits for a node."""
+_MAKE_S = 10.0
+"""Within which Ray makes a group, also on a busy machine, unless that waits for a node."""
 _IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
