@@ -14,6 +14,7 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from tune.config import Range, SweepConfig, may_change, sample_values
 from tune.search.frontier import Choice, Ended
 from tune.search.frontier_grid import Frontier
+from tune.search.history import Past
 from tune.search.population import population, within
 from tune.search.space import Suggestion, grid, in_probing_order, planned_trials, unwrap, wrap
 from tune.trials.journal import Journal
@@ -70,14 +71,16 @@ def searcher(
     before: Sequence[tuple[dict[str, Any], float]] = (),
     train: Mapping[str, Any] | None = None,
     records: Callable[[], list[TrialRecord]] = list,
+    past: Sequence[Past] = (),
 ) -> Any:
     """Return what chooses the next trial, at most `lanes` at a time.
 
     `before` are the trials of an earlier start with their objectives (inf or -inf for those that have none): optuna
-    goes on from them, frontier from the journal's `records`, the others choose the same again.
+    goes on from them, frontier from the journal's `records` and what it hears of the `past`, the others choose the same
+    again.
     """
     if config.search == "frontier":
-        search: Searcher = FrontierSearcher(Frontier(config, train or {}), records)
+        search: Searcher = FrontierSearcher(Frontier(config, train or {}, past), records)
     elif config.search == "optuna":
         import optuna
         from ray.tune.search.optuna import OptunaSearch
