@@ -4,8 +4,8 @@ Run as: python -m benchmarks.knowledge [--keep] [--replays N]
 Replays `search: frontier` on the frozen tables of benchmarks/ground_truth.py, as benchmarks/answer.py does: nothing is
 trained, so the figures are counts, the same on any machine. A first sweep searches a related table; a second one begins
 with its trials (tune/search/history.py), and is compared with a search of the same grid that knows nothing, seed by
-seed. Related are: the same table again; an easier target; the smaller three quarters of the batch sizes, before the larger
-three; a device that is three times as fast, 1.6 times more with bf16, and slower to fill (throughput times
+seed. Related are: the same table again; an easier target; the smaller three quarters of the batch sizes, before the
+larger three; a device that is three times as fast, 1.6 times more with bf16, and slower to fill (throughput times
 B / (B + the smallest size)); and a memory that the largest two sizes do not fit. Histories that mislead are told as if
 they were the same sweep's: its samples or its throughputs, or both, in the reverse order of the sizes; all of it at
 places drawn at random; and the other table's.
@@ -28,6 +28,13 @@ from tune.search.history import Past
 from tune.search.time_model import Place
 
 _EASIER = {"digits": 0.955, "rows": 0.765}
+
+_QUALITIES = {
+    "right": "right",
+    "within 10 %": "within_10_percent",
+    "with finalists right": "right_with_finalists",
+    "within 10 %, so": "within_10_percent_with_finalists",
+}
 
 
 @dataclass(frozen=True)
@@ -194,16 +201,15 @@ def main(replays: int, keep: bool) -> None:
         for group in ("related", "misleading"):
             for kind, row in results[name][group].items():
                 second, without = row["second"], row["without"]
-                print(
-                    f"  {kind:22} samples {row['samples_ratio']:.2f} (median {row['samples_ratio_median']:.2f}, 90 % "
-                    f"{row['samples_ratio_90_percent']:.2f})  probes {second['probes']:.1f} of {without['probes']:.1f}  "
-                    f"trials {second['trials']:.1f} of {without['trials']:.1f}  out of memory "
-                    f"{second['out_of_memory']} of {without['out_of_memory']}  right {second['right']:.0%} "
-                    f"({without['right']:.0%})  within 10 % {second['within_10_percent']:.0%} "
-                    f"({without['within_10_percent']:.0%})  with finalists {second['right_with_finalists']:.0%} "
-                    f"({without['right_with_finalists']:.0%})  dropped {row['dropped']:.0%}",
-                    flush=True,
-                )
+                parts = [
+                    f"samples {row['samples_ratio']:.2f} (median {row['samples_ratio_median']:.2f}, 90 % "
+                    f"{row['samples_ratio_90_percent']:.2f})",
+                    *(f"{key} {second[key]:.1f} of {without[key]:.1f}" for key in ("probes", "trials")),
+                    f"out of memory {second['out_of_memory']} of {without['out_of_memory']}",
+                    *(f"{name} {second[key]:.0%} ({without[key]:.0%})" for name, key in _QUALITIES.items()),
+                    f"dropped {row['dropped']:.0%}",
+                ]
+                print(f"  {kind:22} {'  '.join(parts)}", flush=True)
     print(f"\nkept in {save('knowledge', results, keep)}")
 
 

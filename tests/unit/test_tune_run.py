@@ -94,7 +94,8 @@ def test_a_sweep_s_end_misses_nothing_and_its_report_says_what_restarts_cost(
     assert run.run_sweep(driver.spec, facts=facts) == done()[:1]
     words = "once, 12 s: still running: thread spin (1)"
     said = f"lanes started again: {words}"
-    assert [act for act in driver.acts if act != said] == ["watch", "fit", "rest", "restore", "save", "leave", "watched"]
+    acts = [act for act in driver.acts if act != said]
+    assert acts == ["watch", "fit", "rest", "restore", "save", "leave", "watched"]
     assert said in driver.acts
     assert facts == {"lane_restarts": words}
 
