@@ -202,8 +202,8 @@ def main(replays: int, keep: bool) -> None:
             for kind, row in results[name][group].items():
                 second, without = row["second"], row["without"]
                 parts = [
-                    f"samples {row['samples_ratio']:.2f} (median {row['samples_ratio_median']:.2f}, 90 % "
-                    f"{row['samples_ratio_90_percent']:.2f})",
+                    f"samples {row['samples_ratio']:.2f}",
+                    f"(median {row['samples_ratio_median']:.2f}, 90 % {row['samples_ratio_90_percent']:.2f})",
                     *(f"{key} {second[key]:.1f} of {without[key]:.1f}" for key in ("probes", "trials")),
                     f"out of memory {second['out_of_memory']} of {without['out_of_memory']}",
                     *(f"{name} {second[key]:.0%} ({without[key]:.0%})" for name, key in _QUALITIES.items()),

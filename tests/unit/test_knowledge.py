@@ -13,7 +13,7 @@ import pytest
 from tests.unit.test_tune_frontier import WORLDS, World
 from trainers.storage import Storage
 from tune.__main__ import main
-from tune.knowledge.code import code_digest
+from tune.knowledge.code import task_digest
 from tune.knowledge.entry import Bound, Entry, told
 from tune.knowledge.store import Store, entry_id
 from tune.knowledge.taken import Here, Taken, choose, keep, off, past, past_bounds, read
@@ -179,6 +179,9 @@ def test_a_damaged_entry_is_named_and_skipped_and_none_is_changed(
     assert "what that sweep found does not count" in caplog.text
     file.write_text(file.read_text()[:100])
     assert store.entries() == []
+    other = replace(entry, trials=[replace(entry.trials[0], config={"no_such_key": 1})])  # of another version
+    keep(spec.storage, [Taken(other, [])])
+    assert past(spec.storage, spec.config, spec.train) == []
     spec.storage.write("knowledge.json", b"[{}]")
     assert read(spec.storage) == []
 
@@ -212,15 +215,15 @@ def test_the_digest_is_of_the_code_that_is_imported(tmp_path: Path) -> None:
         (tmp_path / "mine" / "__init__.py").write_text("from .layers import Layer\n")
         (tmp_path / "mine" / "layers.py").write_text(layers)
         (tmp_path / "beside.py").write_text(beside)
-        return code_digest("task:Task", [str(tmp_path)])
+        return task_digest("task:Task", [str(tmp_path)])
 
     task = "import torch\nfrom mine import Layer\nclass Task: width = 4\n"
     first = digest(task, "class Layer: pass\n")
     assert first == digest(task + "# why\n", "class Layer: pass\n", "other = 1")
     assert first != digest(task.replace("4", "5"), "class Layer: pass\n")
     assert first != digest(task, "class Layer: size = 2\n")
-    assert code_digest("missing:Task", [str(tmp_path)]) == ""
-    assert code_digest("json:JSONDecoder", []) != ""
+    assert task_digest("missing:Task", [str(tmp_path)]) == ""
+    assert task_digest("json:JSONDecoder", []) != ""
 
 
 def search(world: World, past_: list[Past]) -> tuple[Place | None, list[Seen], Belief]:

@@ -10,7 +10,7 @@ from pathlib import Path
 _OWN = ("trainers", "tune", "cluster")
 
 
-def code_digest(named: str, path: Sequence[str]) -> str:
+def task_digest(named: str, path: Sequence[str]) -> str:
     """Return a digest of the module of `module:name` and of what it imports from the directories in `path`.
 
     Comments and layout do not count. Empty where the module's file cannot be found or read.
@@ -28,8 +28,11 @@ def code_digest(named: str, path: Sequence[str]) -> str:
             continue
         found[name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()
         waiting += _imports(tree, name, file.name == "__init__.py")
-    text = "".join(f"{name} {digest}\n" for name, digest in sorted(found.items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if module in found else ""
+    if module not in found:
+        return ""
+    own = found.pop(module)  # whose name does not count: a notebook's is made anew
+    text = "".join([own, *(f" {name} {digest}" for name, digest in sorted(found.items()))])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _file(module: str, path: Sequence[str], is_first: bool) -> Path | None:

@@ -12,6 +12,7 @@ from tune.search.space import trial_tree
 from tune.trials.interval import throughput
 from tune.trials.record import Name, Purpose, TrialRecord, UnixTime
 
+MOST_TRIALS = 48  # of a sweep
 _MOST_ROWS = 64  # of a trial's curve
 _LEFT_OUT = ("name", "storage_path", "task_dir", "tracking", "launcher")
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -82,7 +83,8 @@ def told(config: SweepConfig, train: dict[str, Any], records: Sequence[TrialReco
     if kind_of(train) is FunctionConfig:
         return []
     metric = next(iter(config.objective.target or {}), "")
-    return [_told(record, train, metric) for record in records if not record.schedule]
+    own = [record for record in records if not record.schedule]
+    return [_told(record, train, metric) for record in own[:: -(-len(own) // MOST_TRIALS) or 1]]
 
 
 def _told(record: TrialRecord, train: dict[str, Any], metric: str) -> Told:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from trainers.errors import CheckpointError
+from trainers.errors import CheckpointError, StorageError
 from trainers.storage import Storage
 from tune.knowledge.entry import Entry
 
@@ -61,7 +61,7 @@ class Store:
     def _read(self, name: str) -> Entry | None:
         try:
             return self.storage.read_json(name, Entry)
-        except CheckpointError as error:
+        except (CheckpointError, StorageError) as error:  # damaged, deleted meanwhile, or another user's
             logger.warning("%s: what that sweep found does not count", error)
             return None
 

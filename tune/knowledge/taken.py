@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from trainers.errors import CheckpointError
+from trainers.errors import CheckpointError, ConfigError
 from trainers.storage import Storage
 from tune.config import Objective, SweepConfig
-from tune.knowledge.entry import Entry, Told
+from tune.knowledge.entry import MOST_TRIALS, Entry, Told
 from tune.search.frontier import Seen, past_of
 from tune.search.frontier_grid import SPEED
 from tune.search.history import Past
@@ -109,7 +109,13 @@ def read(sweep: Storage) -> list[Taken] | None:
 def past(sweep: Storage, config: SweepConfig, train: Mapping[str, Any]) -> list[Past]:
     """Return what search frontier hears of earlier sweeps; nothing for any other search."""
     taken = read(sweep) if config.search == "frontier" and config.knowledge else None
-    return [_past(one, config, train) for one in taken or [] if one.entry.trials]
+    found = []
+    for one in taken or []:
+        try:
+            found += [_past(one, config, train)] if one.entry.trials else []
+        except ConfigError as error:  # of a version with other keys
+            logger.warning("what the sweep %s found does not count: %s", one.entry.id, error)
+    return found
 
 
 def past_bounds(taken: Sequence[Taken]) -> list[PastBound]:
@@ -125,7 +131,7 @@ def _past(taken: Taken, config: SweepConfig, train: Mapping[str, Any]) -> Past:
     entry = taken.entry
     objective = config.objective if _is_met(entry, config.objective) else Objective(target=entry.target or None)
     # Its whole trials say something of this target only where it was theirs, or an easier one.
-    seen = [_seen(one, _place(one, entry, config, train), objective) for one in entry.trials]
+    seen = [_seen(one, _place(one, entry, config, train), objective) for one in entry.trials[:MOST_TRIALS]]
     found = past_of(entry.id, seen, *off(taken.differs))
     is_same = not {"versions", "hardware", "workers", "the task's code", "task_args"} & {*taken.differs}
     return found if is_same else replace(found, misfits=())

@@ -12,7 +12,7 @@ import ray
 from trainers.errors import StorageError, counted
 from trainers.storage import Storage
 from trainers.versions import package_versions
-from tune.knowledge.code import code_digest
+from tune.knowledge.code import task_digest
 from tune.knowledge.entry import Bound, Entry, plain_train, told
 from tune.knowledge.store import Store, entry_id
 from tune.knowledge.taken import Here, Taken, choose, keep, read
@@ -26,7 +26,7 @@ def here(spec: SweepSpec, use_gpu: bool) -> Here:
     """Return what tells a sweep on this cluster from others."""
     task = str(spec.train.get("task") or spec.train.get("train_func"))
     versions = package_versions("paceline", "torch")
-    return Here(task, code_digest(task, spec.path), _hardware(use_gpu), versions)
+    return Here(task, task_digest(task, spec.path), _hardware(use_gpu), versions)
 
 
 def _hardware(use_gpu: bool) -> str:
