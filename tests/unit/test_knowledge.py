@@ -179,7 +179,7 @@ def test_a_damaged_entry_is_named_and_skipped_and_none_is_changed(
     assert "what that sweep found does not count" in caplog.text
     file.write_text(file.read_text()[:100])
     assert store.entries() == []
-    other = replace(entry, trials=[replace(entry.trials[0], config={"no_such_key": 1})])  # of another version
+    other = replace(entry, trials=[replace(entry.trials[0], config={"optimizer.lr.of_another_version": 1})])
     keep(spec.storage, [Taken(other, [])])
     assert past(spec.storage, spec.config, spec.train) == []
     spec.storage.write("knowledge.json", b"[{}]")

@@ -24,11 +24,11 @@ from tune.trials.record import PROBE_STEPS, Purpose
 _DEAREST_PROBE = 0.15  # of a whole trial: no batch size is probed whose fewest steps cost more
 _PROBES = 3
 _DOUBT = 0.05
-_DOUBT_TOLD = 0.15  # where earlier sweeps are heard, whose trials were many
+_DOUBT_TOLD = 0.2  # where earlier sweeps are heard, whose trials were many
 _GUESSED = 0.1  # how much faster, as a logarithm, a place must seem that none has trained than one that some has
 _NEVER = 30.0  # the logarithm of a time that is never over
 _SHARE = 1 / 3
-_TOLD = 0.13  # a throughput that earlier sweeps tell better than this, as a logarithm, is not probed
+_TOLD = 0.2  # a throughput that earlier sweeps tell better than this, as a logarithm, is not probed
 _CHECKED = 3  # trials to the target; with fewer what the model says of batch sizes is what it was made to say
 
 

@@ -21,8 +21,7 @@ Speeds = Mapping[Place, tuple[float, float]]
 _UNKNOWN = 30.0  # nothing is known of how fast a device is
 _REACH = 2.0  # octaves
 _SETTING, _SLOPE, _BEND, _OWN_SLOPE, _OWN_BEND = 0.5, 0.5, 0.25, 0.15, 0.08
-_MEASURED = 0.03  # of repeats on one machine
-_ANOTHER_DAY = 0.1  # of one machine, by what else it does: 0.1 in benchmarks/results/ground-truth-*.json
+_MEASURED = 0.1  # of repeats on one machine, by what else it does: 0.12 and 0.16 in benchmarks/results/ground-truth-*
 _EXCESS = 5.0  # standard deviations of a sum of squares: 1 or 2 % of true histories are dropped
 
 
@@ -86,7 +85,7 @@ def _misled_by_speeds(one: Past, speeds: Speeds) -> Misled | None:
         return None
     places = list(speeds)
     means, covariance = _conditioned(places, {}, [one])
-    errors = np.array([math.hypot(_ANOTHER_DAY, width / 2) for _, width in speeds.values()])
+    errors = np.array([_error(width) for _, width in speeds.values()])
     logs = np.log([rate for rate, _ in speeds.values()])
     return _misled(one.name, "throughput", places, means, covariance + np.diag(errors**2), logs)
 
