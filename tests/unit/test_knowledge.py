@@ -267,6 +267,7 @@ def test_a_history_that_misleads_is_dropped_and_said() -> None:
     wrong = replace(told_, speeds={place: (rate * 2, width) for place, (rate, width) in told_.speeds.items()})
     _, _, belief = search(WORLDS["the middle wins"](1), [wrong])
     assert [one.of for one in belief.misled] == ["throughput"]
+    assert str(belief.misled[0]).startswith("The throughput of first did not count: ")
 
 
 def test_what_ran_out_of_memory_on_the_same_device_is_not_tried_again() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from tune.report.words import number
 from tune.search.frontier_grid import Frontier
 from tune.trials.record import TrialRecord
 
@@ -14,12 +13,7 @@ def heard(frontier: Frontier, records: Sequence[TrialRecord]) -> str:
     belief = frontier.belief(records)
     kept = [one.name for one in belief.past if one.needed or one.speeds]
     text = f"It began from what {_listed(kept)} found (`knowledge`)." if kept else ""
-    for one in belief.misled:
-        text += " " * bool(text) + (
-            f"The {one.of} of {one.name} did not count: {number(one.predicted, 3)} was expected by it at batch size "
-            f"{one.place.size}, and {number(one.measured, 3)} was measured."
-        )
-    return text
+    return " ".join(filter(None, [text, *map(str, belief.misled)]))
 
 
 def _listed(names: Sequence[str]) -> str:

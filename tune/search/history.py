@@ -55,6 +55,12 @@ class Misled:
     measured: float
     place: Place
 
+    def __str__(self) -> str:
+        return (
+            f"The {self.of} of {self.name} did not count: {self.predicted:.3g} was expected by it at batch size "
+            f"{self.place.size}, and {self.measured:.3g} was measured."
+        )
+
 
 def believed(
     past: Sequence[Past], needed: Sequence[Needed], speeds: Speeds, noise_scale: float | None
