@@ -20,6 +20,8 @@ class RunContext:
     """The largest microbatch that may still fit, where the launcher knows of one that did not."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
     """The largest microbatch known to fit and the smallest known not to, where the launcher knows of other runs."""
+    microbatch_hint: int | None = None
+    """The microbatch to try first, where the launcher knows what fitted on another device or in another version."""
     source: Storage | None = None
     """The run whose newest checkpoint this one begins with, while it has none of its own; None: from the start."""
     until_epoch: float | None = None

@@ -30,6 +30,7 @@ _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
 _SWEEPS = "two or more sweeps' directories or URIs, the first to compare with"
 _NoCheck = Annotated[bool, Field(description="do not look at the nodes first")]
+_STORE = "where sweeps are kept (default: $PACELINE_STORAGE, else ./results)"
 _MINUTES = "how long a trial takes; default: the mean of those that ended"
 
 
@@ -40,9 +41,13 @@ def sweep(
     *,
     fresh: Annotated[bool, Field(description="start anew: delete what the sweep's directory holds")] = False,
     no_check: _NoCheck = False,
+    no_knowledge: Annotated[
+        bool, Field(description="begin without what earlier sweeps found, and leave nothing")
+    ] = False,
 ) -> int:
     """Sweep, or go on with the sweep in its directory; keys of the run are `--train.dotted.key value`."""
-    return _sweep(read_sweep(location, overrides), fresh, not no_check, output)
+    given = overrides | ({"knowledge": False} if no_knowledge else {})
+    return _sweep(read_sweep(location, given), fresh, not no_check, output)
 
 
 def resume(directory: _Directory, output: Output, *, no_check: _NoCheck = False) -> int:
@@ -92,6 +97,24 @@ def compare(
             rule = f"cannot be written ({error.strerror})"
             raise ConfigError("--html", html, rule, "name a file in a directory of yours") from error
         print(f"page: {html}")
+    return 0
+
+
+def knowledge(
+    *,
+    storage_path: Annotated[str | None, Field(title="URI", description=_STORE)] = None,
+    explain: Annotated[str | None, Field(title="DIRECTORY", description="say what this sweep began with")] = None,
+    delete: Annotated[tuple[str, ...], Field(title="ID", description="forget this sweep; may be repeated")] = (),
+) -> int:
+    """List what sweeps have found, say what a sweep took from that, or delete some of it."""
+    from tune.views import known
+
+    if explain is not None:
+        lines = known.explained(explain)
+    else:
+        lines = known.delete(storage_path, delete) if delete else known.listed(storage_path)
+    for line in lines:
+        print(line)
     return 0
 
 
@@ -145,6 +168,7 @@ def run_here(arguments: list[str]) -> int:
         "report": report,
         "watch": watch,
         "compare": compare,
+        "knowledge": knowledge,
         "track": track,
         "plan": plan,
     }

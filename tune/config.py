@@ -215,6 +215,9 @@ class SweepConfig(Settings):
     """The best trials once more, for an answer with an interval."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
+    knowledge: bool = Field(default=True)
+    """Whether what earlier sweeps of the task found (`knowledge/` below `storage_path`) is where this one begins, and
+    whether it leaves there what it finds itself."""
     tracking: Tracking | None = Field(default=None, examples=[["mlflow"]])
     """Experiment trackers that get the sweep as a run with its trials below it, as `tracking` of a run has them
     (default: those of `train`)."""

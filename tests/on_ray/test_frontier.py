@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.on_ray.test_lanes import run, sweep
+from tune.knowledge.store import Store
 from tune.report.answer import answer
 from tune.search.finalists import contenders
 from tune.sweeps.spec import is_complete
@@ -62,5 +63,7 @@ def test_from_the_first_probe_to_the_last_repeat_and_none_of_it_twice(tmp_path: 
         assert "repeats alone" in answer(spec.config, records, spec.train).verdict
 
     assert is_complete(spec)
+    [entry] = Store(spec.storage.parent).entries()
+    assert len(entry.trials) == len(records)
     assert {record.id for record in run(spec)} == {record.id for record in records}
     assert Journal(spec.storage).records() == sorted(records, key=lambda record: (record.start_time, record.id))

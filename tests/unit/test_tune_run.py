@@ -35,11 +35,14 @@ class Driver:
         lanes = {name: lambda *args: None for name in ("grow", "await_first", "settle", "close", "end")}
         replaced: dict[str, Any] = {
             "_plan": lambda spec, checked: plan,
-            "start_mailbox": lambda *given: SimpleNamespace(restarts=ask),
+            "start_mailbox": lambda *given: SimpleNamespace(restarts=ask, learned=ask),
             "Lanes": lambda *args, **options: SimpleNamespace(**lanes, count=1, mailbox=args[0]),
             "Pace": lambda *args: SimpleNamespace(over=lambda: None),
             "Progress": lambda *args: self,
             "_tuner": lambda *args: SimpleNamespace(fit=lambda: self.fit(fails)),
+            "here": lambda *args: None,
+            "take": lambda *args: [],
+            "leave": lambda spec, where, records, bounds: self.acts.append("leave"),
             "run_repeats": lambda *args: {},
             "save": lambda spec: self.acts.append("save"),
             "ending_with_cluster": self.watching,
@@ -52,7 +55,7 @@ class Driver:
         self.spec: Any = SimpleNamespace(
             config=config(), storage=Storage(str(directory)), uri=str(directory), train={}, path=(), source="s"
         )
-        self.spec.is_of_function = False
+        self.spec.is_of_function, self.spec.past = False, list
 
     def __enter__(self) -> Driver:
         return self
@@ -91,7 +94,8 @@ def test_a_sweep_s_end_misses_nothing_and_its_report_says_what_restarts_cost(
     assert run.run_sweep(driver.spec, facts=facts) == done()[:1]
     words = "once, 12 s: still running: thread spin (1)"
     said = f"lanes started again: {words}"
-    assert [act for act in driver.acts if act != said] == ["watch", "fit", "rest", "restore", "save", "watched"]
+    acts = [act for act in driver.acts if act != said]
+    assert acts == ["watch", "fit", "rest", "restore", "save", "leave", "watched"]
     assert said in driver.acts
     assert facts == {"lane_restarts": words}
 

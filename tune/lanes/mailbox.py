@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from trainers.storage import Storage
 from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
+from tune.trials.microbatch_bounds import PastBound
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +35,16 @@ class Mailbox:
 
     hold_s = 60.0
 
-    def __init__(self, sweep: Storage | None = None, path: tuple[str, ...] = (), compares: bool = False) -> None:
+    def __init__(
+        self,
+        sweep: Storage | None = None,
+        path: tuple[str, ...] = (),
+        compares: bool = False,
+        past: Sequence[PastBound] = (),
+    ) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept. `path`: the directories of the
         task's module. `compares`: training functions are run once more on a warm lane, which must give the same.
+        `past` is what earlier sweeps have found to fit.
         """
         show_life()
         self._starts: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -43,17 +52,19 @@ class Mailbox:
         self._devices: dict[int, str] = {}
         self._down: dict[int, tuple[float, str]] = {}
         self._closed = False
-        self._begin(sweep, path, compares)
+        self._begin(sweep, path, compares, past)
 
-    async def begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool) -> None:
+    async def begin(
+        self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound] = ()
+    ) -> None:
         """Serve another sweep, with the lanes that are up; or, without one, a training run."""
         used = self._comparison.used
-        self._begin(sweep, path, compares)
+        self._begin(sweep, path, compares, past)
         self._comparison.used = used
 
-    def _begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool) -> None:
+    def _begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound]) -> None:
         self._sweep, self._path = sweep, path
-        self._microbatches = Microbatches(sweep)
+        self._microbatches = Microbatches(sweep, past)
         self._trials: dict[str, Submission] = {}
         self._queue: deque[str] = deque()
         self._running: dict[int, str] = {}
@@ -166,8 +177,8 @@ class Mailbox:
             if self._comparison.may_take(trial, lane):
                 self._queue.remove(trial.assignment.ticket)
                 if device:
-                    bounds = self._microbatches.bounds(trial, device)
-                    trial.assignment = replace(trial.assignment, microbatch_bounds=bounds)
+                    known = self._microbatches.bounds(trial, device), self._microbatches.hint(trial, device)
+                    trial.assignment = replace(trial.assignment, microbatch_bounds=known[0], microbatch_hint=known[1])
                 return trial
         return instead
 
@@ -196,6 +207,10 @@ class Mailbox:
             self._queue = deque(waiting for waiting in self._queue if not self._refused(self._trials[waiting]))
             if (words := await self._microbatches.keep()) is not None:
                 self.say(words)
+
+    async def learned(self) -> list[dict[str, Any]]:
+        """What the sweep has found of microbatches, for later ones."""
+        return self._microbatches.learned()
 
     async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
         """Keep an evaluation of a running trial, but not twice where the trial was started again; returns whether the

@@ -54,6 +54,8 @@ class Assignment:
     """The largest microbatch that may still fit, where one is known not to."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
     """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
+    microbatch_hint: int | None = None
+    """The one to try first, by what fitted in earlier sweeps."""
     until: Until = field(default_factory=Until)
     """What ends it before its last step."""
     watches: tuple[str, ...] = ()

@@ -42,6 +42,7 @@ class LaneContext(WorkerContext):
         self._mailbox, self._lane, self._gauges = mailbox, lane, gauges
         self._ticket, self._stop, self._until = assignment.ticket, False, assignment.until
         self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds
+        self.microbatch_hint = assignment.microbatch_hint
         self.source = None if assignment.source is None else Storage(assignment.source)
         self.until_epoch, self.watches = assignment.until_epoch, assignment.watches
 

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainers.errors import POLICIES
 from tune.config import SCORES, TO_TARGET, Objective, SweepConfig
+from tune.report.heard import heard
 from tune.report.words import (
     amount,
     duration,
@@ -23,6 +24,7 @@ from tune.report.words import (
 from tune.search.finalists import Final, crowding, finals, pressure, rivals, told_apart
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
+from tune.search.history import Past
 from tune.trials.interval import EQUAL
 from tune.trials.record import TrialRecord
 
@@ -64,10 +66,16 @@ class Answer:
         return f"{self.verdict} {self.reasons}".rstrip()
 
 
-def answer(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, Any] | None = None) -> Answer:
+def answer(
+    config: SweepConfig,
+    records: list[TrialRecord],
+    train: Mapping[str, Any] | None = None,
+    past: Sequence[Past] = (),
+) -> Answer:
     """Rank the trials by the objective and say the outcome; finalists that were repeated, by their repeats.
 
-    `train` is the sweep's TrainConfig mapping, from which follows why search frontier has ended.
+    `train` is the sweep's TrainConfig mapping, from which follows why search frontier has ended; `past` what
+    that has heard of earlier sweeps.
     """
     ranked, found = _ranked(config.objective, records), finals(config, records)
     if found:
@@ -79,7 +87,7 @@ def answer(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, 
     ranking = [record for _, record in ranked]
     best = ranking[0] if ranking else None
     fastest, notes = _fastest(config, records, best, found), _notes(config, records, best, found)
-    ended = _ended(config, records, train) if train is not None and config.search == "frontier" else ""
+    ended = _ended(Frontier(config, train, past), records) if train is not None and config.search == "frontier" else ""
     return Answer(ranking, found, printable(verdict), printable(fastest), notes, ended)
 
 
@@ -202,13 +210,13 @@ def _notes(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | 
     return " ".join(notes)
 
 
-def _ended(config: SweepConfig, records: list[TrialRecord], train: Mapping[str, Any]) -> str:
+def _ended(frontier: Frontier, records: list[TrialRecord]) -> str:
     """Return what search frontier tried of its grid, and why it ended."""
-    frontier = Frontier(config, train)
     whole = sum(record.purpose != "repeat" and record.time_to_target_s is not None for record in records)
     step = frontier.next(records)
     reason = step.reason if isinstance(step, Ended) else "its budget was used up before it was sure"
-    return f"Of {len(frontier.places)} configurations {whole} reached the target; {reason}."
+    text = f"Of {len(frontier.places)} configurations {whole} reached the target; {reason}."
+    return " ".join(filter(None, [text, heard(frontier, records)]))
 
 
 def _price(record: TrialRecord, time_s: float) -> str:

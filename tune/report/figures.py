@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -14,6 +14,8 @@ from tune.report.search_figures import beliefs, course
 from tune.report.time_figure import timeline
 from tune.report.words import is_number, memory_unit, printable, span, time_unit
 from tune.search.finalists import finals
+from tune.search.frontier_grid import Frontier
+from tune.search.history import Past
 from tune.trials.record import TrialRecord
 
 _MARKERS = "os^Dv*"
@@ -26,12 +28,19 @@ Points = list[tuple[float, float]]  # a trial's evaluations: training time, s, a
 
 
 def figures(
-    config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, train: Mapping[str, Any] | None = None
+    config: SweepConfig,
+    records: list[TrialRecord],
+    best: TrialRecord | None,
+    train: Mapping[str, Any] | None = None,
+    past: Sequence[Past] = (),
 ) -> list[Figure]:
-    """Draw the figures that the records have data for; search frontier needs `train`, the TrainConfig mapping."""
+    """Draw the figures that the records have data for; search frontier needs `train`, the TrainConfig mapping, and
+    what it has heard of the `past`.
+    """
     data = FigureData(config, records, best)
     with styled():
-        believed = beliefs(data, train) if config.search == "frontier" and train is not None else None
+        searched = config.search == "frontier" and train is not None
+        believed = beliefs(data, Frontier(config, train or {}, past)) if searched else None
         drawn = [throughput(data), memory(data), curves(data), targets(data), believed, pareto(data), every_key(data)]
         drawn += [course(data), timeline(data)]
     return [figure for figure in drawn if figure]

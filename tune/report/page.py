@@ -4,7 +4,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -21,6 +21,7 @@ from tune.report.figures import figures
 from tune.report.table import columns, constant, in_order
 from tune.report.time_figure import spent_in_all
 from tune.report.words import duration
+from tune.search.history import Past
 from tune.trials.record import TrialRecord
 
 _STACKED = ((10, "700"), (13, "900"), (16, "1200"))
@@ -55,11 +56,12 @@ def contents(
     environment: Mapping[str, str],
     found: Answer,
     drawn: list[Figure] | None = None,
+    past: Sequence[Past] = (),
 ) -> dict[str, Any]:
     """Return what the template report.html shows of a sweep.
 
     `train` is the run that is varied, `resolved` that of the best trial where there is one, `drawn` the figures where
-    they are there already.
+    they are there already, `past` what search frontier has heard of earlier sweeps.
     """
     shown = columns(config, records)
     same = constant(config, records, shown)
@@ -70,7 +72,7 @@ def contents(
         "best": found.best,
         "columns": table,
         "command": best_command(sweep),
-        "figures": figures(config, records, found.best, train) if drawn is None else drawn,
+        "figures": figures(config, records, found.best, train, past) if drawn is None else drawn,
         "reasons": found.reasons,
         "records": in_order(config, records),
         "same": ", ".join(said),

@@ -1,7 +1,6 @@
 """Figures of the search: what search frontier expects, and the course of a population's weights."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from tune.config import may_change
@@ -12,12 +11,11 @@ from tune.search.frontier_grid import Frontier
 from tune.trials.journal import trial_id
 
 
-def beliefs(data: FigureData, train: Mapping[str, Any]) -> Figure | None:
+def beliefs(data: FigureData, frontier: Frontier) -> Figure | None:
     """Draw what search frontier expects of every batch size, with its interval; what was observed as marks."""
     reached = [(one, time_s) for one in data.finished if is_number(time_s := one.time_to_target_s)]
     if not reached:
         return None
-    frontier = Frontier(data.config, train)
     expected = frontier.predictions(data.records)
     longest_s = max(time_s for _, time_s in reached)
     unit_s, seconds = time_unit(longest_s)

@@ -14,6 +14,7 @@ from trainers.errors import CheckpointError
 from trainers.json_data import validated
 from trainers.storage import Storage
 from tune.config import SweepConfig, sample_values
+from tune.knowledge.taken import past
 from tune.report.answer import Answer, answer, objective_value
 from tune.report.page import best_command, contents, render, strict
 from tune.report.words import labels, metric_names, printable, shown
@@ -37,7 +38,8 @@ def write_report(
     `train` is the sweep's mapping of the run, `environment` the names and versions to show. Without a best
     trial there is no best.yaml: one that an earlier report left is deleted.
     """
-    found = answer(config, records, train)
+    heard = past(sweep, config, train)
+    found = answer(config, records, train, heard)
     sweep.write("results.parquet", to_parquet(config, records))
     tree = best_tree(config, train, found, sweep, task_dir)
     resolved = train if tree is None else build_run(tree, "best.yaml").tree()
@@ -45,7 +47,7 @@ def write_report(
         sweep.write("best.yaml", (_header(best_command(sweep), config, found.best) + dump_yaml(tree)).encode())
     else:
         sweep.delete("best.yaml")
-    shown = contents(sweep, config, train, resolved, records, environment, found)
+    shown = contents(sweep, config, train, resolved, records, environment, found, past=heard)
     sweep.write("summary.json", (json.dumps(strict(shown["summary"]), indent=2, allow_nan=False) + "\n").encode())
     sweep.write("report.html", render("report.html", **shown).encode())
     return found

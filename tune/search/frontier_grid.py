@@ -6,28 +6,29 @@ from typing import Any
 
 from tune.config import BATCH_KEYS, SweepConfig
 from tune.search.frontier import Belief, Choice, Ended, Seen, decide
+from tune.search.history import Past
 from tune.search.space import grid_values, trial_config
 from tune.search.time_model import Place
-from tune.trials.interval import Interval, samples_to_target
+from tune.trials.interval import Interval, samples_to_target, throughput
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
 
 # What changes how fast the same training runs. Anything else may change what is learned.
-_SPEED = ("precision", "compile", "fullgraph", "cuda_graphs", "channels_last", "deterministic", "strategy",
+SPEED = ("precision", "compile", "fullgraph", "cuda_graphs", "channels_last", "deterministic", "strategy",
           "device", "microbatch_size", "data", "ddp", "fsdp", "activation_checkpointing")  # fmt: skip
 
 
 class Frontier:
-    """The places of a sweep's space, and what its records say of them."""
+    """The places of a sweep's space, and what its records say of them, beside what earlier sweeps have found."""
 
-    def __init__(self, config: SweepConfig, train: Mapping[str, Any]) -> None:
-        self.config, self._train = config, dict(train)
+    def __init__(self, config: SweepConfig, train: Mapping[str, Any], past: Sequence[Past] = ()) -> None:
+        self.config, self._train, self.past = config, dict(train), past
         (batch_key,) = [key for key in BATCH_KEYS if key in config.space]
         keys = [key for key in config.space if key != batch_key]
         self.trials: dict[Place, dict[str, Any]] = {}
         for rest in itertools.product(*(grid_values(config.space[key]) for key in keys)):
             setting = dict(zip(keys, rest, strict=True))
-            kind = {key: value for key, value in setting.items() if key.partition(".")[0] not in _SPEED}
+            kind = {key: value for key, value in setting.items() if key.partition(".")[0] not in SPEED}
             for value in grid_values(config.space[batch_key]):
                 values = {**setting, batch_key: value}
                 trial = {key: values[key] for key in config.space}
@@ -46,17 +47,13 @@ class Frontier:
             return None
         samples = max((row["step"] * place.size for row in record.curve), default=0.0)
         reached = [index for index, row in enumerate(record.curve) if self.config.objective.reached(row)]
-        speed = None
-        if record.samples_per_s and record.step_time_s:
-            width = min(0.5, (record.step_time_ci95_s or 0.0) / record.step_time_s)
-            speed = Interval(record.samples_per_s, *(record.samples_per_s * (1 + sign * width) for sign in (-1, 1)))
         return Seen(
             place,
             record.purpose,
             max(samples, record.samples or 0.0),
             self._whole(record, place),
             samples_to_target(record.curve, reached[0], place.size) if reached else None,
-            speed,
+            throughput(record.samples_per_s, record.step_time_s, record.step_time_ci95_s),
             (record.noise_scale or {}).get("value"),
             record.status,
         )
@@ -75,9 +72,13 @@ class Frontier:
 
     def next(self, records: Sequence[TrialRecord], running: Sequence[Choice] = ()) -> Choice | Ended | None:
         """Return what `decide` says to these records."""
-        return decide(self.places, self.seen(records), running)
+        return decide(self.places, self.seen(records), running, self.past)
+
+    def belief(self, records: Sequence[TrialRecord]) -> Belief:
+        """Return what these records say of all places."""
+        return Belief(self.places, self.seen(records), past=self.past)
 
     def predictions(self, records: Sequence[TrialRecord]) -> dict[str, Interval]:
         """Return the time to target, s, of every configuration of the grid, by the id of its trial."""
-        times = Belief(self.places, self.seen(records)).times()
+        times = self.belief(records).times()
         return {trial_id(self.trials[place]): time_s for place, time_s in zip(self.places, times, strict=True)}

@@ -1,5 +1,6 @@
 """Searches and the population as Ray Tune takes them: spaces, searchers, a scheduler. The only file here with Ray."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,13 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from tune.config import Range, SweepConfig, may_change, sample_values
 from tune.search.frontier import Choice, Ended
 from tune.search.frontier_grid import Frontier
+from tune.search.history import Past
 from tune.search.population import population, within
 from tune.search.space import Suggestion, grid, in_probing_order, planned_trials, unwrap, wrap
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
+
+logger = logging.getLogger(__name__)
 
 
 def tune_space(config: SweepConfig) -> dict[str, Any]:
@@ -70,14 +74,16 @@ def searcher(
     before: Sequence[tuple[dict[str, Any], float]] = (),
     train: Mapping[str, Any] | None = None,
     records: Callable[[], list[TrialRecord]] = list,
+    past: Sequence[Past] = (),
 ) -> Any:
     """Return what chooses the next trial, at most `lanes` at a time.
 
     `before` are the trials of an earlier start with their objectives (inf or -inf for those that have none): optuna
-    goes on from them, frontier from the journal's `records`, the others choose the same again.
+    goes on from them, frontier from the journal's `records` and what it hears of the `past`, the others choose the same
+    again.
     """
     if config.search == "frontier":
-        search: Searcher = FrontierSearcher(Frontier(config, train or {}), records)
+        search: Searcher = FrontierSearcher(Frontier(config, train or {}, past), records)
     elif config.search == "optuna":
         import optuna
         from ray.tune.search.optuna import OptunaSearch
@@ -109,6 +115,7 @@ class FrontierSearcher(Searcher):
         self._running: dict[str, Choice] = {}
         self._known = records()
         self._waits = False
+        self._said: set[tuple[str, str]] = set()
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
         """Accept what Tune sets."""
@@ -129,6 +136,10 @@ class FrontierSearcher(Searcher):
         """Learn from the trial's record."""
         self._running.pop(trial_id, None)
         self._known, self._waits = self._records(), False
+        for one in self._frontier.belief(self._known).misled if self._frontier.past else ():
+            if (one.name, one.of) not in self._said:
+                self._said.add((one.name, one.of))
+                logger.warning("%s", one)
 
     def save(self, checkpoint_path: str) -> None:
         """Save nothing: the journal has it all."""

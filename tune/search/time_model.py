@@ -25,9 +25,11 @@ _LEVEL = 30.0  # nothing is known of how many samples a target needs
 _KIND = 0.7  # what another optimizer, width, ... may make of it, as a factor e^0.7
 _SETTING = 0.10  # what another precision may: bf16 and fp32 curves in benchmarks/results differ by less
 _BEND, _OWN_BEND, _REACH = 0.20, 0.05, 2.0  # standard deviations, and octaves over which a bend is one
+_REPEAT_MOST = 0.2  # the larger of the two below
 _REPEAT = 0.15  # runs that differ in their seed only: 0.11 and 0.20 in benchmarks/results/ground-truth-*.json
 _NOISE_FACTOR = 1.2  # standard deviation of the logarithm of what a measured noise scale is off by
 _NOISES = 41
+BENT = 0.15  # of how far another sweep's figures may be off together, how much of it may depend on the batch size
 _SPEED, _SPEED_BETWEEN, _SPEED_BEYOND = 0.02, 0.04, 0.12  # as measured; an octave from measured ones; outside of them
 
 
@@ -50,12 +52,36 @@ class Needed:
     samples: float
     error: float
     """Standard deviation of its logarithm beyond what repeats differ by: evaluations are some samples apart."""
+    origin: str = ""
+    """The earlier sweep that says so; empty: this one."""
+    off: float = 0.0
+    """Standard deviation of the logarithm by which all that it says may be off together."""
 
 
 def log_samples(
     places: Sequence[Place], needed: Sequence[Needed], noise_scale: float | None
 ) -> tuple[Draws, NDArray[np.float64]]:
     """Return draws [n, D] of log E at n places, and its mean [n]; without observations only differences count."""
+    means, weights, spread = _conditioned(places, needed, noise_scale)
+    rng = np.random.default_rng(0)
+    root = np.linalg.cholesky(spread + 1e-6 * np.eye(len(places)))
+    chosen = rng.choice(_NOISES, _DRAWS, p=weights)
+    return means[:, chosen] + root @ rng.standard_normal((len(places), _DRAWS)), means @ weights
+
+
+def predicted(
+    now: Sequence[Needed], told: Sequence[Needed], noise_scale: float | None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return mean [m] and covariance [m, m] of the logarithms of what m runs `now` need, by what others tell."""
+    means, weights, spread = _conditioned([one.place for one in now], told, noise_scale)
+    mean = means @ weights
+    apart = means - mean[:, None]
+    noise = np.diag([one.error**2 + _REPEAT_MOST**2 for one in now])
+    return mean, spread + (apart * weights) @ apart.T + noise
+
+
+def _conditioned(places: Sequence[Place], needed: Sequence[Needed], noise_scale: float | None) -> tuple[Draws, ...]:
+    """Return means [n, N] of log E by noise scale, the weights [N] of those, and the covariance [n, n]."""
     observed = [*places, *(one.place for one in needed)]
     n = len(places)
     covariance = _covariance(observed)
@@ -69,24 +95,26 @@ def log_samples(
             prior += 0.7 * shape / shape.sum()
     prior /= prior.sum()
     means = np.log1p(sizes[:, None] / noises)  # [n + m, N]
-    rng = np.random.default_rng(0)
-    if needed:
-        logs = np.log([one.samples for one in needed])
-        level = float(np.mean(logs))
-        noise = np.array([one.error**2 + _REPEAT**2 for one in needed])
-        inner = covariance[n:, n:] + np.diag(noise)
-        gain = np.linalg.solve(inner, covariance[n:, :n]).T  # [n, m]
-        off = logs[:, None] - level - means[n:]
-        log_likelihood = -0.5 * np.einsum("mk,mk->k", off, np.linalg.solve(inner, off))
-        weights = prior * np.exp(log_likelihood - log_likelihood.max())
-        weights /= weights.sum()
-        means = level + means[:n] + gain @ off
-        spread = covariance[:n, :n] - gain @ covariance[n:, :n]
-    else:
-        weights, spread = prior, covariance - _LEVEL**2  # the level would only blur the differences
-    root = np.linalg.cholesky(spread + 1e-6 * np.eye(n))
-    chosen = rng.choice(_NOISES, _DRAWS, p=weights)
-    return means[:, chosen] + root @ rng.standard_normal((n, _DRAWS)), means @ weights
+    if not needed:
+        return means, prior, covariance - _LEVEL**2  # the level would only blur the differences
+    logs = np.log([one.samples for one in needed])
+    level = float(np.mean(logs))
+    noise = np.array([one.error**2 + _REPEAT**2 for one in needed])
+    inner = covariance[n:, n:] + np.diag(noise) + _off(needed)
+    gain = np.linalg.solve(inner, covariance[n:, :n]).T  # [n, m]
+    off = logs[:, None] - level - means[n:]
+    log_likelihood = -0.5 * np.einsum("mk,mk->k", off, np.linalg.solve(inner, off))
+    weights = prior * np.exp(log_likelihood - log_likelihood.max())
+    return level + means[:n] + gain @ off, weights / weights.sum(), covariance[:n, :n] - gain @ covariance[n:, :n]
+
+
+def _off(needed: Sequence[Needed]) -> Draws:
+    """Return the covariance of what earlier sweeps say beyond that of what is so: each is off by itself."""
+    octaves = np.log2([one.place.size for one in needed])
+    alike = np.exp(-(((octaves[:, None] - octaves) / _REACH) ** 2) / 2)
+    same = np.array([[one.origin == other.origin for other in needed] for one in needed], dtype=float)
+    offs = np.array([one.off for one in needed])
+    return np.asarray(same * offs[:, None] * offs * (1 + BENT**2 * alike))
 
 
 def _covariance(places: Sequence[Place]) -> NDArray[np.float64]:

@@ -25,11 +25,13 @@ from trainers.on_ray.connect import check_cluster, connect
 from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
+from tune.knowledge.taken import past_bounds
 from tune.lanes.kept import resident
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.answer import objective_value
 from tune.report.words import duration
 from tune.search import ray_search
+from tune.sweeps.learning import here, leave, take, words
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.population_trial import PopulationTrial
 from tune.sweeps.progress import Interrupted, Pace, Progress
@@ -37,6 +39,7 @@ from tune.sweeps.repeats import run_repeats
 from tune.sweeps.spec import SweepSpec, save
 from tune.sweeps.trial import LaneTrial
 from tune.trials.journal import Journal
+from tune.trials.microbatch_bounds import PastBound
 from tune.trials.record import TrialRecord
 
 logger = logging.getLogger(__name__)
@@ -61,8 +64,11 @@ def run_sweep(
     # A grid and a random search come to their old trials again; optuna and frontier go on from them.
     before = journal.records() if spec.config.search in ("optuna", "frontier") else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
-    search = ray_search.searcher(spec.config, at_a_time, _objectives(spec, before), spec.train, journal.records)
-    lanes, keep = _lanes(spec, plan)
+    where = here(spec, plan.use_gpu)
+    taken = take(spec, where)
+    given = spec.train, journal.records, spec.past()
+    search = ray_search.searcher(spec.config, at_a_time, _objectives(spec, before), *given)
+    lanes, keep = _lanes(spec, plan, past_bounds(taken))
     mailbox, is_auto = lanes.mailbox, spec.config.lanes == "auto"
     pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
 
@@ -95,9 +101,12 @@ def run_sweep(
                     progress.tell(record)
             progress.restore_records()
             save(spec)
-            if words := _restarts(ray.get(mailbox.restarts.remote())):
-                progress.terminal.say(f"lanes started again: {words}")
-                (facts if facts is not None else {})["lane_restarts"] = words
+            if taken:
+                (facts if facts is not None else {})["knowledge"] = words(taken)
+            leave(spec, where, list(progress.records.values()), ray.get(mailbox.learned.remote()))
+            if restarts := _restarts(ray.get(mailbox.restarts.remote())):
+                progress.terminal.say(f"lanes started again: {restarts}")
+                (facts if facts is not None else {})["lane_restarts"] = restarts
         keep()
     except BaseException as error:
         with contextlib.suppress(PacelineError):
@@ -116,10 +125,10 @@ def run_sweep(
     return [progress.records[name] for name in names if name in progress.records]
 
 
-def _lanes(spec: SweepSpec, plan: SweepPlan) -> tuple[Lanes, Callable[[], None]]:
+def _lanes(spec: SweepSpec, plan: SweepPlan, bounds: Sequence[PastBound]) -> tuple[Lanes, Callable[[], None]]:
     """Return the lanes of a sweep, kept ones where there are, and what to call once it has ended well."""
     is_fresh, is_patient = spec.config.isolation == "fresh", spec.config.lanes == "auto"
-    given = spec.storage, spec.path, spec.is_of_function and spec.config.compare and not is_fresh
+    given = spec.storage, spec.path, spec.is_of_function and spec.config.compare and not is_fresh, bounds
     scaling, use_gpu, at_once = plan.train.scaling, plan.use_gpu, plan.num_at_once
     # What a training function stores lies with the records of its lane.
     key = scaling, use_gpu, spec.uri if spec.is_of_function else None

@@ -18,9 +18,11 @@ from trainers.launch.spec import make_function_spec, make_spec, read_file, read_
 from trainers.lease import fenced
 from trainers.storage import Storage, storage_uri
 from tune.config import Range, SweepConfig, sample_values
+from tune.knowledge.taken import past
 from tune.search.finalists import repeats_to_run
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
+from tune.search.history import Past
 from tune.search.population import population
 from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
 from tune.trials.journal import Journal, trial_id
@@ -65,6 +67,10 @@ class SweepSpec:
     def num_trials(self) -> int:
         """Trials that the search makes; of `search: frontier` an estimate."""
         return planned_trials(self.config)
+
+    def past(self) -> list[Past]:
+        """Return what earlier sweeps have found, as this one has heard it."""
+        return past(self.storage, self.config, self.train)
 
     def saved(self) -> dict[str, Any]:
         """What the sweep's directory keeps for `resume`."""
@@ -180,7 +186,7 @@ def is_complete(spec: SweepSpec, records: list[TrialRecord] | None = None) -> bo
     if config.search == "optuna":
         return len(records) >= spec.num_trials
     if config.search == "frontier":
-        has_ended = bool(records) and isinstance(Frontier(config, spec.train).next(records), Ended)
+        has_ended = bool(records) and isinstance(Frontier(config, spec.train, spec.past()).next(records), Ended)
     else:
         names = [trial_id(trial) for trial in grid(config)[: config.budget.trials]]
         if config.scheduler == "pbt":

@@ -32,6 +32,14 @@ def dollars(time_s: float, usd_per_hour: float) -> float:
     return time_s / 3600 * usd_per_hour
 
 
+def throughput(samples_per_s: float | None, step_time_s: float | None, ci95_s: float | None) -> Interval | None:
+    """Return a trial's samples/s with the interval of its step time; None without either."""
+    if not samples_per_s or not step_time_s:
+        return None
+    width = min(0.5, (ci95_s or 0.0) / step_time_s)
+    return Interval(samples_per_s, samples_per_s * (1 - width), samples_per_s * (1 + width))
+
+
 def samples_to_target(curve: Sequence[Mapping[str, float]], reached: int, global_batch_size: int) -> Interval:
     """Return the samples that a trial needed, from its evaluations: row `reached` was the first that met the target.
 

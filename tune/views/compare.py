@@ -88,7 +88,8 @@ def read_side(location: str, name: str) -> Side:
     """Read a sweep's directory; ConfigError where there is none."""
     spec = read_kept(location)
     records = Journal(spec.storage).records()
-    return Side(name, spec, records, read_environment(spec.storage), answer(spec.config, records, spec.train))
+    found = answer(spec.config, records, spec.train, spec.past())
+    return Side(name, spec, records, read_environment(spec.storage), found)
 
 
 def compare(locations: Sequence[str]) -> Comparison:

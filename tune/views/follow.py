@@ -203,10 +203,10 @@ class Follow:
         if spec is None or (self._drawn is not None and self._drawn[0] == what and self._figures[0] == what[0]):
             return
         # What the search says of its end it can say only then.
-        found = answer(spec.config, records, spec.train if kind == "ended" else None)
+        found = answer(spec.config, records, spec.train if kind == "ended" else None, spec.past())
         began = self._clock()
         if self._figures[0] != what[0] and (began >= self._may_draw or kind in ("ended", "cut")):
-            self._figures = what[0], figures(spec.config, records, found.best, spec.train)
+            self._figures = what[0], figures(spec.config, records, found.best, spec.train, spec.past())
             self._drawing_s = self._clock() - began
             self._may_draw = self._clock() + self._drawing_s / _SHARE
         if self._drawn is not None and self._drawn[0] == what and self._drawn[1]["figures"] is self._figures[1]:

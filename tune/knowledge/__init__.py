@@ -1,0 +1,1 @@
+"""What earlier sweeps have found, kept beside them: nothing is learned twice."""
