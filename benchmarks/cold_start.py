@@ -114,7 +114,6 @@ def measure(directory: Path) -> dict[str, tuple[float, float]]:
         "name": "cold",
         "storage_path": str(directory / "runs"),
         "train": {"task": "short:Short", "global_batch_size": 8, "epochs": 1, "optimizer": {"name": "sgd", "lr": 0.1}},
-        "knowledge": False,
         "space": {"seed": [1]},
         "objective": {"metric": "val_loss"},
         "lanes": 1,

@@ -76,7 +76,6 @@ def sweep_file(
             "optimizer": {"name": "adamw", "lr": 1e-3},
             **train,
         },
-        "knowledge": False,
         "space": space,
         "objective": {"metric": "val_loss"},
         "lanes": lanes,

@@ -41,13 +41,9 @@ def sweep(
     *,
     fresh: Annotated[bool, Field(description="start anew: delete what the sweep's directory holds")] = False,
     no_check: _NoCheck = False,
-    no_knowledge: Annotated[
-        bool, Field(description="begin without what earlier sweeps found, and leave nothing")
-    ] = False,
 ) -> int:
     """Sweep, or go on with the sweep in its directory; keys of the run are `--train.dotted.key value`."""
-    given = overrides | ({"knowledge": False} if no_knowledge else {})
-    return _sweep(read_sweep(location, given), fresh, not no_check, output)
+    return _sweep(read_sweep(location, overrides), fresh, not no_check, output)
 
 
 def resume(directory: _Directory, output: Output, *, no_check: _NoCheck = False) -> int:

@@ -215,7 +215,7 @@ class SweepConfig(Settings):
     """The best trials once more, for an answer with an interval."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
-    knowledge: bool = Field(default=True)
+    knowledge: bool = Field(default=False)
     """Whether what earlier sweeps of the task found (`knowledge/` below `storage_path`) is where this one begins, and
     whether it leaves there what it finds itself."""
     tracking: Tracking | None = Field(default=None, examples=[["mlflow"]])

@@ -101,13 +101,11 @@ _LANES = ("driver", "worker", "controller", "trial actor", "mailbox", *_CLUSTER)
 _ALONE: dict[str, Any] = {"launcher": "local", "task_args": {"pause_s": 0.005}}
 _TWO: dict[str, Any] = {"scaling": {"num_workers": 2}, "task_args": {"pause_s": 0.005}}
 _SWEEP = {
-    "knowledge": False,  # a repetition is no second sweep
     "space": {"task_args.trial": list(range(TRIALS))},
     "objective": {"metric": "val_loss"},
     "lanes": 2,
 }
 _POPULATION = {
-    "knowledge": False,
     "space": {"optimizer.lr": [1e-7, 3e-3, 1e-2]},
     "objective": {"metric": "val_loss"},
     "scheduler": "pbt",

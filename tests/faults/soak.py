@@ -188,7 +188,6 @@ def tree(directory: Path, number: int, seed: int) -> dict[str, Any]:
         "name": f"soak-{number}",
         "storage_path": str(directory),
         "train": train,
-        "knowledge": False,
         "space": {
             "task_args.failure": {"choice": list(_FAILURES)},
             "task_args.poison": {"choice": list(_POISONS)},

@@ -53,7 +53,7 @@ def take(spec: SweepSpec, where: Here) -> list[Taken]:
             taken = choose(entries, where, spec.config, spec.train)
             keep(spec.storage, taken)
             if taken:
-                logger.info("earlier sweeps count (`knowledge: false` leaves them out): %s", words(taken))
+                logger.info("earlier sweeps count: %s", words(taken))
     except StorageError as error:
         logger.warning("what earlier sweeps found cannot be read: %s", error)
         return []
