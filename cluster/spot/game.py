@@ -50,6 +50,8 @@ class State:
     """Seconds of work and of checkpoints on the machines that run now."""
     interval_s: float = math.inf
     """Seconds of work between their checkpoints."""
+    usd: float = 0.0
+    """Dollars that have been spent."""
 
     @property
     def safe_s(self) -> float:
@@ -81,6 +83,15 @@ class State:
         in no checkpoint is lost.
         """
         return self.job.deadline_s - self.now_s - (self.job.work_s - self.safe_s) - self.job.changeover_s
+
+    def worst_usd(self, choice: Machine, interval_s: float) -> float:
+        """Return the dollars of the whole job if `choice` starts now, goes before its first checkpoint has been
+        written, and on-demand machines do the rest.
+        """
+        job = self.job
+        risked_s = job.changeover_s + interval_s + job.checkpoint_s + self.step_s if choice == "spot" else 0.0
+        risked = risked_s / 3600 * job.spot_usd_per_hour
+        return self.usd + risked + (self.left_s + job.changeover_s) / 3600 * job.on_demand_usd_per_hour
 
     def leave(self, for_next: Machine, mean_up_s: float, preempted: bool = False) -> None:
         """Change the machines; spot machines that are left by choice write a checkpoint first, if that pays."""
@@ -156,8 +167,9 @@ def play(job: Job, available: Bools, step_s: float, policy: Policy) -> Outcome:
             continue
         used_s = state.advance()
         used[choice] += used_s
+        price = job.spot_usd_per_hour if choice == "spot" else job.on_demand_usd_per_hour
+        state.usd += used_s / 3600 * price
         if state.left_s <= 1e-6:
             end_s = state.now_s + used_s
             break
-    usd = used["spot"] / 3600 * job.spot_usd_per_hour + used["on-demand"] / 3600 * job.on_demand_usd_per_hour
-    return Outcome(usd, end_s, preemptions, lost_s, used["spot"], used["on-demand"])
+    return Outcome(state.usd, end_s, preemptions, lost_s, used["spot"], used["on-demand"])

@@ -92,6 +92,9 @@ class ExpectedCost(Watching):
     the deadline; where the slack is gone, on-demand machines must run: the safety net of uniform progress.
     """
 
+    most_above: float = 0.02
+    """By how much of the price of on-demand machines alone the job may become dearer than with these, whatever spot
+    machines do: what has been saved, and so much, is all that is risked."""
     _solved: tuple[float, float] = (math.inf, math.inf)
     _grid: "Values | None" = None
 
@@ -105,7 +108,16 @@ class ExpectedCost(Watching):
         if self._grid is None or changed > _RESOLVE:
             self._solved = (self.rates.up, self.rates.down)
             self._grid = Values.solve(state, self.rates)
-        return self._grid.best(state)
+        return self._affordable(state, self._grid.best(state))
+
+    def _affordable(self, state: State, choice: Machine) -> Machine:
+        """Return the choice, or on-demand machines where its worst outcome would cost too much."""
+        if choice in ("on-demand", state.running) or (choice == "none" and state.running == "spot"):
+            return choice
+        job = state.job
+        interval_s = job.interval_s or checkpoint_interval_s(job.checkpoint_s, self.mean_up_s)
+        fits = state.worst_usd(choice, interval_s) <= (1 + self.most_above) * job.on_demand_usd
+        return choice if fits else "on-demand"
 
 
 @dataclass(frozen=True)
