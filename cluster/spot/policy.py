@@ -92,7 +92,7 @@ class ExpectedCost(Watching):
     the deadline; where the slack is gone, on-demand machines must run: the safety net of uniform progress.
     """
 
-    most_above: float = 0.02
+    most_above: float = 0.1
     """By how much of the price of on-demand machines alone the job may become dearer than with these, whatever spot
     machines do: what has been saved, and so much, is all that is risked."""
     _solved: tuple[float, float] = (math.inf, math.inf)

@@ -48,7 +48,7 @@ def test_no_job_is_late_that_on_demand_machines_could_do(policy: type, slack: fl
         out = play(job, available, 60.0, policy())
         assert out.end_s <= job.deadline_s
         if policy is ExpectedCost:
-            assert out.usd <= 1.02 * job.on_demand_usd + 1e-9
+            assert out.usd <= 1.1 * job.on_demand_usd + 1e-9
 
 
 def test_without_spot_a_job_waits_and_then_costs_what_on_demand_machines_cost() -> None:
