@@ -28,7 +28,7 @@ trainers: devices data
 trainers: model task
 trainers: arrow measure step
 trainers: checkpoint loop launch tracking on_ray inference start __main__
-cluster: finding files rules plan health local_cluster __main__
+cluster: finding spot files rules plan health local_cluster __main__
 tune: config trials search knowledge lanes ray report sweeps views __main__
 """
 ORDER = {

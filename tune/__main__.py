@@ -7,6 +7,8 @@ Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, nodes are
 the cluster; 130 interrupted, and how to resume is said.
 """
 
+import datetime as dt
+import math
 import shlex
 import sys
 from collections import Counter
@@ -31,6 +33,10 @@ _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
 _SWEEPS = "two or more sweeps' directories or URIs, the first to compare with"
 _NoCheck = Annotated[bool, Field(description="do not look at the nodes first")]
 _STORE = "where sweeps are kept (default: $PACELINE_STORAGE, else ./results)"
+_FINAL = "how long the training with the winner takes; default: as a trial"
+_SHARE = "price of spot machines as a share of on-demand; default: no spot"
+_SPEED = "how many times as fast as the cluster file's a GPU is"
+_Speed = Annotated[str, Field(pattern=r"^[^=]+=[0-9]{0,6}\.?[0-9]{1,6}$")]
 _MINUTES = "how long a trial takes; default: the mean of those that ended"
 
 
@@ -129,14 +135,51 @@ def plan(
     *,
     cluster: Annotated[str, Field(title="CLUSTER.yaml", description="the file of the cluster it would run on")],
     minutes_per_trial: Annotated[float | None, Field(gt=0, le=1e9, title="M", description=_MINUTES)] = None,
+    deadline: Annotated[str | None, Field(title="TIME", description="choose the cheapest machines by then")] = None,
+    budget: Annotated[float | None, Field(gt=0, le=1e12, title="USD", description="and for at most so much")] = None,
+    final_minutes: Annotated[float | None, Field(gt=0, le=1e9, title="M", description=_FINAL)] = None,
+    spot_share: Annotated[float | None, Field(gt=0, lt=1, title="X", description=_SHARE)] = None,
+    spot_hours: Annotated[float, Field(gt=0, le=1e6, title="H", description="until spot machines go, mean")] = 2.0,
+    gone_hours: Annotated[float, Field(gt=0, le=1e6, title="H", description="until they are back, mean")] = 1.0,
+    speed: Annotated[tuple[_Speed, ...], Field(title="GPU=X", description=_SPEED)] = (),
+    write: Annotated[str | None, Field(title="FILE", description="write the cluster file of the choice")] = None,
 ) -> int:
-    """Say lanes, trials, hours and dollars of a sweep on a cluster; start nothing."""
+    """Say lanes, trials, hours and dollars of a sweep on a cluster, or by a deadline the machines; start nothing."""
     from cluster.files.ray_up import load_cluster
     from tune.sweeps.plan import make_plan
 
-    spec = read_sweep(location, overrides, own_workers=False)
-    print(*make_plan(spec, load_cluster(cluster), minutes_per_trial).lines(), sep="\n")
-    return 0
+    spec, file = read_sweep(location, overrides, own_workers=False), load_cluster(cluster)
+    forecast = make_plan(spec, file, minutes_per_trial)
+    if deadline is None:
+        print(*forecast.lines(), sep="\n")
+        return 0
+    from cluster.spot.availability import SpotRates
+    from trainers.config.yaml import dump_yaml
+    from tune.sweeps.deadline import Terms, cluster_yaml, plan_by_deadline
+
+    terms = Terms(
+        _moment(deadline),
+        dt.datetime.now(dt.UTC),
+        math.inf if budget is None else budget,
+        None if final_minutes is None else final_minutes * 60,
+        spot_share=spot_share,
+        rates=SpotRates(spot_hours * 3600, gone_hours * 3600),
+        speeds={model: float(times) for model, _, times in (given.rpartition("=") for given in speed)},
+    )
+    found = plan_by_deadline(forecast, terms)
+    print(*found.lines(), sep="\n")
+    if write is not None:
+        Path(write).write_text(dump_yaml(cluster_yaml(file, found.best)), encoding="utf-8")
+        print(f"cluster      {write}")
+    return 0 if found.is_sure else 1
+
+
+def _moment(text: str) -> dt.datetime:
+    """Return a time of day with its date; without a zone it is this machine's."""
+    try:
+        return dt.datetime.fromisoformat(text).astimezone()
+    except ValueError as error:
+        raise ConfigError("--deadline", text, "is no time", "write for example 2026-12-01T18:00") from error
 
 
 _by_resident: list[list[str]] = []
