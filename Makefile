@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all lint format bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults soak
+.PHONY: install sweep test test-all aws-lab lint format bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults soak
 
 install: .venv/installed
 
@@ -34,6 +34,10 @@ test-all: install
 	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest -m "not campaign" tests/lab
+
+# `ray up cluster/aws.yaml` against EC2's API on this machine, without a network: about two minutes.
+aws-lab: install
+	$(BIN)/python -m pytest tests/lab/test_aws.py
 
 # 20,000 fuzzed inputs, the tests that are too long for `test-all`, then a campaign of faults over real processes, hours long, which goes on where it stopped.
 # `make faults n=500 seed=1`; `only=spawn` for a scenario or a kind of fault, `plain=1` for the same on plain Ray: these

@@ -1,6 +1,8 @@
 """Does `search: frontier` find the batch size and precision that get there first, and at what cost?
 
 Run as: python -m benchmarks.answer [--keep]
+        python -m benchmarks.answer --front [--keep]             several objectives, by benchmarks/front.py
+        python -m benchmarks.answer --table FILE [FILE ...]     whole sweeps over any tables, by benchmarks/rerun.py
 Replays the search on the frozen tables of benchmarks/ground_truth.py: every trial that it asks for is looked up (of
 one seed, drawn anew for each trial of each replay), nothing is trained. Beside it `largest samples/s`, which needs
 hardly any training, and random trials for as many samples as the search spent. The truth is the median over seeds of
@@ -16,12 +18,14 @@ import random
 import statistics
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.measure import KEPT, save
+from tune.objective import Objective
 from tune.search.frontier import Belief, Choice, Ended, Seen, decide
 from tune.search.time_model import Place
 from tune.trials.interval import APART, Interval
@@ -48,6 +52,10 @@ class Table:
     runs: dict[Place, list[dict[str, Any]]]
     """By place, a run a seed."""
     target: float
+    metric: str = "val_accuracy"
+    """That has to meet the target."""
+    configs: dict[Place, dict[str, Any]] = field(default_factory=dict)
+    """Keys of the run and their values, by place."""
 
     def samples(self, run: dict[str, Any]) -> float:
         """Training samples of a whole run."""
@@ -55,9 +63,9 @@ class Table:
 
     def to_target(self, run: dict[str, Any]) -> Interval | None:
         """Samples until the first evaluation that met the target."""
-        before = 0.0
+        before, objective = 0.0, Objective(metric=self.metric, target={self.metric: self.target})
         for samples, value, *_ in run["curve"]:
-            if value >= self.target:
+            if objective.reached({self.metric: value}):
                 return Interval((before + samples) / 2, before, float(samples))
             before = float(samples)
         return None
@@ -71,12 +79,27 @@ class Table:
 
 def load(name: str) -> Table:
     """Read a table of benchmarks/results."""
-    tree = json.loads((KEPT / f"ground-truth-{name}.json").read_text())
+    return read(KEPT / f"ground-truth-{name}.json")
+
+
+def read(path: Path) -> Table:
+    """Read a table of curves; benchmarks/README.md has its format."""
+    tree = json.loads(path.read_text())
     runs: dict[Place, list[dict[str, Any]]] = {}
+    configs: dict[Place, dict[str, Any]] = {}
     for run in tree["runs"]:
-        runs.setdefault(Place(run["precision"], "all", run["global_batch_size"]), []).append(run)
-    places = sorted(runs, key=lambda place: (tree["precisions"].index(place.setting), place.size))
-    return Table(name, places, runs, next(iter(tree["target"].values())))
+        own = run.get("config", {})
+        others = ", ".join(f"{key} {value}" for key, value in own.items())
+        setting = ", ".join(part for part in (run.get("precision", "fp32"), others) if part)
+        place = Place(setting, others or "all", run["global_batch_size"])
+        runs.setdefault(place, []).append(run)
+        configs[place] = {"global_batch_size": place.size, "precision": run.get("precision", "fp32"), **own}
+    order = list(dict.fromkeys(place.setting for place in runs))
+    first = tree.get("precisions", [])
+    order.sort(key=lambda setting: first.index(setting) if setting in first else len(first))
+    places = sorted(runs, key=lambda place: (order.index(place.setting), place.size))
+    [(metric, target)] = tree["target"].items()
+    return Table(path.stem.removeprefix("ground-truth-"), places, runs, target, metric, configs)
 
 
 def look_up(table: Table, choice: Choice, rng: random.Random) -> Seen:
@@ -85,9 +108,9 @@ def look_up(table: Table, choice: Choice, rng: random.Random) -> Seen:
     if not run["curve"]:
         return Seen(place, choice.purpose, 10.0 * place.size, None, status="diverged")
     whole, rate = table.samples(run), run["samples_per_s"]
-    width = min(0.5, run["step_time_ci95_s"] / run["step_time_s"])
+    width = min(0.5, run["step_time_ci95_s"] / run["step_time_s"]) if run.get("step_time_s") else 0.0
     speed = Interval(rate, rate * (1 - width), rate * (1 + width))
-    noise = (run["noise_scale"] or {}).get("value")
+    noise = (run.get("noise_scale") or {}).get("value")
     if choice.purpose == "probe":
         used = max(PROBE_STEPS * place.size, min(PROBE_SHARE * whole, _SETTLED_STEPS * place.size))
         return Seen(place, "probe", min(used, whole), whole, None, speed)
@@ -243,4 +266,14 @@ def main(keep: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--keep" in sys.argv)
+    if "--table" in sys.argv:
+        from benchmarks.rerun import replay_tables
+
+        files = [Path(arg) for arg in sys.argv[sys.argv.index("--table") + 1 :] if not arg.startswith("--")]
+        replay_tables(files, REPLAYS, "--keep" in sys.argv)
+    elif "--front" in sys.argv:
+        from benchmarks import front
+
+        front.main("--keep" in sys.argv)
+    else:
+        main("--keep" in sys.argv)

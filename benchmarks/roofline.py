@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from benchmarks.runs import Runs
 from trainers.data.batch import fetch, map_tensors
@@ -29,6 +25,7 @@ from trainers.devices.group import Group
 from trainers.loop.trained import make_trained
 from trainers.model.strategy import wrap_model
 from trainers.step.flops import device_peak
+from trainers.step.operators import Operator, Operators, least_s
 from trainers.step.train_step import TrainStep
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -41,52 +38,6 @@ class Ceiling:
 
     eager_s: float
     fused_s: float
-
-
-class OperatorTimes(TorchDispatchMode):
-    """Adds up what each operator takes at least. `rates`: FLOP/s by format; `bandwidth`: bytes a second."""
-
-    def __init__(self, rates: Mapping[torch.dtype, float], bandwidth: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self._rates, self._bandwidth = rates, bandwidth
-        self.eager_s = self.fused_s = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run every operation as it is."""
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
-        if name.startswith(("empty", "new_empty")):
-            return out
-        read = list(_tensors((args, kwargs)))
-        there = {tensor.untyped_storage().data_ptr() for tensor in read}
-        changed = [
-            tensor
-            for argument, value in zip(func._schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(value)
-        ]
-        new = [tensor for tensor in _tensors(out) if tensor.untyped_storage().data_ptr() not in there]
-        if not new and not changed:  # a view
-            return out
-        count = flop_registry.get(func._overloadpacket)
-        flops = count(*args, **kwargs, out_val=out) if count is not None else 0
-        format_ = next((tensor.dtype for tensor in read if tensor.dtype in self._rates), None)
-        computing_s = flops / self._rates[format_] if format_ is not None else 0.0
-        moving_s = sum(map(_size, (*read, *changed, *new))) / self._bandwidth
-        self.eager_s += max(computing_s, moving_s)
-        if flops or name.startswith("_fused_"):
-            self.fused_s += max(computing_s, moving_s)
-        return out
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def _size(tensor: Tensor) -> int:
-    """Bytes of memory: of an expanded tensor what there is."""
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def rates(precision: str, device: torch.device, matmuls: Mapping[str, float]) -> dict[torch.dtype, float]:
@@ -122,7 +73,7 @@ def ceiling(runs: Runs, changes: dict[str, Any], peaks: Mapping[torch.dtype, flo
     wrapped = wrap_model(trained.model, group, config.strategy, config.ddp)
     step = TrainStep(type(forward)(wrapped, task, forward.spec, forward.device), trained.optimizer, group)
     batch = fetch(task.dataset("train"), list(range(work.batch)), task.collate)
-    counted = OperatorTimes(peaks, bytes_s)
+    counted = Operators()
 
     def take() -> None:
         there = map_tensors(lambda tensor: tensor.to(runs.device, copy=True), batch)
@@ -131,4 +82,11 @@ def ceiling(runs: Runs, changes: dict[str, Any], peaks: Mapping[torch.dtype, flo
     take()  # the optimizer makes its state
     with counted:
         take()
-    return Ceiling(counted.eager_s, counted.fused_s)
+    return lowest(counted.found, peaks, bytes_s)
+
+
+def lowest(operators: Sequence[Operator], peaks: Mapping[torch.dtype, float], bytes_s: float) -> Ceiling:
+    """Add up what operators take at least."""
+    times = [(one, least_s(one, peaks, bytes_s)) for one in operators]
+    fused = (time_s for one, time_s in times if one.flops or one.name.startswith("_fused_"))
+    return Ceiling(sum(time_s for _, time_s in times), sum(fused))

@@ -3,17 +3,20 @@
 `validate` and `plan` start nothing; `check` joins the cluster that RAY_ADDRESS names (as a Ray job: its own), and
 runs a few seconds on each node.
 
-Exit codes: 0 in order; 1 warnings, with --strict, a node that is not in order, or torch sees no GPU where the driver
-has one; 2 errors in a file or on the command line, or N workers never fit.
+Exit codes: 0 in order; 1 warnings, with --strict, a node that is not in order or that Ray did not drain, torch sees
+no GPU where the driver has one, or a catalog of prices cannot be read; 2 errors in a file or on the command line, or N
+workers never fit.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from cluster.finding import Finding
+from cluster.spot.notices import ADDRESS
 from trainers import residents
 from trainers.command_line import complain, run
 from trainers.errors import MISSING, ConfigError
@@ -28,6 +31,13 @@ _Prices = Annotated[
 _Nodes = Annotated[
     int | None, Field(ge=1, le=10**6, title="N", description="wait for N nodes that train; an error with fewer")
 ]
+_Providers = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], ...],
+    Field(title="NAME", description="of these; default: aws, gcp, azure; the catalog has GPU clouds as well"),
+]
+_REGIONS = "of these regions only; may be repeated"
+_TYPES = "only of these instance types, or patterns such as g5.*; may be repeated"
+_CATALOG = "where NAME/vms.csv lies; default: SkyPilot's on GitHub"
 _Uri = Annotated[str | None, Field(title="URI", description="what all nodes must share; default: $PACELINE_STORAGE")]
 
 
@@ -108,6 +118,29 @@ def plan(
     return 0
 
 
+def prices(
+    action: Annotated[Literal["update"], Field(title="update", description="take prices from a kept catalog")],
+    *,
+    to: Annotated[
+        str | None, Field(title="FILE", description="default: the table in your cache, which is read")
+    ] = None,
+    provider: _Providers = (),
+    region: Annotated[tuple[str, ...], Field(title="REGION", description=_REGIONS)] = (),
+    instance_type: Annotated[tuple[str, ...], Field(title="TYPE", description=_TYPES)] = (),
+    catalog: Annotated[str | None, Field(title="URL", description=_CATALOG)] = None,
+) -> int:
+    """Bring the price table up to date, on demand and spot; one in a file is read where PACELINE_PRICES names it."""
+    from cluster.catalog.update import CATALOG, PROVIDERS, update
+    from cluster.files.prices import user_table
+
+    file = user_table() if to is None else Path(to)
+    for line in update(file, provider or PROVIDERS, region, instance_type, catalog or CATALOG):
+        print(line)
+    if file.absolute() != user_table().absolute():
+        print(f"it is read with PACELINE_PRICES={file}")
+    return 0
+
+
 def check(
     *,
     local: Annotated[bool, Field(description="this machine alone: what it has, how fast it multiplies")] = False,
@@ -157,10 +190,33 @@ def status() -> int:
     return 0
 
 
+def watch(
+    cloud: Annotated[Literal["aws", "gcp", "azure"], Field(description="whose machine this is")],
+    *,
+    address: Annotated[str, Field(title="HOST:PORT", description="of the metadata service")] = ADDRESS,
+    node: Annotated[str | None, Field(title="ID", description="of the Ray node, where several run here")] = None,
+) -> int:
+    """Wait on a spot machine for the notice that it is taken back, and drain its Ray node; cluster files start it."""
+    from cluster.spot.watch import watch
+
+    return watch(cloud, address, node)
+
+
+def autoscale(
+    config: Annotated[str, Field(description="what `ray up` has put on the head: ~/ray_bootstrap_config.yaml")],
+    *,
+    node: Annotated[str | None, Field(title="ID", description="of the head's Ray node, where several run here")] = None,
+) -> int:
+    """Run Ray's autoscaler on a head that has none, and go over to on-demand where spot is refused; files start it."""
+    from cluster.spot.autoscaler import autoscale
+
+    return autoscale(config, node)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    functions: dict[str, Callable[..., int]] = {"validate": validate, "plan": plan, "check": check}
-    functions |= {"start": start, "stop": stop, "status": status}
+    functions: dict[str, Callable[..., int]] = {"validate": validate, "plan": plan, "prices": prices, "check": check}
+    functions |= {"start": start, "stop": stop, "status": status, "watch": watch, "autoscale": autoscale}
     residents.join_cluster()
     return run("python -m cluster", __doc__, functions, argv)
 

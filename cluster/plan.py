@@ -1,6 +1,7 @@
 """What fits on the nodes of a cluster file, now and when it has grown, and what they cost an hour; starts nothing."""
 
 import datetime as dt
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,7 +10,7 @@ from rich.table import Table
 
 from cluster.files.capacity import Cost, cost, grow, nodes_of, smallest, total, worker_slots
 from cluster.files.cluster_file import ClusterFile
-from cluster.files.prices import STALE_AFTER_DAYS, Price, load_prices
+from cluster.files.prices import Price, load_prices
 from trainers.errors import MISSING, ConfigError, printable
 
 
@@ -36,6 +37,11 @@ class Size:
             return "unknown"
         return f"{'at least ' if self.cost.missing else ''}{self.cost.usd_per_hour:.2f}"
 
+    @property
+    def spot_usd_per_hour(self) -> str:
+        """The same with spot nodes at their spot prices; a dash where there are none, or their price is not known."""
+        return "-" if self.cost.spot_usd_per_hour is None else f"{self.cost.spot_usd_per_hour:.2f}"
+
 
 @dataclass(frozen=True)
 class ClusterPlan:
@@ -46,8 +52,12 @@ class ClusterPlan:
     cpus_per_worker: float
     gpus_per_worker: float
     given_usd_per_hour: Mapping[str, float] = field(default_factory=dict)
-    """By instance type; goes before the price list."""
-    prices: Mapping[str, Price] = field(default_factory=load_prices)
+    """By instance type; goes before the price table."""
+
+    @functools.cached_property
+    def prices(self) -> Mapping[str, Price]:
+        """The price table's, by instance type: of the cluster's region where known."""
+        return load_prices(self.cluster.provider, self.cluster.region)
 
     @property
     def title(self) -> str:
@@ -73,8 +83,10 @@ class ClusterPlan:
         types = self.cluster.node_types
         nodes = nodes_of(types, counts)
         usd_per_hour = {name: price.usd_per_hour for name, price in self.prices.items()} | dict(self.given_usd_per_hour)
+        spot = {name: price.spot_usd_per_hour for name, price in self.prices.items()} | dict(self.given_usd_per_hour)
+        known_spot = {name: usd for name, usd in spot.items() if usd is not None}
         num_workers = worker_slots(nodes, self.cpus_per_worker, self.gpus_per_worker)
-        return Size(counts, nodes, num_workers, cost(types, counts, usd_per_hour))
+        return Size(counts, nodes, num_workers, cost(types, counts, usd_per_hour, known_spot))
 
     def require(self, num_workers: int, field: str, value: object, source: str) -> None:
         """Raise ConfigError, of a `field` and its value in `source`, when `num_workers` workers never fit."""
@@ -96,27 +108,29 @@ class ClusterPlan:
                 yield f"price of {name}: {self.given_usd_per_hour[name]:g} USD/hour (--price)"
             elif price := self.prices.get(name):
                 region = "" if price.region == self.cluster.region else f", not of {self.cluster.region}"
-                stale = f", STALE: over {STALE_AFTER_DAYS} days, look it up" if price.is_stale(today) else ""
+                spot = "none" if price.spot_usd_per_hour is None else f"{price.spot_usd_per_hour:g}"
                 yield (
-                    f"price of {name}: {price.usd_per_hour:g} USD/hour in {price.region}{region}, "
-                    f"{price.age_days(today)} days old{stale} ({price.source})"
+                    f"price of {name}: {price.usd_per_hour:g} USD/hour in {price.region}{region}, {spot} on spot; "
+                    f"{price.age(today)} ({price.source})"
                 )
             else:
-                yield f"price of {name}: not in prices.csv; give it with --price {name}=USD"
+                fix = f"`python -m cluster prices update`, or give it with --price {name}=USD"
+                yield f"price of {name}: not in the price table; {fix}"
         if any(node_type.spot for node_type in types):
-            yield "Spot nodes are counted at the on-demand price, which is the most they cost."
+            yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
 
     def show(self, num_workers: int) -> None:
         """Print what fits now, on the nodes of one group of `num_workers` workers, and fully grown."""
         print(f"{self.title}, workers of {self.worker}")
         table = Table(box=None, pad_edge=False)
-        for column in ("", "nodes", "CPUs", "GPUs", "workers", f"groups of {num_workers}", "USD/hour"):
+        for column in ("", "nodes", "CPUs", "GPUs", "workers", f"groups of {num_workers}", "USD/hour", "on spot"):
             table.add_column(column, justify="right" if column else "left", no_wrap=True)
         sizes = {"now": self.now(), "one group": self.grown(num_workers), "fully grown": self.grown()}
         for label, size in sizes.items():
             figures = (len(size.nodes), total(size.nodes, "CPU"), total(size.nodes, "GPU"), size.num_workers)
             groups = size.num_workers // num_workers
-            table.add_row(label, *(f"{figure:g}" for figure in (*figures, groups)), size.usd_per_hour)
+            counted = (f"{figure:g}" for figure in (*figures, groups))
+            table.add_row(label, *counted, size.usd_per_hour, size.spot_usd_per_hour)
         Console(highlight=False).print(table)
         print(f"Nodes count the head. Fully grown: {sizes['fully grown'].words}.")
         print(*self.remarks(), sep="\n")

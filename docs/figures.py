@@ -54,8 +54,9 @@ def page() -> str:
 def _section(kind: str, path: Path) -> str:
     kept = json.loads(path.read_text())
     machine, results = kept["environment"], kept["results"]
-    script = f"benchmarks/{kind.partition('-')[0]}.py"
-    doc = ast.get_docstring(ast.parse((ROOT / script).read_text())) if (ROOT / script).is_file() else None
+    named = (f"benchmarks/{name}.py" for name in (kind.replace("-", "_"), kind.partition("-")[0]))
+    script = next((file for file in named if (ROOT / file).is_file()), "")
+    doc = ast.get_docstring(ast.parse((ROOT / script).read_text())) if script else None
     question = (doc or "").partition("\n\n")[0].replace("\n", " ")
     libraries = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "ray"))
     said = f"{kept['date']}, {machine['cpus']} CPU cores, device {machine['device']}, {libraries}, commit"

@@ -28,8 +28,8 @@ CONFIG = """# Configuration
 Every key of `train.yaml` and `sweep.yaml`, from the models themselves (`make docs` writes this page). Each is
 overridable as `--dotted.key value`; the keys of a sweep's run as `--train.dotted.key value`. Files are YAML 1.2: `1e-3`
 is a number and `off` is a word. An unknown key is an error that names the near miss, or what it is called here
-(`accumulate_grad_batches`). Of a task's run exactly one of `global_batch_size` and `batch_size_per_worker`, and exactly
-one of `epochs` and `max_steps`, is required.
+(`accumulate_grad_batches`). Of a task's run exactly one of `global_batch_size`, `batch_size_per_worker` and
+`batch_schedule`, and exactly one of `epochs` and `max_steps`, is required.
 """
 COMMANDS = """# Commands
 

@@ -32,6 +32,9 @@ REPOSITORY = Path(__file__).parent.parent
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
+# Prices are the shipped ones, whatever table this user keeps.
+os.environ["PACELINE_PRICES"] = str(REPOSITORY / "cluster/files/prices.csv")
+
 # Embedded clusters and torchrun keep their files here (short: Ray's sockets lie below it), not in /tmp itself.
 SCRATCH = Path(tempfile.mkdtemp(prefix="pl-", dir="/tmp"))
 os.environ["PACELINE_RESIDENT"] = "0"

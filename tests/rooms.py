@@ -27,9 +27,9 @@ trainers: redaction output terminal errors residents causes json_data storage le
 trainers: devices data
 trainers: model task
 trainers: arrow measure step
-trainers: checkpoint loop launch tracking on_ray inference start __main__
-cluster: finding spot files rules plan health local_cluster __main__
-tune: config trials search knowledge lanes ray report sweeps views __main__
+trainers: checkpoint loop launch explain tracking on_ray inference start __main__
+cluster: finding spot files catalog rules plan health local_cluster __main__
+tune: objective config trials search knowledge lanes ray report sweeps what_if views __main__
 """
 ORDER = {
     package: [
@@ -42,6 +42,8 @@ WITH_RAY = (
     "trainers/on_ray/",
     "cluster/files/ray_up.py",
     "cluster/health/",
+    "cluster/spot/autoscaler.py",
+    "cluster/spot/watch.py",
     "tune/lanes/",
     "tune/ray/",
     "tune/search/ray_search.py",

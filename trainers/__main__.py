@@ -119,6 +119,26 @@ def memory(
     return 0
 
 
+def explain(
+    run: Annotated[str, Field(description="a run's directory or URI, or the YAML file of one, which has no records")],
+    output: Output,
+    *,
+    verify: Annotated[bool, Field(description="run what is advised beside the old configuration, in turn")] = False,
+    recorded: Annotated[bool, Field(description="go by the run's records alone: no step is taken")] = False,
+    seconds: Annotated[
+        float, Field(title="S", gt=0, le=600, description="of the profile, and of each turn of --verify")
+    ] = 2.0,
+) -> int:
+    """Say where a run's time goes, and which lines of its configuration would change that; changes nothing."""
+    from trainers.explain import explanation
+    from trainers.launch.local import setup_logging
+
+    setup_logging(0, quiet=True)
+    found = explanation.explain(run, seconds, not recorded, verify)
+    output.result(str(found), _joined(str(found)), {"status": "done", **asdict(found)})
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
     commands: dict[str, Callable[..., int]] = {
@@ -128,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         "export": export,
         "track": track,
         "memory": memory,
+        "explain": explain,
     }
     join_cluster()
     _arguments[:] = sys.argv[1:] if argv is None else argv

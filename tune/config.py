@@ -14,10 +14,10 @@ from trainers.config.model import Settings
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Count, Positive, Seconds
 from trainers.config.tracking import Tracking
 from trainers.errors import MISSING, ConfigError
+from tune.objective import SPENT, TO_TARGET, Objective
 
 MOST_TRIALS = 10_000
-TO_TARGET = ("time_to_target", "usd_to_target")
-SCORES = ("accuracy", "f1", "auc")  # ends of the names of metrics of which more is better
+MOST_FINALISTS = 8
 
 
 def may_change(key: str) -> bool:
@@ -65,54 +65,6 @@ def sample_values(values: list[Any] | Range) -> list[Any]:
     return values.uniform or values.loguniform or values.choice or [values.min, values.max]
 
 
-class Objective(Settings):
-    """What the best trial is best at."""
-
-    metric: str = Field(default="time_to_target", min_length=1, examples=["val_accuracy"])
-    """time_to_target, usd_to_target, samples_per_s, or any metric that the task reports (val_loss, ...)."""
-    mode: Literal["min", "max"] | None = Field(default=None)
-    """min or max; known by itself for *_to_target, samples_per_s, *_loss and *_accuracy."""
-    target: dict[str, float] | None = Field(default=None, min_length=1, max_length=1, examples=[{"val_accuracy": 0.97}])
-    """The metric and the value to reach: time_to_target and usd_to_target count until then."""
-
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        needed = self.metric in TO_TARGET and self.target is None
-        fix = "add `target: {val_accuracy: 0.97}`"
-        self.refuse_if(needed, "target", f"is what {self.metric} counts to", fix)
-        unknown = self.mode is None and _mode_of(self.metric) is None
-        self.refuse_if(unknown, "mode", f"is needed for the metric {self.metric}", "add `mode: min` or `mode: max`")
-        rule = "must name a metric that ends in loss, error or accuracy"
-        fix = "rename the metric, so that its direction is known"
-        self.refuse_if(not all(map(_mode_of, self.target or {})), "target", rule, fix)
-        return self
-
-    @property
-    def direction(self) -> Literal["min", "max"]:
-        """Whether less or more of `metric` is better."""
-        mode = self.mode or _mode_of(self.metric)
-        assert mode is not None
-        return mode
-
-    @property
-    def watched(self) -> tuple[str, ...]:
-        """The metrics that decide: its own and the target's."""
-        return self.metric, *(self.target or {})
-
-    def reached(self, metrics: dict[str, float]) -> bool:
-        """Whether an evaluation's metrics meet the target."""
-        for name, value in (self.target or {}).items():
-            if name in metrics:
-                return metrics[name] <= value if _mode_of(name) == "min" else metrics[name] >= value
-        return False
-
-
-def _mode_of(metric: str) -> Literal["min", "max"] | None:
-    if metric.endswith(("loss", "error", "perplexity")) or metric in (*TO_TARGET, "step_time_s"):
-        return "min"
-    return "max" if metric.endswith(SCORES) or metric == "samples_per_s" else None
-
-
 class Population(Settings):
     """How `scheduler: pbt` trains its population (Jaderberg et al. 2017, arXiv 1711.09846)."""
 
@@ -130,9 +82,16 @@ class Finalists(Settings):
     count: Literal["auto"] | Count = Field(
         default="auto", examples=[3], json_schema_extra={"rule": "must be auto or a whole number of at least 0"}
     )
-    """How many, the fastest first, where one run each cannot tell them apart; auto: 3 with search frontier, else 0."""
-    repeats: Positive = Field(default=2)
-    """Repeats of each, in turn."""
+    """The most, the fastest first, of those that one run each cannot tell apart; auto: up to 8 that `share` has time
+    for, with search frontier at least 3."""
+    repeats: Literal["auto"] | Positive = Field(
+        default="auto", examples=[4], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
+    )
+    """The most repeats of each, in turn; they end as soon as it is clear who is first, or clear that it will not be.
+    auto: 16."""
+    share: float = Field(default=0.5, ge=0, le=100)
+    """Time that repeats may take, as a share of the time that the search took; 15 s they may take in any case, and two
+    repeats each of as many as `count` names."""
 
 
 class Budget(Settings):
@@ -248,11 +207,17 @@ class SweepConfig(Settings):
         is_frontier, batch_key = self.search == "frontier", next((key for key in BATCH_KEYS if key in self.space), None)
         if is_frontier:
             rule, fix = f"looks for {' or '.join(TO_TARGET)}", "set `objective.metric: time_to_target`"
-            self.refuse_if(self.objective.metric not in TO_TARGET, "search", rule, fix)
+            self.refuse_if(self.objective.to_target is None, "search", rule, fix)
+            others = sorted({*self.objective.decisive} - {*SPENT, "peak_memory_bytes"})
+            rule = f"foresees {', '.join(SPENT)} and peak_memory_bytes, not {others[:1]}"
+            self.refuse_if(bool(others), "search", rule, "set `search: optuna` or `grid`")
             rule = f"needs one of {' and '.join(BATCH_KEYS)} in the space"
             fix = "add for example `global_batch_size: {min: 16, max: 1024}`"
             self.refuse_if(sum(key in self.space for key in BATCH_KEYS) != 1, "search", rule, fix)
             self.refuse_if(self.scheduler != "none", "scheduler", "has no effect with search frontier", "remove it")
+            if "auto" in (values if isinstance(values := self.space.get(batch_key or ""), list) else ()):
+                rule = "is no size that search frontier could compare with others"
+                raise ConfigError(f"space.{batch_key}", "auto", rule, "list sizes, or set `search: grid`")
         elif self.search != "grid":
             rule = f"says how many trials search {self.search} makes"
             self.refuse_if(self.budget.trials is None, "budget.trials", rule, "add `trials: 20`")
@@ -277,6 +242,8 @@ class SweepConfig(Settings):
             return self
         rule, fix = "cannot draw a population", "set `search: random`"
         self.refuse_if(self.search not in ("grid", "random"), "search", rule, fix)
+        rule = "has no effect with scheduler pbt, which trains a population on from stage to stage"
+        self.refuse_if(self.objective.train_to == "target", "objective.train_to", rule, "remove it")
         is_computed = self.objective.metric in (*TO_TARGET, "samples_per_s", "step_time_s")
         rule = "is not known at every evaluation, which PBT needs"
         self.refuse_if(is_computed, "objective.metric", rule, "name a metric that the task reports, as `val_loss`")
@@ -291,6 +258,16 @@ class SweepConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _front_fits(self) -> Self:
+        if self.objective.metrics is not None:
+            rule = "decides by one metric, and objective.metrics are several: they end beaten trials by themselves"
+            self.refuse_if(self.scheduler != "none", "scheduler", rule, "remove it")
+        if self.objective.weights is not None:
+            rule = "has no effect with objective.weights: finalists are repeated for the first of metrics"
+            self.refuse_if(self.finalists.count not in ("auto", 0), "finalists.count", rule, "remove it")
+        return self
+
+    @model_validator(mode="after")
     def _deadline_is_a_time(self) -> Self:
         try:
             _ = self.deadline and dt.datetime.fromisoformat(self.deadline)
@@ -301,8 +278,8 @@ class SweepConfig(Settings):
 
     @model_validator(mode="after")
     def _dollars_have_a_price(self) -> Self:
-        needs = "budget.usd" if self.budget.usd is not None else "objective.metric usd_to_target"
-        needed = self.budget.usd is not None or self.objective.metric == "usd_to_target"
+        needs = "budget.usd" if self.budget.usd is not None else "usd_to_target"
+        needed = self.budget.usd is not None or "usd_to_target" in self.objective.decisive
         fix = "add for example `usd_per_hour: 9.69`; `python -m cluster plan` says what a cluster costs"
         self.refuse_if(needed and self.usd_per_hour is None, "usd_per_hour", f"is needed for {needs}", fix)
         return self
@@ -310,6 +287,11 @@ class SweepConfig(Settings):
     @property
     def num_finalists(self) -> int:
         """The most trials that are repeated."""
+        return MOST_FINALISTS if self.finalists.count == "auto" else self.finalists.count
+
+    @property
+    def least_finalists(self) -> int:
+        """How many are repeated twice, whatever time that takes."""
         count = self.finalists.count
         return (3 if self.search == "frontier" else 0) if count == "auto" else count
 

@@ -7,36 +7,35 @@ import torch
 from torch import nn
 
 from benchmarks import ladder
-from benchmarks.roofline import OperatorTimes, bandwidth, ceiling, rates
+from benchmarks.roofline import Ceiling, bandwidth, ceiling, lowest, rates
 from benchmarks.runs import Runs, matmul_flops
+from trainers.step.operators import Operators
 
 CPU = torch.device("cpu")
 RATE, BYTES_S = 1e6, 1e3
 
 
-def counted() -> OperatorTimes:
-    return OperatorTimes({torch.float32: RATE}, BYTES_S)
+def counted(operators: Operators, rate: float = RATE) -> Ceiling:
+    return lowest(operators.found, {torch.float32: rate}, BYTES_S)
 
 
 def test_a_product_takes_its_flops_or_its_bytes() -> None:
     for rate, expected in ((10.0, 2 * 4 * 5 * 6 / 10.0), (1e12, 4 * (4 * 5 + 5 * 6 + 4 * 6) / BYTES_S)):
-        found = OperatorTimes({torch.float32: rate}, BYTES_S)
-        with found:
-            torch.ones(4, 5).new_empty(4, 5)  # makes no value
-        left, right = torch.ones(4, 5), torch.ones(5, 6)
-        found.eager_s = found.fused_s = 0.0
-        with found:
+        left, right, operators = torch.ones(4, 5), torch.ones(5, 6), Operators()
+        with operators:
+            left.new_empty(4, 5)  # makes no value
             left @ right
+        found = counted(operators, rate)
         assert found.eager_s == found.fused_s == pytest.approx(expected)
 
 
 def test_views_are_free_and_what_is_changed_is_read_and_written() -> None:
-    values, other = torch.ones(8, 10), torch.ones(10)
-    found = counted()
-    with found:
+    values, other, operators = torch.ones(8, 10), torch.ones(10), Operators()
+    with operators:
         values.t()[2:].view(-1, 8)
-        assert found.eager_s == 0
+        assert not operators.found
         values.add_(other.expand(8, 10))
+    found = counted(operators)
     assert found.eager_s == pytest.approx((320 + 40 + 320) / BYTES_S)  # an expanded tensor has its own ten numbers
     assert found.fused_s == 0
 
@@ -46,9 +45,9 @@ def test_the_optimizer_counts_for_compiled_steps_too() -> None:
     parameter.grad = torch.ones(1000)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()
-    found = counted()
-    with found:
+    with Operators() as operators:
         optimizer.step()
+    found = counted(operators)
     # Reads parameter, gradient, two moments and a step; writes all but the gradient.
     assert found.fused_s == pytest.approx((4 * 4000 + 4 + 3 * 4000) / BYTES_S, rel=0.3)
     assert found.fused_s <= found.eager_s

@@ -30,11 +30,14 @@ class NodeType:
 
 @dataclass(frozen=True)
 class Cost:
-    """Dollars an hour of a set of nodes; a lower bound when prices are missing."""
+    """Dollars an hour of a set of nodes; lower bounds when prices are missing."""
 
     usd_per_hour: float
+    """With spot nodes at the on-demand price, which is the most that they cost."""
     missing: tuple[str, ...] = ()
-    """Node types whose price is not known, counted as 0 in the sum."""
+    """Node types whose price is not known, counted as 0 in the sums."""
+    spot_usd_per_hour: float | None = None
+    """With spot nodes at their spot prices; None where there is no spot node, or a spot price is not known."""
 
 
 def worker_slots(nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, gpus_per_worker: float) -> int:
@@ -91,20 +94,26 @@ def total(nodes: Sequence[Mapping[str, float]], resource: str) -> float:
     return math.fsum(node.get(resource, 0) for node in nodes)
 
 
-def cost(node_types: Sequence[NodeType], counts: Mapping[str, int], prices: Mapping[str, float]) -> Cost:
-    """Sum the dollars an hour of the head and `counts` worker nodes, with `prices` by instance type.
-
-    Spot nodes are counted at the same price: on-demand is the most that they cost.
-    """
-    usd_per_hour, missing = [], []
+def cost(
+    node_types: Sequence[NodeType],
+    counts: Mapping[str, int],
+    prices: Mapping[str, float],
+    spot_prices: Mapping[str, float] | None = None,
+) -> Cost:
+    """Sum the dollars an hour of the head and `counts` worker nodes, with prices by instance type."""
+    usd_per_hour, saved, missing = [], list[float | None](), []
     for node_type in node_types:
-        num_nodes = counts.get(node_type.name, 0) + node_type.is_head
-        price = prices.get(node_type.instance_type) if node_type.instance_type else None
+        num_nodes, machine = counts.get(node_type.name, 0) + node_type.is_head, node_type.instance_type or ""
+        price, spot = prices.get(machine), (spot_prices or {}).get(machine)
         if price is not None:
             usd_per_hour.append(num_nodes * price)
         elif num_nodes:
             missing.append(node_type.name)
-    return Cost(math.fsum(usd_per_hour), tuple(missing))
+        if node_type.spot and num_nodes:
+            saved.append(None if price is None or spot is None else num_nodes * (price - spot))
+    all_usd = math.fsum(usd_per_hour)
+    less = None if not saved or None in saved else all_usd - math.fsum(amount or 0.0 for amount in saved)
+    return Cost(all_usd, tuple(missing), less)
 
 
 def _slots(node: Mapping[str, float], cpus_per_worker: float, gpus_per_worker: float) -> int:

@@ -14,6 +14,9 @@ from cluster.files.shape import MOST_NODES, Shape, check_shape
 from trainers.errors import MISSING, ConfigError, did_you_mean, printable
 
 GPU = "nvidia.com/gpu"
+ENV = "template.spec.containers.0.env"
+"""Where a group keeps the environment variables of its Ray container."""
+HEAD_OPTIONS = "gcsFaultToleranceOptions"
 _API = "ray.io/v1"
 _KINDS = ("RayCluster", "RayJob")
 _HOW_TO_WRITE = "cluster/kuberay.yaml is an example"
@@ -45,6 +48,11 @@ _SPEC: Shape = {
     "authOptions": {"mode": "text"},
     "autoscalerOptions": {"version": "text"},
     "enableInTreeAutoscaling": "flag",
+    HEAD_OPTIONS: {
+        "backend": "text",
+        "redisAddress": "text",
+        "redisPassword": {"value": "text", "valueFrom": {"*": {"*": "scalar"}}},
+    },
     "suspend": "flag",
     "headGroupSpec": _GROUP,
     "workerGroupSpecs": [_GROUP],
@@ -122,6 +130,7 @@ def _cluster_file(document: Mapping[str, Any], source: str) -> ClusterFile:
                 raise ConfigError("spec.entrypoint", MISSING, "is required", "add the command of the job")
             spec, prefix = _mapping(spec, "rayClusterSpec", prefix), "spec.rayClusterSpec"
         _known(spec, "RayCluster", prefix)
+        _known(spec.get(HEAD_OPTIONS) or {}, HEAD_OPTIONS, join(prefix, HEAD_OPTIONS))
         _mapping(spec, "headGroupSpec", prefix)
         types = tuple(_node_type(path, group, join(prefix, path)) for path, group in groups_of(spec).items())
         names = [node_type.name for node_type in types[1:]]

@@ -20,7 +20,7 @@ def node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]])
     """
     if config["provider"]["type"] == "local":
         return _local(config, commands)
-    known = load_prices()
+    known = load_prices(config["provider"]["type"])
     result = []
     for name, node_type in config["available_node_types"].items():
         machine: Mapping[str, Any] = node_type["node_config"]

@@ -5,15 +5,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cluster.files.cluster_file import ClusterFile
-from cluster.files.kuberay import GPU, container_of, groups_of, limits_of, pod_of, quantity
+from cluster.files.kuberay import ENV, GPU, container_of, groups_of, limits_of, pod_of, quantity
 from cluster.finding import Finding, error, warning
+from cluster.rules.head import kuberay_head_findings
 from cluster.rules.sentences import DIFFERS, HEAD_WORKS, HEAD_WORKS_FIX, OPEN_PORT, SECRET
 from cluster.rules.timeouts import reaction_findings
 from cluster.rules.versions import expected_versions, same_version
 from trainers.errors import MISSING
 
 _RAY_IN_IMAGE = re.compile(r"(?:rayproject/ray(?:-ml|-llm)?:|ray[-_]?)(\d+\.\d+\.\d+)")
-_ENV = "template.spec.containers.0.env"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _ELASTIC = "kueue.x-k8s.io/elastic-job"
 
@@ -36,7 +36,8 @@ def kuberay_findings(cluster: ClusterFile) -> list[Finding]:
         *(finding for field, group in groups.items() for finding in _image(field, group)),
         *(finding for field, group in groups.items() for finding in _gpus(field, group, field == head)),
         *_storage(groups),
-        *reaction_findings(f"{head}.{_ENV}", _environment(groups[head]).get),
+        *kuberay_head_findings(cluster, groups),
+        *reaction_findings(f"{head}.{ENV}", _environment(groups[head]).get),
     ]
 
 
@@ -91,10 +92,10 @@ def _token(cluster: ClusterFile, prefix: str, groups: Groups) -> Iterator[Findin
         by_hand = _environment(group).get("RAY_AUTH_MODE") == "token" and "RAY_AUTH_TOKEN" in entries
         if "value" in entries.get("RAY_AUTH_TOKEN", {}):
             fix = "take it from a Secret, by `valueFrom.secretKeyRef`"
-            yield error(f"{field}.{_ENV}.RAY_AUTH_TOKEN", MISSING, SECRET, fix)
+            yield error(f"{field}.{ENV}.RAY_AUTH_TOKEN", MISSING, SECRET, fix)
         elif not (by_operator or by_hand):
             rule = "must turn token authentication on, or whoever reaches a pod runs code"
-            yield error(f"{field}.{_ENV}", MISSING, rule, f"write `authOptions: {{mode: token}}` in {prefix}")
+            yield error(f"{field}.{ENV}", MISSING, rule, f"write `authOptions: {{mode: token}}` in {prefix}")
 
 
 def _autoscaler(cluster: ClusterFile, prefix: str, groups: Groups) -> Iterator[Finding]:
@@ -161,10 +162,10 @@ def _storage(groups: Groups) -> Iterator[Finding]:
         if not value:
             rule = "must set PACELINE_STORAGE, or checkpoints stay in one pod and die with it"
             fix = "add `{name: PACELINE_STORAGE, value: s3://BUCKET/PREFIX}`"
-            yield warning(f"{field}.{_ENV}", MISSING, rule, fix)
+            yield warning(f"{field}.{ENV}", MISSING, rule, fix)
         elif value != first:
             rule, fix = f"differs from the first, {first}", "write the same place in all"
-            yield error(f"{field}.{_ENV}.PACELINE_STORAGE", value, rule, fix)
+            yield error(f"{field}.{ENV}.PACELINE_STORAGE", value, rule, fix)
 
 
 def _environment(group: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from trainers.errors import MISSING
 
 def machine_findings(cluster: ClusterFile) -> Iterator[Finding]:
     """Find resources that the machine does not have, GPUs left idle, training on the head, GPUs that cannot start."""
-    known = load_prices()
+    known = load_prices(cluster.provider)
     for node_type in cluster.node_types:
         field = f"available_node_types.{node_type.name}"
         machine = _node_config(cluster, node_type)

@@ -12,6 +12,8 @@ from typing import Any
 
 from cluster.files.cluster_file import ClusterFile
 from cluster.finding import Finding, error, warning
+from cluster.rules.commands import HEAD, WORKER, brings, exported
+from cluster.rules.head import head_findings
 from cluster.rules.kuberay import kuberay_findings
 from cluster.rules.machines import access_findings, machine_findings
 from cluster.rules.sentences import KEYS, OPEN_PORT, SECRET
@@ -19,7 +21,6 @@ from cluster.rules.timeouts import reaction_findings
 from cluster.rules.versions import version_findings
 from trainers.errors import MISSING
 
-_HEAD, _WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
@@ -39,6 +40,7 @@ def findings(cluster: ClusterFile, environ: Mapping[str, str] = os.environ) -> l
         *version_findings(cluster),
         *_head_start(cluster),
         *_token(cluster),
+        *head_findings(cluster),
         *_storage(cluster),
     ]
 
@@ -60,10 +62,10 @@ def _local(cluster: ClusterFile, environ: Mapping[str, str]) -> Iterator[Finding
     if cluster.provider != "local":
         return
     # `ray up` puts its export before the head's command, so one in the command itself has the last word.
-    switches = environ.get("RAY_UP_enable_autoscaler_v2"), exported(cluster, _HEAD, "RAY_enable_autoscaler_v2")
+    switches = environ.get("RAY_UP_enable_autoscaler_v2"), exported(cluster, HEAD, "RAY_enable_autoscaler_v2")
     if "0" not in switches:
         rule = "does not work with Ray's autoscaler v2, which is the default"
-        fix = f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {_HEAD}"
+        fix = f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {HEAD}"
         yield warning("provider.type", "local", rule, fix)
     provider = cluster.config["provider"]
     head, workers = provider.get("head_ip"), list(provider.get("worker_ips") or ())
@@ -126,20 +128,20 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
-    text = "\n".join(cluster.commands[_HEAD])
+    text = "\n".join(cluster.commands[HEAD])
     for host in re.findall(r"--dashboard-host[=\s]+(\S+)", text):
         if not _is_loopback(host.strip("'\"")):
             rule = "must be the head's loopback: the dashboard runs the code of whoever may use it"
             fix = "write --dashboard-host=127.0.0.1 and use `ray dashboard FILE`"
-            yield warning(_HEAD, f"--dashboard-host={host}", rule, fix)
+            yield warning(HEAD, f"--dashboard-host={host}", rule, fix)
     if "ray start" in text and "--autoscaling-config" not in text:
         rule = "must give `ray start` its --autoscaling-config, or no worker is ever started"
-        yield error(_HEAD, MISSING, rule, "add --autoscaling-config=~/ray_bootstrap_config.yaml")
-    yield from reaction_findings(_HEAD, lambda name: exported(cluster, _HEAD, name))
+        yield error(HEAD, MISSING, rule, "add --autoscaling-config=~/ray_bootstrap_config.yaml")
+    yield from reaction_findings(HEAD, lambda name: exported(cluster, HEAD, name))
 
 
 def _token(cluster: ClusterFile) -> Iterator[Finding]:
-    modes = {field: exported(cluster, field, "RAY_AUTH_MODE") for field in (_HEAD, _WORKER)}
+    modes = {field: exported(cluster, field, "RAY_AUTH_MODE") for field in (HEAD, WORKER)}
     for field, mode in modes.items():
         if mode != "token":
             value = f"RAY_AUTH_MODE={mode}" if mode else MISSING
@@ -149,46 +151,25 @@ def _token(cluster: ClusterFile) -> Iterator[Finding]:
         fix = f"send the token by `file_mounts: {{{_TOKEN_FILE}: {_TOKEN_FILE}}}`"
         yield error("RAY_AUTH_TOKEN", MISSING, SECRET, fix)
     elif "token" in modes.values():
-        place = exported(cluster, _HEAD, "RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
-        if not any(_same_file(mount, place) for mount in cluster.config["file_mounts"]):
+        place = exported(cluster, HEAD, "RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
+        if not brings(cluster, place):
             rule = f"must bring the token to {place}, or no node can join"
             fix = f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)"
             yield error("file_mounts", MISSING, rule, fix)
 
 
-def _same_file(mount: str, place: str) -> bool:
-    """Whether two paths on a node are one; /home/ubuntu and /root are what `~` means there."""
-    return mount == place or (place.startswith("~") and mount.startswith("/") and mount.endswith(place[1:]))
-
-
 def _storage(cluster: ClusterFile) -> Iterator[Finding]:
-    head, worker = exported(cluster, _HEAD, "PACELINE_STORAGE"), exported(cluster, _WORKER, "PACELINE_STORAGE")
-    for field, value in ((_HEAD, head), (_WORKER, worker)):
+    head, worker = exported(cluster, HEAD, "PACELINE_STORAGE"), exported(cluster, WORKER, "PACELINE_STORAGE")
+    for field, value in ((HEAD, head), (WORKER, worker)):
         if not value:
             rule = "must export PACELINE_STORAGE, or checkpoints stay on one node and die with it"
             fix = "put `export PACELINE_STORAGE=s3://BUCKET/PREFIX;` before `ray start`"
             yield warning(field, MISSING, rule, fix)
     if head and worker and head != worker:
         rule = f"differs from the head's, {head}"
-        yield error(_WORKER, f"PACELINE_STORAGE={worker}", rule, "write the same place in both")
+        yield error(WORKER, f"PACELINE_STORAGE={worker}", rule, "write the same place in both")
     elif head and worker and _OWN_DISK.match(head):
         rule = "is on each node's own disk, where no other node finds a checkpoint"
-        yield error(_HEAD, f"PACELINE_STORAGE={head}", rule, "name a bucket, or a directory on NFS")
+        yield error(HEAD, f"PACELINE_STORAGE={head}", rule, "name a bucket, or a directory on NFS")
     elif worker:
         yield from access_findings(cluster, worker)
-
-
-def exported(cluster: ClusterFile, field: str, name: str) -> str | None:
-    """Return the value that `name` has where `ray start` runs: set in that command, or in a profile by set-up.
-
-    Each command has a shell of its own, so an export in another start command does not count.
-    """
-    setup = "head_setup_commands" if field.startswith("head") else "worker_setup_commands"
-    both = [*cluster.commands["setup_commands"], *cluster.commands[setup]]
-    profile = [command for command in both if "bashrc" in command or "profile" in command]
-    starts = [command.split("ray start")[0] for command in cluster.commands[field] if "ray start" in command]
-    found = None
-    for command in [*profile, *starts]:
-        for match in re.finditer(rf"(?<!\w){name}=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)", command):
-            found = match[1].strip("'\"")
-    return found

@@ -1,1 +1,1 @@
-"""A job with a deadline on spot machines: which machines it runs on, and how often it writes a checkpoint."""
+"""Spot machines: on which a job with a deadline runs, how often it writes a checkpoint, and the notice of their end."""

@@ -80,7 +80,9 @@ def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path
     frame = rows[rows["purpose"] == "trial"]
     assert len(frame) == 8
     repeated = rows[rows["purpose"] == "repeat"]
-    assert len(repeated) in (0, 4, 6), "two repeats of two or three finalists, where single runs are near each other"
+    counts = repeated.groupby(["global_batch_size", "precision"]).size()
+    assert len(counts) in (0, 2, 3), "finalists, where single runs are near each other"
+    assert counts.isin(range(2, 17)).all()
     assert set(frame["status"]) == {"done"}
     assert sorted(frame["global_batch_size"].unique()) == [16, 32, 64, 128]
     assert sorted(frame["precision"].unique()) == ["bf16", "fp32"]
@@ -100,7 +102,7 @@ def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path
     best = frame[frame["id"] == summary["best"]["id"]].iloc[0]
     if len(repeated):
         repeats = repeated[repeated["global_batch_size"] == best["global_batch_size"]]
-        assert len(repeats[repeats["precision"] == best["precision"]]) == 2, "the best is one of those run again"
+        assert len(repeats[repeats["precision"] == best["precision"]]) >= 2, "the best is one of those run again"
     else:
         assert best["time_to_target_s"] == frame["time_to_target_s"].min()
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from tests.specs import REPOSITORY, evaluations, losses, tree
+from tests.tasks import Blobs
 from trainers.data.sample_digest import digest
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
+from trainers.loop import growth
+from trainers.loop.growth import Verdict
 
 
 def spec(tmp_path: Path, name: str, workers: int, kill_at: Sequence[int] = (), **changes: Any) -> RunSpec:
@@ -47,6 +50,46 @@ def test_killed_and_resumed_on_other_numbers_of_workers(tmp_path: Path) -> None:
     assert len(losses(last)) == 40
     for ours, theirs in zip(evaluations(last), evaluations(unbroken), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10)
+
+
+def test_so_is_a_run_whose_batch_size_changes_in_mid_epoch(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "batch_schedule": [{"until_samples": 130, "size": 12}, {"until_samples": 300, "size": 31}, {"size": 50}],
+        "global_batch_size": None,
+        "microbatch_size": 7,
+        "lr_scaling": {"rule": "linear", "base_batch_size": 12},
+        "lr_schedule__name": "cosine",
+        "lr_schedule__warmup": 0.1,
+        "max_steps": None,
+        "epochs": 6,
+    }
+    unbroken = spec(tmp_path, "unbroken", 1, launcher="local", **changes)
+    result = run_local(unbroken)
+    run_killed(spec(tmp_path, "moved", 2, [24], **changes), "moved-killed")
+    moved = spec(tmp_path, "moved", 3, [24], **changes)
+    assert run_spawn(moved).samples == result.samples == 6 * 203
+    assert losses(moved) == pytest.approx(losses(unbroken), rel=1e-12)
+    assert len(losses(moved)) == result.steps
+
+
+class Hasty(Blobs):
+    """Compares batch sizes soon and by few steps, and takes the larger where the noise scale was measured."""
+
+    def __init__(self, **args: Any) -> None:
+        super().__init__(**args)
+        growth.PARTS, growth.WAIT, growth.LEFT = 4, 1, 2
+        growth.judge = lambda size, smaller, larger, noise_scale: Verdict(noise_scale is not None, "")
+
+
+def test_the_batch_that_two_workers_have_grown_is_a_schedule_that_runs_again_to_the_bit(tmp_path: Path) -> None:
+    """Gradients are measured by DDP's hook, which is not there the second time."""
+    changes: dict[str, Any] = {"max_steps": None, "epochs": 1, "task": f"{__name__}:Hasty"}
+    auto = spec(tmp_path, "auto", 2, **changes, global_batch_size="auto", auto_batch__start=2)
+    result = run_spawn(auto)
+    assert result.batch_schedule == [{"until_samples": 16, "size": 2}, {"size": 16}]
+    again = spec(tmp_path, "again", 2, **changes, global_batch_size=None, batch_schedule=result.batch_schedule)
+    run_spawn(again)
+    assert losses(again) == losses(auto)
 
 
 def state(of: RunSpec) -> Any:

@@ -72,6 +72,19 @@ def test_captured_steps_have_the_curve_of_the_same_steps_uncaptured(
     assert captured.metrics["val_loss"] == uncaptured.metrics["val_loss"]
 
 
+def test_each_size_of_a_schedule_is_captured(
+    replays: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [{"until_samples": 300, "size": 24}, {"size": 30}]
+    options = OPTIONS | {"global_batch_size": None, "batch_schedule": sizes, "max_steps": 30}
+    train(CUDA, tmp_path / "captured", Images(samples=123), **options)
+    # Of 12 full steps of 24 and 12 of 30 the first three each are the warm-up; six steps are short.
+    assert len(replays) == 12 - 3 + 12 - 3
+    monkeypatch.setattr(graphs, "CudaCapture", Uncaptured)
+    train(CUDA, tmp_path / "uncaptured", Images(samples=123), **options)
+    assert curve(tmp_path / "captured") == curve(tmp_path / "uncaptured")
+
+
 @pytest.mark.parametrize("way", ["adamw", "sgd", "fp16"])
 def test_captured_steps_train_as_plain_ones(way: str, replays: list[int], tmp_path: Path) -> None:
     """Close, not equal: the learning rate of a captured step is a float32."""

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +41,24 @@ for line in sys.stdin:
 """
 
 
-def derived(workers: list[str]) -> dict[str, Any]:
-    """cluster/onprem.yaml for the lab: its addresses, its login, its shared directory, and nothing to install."""
+def with_redis(text: str) -> str:
+    """cluster/onprem.yaml with cluster/onprem-redis.patch."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "onprem.yaml")
+        file.write_text(text, encoding="utf-8")
+        patch = REPOSITORY / "cluster" / "onprem-redis.patch"
+        subprocess.run(["patch", "--quiet", "--fuzz=0", str(file), str(patch)], check=True)
+        return file.read_text(encoding="utf-8")
+
+
+def derived(workers: list[str], redis: bool = False) -> dict[str, Any]:
+    """cluster/onprem.yaml for the lab: its addresses, its login, its shared directory, and nothing to install.
+
+    `redis`: with its patch, for a Redis on `ctl`.
+    """
     text = (REPOSITORY / "cluster" / "onprem.yaml").read_text(encoding="utf-8")
+    if redis:
+        text = with_redis(text).replace("rediss://192.168.0.13:", f"rediss://{address_of(CONTROL)}:")
     tree: dict[str, Any] = yaml.safe_load(re.sub(r"(?<=[\s=])/nfs\b", "/srv/nfs", text))
     tree["provider"] |= {"head_ip": address_of(HEAD), "worker_ips": [address_of(name) for name in workers]}
     tree["auth"] |= {"ssh_user": "root", "ssh_private_key": SSH_KEY}
@@ -57,12 +73,12 @@ def derived(workers: list[str]) -> dict[str, Any]:
 class OnPremises:
     """A cluster that `ray up` made of a lab's hosts; commands are typed on `ctl`, in the repository."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, redis: bool = False) -> None:
         self.lab = lab
         self._tunnel: subprocess.Popen[str] | None = None
         self._fetching: dict[str, subprocess.Popen[str]] = {}
         self._hosts = {address_of(name): name for name in lab.names}
-        tree = derived(lab.names[1:])
+        tree = derived(lab.names[1:], redis)
         (lab.home(CONTROL) / Path(FILE).name).write_text(yaml.safe_dump(tree, sort_keys=False))
 
     def type(self, *command: str, timeout_s: float = 120, check: bool = True, **settings: str) -> str:
@@ -72,9 +88,10 @@ class OnPremises:
         return self.lab.run(CONTROL, *line, timeout_s=timeout_s, check=check, cwd=str(REPOSITORY)).stdout
 
     def up(self) -> str:
-        """A token, `ray up -y`, and `ray dashboard`, which stays."""
+        """A token, `ray up -y`, and `ray dashboard`, which stays; anew after the head's power cut."""
         self.type("ray", "get-auth-token", "--generate")
         printed = self.type("ray", "up", "-y", FILE, timeout_s=240)
+        self._hang_up()
         self._tunnel = self.lab.popen(
             CONTROL, "ray", "dashboard", FILE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -84,10 +101,13 @@ class OnPremises:
     def down(self) -> str:
         """`ray down -y`, and the end of the tunnel."""
         printed = self.type("ray", "down", "-y", FILE, timeout_s=120)
+        self._hang_up()
+        return printed
+
+    def _hang_up(self) -> None:
         if self._tunnel is not None:
             self._tunnel.terminate()
             self._tunnel.wait()
-        return printed
 
     @property
     def token(self) -> str:
@@ -113,9 +133,14 @@ class OnPremises:
         assert status == 200, body
         return json.loads(body)
 
-    def submit(self, *entrypoint: str, timeout_s: float = 180, wait: bool = True) -> str:
-        """`ray job submit --working-dir .` through the tunnel; its log, or the id where it is not waited for."""
+    def submit(self, *entrypoint: str, timeout_s: float = 180, wait: bool = True, host: str = HEAD) -> str:
+        """`ray job submit --working-dir .` through the tunnel; its log, or the id where it is not waited for.
+
+        `host`: where the driver runs.
+        """
         options = ["--address", DASHBOARD, "--working-dir", ".", *([] if wait else ["--no-wait"])]
+        if host != HEAD:
+            options += ["--entrypoint-resources", json.dumps({f"node:{address_of(host)}": 0.001})]
         printed = self.type("ray", "job", "submit", *options, "--", *entrypoint, timeout_s=timeout_s)
         if wait:
             return printed

@@ -23,8 +23,8 @@ from urllib.parse import urlencode
 
 import pytest
 
-from tests.lab import hosts
-from tests.lab.hosts import REPOSITORY, Lab, address_of, outside
+from tests.lab.fixtures import lab_of
+from tests.lab.hosts import REPOSITORY, Lab, address_of
 from tests.lab.on_premises import DASHBOARD, HEAD, OWN, OnPremises, derived, wait_for
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
@@ -39,14 +39,8 @@ INTERVAL = 500
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if why := hosts.missing():
-        pytest.skip(f"there can be no lab here: {why}")
-    before = outside()
-    with Lab(num_hosts=3) as lab:
+    with lab_of(3) as lab:
         yield lab
-    assert lab.processes() == []
-    assert not lab.directory.exists()
-    assert outside() == before
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab import hosts
-from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of, outside
+from tests.lab.fixtures import lab_of
+from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of
 from tests.lab.on_premises import wait_for
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
@@ -134,17 +134,11 @@ class Slurm:
 
 @pytest.fixture
 def slurm() -> Iterator[Slurm]:
-    if why := hosts.missing():
-        pytest.skip(f"there can be no lab here: {why}")
     absent = [name for name in ("munged", "slurmctld", "slurmd", "sbatch") if shutil.which(name) is None]
     if absent:
         pytest.skip(f"not installed: {', '.join(absent)} (apt-get install munge slurmctld slurmd slurm-client)")
-    before = outside()
-    with Lab(num_hosts=len(NODES)) as lab:
+    with lab_of(len(NODES)) as lab:
         yield Slurm(lab)
-    assert lab.processes() == []
-    assert not lab.directory.exists()
-    assert outside() == before
 
 
 def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm: Slurm) -> None:

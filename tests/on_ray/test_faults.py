@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import Cluster
-from tests.on_ray.nodes import RAY, Node, another_node
+from tests.metadata_service import metadata_service
+from tests.on_ray.nodes import Node, another_node
 from tests.specs import evaluations, losses, make
 from tests.waits import when
 from trainers.launch.local import run_local
@@ -94,10 +97,8 @@ def second_node(cluster: Cluster, driver: Any) -> Iterator[Node]:
 
 @pytest.mark.campaign  # the lab drains a host, too
 @pytest.mark.full
-def test_a_drained_node_costs_no_step(
-    tmp_path: Path, cluster: Cluster, second_node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray says that a node will be taken: all ranks keep the state at once, and go on with one worker less."""
+def test_a_drained_node_costs_no_step(tmp_path: Path, second_node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watcher hears that EC2 takes a machine: all ranks keep the state at once, and go on with one worker less."""
     from trainers.on_ray.trainer import run_on_ray
 
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")  # off where the cluster is embedded
@@ -116,21 +117,19 @@ def test_a_drained_node_costs_no_step(
         checkpoint__every_steps=100_000,
         task_args={"pause_s": 0.01, "pids": str(started)},
     )
-    # fmt: off
-    drain = [
-        RAY, "drain-node", f"--address={cluster.address}", f"--node-id={second_node.id}",
-        "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=8",
-    ]
-    # fmt: on
+    with metadata_service() as machine:
+        command = [sys.executable, "-m", "cluster", "watch", "aws", "--address", machine.address]
+        watcher = subprocess.Popen([*command, "--node", second_node.id], stdout=subprocess.PIPE, text=True)
 
-    def take_away() -> None:
-        time.sleep(2)  # amid the first steps: the log is on storage only when something is kept
-        subprocess.run(drain, check=True, capture_output=True)
-        time.sleep(8)  # the deadline
-        second_node.cut_power()
+        def take_away() -> None:
+            time.sleep(2)  # amid the first steps: the log is on storage only when something is kept
+            machine.action = {"action": "terminate", "time": datetime.fromtimestamp(time.time() + 12, UTC).isoformat()}
+            time.sleep(12)  # the deadline
+            second_node.cut_power()
 
-    when(started.exists, take_away)
-    result = run_on_ray(spec)
+        when(started.exists, take_away)
+        result = run_on_ray(spec)
+        assert "Ray drains the node" in watcher.communicate(timeout=30)[0]
     assert (result.status, result.world_size) == ("done", 1)
     records = [record["step"] for record in read_log(spec.storage) if "train_loss" in record]
     assert records == sorted(set(records)), "no step is logged twice"

@@ -59,12 +59,13 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     )
     killed = start([file], cluster)
     deadline = time.monotonic() + 120
-    while not names(tmp_path / "sweep" / "trials"):
+    trials = tmp_path / "sweep" / "trials"
+    while not [*trials.glob("*.json")]:  # a record that is being written lies beside its place
         assert killed.poll() is None, killed.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
     kill(killed)
-    before = {path.name: path.read_text() for path in (tmp_path / "sweep" / "trials").iterdir()}
+    before = {path.name: path.read_text() for path in trials.glob("*.json")}
     monkeypatch.setattr("trainers.on_ray.connect.disconnect", lambda: None)  # this process stays in the cluster
     assert tune(["resume", str(tmp_path / "sweep")]) == 0
     said = capsys.readouterr().out
@@ -72,7 +73,7 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     spec = read_sweep(file, {})
     records = {(r.config["batch_size_per_worker"], r.config["train_loop_config.place"]): r for r in journal(spec)}
     assert len(records) == 9
-    assert before.items() <= {path.name: path.read_text() for path in (tmp_path / "sweep" / "trials").iterdir()}.items()
+    assert before.items() <= {path.name: path.read_text() for path in trials.iterdir()}.items()
     for place in ("forward", "backward", "optimizer"):
         assert records[64, place].message.startswith("rank 1: OutOfMemoryError: CUDA out of memory")
         assert records[128, place].message.startswith("a batch of 128 is not tried: one of 64 ran out of memory")

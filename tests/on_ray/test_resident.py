@@ -34,6 +34,19 @@ class Mine(Blobs):
         return {"process": torch.full(shape, float(os.getpid()), dtype=torch.float64), "edit": torch.ones(shape)}
 """
 
+FUNCTION = """
+import os, tempfile
+from pathlib import Path
+import ray.train
+
+def train(config):
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "weights").write_text("7")
+        stored = ray.train.Checkpoint.from_directory(directory)
+        ray.train.report({"loss": config["lr"], "process": float(os.getpid())}, checkpoint=stored)
+    assert Path(ray.train.get_checkpoint().path).parents[2].name == config["sweep"], ray.train.get_checkpoint()
+"""
+
 
 @pytest.fixture
 def sweep(tmp_path: Path, command: Callable[..., Done], cluster: Cluster, driver: Any) -> Callable[..., Done]:
@@ -118,6 +131,23 @@ def test_the_next_sweep_takes_the_lanes_over_and_anybody_else_gets_what_they_hol
     )
     assert job.stdout.strip() == "7", job.stderr
     wait(gone, 30)
+
+
+def test_a_sweep_of_another_function_takes_them_over_in_a_fresh_process(
+    tmp_path: Path, sweep: Callable[..., Done]
+) -> None:
+    (tmp_path / "function.py").write_text(FUNCTION)
+    tree = yaml.safe_load((tmp_path / "sweep.yaml").read_text())
+    tree |= {"space": {"train_loop_config.lr": [0.1, 0.2]}, "objective": {"metric": "loss", "mode": "min"}}
+    for name in ("first", "second"):
+        tree["train"] = {"train_func": "function:train", "train_loop_config": {"lr": 0.1, "sweep": name}}
+        (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
+        done = sweep("--name", name, "--keep_lanes_s", "20" if name == "first" else "1")
+        assert done.code == 0, done.err
+        assert "lanes started again" not in done.out + done.err
+    [first], [second] = found(tmp_path, "first", "process"), found(tmp_path, "second", "process")
+    assert first != second
+    wait(gone, 60)  # also while they start again
 
 
 def test_an_elastic_run_that_reserves_nothing_yet_gets_what_they_hold(sweep: Callable[..., Done]) -> None:

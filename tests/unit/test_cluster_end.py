@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import ray
 import trainers.on_ray.cluster_end as end
 
-end._LOOK_S, end._PATIENCE_S = 0.05, 0.5
+end._LOOK_S, end._RAYS_PATIENCE_S = 0.05, 2 / 3
 dead = {"embedded": [("raylet", SimpleNamespace(returncode=-9))], "dashboard": [("dashboard", None)]}
 node = SimpleNamespace(
     dead_processes=lambda: dead.get(sys.argv[1], []) if found.is_set() else [],
@@ -55,3 +55,10 @@ def test_a_cluster_that_is_gone(kind: str, code: int, out: str, err: str) -> Non
     assert (done.returncode, done.stdout) == (code, out), done.stderr
     assert done.stderr.endswith(err)
     assert done.stderr.count("error:") == code
+
+
+@pytest.mark.parametrize(("said", "patience_s"), [(None, 45), ("600", 450), ("20", 15), ("soon", 45)])
+def test_a_head_may_be_away_for_less_than_ray_waits(said: str | None, patience_s: float) -> None:
+    from trainers.on_ray.cluster_end import _patience_s
+
+    assert _patience_s({} if said is None else {"RAY_gcs_rpc_server_reconnect_timeout_s": said}) == patience_s

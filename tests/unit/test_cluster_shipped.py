@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gzip
+import os
 import re
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +175,32 @@ def test_start_commands_agree(name: str) -> None:
     assert worker["RAY_AUTH_MODE"] == "token"
     assert int(worker["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
     assert int(head["RAY_health_check_failure_threshold"]) * int(head["RAY_health_check_period_ms"]) <= 5000
+
+
+@pytest.mark.parametrize("field", START_FIELDS)
+@pytest.mark.parametrize("name", ["aws", "gcp", "azure"])
+def test_what_runs_beside_ray_is_started_and_nobody_waits_for_it(name: str, field: str, tmp_path: Path) -> None:
+    """The file's own command, with commands of that name in the place of Ray's and ours."""
+    *_, command = tree_of(name)[field]
+    is_head = field.startswith("head")
+    log = Path(f"/tmp/ray/session_latest/logs/{'autoscaler' if is_head else 'spot_notices'}.log")
+    assert str(log) in command
+    (tmp_path / "ray").write_text('echo "$@" > $0.asked\n')
+    (tmp_path / "paceline-cluster").write_text('echo "$RAY_AUTH_MODE $@ $$"\nexec sleep 60\n')
+    for program in tmp_path.iterdir():
+        program.write_text("#!/bin/sh\n" + program.read_text())
+        program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_HEAD_IP": "10.0.0.1", "HOME": "/root"}
+    told = tmp_path / "log"
+    subprocess.run(["bash", "-c", command.replace(str(log), str(told))], env=environ, check=True, timeout=30)
+    asked = (tmp_path / "ray.asked").read_text().split()
+    assert asked[1:3] == (["--head", "--no-monitor"] if is_head else ["--address=10.0.0.1:6379"])
+    while not told.exists() or not told.read_text():
+        time.sleep(0.01)
+    mode, *arguments, process = told.read_text().split()
+    os.kill(int(process), signal.SIGTERM)
+    expected = ["autoscale", "/root/ray_bootstrap_config.yaml"] if is_head else ["watch", name]
+    assert (mode, arguments) == ("token", expected)
 
 
 @pytest.mark.parametrize("name", RAY_UP)

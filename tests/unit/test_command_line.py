@@ -102,7 +102,7 @@ def test_without_arguments_the_help_is_printed(door: str, capsys: pytest.Capture
     ("door", "args", "words"),
     [
         ("cluster", ["validat", "x"], "`validat` is not a command of `python -m cluster`; did you mean `validate`?"),
-        ("cluster", ["--strict"], "its commands are validate, plan, check, start, stop, status"),
+        ("cluster", ["--strict"], "its commands are validate, plan, prices, check, start, stop, status"),
         ("trainers", ["evalute", "results/digits"], "did you mean `evaluate`?"),
         ("tune", ["resum", "results/sweep"], "did you mean `resume`?"),
     ],

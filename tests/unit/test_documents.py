@@ -118,7 +118,7 @@ def test_yaml_is_read_by_the_configuration(block: Block) -> None:
     else:
         missing = {key for key in RUN if key not in tree}
         missing -= {"epochs"} if "max_steps" in tree else set()
-        missing -= {"global_batch_size"} if "batch_size_per_worker" in tree else set()
+        missing -= {"global_batch_size"} if {"batch_size_per_worker", "batch_schedule"} & set(tree) else set()
         build(TrainConfig, {key: RUN[key] for key in missing} | tree, block.page)
 
 

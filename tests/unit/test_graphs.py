@@ -220,6 +220,16 @@ def test_a_short_last_step_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture
     assert not caplog.records
 
 
+def test_a_step_of_another_size_is_captured_in_its_place() -> None:
+    capture = Fake()
+    step = make(capture)
+    train(step, [[8]] * 5)
+    step.resized()
+    train(step, [[4, 4]] * 5)
+    first, second = capture.events[:6], capture.events[6:]
+    assert first == second == ["run"] * 3 + ["record", "replay", "replay"]
+
+
 def test_batches_are_copied_not_kept() -> None:
     """A replay reads its own tensors: the loop's may be freed, or changed by whoever owns them."""
     capture = Fake()

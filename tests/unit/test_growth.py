@@ -65,3 +65,14 @@ def test_kuberays_own_object_gives_its_pods() -> None:
     nodes = allowed(_derive_autoscaling_config_from_ray_cr(cluster))
     assert [(node["CPU"], node["GPU"]) for node in nodes[1:]] == [(8, 1)] * 8
     assert (nodes[0]["CPU"], nodes[0]["GPU"]) == (0, 0)
+
+
+def test_a_driver_on_a_worker_asks_kubernetes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(growth.ray, "nodes", lambda: [{"NodeID": "head", "Resources": {"node:__internal_head__": 1.0}}])
+    monkeypatch.setattr(growth, "_of_kuberay", lambda name: {"named": name})
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "paceline")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert growth._file.__wrapped__("worker") == {}
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert growth._file.__wrapped__("worker") == {"named": "paceline"}

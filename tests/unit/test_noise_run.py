@@ -32,18 +32,18 @@ class Normed(Blobs):
 
 
 def test_every_twentieth_step_of_one_worker_is_taken_as_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
     known = NoiseScale.microbatch_size
 
     def note(noise: NoiseScale, step: int, usual: int) -> int:
         size = known(noise, step, usual)
-        asked.append(size)
+        asked.append((usual, size))
         return size
 
     monkeypatch.setattr(NoiseScale, "microbatch_size", note)
     result = run_local(make(tmp_path, max_steps=45, noise_scale=True, global_batch_size=23))
-    assert [step for step, size in enumerate(asked) if size != 23] == [0, 20, 40]
-    assert {asked[0], asked[20], asked[40]} == {12}
+    assert [step for step, (whole, size) in enumerate(asked) if size != whole] == [0, 20, 40]
+    assert {asked[0], asked[20], asked[40]} == {(23, 12)}
     assert (result.microbatch_size, result.accumulation) == (23, 1)
 
 

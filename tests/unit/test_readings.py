@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainers.devices.energy import EnergyMeter
 from trainers.devices.nvml import GpuReadings
 
 GPU = torch.device("cuda", 1)
@@ -27,6 +28,7 @@ class FakeNvml(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("pynvml")
         self.loads = iter([20, 60])
+        self.energies = iter([5_000, 9_500])
         self.reasons = iter([0x1 | 0x4, 0x20])
         self.by_uuid = {"GPU-11112222": "second"}
         self.by_address = {"00000000:3B:00.0": "by address"}
@@ -56,6 +58,11 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
         return 312_500
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        if handle != "second":
+            raise NVMLError("not supported")
+        return next(self.energies)
 
     def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
         raise NVMLError("not supported")
@@ -97,6 +104,15 @@ def test_means_of_the_samples_and_every_reason_met(nvml: FakeNvml, now: list[flo
     assert readings.take() is None, "nothing new within a second"
     readings.close()
     assert nvml.open == 0
+
+
+def test_energy_is_what_the_gpu_has_used_since_the_meter_began(nvml: FakeNvml) -> None:
+    readings = GpuReadings(GPU)
+    meter = EnergyMeter(GPU, readings)
+    assert (meter.used_j(), meter.source) == (4.5, "11112222")
+    readings.close()
+    nvml.by_uuid = {"MIG-11112222": "slice"}
+    assert EnergyMeter(GPU, GpuReadings(GPU)).used_j() is None, "a slice has no counter"
 
 
 def test_a_device_that_nvml_knows_by_address_only(nvml: FakeNvml) -> None:

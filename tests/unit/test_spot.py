@@ -76,6 +76,13 @@ def test_the_policy_uses_what_it_is_told_of_the_rates() -> None:
     assert ExpectedCost(SpotRates(600, 36_000)).choose(state) == "on-demand"
 
 
+@pytest.mark.parametrize("mean_up_h", [3, 30, 300, 3000])
+def test_spot_that_is_rarely_taken_back_is_used(mean_up_h: int) -> None:
+    policy = ExpectedCost(SpotRates(mean_up_h * 3600, 3600))
+    out = play(Job(4 * 3600, 6 * 3600, 120, 1, 3, checkpoint_s=10), np.ones(400, bool), 60.0, policy)
+    assert out.on_demand_s < 0.02 * out.spot_s
+
+
 def test_rates_are_those_observed_beside_the_given() -> None:
     rates = SpotRates(mean_up_s=1000, mean_down_s=500)
     assert (rates.up, rates.down) == (1000, 500)
@@ -91,6 +98,7 @@ def test_rates_are_those_observed_beside_the_given() -> None:
 def test_the_interval_of_young_and_daly_costs_less_than_others() -> None:
     assert checkpoint_interval_s(10, 3600) == pytest.approx(268.3, abs=0.1)
     assert checkpoint_interval_s(4000, 3600) == 3600
+    assert checkpoint_interval_s(10, 1e9) == pytest.approx(1000)
     available = SpotRates(3600, 1).draw(40_000, 30, np.random.default_rng(0))
 
     def usd(interval_s: float | None) -> float:

@@ -50,6 +50,18 @@ def test_it_trains_as_a_dataset_of_the_same_samples_in_its_order(tmp_path: Path,
         assert evaluations(spec)[-1]["val_loss"] == evaluations(plain)[-1]["val_loss"]
 
 
+def test_so_it_does_where_the_batch_size_changes(tmp_path: Path) -> None:
+    sizes = {"batch_schedule": [{"until_samples": 50, "size": 24}, {"size": 40}], "global_batch_size": None}
+    spec = make(tmp_path / "stream", **changes("numbered", max_steps=6, **sizes))
+    for end in (2, 3, 6):  # before the change, right after its short step, and beyond
+        run_local(make(tmp_path / "stream", **changes("numbered", max_steps=end, **sizes)))
+    task = {"task": f"{__name__}:InOrder", "task_args": {"dtype": "float64"}}
+    plain = make(tmp_path / "plain", **changes("numbered", max_steps=6, **sizes) | task)
+    result = run_local(plain)
+    assert losses(spec) == losses(plain)
+    assert result.samples == 50 + 3 * 40
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_cut_and_resumed_it_goes_on_to_the_bit(tmp_path: Path, kind: str, workers: int) -> None:

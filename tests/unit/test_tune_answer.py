@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.report_records import config, done, failed, trial
-from tune.config import Objective
+from tune.objective import Objective
 from tune.report.answer import answer, objective_value
 from tune.report.words import labels, shown
 
@@ -56,7 +56,8 @@ def test_the_sentence_says_the_margin_and_the_throughputs_winner() -> None:
     assert answer(config(), done()).sentence == (
         "global_batch_size 64 with bf16 reaches val_accuracy 0.97 in 3.12 s of training, but the next (32, bf16) needs "
         "4.02 s: one run each cannot tell the first 7 apart, and they count as equal. "
-        "The highest throughput, 12,300 samples/s, has global_batch_size 256 with fp32, which needs 5.23 s."
+        "The highest throughput, 12,300 samples/s, has global_batch_size 256 with fp32, which needs 5.23 s. "
+        "Another trial may still be up to 1.53 times as fast (95 % confidence)."
     )
     assert answer(config("val_accuracy"), done()).sentence.startswith(
         "global_batch_size 64 with bf16 has the highest val_accuracy, 0.9819, "

@@ -11,7 +11,8 @@ from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
-from tune.config import Objective, SweepConfig
+from tune.config import SweepConfig
+from tune.objective import Objective
 
 BASE: dict[str, Any] = {
     "train": "train.yaml",
@@ -53,6 +54,15 @@ def test_the_defaults_are_a_sweep() -> None:
         ({"space": {"global_batch_size": {"min": 8, "max": 8}}}, "space.global_batch_size.max", "greater than min"),
         ({"space": {"global_batch_size": {"min": 0, "max": 8}}}, "space.global_batch_size.min", "at least 1"),
         ({"space": {"optimizer.lr": {"uniform": [0.1, 0.2]}}}, "search", "search: random"),
+        (
+            {
+                "search": "frontier",
+                "objective": {"metric": "time_to_target", "target": {"val_loss": 1.0}},
+                "space": {"global_batch_size": [8, "auto"]},
+            },
+            "space.global_batch_size",
+            "no size",
+        ),
         ({"search": "random"}, "budget.trials", "how many"),
         ({"search": "optuna"}, "budget.trials", "how many"),
         ({"search": "gird"}, "search", "'grid', 'random', 'optuna' or 'frontier'"),

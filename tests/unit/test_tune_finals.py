@@ -11,15 +11,17 @@ import pytest
 
 from tests.unit import report_records
 from tests.unit.report_records import TRAIN, done
-from tune.config import Objective, SweepConfig
+from tune.config import SweepConfig
+from tune.objective import Objective
 from tune.report.answer import answer
-from tune.search.finalists import contenders, crowding, finals, pressure, repeats_to_run, rivals
+from tune.search.finalists import contenders, crowding, finals, most_ahead, pressure, repeats_to_run, rivals
+from tune.trials.interval import Interval
 from tune.trials.journal import trial_id
-from tune.trials.record import PROBE_STEPS, TrialRecord, Until
+from tune.trials.record import PROBE_STEPS, TrialRecord, Until, crossing_s
 
 
 def config(metric: str = "time_to_target", **changes: Any) -> SweepConfig:
-    return report_records.config(metric, **{"finalists": {"count": 2}, **changes})
+    return report_records.config(metric, **{"finalists": {"count": 2, "repeats": 2}, **changes})
 
 
 def repeat(record: TrialRecord, seed: int, time_s: float | None, **changes: Any) -> TrialRecord:
@@ -45,9 +47,41 @@ def test_the_fastest_that_one_run_each_cannot_tell_apart() -> None:
     assert [record.time_to_target_s for record in near] == [3.12, 4.02, 4.31, 4.4, 4.48, 4.61, 5.23]
     assert contenders(config(finalists={"count": 1}), done()) == found[:1]
     assert contenders(config(finalists={"count": 0}), done()) == []
-    assert contenders(report_records.config(), done()) == []  # a grid's trials are its answer, unless it is asked for
-    assert report_records.config(search="frontier").num_finalists == 3
+    assert len(contenders(config(finalists={}), alone(1.0))) == 7  # 15 s have room for two repeats of each
     assert contenders(config("val_accuracy"), done()) == []
+
+
+def alone(cost_s: float) -> list[TrialRecord]:
+    """The sweep of report_records, whose trials held their lanes for so long each."""
+    return [dataclasses.replace(record, end_time=record.start_time + cost_s) for record in done()]
+
+
+def test_repeats_take_no_longer_than_their_share_of_the_search() -> None:
+    """Eight trials of 100 s on two lanes took 400 s: two finalists have time for two repeats of 100 s in all of it."""
+    for share, count in ((0.5, 0), (1.0, 2), (2.0, 4)):
+        assert len(contenders(config(finalists={"share": share}), alone(100.0))) == count
+    assert len(contenders(config(finalists={"count": 3}), alone(100.0))) == 3  # asked for
+    assert len(contenders(config(search="frontier", finalists={}), alone(100.0))) == 3
+    for share, rounds in ((0.0, 2), (1.4, 2), (1.5, 3), (100.0, 4)):
+        asked, records = config(finalists={"count": 2, "share": share}), alone(100.0)
+        near = contenders(asked, records)
+        for seed in range(1, rounds + 1):
+            assert [wanted for _, wanted in repeats_to_run(asked, TRAIN, records)][:1] == [seed]
+            records += [repeat(one, seed, 4.0) for one in near]
+        left = [seed for _, seed in repeats_to_run(asked, TRAIN, records)]
+        assert left == ([] if share < 100 else [5, 5, 6, 6, 7, 7, 8, 8])
+
+
+def test_repeats_go_on_until_it_is_clear_who_is_first() -> None:
+    asked, records = config(finalists={"count": 2}), alone(1.0)
+    near, seeds = contenders(asked, records), []
+    while wanted := repeats_to_run(asked, TRAIN, records):
+        finalist, seed = wanted[0]
+        seeds.append(seed)
+        records.append(repeat(finalist, seed, (4.0 if finalist is near[0] else 7.0) + 0.01 * seed))
+    assert seeds == [1, 1, 2, 2, 3, 3, 4, 4]  # two repeats each would do, were it the only look
+    assert "1.75 times (1.2 to 2.5) faster than the next" in answer(asked, records).verdict
+    assert repeats_to_run(asked, {"train_func": "script:train"}, done()) == []
 
 
 def test_a_clear_winner_is_not_repeated() -> None:
@@ -125,8 +159,35 @@ def test_the_interval_covers_the_truth() -> None:
 
 def test_fewer_than_two_repeats_say_nothing() -> None:
     assert finals(config(), repeated({0: [4.0, 4.1], 1: [4.0]})) == []
-    assert finals(config(), repeated({0: [4.0, 4.1], 1: [4.0, None]})) == []
     assert answer(config(), repeated({0: [4.0, 4.1], 1: [4.0]})).sentence == answer(config(), done()).sentence
+
+
+def test_a_repeat_that_never_met_its_target_took_at_least_its_whole_training() -> None:
+    first, second = finals(config(), repeated({0: [4.0, None], 1: [4.1, 4.0]}))
+    assert (first.num_missed, second.num_missed) == (0, 1)
+    whole_s = done()[3].curve[-1]["train_time_s"]
+    assert second.time_s.value == pytest.approx(math.sqrt(4.0 * whole_s))
+
+
+def test_the_target_is_met_on_the_way_between_two_evaluations() -> None:
+    rows = [{"train_time_s": at, "val_accuracy": accuracy} for at, accuracy in ((1.0, 0.9), (2.0, 0.95), (3.0, 0.99))]
+    record = dataclasses.replace(done()[0], curve=rows, time_to_target_s=3.0)
+    objective = config().objective
+    assert crossing_s(objective, record) == Interval(2.0 + (0.97 - 0.95) / (0.99 - 0.95), 2.0, 3.0)
+    rows[1]["val_accuracy"] = math.nan
+    assert crossing_s(objective, record) == Interval(3.0, 2.0, 3.0)
+    first = dataclasses.replace(record, curve=rows[2:])
+    assert crossing_s(objective, first) == Interval(3.0, 0.0, 3.0)
+    assert crossing_s(objective, dataclasses.replace(record, time_to_target_s=None)) is None
+
+
+def test_what_another_trial_may_gain_is_said() -> None:
+    sure = [dataclasses.replace(one, time_to_target_s=1.0 + 20 * at) for at, one in enumerate(done()[:3])]
+    assert most_ahead(config(), sure, []) == 1.0
+    assert "No other trial is faster by more than 5% (95 % confidence)." in answer(config(), sure).notes
+    assert most_ahead(config(), done(), []) == pytest.approx(3.12 / 4.02 * 1.96, rel=0.02)
+    assert "Another trial may still be up to 1.5" in answer(config(), done()).notes
+    assert most_ahead(config(), [], []) is None
 
 
 def test_the_answer_is_the_one_that_is_fastest_alone() -> None:
@@ -140,7 +201,7 @@ def test_the_answer_is_the_one_that_is_fastest_alone() -> None:
     assert found.verdict.startswith(
         "global_batch_size 32 with bf16 reaches val_accuracy 0.97 in 4.05 s of training (95 % interval "
     )
-    assert "2 repeats alone), 1.74 times (1.2 to 2.6) faster than the next (64, bf16)." in found.verdict
+    assert "2 repeats alone), 1.74 times (1.1 to 2.8) faster than the next (64, bf16)." in found.verdict
     assert found.notes.startswith(
         "One run each cannot exclude what was not repeated: 32, fp32; 64, fp32; 128, bf16 and 2 more."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -302,40 +301,15 @@ class CoarseWorld(OddWorld):
         return Seen(place, choice.purpose, high, WHOLE, needed, speed, self.noise / 3)
 
 
-@pytest.mark.full
-def test_it_claims_no_more_than_it_knows() -> None:
-    """How often a batch size that was not tried is faster than the best by more than 5 %, and how often it says so."""
-    stated, wrong = [], []
-    for seed in range(60):
-        base = odd(seed)
-        world = CoarseWorld(base.noise, base.half_speed, base.top, seed=seed)
-        pick, seen, reason = world.search()
-        tried = {one.place for one in seen if one.purpose == "trial"}
-        chance = re.search(r"the chance that any of the \d+ that were not tried is faster .* is (\d+)%", reason)
-        if pick is None or chance is None:
-            assert "the guess of a model" in reason or "a third" in reason or "every batch size" in reason, reason
-            continue
-        stated.append(int(chance[1]) / 100)
-        best_s = world.time_s(pick)
-        wrong.append(any(world.time_s(place) < 0.95 * best_s for place in world.places if place not in tried))
-    assert len(stated) > 40
-    assert statistics.fmean(wrong) <= statistics.fmean(stated) + 0.05  # as far as 60 worlds can tell
-
-
-def test_the_chance_that_it_states_is_that_any_of_the_others_is_faster() -> None:
-    stated = []
+def test_what_the_model_says_of_the_others_is_called_its_guess() -> None:
+    """Over the curves of the digits it was right in 78 % of 199 sweeps, whatever chance it saw: none is stated."""
+    reasons = []
     for seed in range(8):
         base = odd(seed)
-        world = CoarseWorld(base.noise, base.half_speed, base.top, seed=seed)
-        _, seen, reason = world.search()
-        belief = Belief(world.places, seen)
-        rest = [index for index, place in enumerate(world.places) if place not in belief.closed]
-        if "chance that any of the" not in reason or belief.best is None:
-            continue
-        faster = belief.draws[rest] < belief.draws[belief.best] + math.log(0.95)
-        stated.append(max(0.01, float(faster.any(axis=0).mean())))
-        assert reason.endswith(f"is {stated[-1]:.0%}")
-    assert max(stated) > 0.05, "it is not the chance of one of them"
+        reasons.append(CoarseWorld(base.noise, base.half_speed, base.top, seed=seed).search()[2])
+    of_others = [reason for reason in reasons if "not tried" in reason]
+    assert of_others
+    assert all(reason.startswith("the search's model guesses that none of the") for reason in of_others)
 
 
 def test_with_too_few_trials_nothing_is_claimed_of_the_others() -> None:
@@ -347,4 +321,4 @@ def test_with_too_few_trials_nothing_is_claimed_of_the_others() -> None:
     seen += [Seen(place, "trial", 500.0, WHOLE, Interval(250.0, 0.0, 500.0), rate) for place in places[:2]]
     step = decide(places, seen, [])
     assert isinstance(step, Ended)
-    assert "the guess of a model that so few trials cannot check" in step.reason
+    assert step.reason.startswith("the search's model guesses, from few trials, that none of the 1 ")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -17,9 +18,10 @@ from trainers.storage import Storage
 from tune.lanes import worker
 from tune.lanes.messages import Assignment
 from tune.lanes.worker import LaneContext
+from tune.objective import Objective
 from tune.search.space import Suggestion, wrap
 from tune.sweeps.trial import LaneTrial
-from tune.trials.record import Until
+from tune.trials.record import CPU_PRESSURE, Until
 
 ROW = {"step": 10, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}
 TARGET = Until(("val_accuracy", 0.97))
@@ -63,6 +65,37 @@ def test_a_lane_ends_its_trial_at_the_target(until: Until, stops: bool) -> None:
     assert not context.should_stop(1.0)
     context.report(ROW | {"val_accuracy": 0.98}, None, 2.0)
     assert context.should_stop(2.0) is stops
+
+
+def test_a_lane_says_what_its_trial_has_used_so_far_where_several_objectives_ask() -> None:
+    box, gauges = Box(), cast(Any, SimpleNamespace(set=lambda figures: None))
+    watches = ("time_to_target", "peak_memory_bytes", "val_accuracy", CPU_PRESSURE)
+    context = LaneContext(box, 3, Assignment("t/1", "t", {}, watches=watches), gauges)
+    context.observe({"peak_bytes": 5.0, "energy_j": 7.0, "steps": 10.0, "settled": 0.0, "progress": 0.1})
+    context.report(ROW, None, 1.0)
+    lane(box, Until()).report(ROW, None, 1.0)
+    (_, (_, row)), (_, (_, plain)) = box.told
+    assert {name: row[name] for name in row if name not in ROW and name != CPU_PRESSURE} == {"peak_memory_bytes": 5.0}
+    assert 0 <= row.get(CPU_PRESSURE, 0.0) <= 1
+    assert plain == ROW
+
+
+def test_tune_hears_of_every_objective_and_of_a_running_trial_its_bounds(tmp_path: Path) -> None:
+    box, trial = Box(), LaneTrial.__new__(LaneTrial)
+    goal = {"metrics": ["time_to_target", "peak_memory_bytes"], "target": {"val_accuracy": 0.97}}
+    given: dict[str, Any] = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
+    trial.setup(wrap(Suggestion({"seed": 1})), **given, objective=Objective.model_validate(goal).model_dump())
+    assert box.told[0][1][0].watches == ("time_to_target", "peak_memory_bytes", "val_accuracy", CPU_PRESSURE)
+    trial._curve = [{**ROW, "peak_memory_bytes": 5.0}]
+    latest = trial._latest()
+    assert (latest["objective"], latest["objective_1"]) == (1.0, 5.0)
+    trial._curve.append({**ROW, "step": 20, "train_time_s": 2.0, "val_accuracy": 0.98, "peak_memory_bytes": 6.0})
+    record = trial._make_record({"status": "stopped", "result": {"peak_memory_bytes": 7}})
+    assert record.status == "done"
+    final = trial._final(record)
+    assert (final["objective"], final["objective_1"]) == (2.0, 7.0)
+    failed = trial._final(trial._make_record({"status": "error"}))
+    assert (failed["objective"], failed["objective_1"]) == (math.inf, math.inf)
 
 
 def test_a_hang_in_a_lane_is_told_to_the_mailbox() -> None:

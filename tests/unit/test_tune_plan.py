@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ NODE = {
     "max_workers": 5,
     "node_config": {"InstanceType": "g5.2xlarge"},
 }
-HEAD_USD, NODE_USD = (load_prices()[name].usd_per_hour for name in ("m5.2xlarge", "g5.2xlarge"))
+HEAD_USD, NODE_USD = (load_prices("aws", "us-east-1")[name].usd_per_hour for name in ("m5.2xlarge", "g5.2xlarge"))
 
 
 @pytest.fixture
@@ -210,9 +211,19 @@ def test_the_command_prints_the_plan_and_starts_nothing(user: Path, capsys: pyte
     assert not (user / "results").exists()
 
 
+def test_the_plan_as_json(user: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file, cluster = write(user, {}, {})
+    assert main(["plan", file, "--cluster", cluster, "--minutes-per-trial", "30", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["trials"], found["time_s"]) == (10, 2 * 30 * 60)
+    assert found["usd"] == pytest.approx(HEAD_USD + 5 * NODE_USD)
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (["sweep.yaml", "--what-if", "3xcpu", "--cluster", "cluster.yaml"], "has no effect with --what-if"),
+        (["sweep.yaml", "--measured", "x", "--cluster", "cluster.yaml"], "has no effect without --what-if"),
         (["--cluster", "cluster.yaml"], "`SWEEP.yaml` is required"),
         (["sweep.yaml"], "`--cluster` is required"),
         (["sweep.yaml", "--cluster", "none.yaml"], "does not exist"),

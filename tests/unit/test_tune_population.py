@@ -176,6 +176,11 @@ def test_the_mailbox_knows_which_runs_are_still_begun_with() -> None:
             "is not known at every evaluation",
         ),
         ({"finalists": {"count": 3}}, "finalists.count", "has no effect with scheduler pbt"),
+        (
+            {"objective": {"metric": "val_loss", "target": {"val_loss": 0.1}, "train_to": "target"}},
+            "objective.train_to",
+            "no effect",
+        ),
         ({"pbt": {"quantile_fraction": 0.6}}, "pbt.quantile_fraction", "0.5"),
         ({"pbt": {"perturbation_interval": 0}}, "pbt.perturbation_interval", "greater than 0"),
         ({"pbt": {"interval": 2}}, "pbt.interval", "there is no such key"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from pydantic import ValidationError
 
 from tests.unit.report_records import config
 from trainers.errors import PacelineError, StorageError
@@ -140,6 +141,21 @@ def test_a_trial_ends_at_its_target_where_the_time_to_it_is_all_that_counts() ->
     assert Until.of(config("usd_to_target", usd_per_hour=1.0).objective, probe=True).probe
     assert Until.of(config("val_accuracy").objective) == Until()
     assert Until.of(config("val_loss", objective={"target": None}).objective) == Until()
+
+
+def test_train_to_says_where_a_trial_ends() -> None:
+    whole = config(objective={"train_to": "end"}).objective
+    assert Until.of(whole) == Until()
+    assert Until.at_target(whole) == Until(("val_accuracy", 0.97))  # a repeat tells only the time
+    assert Until.of(config("val_loss", objective={"train_to": "target"}).objective) == Until(("val_accuracy", 0.97))
+    with pytest.raises(ValidationError, match=r"but needs an objective\.target"):
+        config("val_loss", objective={"target": None, "train_to": "target"})
+    rows = [{**ROW, "step": step, "train_time_s": step, "val_accuracy": 0.9 + step / 100} for step in (5.0, 8.0, 9.0)]
+    record = make_record(NAME, TRIAL, whole, 0.0, rows, {"status": "done"})
+    assert (record.status, record.time_to_target_s, record.missed_target_s) == ("done", 8.0, 5.0)
+    assert record.metrics["val_accuracy"] == 0.99
+    for purpose, status in (("trial", "stopped"), ("repeat", "done")):
+        assert make_record(NAME, TRIAL, whole, 0.0, rows, {"status": "stopped"}, None, purpose).status == status
 
 
 @pytest.mark.parametrize(("metric", "accuracy", "status"), [

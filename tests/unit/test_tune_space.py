@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import types
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from trainers.config.model import build
 from trainers.errors import ConfigError
 from tune.config import SweepConfig
-from tune.search.ray_search import searcher, tune_space
+from tune.objective import Objective
+from tune.search.ray_search import FrontScheduler, as_result, searcher, tune_space
 from tune.search.space import Suggestion, check_space, grid, planned_trials, trial_config, unwrap, wrap
+from tune.trials.record import TrialRecord
 
 TRAIN: dict[str, Any] = {
     "task": "t:T",
@@ -153,7 +156,9 @@ WIDE: dict[str, Any] = {
 }
 
 
-def optuna_trials(config: SweepConfig, count: int, before: list[tuple[dict[str, Any], float]]) -> list[dict[str, Any]]:
+def optuna_trials(
+    config: SweepConfig, count: int, before: list[tuple[dict[str, Any], list[float]]]
+) -> list[dict[str, Any]]:
     """What optuna chooses when a trial's objective is its learning rate's distance from 1e-3, in decades."""
     search = searcher(config, 2, before)
     assert search.set_search_properties(None, None, tune_space(config))  # what the Tuner does
@@ -174,12 +179,36 @@ def test_optuna_learns_from_trials_and_goes_on_from_those_of_an_earlier_start() 
     first = optuna_trials(config, 30, [])
     for trial in first:
         assert trial_config(TRAIN, trial).optimizer.lr == trial["optimizer.lr"]
-    before = [(trial, distance(trial)) for trial in first]
-    before[3] = (first[3], math.inf)  # ran out of memory
+    before = [(trial, [distance(trial)]) for trial in first]
+    before[3] = (first[3], [math.inf])  # ran out of memory
     resumed, anew = optuna_trials(config, 10, before), optuna_trials(config, 10, [])
     assert not any(trial in first for trial in resumed)
     assert anew == first[:10]  # the seed decides
     assert sum(map(distance, resumed)) < 0.6 * sum(map(distance, anew))
+
+
+def test_optuna_with_several_objectives_goes_on_from_an_earlier_start() -> None:
+    metrics = {"metrics": ["val_loss", "peak_memory_bytes"]}
+    config = make(WIDE, search="optuna", budget={"trials": 60}, objective=metrics)
+
+    def tried(count: int, before: list[tuple[dict[str, Any], list[float]]]) -> list[tuple[dict[str, Any], list[float]]]:
+        search, found = searcher(config, 2, before), []
+        assert search.set_search_properties(None, None, tune_space(config))
+        for number in range(count):
+            trial = unwrap(search.suggest(str(number))).trial
+            values = [distance(trial), float(trial["global_batch_size"])]
+            values = [math.inf, math.inf] if number == 3 else values  # ran out of memory
+            search.on_trial_complete(str(number), {**as_result(values), "training_iteration": 1})
+            found.append((trial, values))
+        return found
+
+    first = tried(30, [])
+    resumed, anew = tried(15, first), tried(15, [])
+
+    def beaten(rows: list[tuple[dict[str, Any], list[float]]]) -> int:
+        return sum(any(a < x and b < y for _, (a, b) in first) for _, (x, y) in rows)
+
+    assert beaten(resumed) < beaten(anew)
 
 
 def test_optuna_that_is_not_installed_is_said_before_any_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,3 +220,21 @@ def test_optuna_that_is_not_installed_is_said_before_any_trial(monkeypatch: pyte
         "run `pip install 'paceline[optuna]'`."
     )
     check_space(random(WIDE), TRAIN, "sweep.yaml")
+
+
+def test_a_trial_is_stopped_once_a_finished_one_is_certain_to_beat_it() -> None:
+    metrics = ["time_to_target", "peak_memory_bytes"]
+    objective = Objective.model_validate({"metrics": metrics, "target": {"val_accuracy": 0.9}})
+    records: dict[str, TrialRecord] = {}
+    why: dict[str, str] = {}
+    scheduler, trial = FrontScheduler(objective, records, None, why), types.SimpleNamespace(trial_id="t")
+
+    def goes_on(time_s: float) -> bool:
+        row = {"train_time_s": time_s, "peak_memory_bytes": 100, "val_accuracy": 0.5, "status": "running"}
+        return scheduler.on_trial_result(None, trial, row) == "CONTINUE"
+
+    assert goes_on(5.0)
+    records["f"] = TrialRecord("f", {}, "done", 0.0, 1.0, time_to_target_s=3.0, peak_memory_bytes=100)
+    assert goes_on(5.1)
+    assert not goes_on(5.3)
+    assert "trial f" in why["t"]

@@ -62,6 +62,12 @@ class Position:
     """Of a stream's own state, where it has an exact one."""
     stream_mark: tuple[_Count, str] | None = None
     """What tells the samples of a stream up to a row from others."""
+    batch_sizes: list[tuple[Annotated[int, Field(ge=1)] | None, Annotated[int, Field(ge=1)]]] = field(
+        default_factory=list
+    )
+    """Of a batch schedule; nothing where the size does not change."""
+    growth: tuple[_Count, _Count] = (0, 0)
+    """Of a batch that grows: the samples at which sizes are compared next, and how many it has waited for that."""
 
 
 def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> Position:

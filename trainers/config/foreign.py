@@ -11,6 +11,7 @@ _NAMES = {
     "lr_schedule.name": "scheduler lr_scheduler lr_scheduler_type schedule lr_policy",
     "lr_schedule.warmup": "warmup_steps warmup_ratio warmup_epochs num_warmup_steps lr_warmup_steps",
     "global_batch_size batch_size_per_worker": "batch_size train_batch_size train_batch bs",
+    "batch_schedule": "batch_size_schedule batch_size_warmup batch_size_rampup rampup_batch_size batch_ramp",
     "batch_size_per_worker": "per_device_train_batch_size per_gpu_train_batch_size local_batch_size",
     "evaluate.microbatch_size": "eval_batch_size per_device_eval_batch_size val_batch_size test_batch_size",
     "microbatch_size": "accumulate_grad_batches gradient_accumulation_steps gradient_accumulation grad_accum "

@@ -40,7 +40,8 @@ class Settings(BaseModel):
         for group in self.exclusive:
             chosen = [name for name in group if getattr(self, name) is not None]
             if len(chosen) > 1:
-                self.refuse_if(True, chosen[1], f"conflicts with {chosen[0]}", "keep one of the two")
+                value = _plain_value(getattr(self, chosen[1]))
+                raise ConfigError(chosen[1], value, f"conflicts with {chosen[0]}", "keep one of the two")
         return self
 
     def refuse_if(self, condition: bool, key: str, rule: str, fix: str) -> None:

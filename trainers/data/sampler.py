@@ -1,7 +1,8 @@
-"""Which samples belong to which step: a function of seed, epoch and global batch size, never of the machines.
+"""Which samples belong to which step: a function of seed, epoch and batch sizes, never of the machines.
 
-Epoch e is one order, by default a seeded permutation; step t takes its next `global_batch_size` samples; ranks and
-microbatches only split that set. So a run goes on mid-epoch on another number of workers and uses the same samples.
+Epoch e is one order, by default a seeded permutation; step t takes its next samples, as many as
+trainers/data/batch_schedule.py says; ranks and microbatches only split that set. So a run goes on mid-epoch on another
+number of workers and uses the same samples.
 """
 
 from collections.abc import Sized
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
+from trainers.data.batch_schedule import BatchSchedule, Sizes
 from trainers.data.order import Drawn, digest
 from trainers.data.shard_order import ShardOrder
 
@@ -30,12 +32,13 @@ class StepSampler(DistributedSampler[int]):
         seed: int = 0,
         drop_last: bool = False,
         *,
-        global_batch_size: int,
+        global_batch_size: int | Sizes,
         drawn: Drawn | None = None,
         of_shards: ShardOrder | None = None,
         of_stream: bool = False,
     ) -> None:
-        """`num_replicas` and `rank` default to the process group's, as in torch's class.
+        """`num_replicas` and `rank` default to the process group's, as in torch's class. `global_batch_size` may be
+        several sizes that follow one another.
 
         `drawn`: steps are dealt out of its orders instead; it may give a sample twice, or never. `of_shards` takes the
         place of a permutation, which would be as long as the dataset; with `of_stream` the samples are dealt out as
@@ -44,10 +47,10 @@ class StepSampler(DistributedSampler[int]):
         if not isinstance(dataset, Sized):
             raise TypeError("the training dataset has no length: Paceline needs a map-style dataset (`__len__`)")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
-        self.global_batch_size = global_batch_size
         self.drawn, self._of_shards = drawn, of_shards if shuffle and drawn is None else None
         self.length = len(dataset) if drawn is None else drawn.length
         self._of_stream = of_stream
+        self.batches = BatchSchedule(global_batch_size, self.length, drop_last)
         self._permutation: tuple[int, Tensor] | None = None
         self._step: tuple[int, int, Tensor] | None = None
 
@@ -58,9 +61,8 @@ class StepSampler(DistributedSampler[int]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one epoch; the last may be short unless `drop_last`."""
-        full, rest = divmod(self.length, self.global_batch_size)
-        return full + (1 if rest and not self.drop_last else 0)
+        """Optimizer steps of this epoch; the last may be short unless `drop_last`."""
+        return self.batches.steps_in(self.epoch)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """int64 [stop - start]: this epoch's samples from one place to another, the same on every rank and not to be
@@ -90,19 +92,20 @@ class StepSampler(DistributedSampler[int]):
         return "shuffled" if self.shuffle else "in order"
 
     def samples(self, step: int) -> Tensor:
-        """int64 [n]: the samples of a step over all ranks."""
+        """int64 [n]: the samples of a step of this epoch over all ranks."""
         if self._step is None or self._step[:2] != (self.epoch, step):
-            start = step * self.global_batch_size
-            self._step = (self.epoch, step, self.rows(start, start + self.step_size(step)))
+            self._step = (self.epoch, step, self.rows(*self.batches.bounds(self.epoch, step)))
         return self._step[2]
 
     def step_size(self, step: int) -> int:
         """Samples of a step of this epoch over all ranks."""
-        return min(self.global_batch_size, self.length - step * self.global_batch_size)
+        start, stop = self.batches.bounds(self.epoch, step)
+        return stop - start
 
     def share(self, step: int) -> Tensor:
         """int64 [n]: this rank's samples of a step; n differs by at most one between ranks and may be 0."""
-        size, start = self.step_size(step), step * self.global_batch_size
+        start, stop = self.batches.bounds(self.epoch, step)
+        size = stop - start
         first, last = size * self.rank // self.num_replicas, size * (self.rank + 1) // self.num_replicas
         # A step of shards is sorted as a whole.
         return self.rows(start + first, start + last) if self._of_shards is None else self.samples(step)[first:last]

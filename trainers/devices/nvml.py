@@ -26,6 +26,8 @@ class GpuReadings:
     def __init__(self, device: torch.device) -> None:
         self._nvml: Any = None
         self._handle: Any = None
+        self.name = ""
+        """The GPU's UUID, where there is one."""
         self._samples: list[dict[str, float]] = []
         self._slowed: set[str] = set()
         self._last_s = float("-inf")
@@ -37,6 +39,7 @@ class GpuReadings:
             pynvml.nvmlInit()
             self._nvml = pynvml
             self._handle = _handle(pynvml, device)
+            self.name = str(torch.cuda.get_device_properties(device).uuid)
         except Exception as error:  # no package, no library, no permission, another vendor: a run needs none of them
             logger.debug("no readings of %s: %s", device, error)
 
@@ -64,6 +67,15 @@ class GpuReadings:
         self._samples.clear()
         self._slowed.clear()
         return found
+
+    def energy_j(self) -> float | None:
+        """Return what the GPU has used since its driver was loaded, J; None where that is not counted."""
+        if self._handle is None:
+            return None
+        try:
+            return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1000
+        except (self._nvml.NVMLError, AttributeError):
+            return None
 
     def close(self) -> None:
         """Release NVML."""

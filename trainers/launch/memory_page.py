@@ -15,15 +15,12 @@ from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.launch.spec import RunSpec
 from trainers.loop.data import load_data, make_sampler
-from trainers.loop.memory_forecast import Forecast, Forecaster, fake_world, largest_microbatch
+from trainers.loop.memory_forecast import ERROR, Forecast, Forecaster, fake_world, largest_microbatch, usable_bytes
 from trainers.model.precision import able_precisions
 
 _ALIKE = (("fp32", "tf32"), ("bf16", "fp16", "fp8"), ("bf16-pure", "fp16-pure"))
 """Precisions whose tensors have the same sizes."""
 _MODES = ("none", "selective", "full")
-_ERROR = 0.1
-_USABLE, _CONTEXT_BYTES = 0.92 * 0.97, 2**29
-"""Of the memory in a card's name: what drivers leave of it, less what a probe wants to spare; and a CUDA context."""
 
 
 def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
@@ -75,7 +72,7 @@ def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
         yield f"Without `activation_checkpointing: {' | '.join(modes)}`, which {rule}."
     yield (
         "Predicted, not measured: it goes by the sizes of tensors, without what kernels take inside, resident data and "
-        f"fragments; largest microbatches within {_ERROR:.0%}, on {card} of {capacity / 2**30:.1f} GiB for tensors."
+        f"fragments; largest microbatches within {ERROR:.0%}, on {card} of {capacity / 2**30:.1f} GiB for tensors."
     )
 
 
@@ -88,7 +85,7 @@ def _named_bytes(gpu: str) -> int:
     told = re.search(r"(\d+(?:\.\d+)?) ?Gi?B\b", gpu)
     if told is None:
         raise ConfigError("--gpu", gpu, "does not say how much memory it has", 'write it like "H100 80GB"')
-    return int(float(told[1]) * 2**30 * _USABLE) - _CONTEXT_BYTES
+    return usable_bytes(float(told[1]) * 2**30)
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -109,7 +106,7 @@ def _figures(found: Forecast) -> str:
 def _between(largest: int) -> str:
     if largest == 0:
         return "none: a single sample takes more"
-    return f"{largest:,} ({int(largest * (1 - _ERROR)):,} to {int(largest * (1 + _ERROR)):,})"
+    return f"{largest:,} ({int(largest * (1 - ERROR)):,} to {int(largest * (1 + ERROR)):,})"
 
 
 def _blocks(own: Forecast) -> Iterator[str]:

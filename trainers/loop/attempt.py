@@ -1,18 +1,20 @@
 """One worker's attempt at a run: what it trains with, and how far it is. Its parts share it."""
 
 import logging
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
+from trainers.data.batch_schedule import BatchSchedule
 from trainers.data.stream import Stream
 from trainers.data.stream_reader import Mark
+from trainers.loop.data import steps_in_all
 from trainers.loop.early_stopping import EarlyStopping
 from trainers.loop.watchdog import Watchdog
 from trainers.measure.clock import StepClock
+from trainers.measure.result import Pauses
 from trainers.measure.run_log import RunLog
 from trainers.step.replica import Replica
 from trainers.task import Task
@@ -38,10 +40,11 @@ class Attempt:
         self.began = time.monotonic()
         self.step = 0
         """Steps done, in earlier attempts as well."""
-        self.end = parts.total_steps
+        self.end = 0
         """The step after which this attempt ends."""
-        if context.until_epoch is not None:
-            self.end = min(self.end, math.ceil(round(context.until_epoch * parts.sampler.steps_per_epoch, 6)))
+        self.growth = (0, 0)
+        """Of a batch that grows: the samples at which sizes are compared next, and how many it has waited for that."""
+        self.take_sizes(parts.sampler.batches)
         self.metrics: dict[str, float] = {}
         """The newest value of each."""
         self.logged_step, self.evaluated_step = 0, -1
@@ -51,17 +54,42 @@ class Attempt:
         """Of this attempt, as the ranks have last agreed on it."""
         self.earlier_time_s = 0.0
         """Training time of the launches before this one."""
+        self.pauses = Pauses()
+
+    def take_sizes(self, batches: BatchSchedule) -> None:
+        """Go by this schedule of batch sizes, of which those of the steps done are as they were."""
+        parts, until_epoch = self.parts, self.context.until_epoch
+        parts.sampler.batches = batches
+        parts.total_steps = steps_in_all(self.config, batches)
+        self.end = parts.total_steps if until_epoch is None else min(parts.total_steps, batches.steps(until_epoch))
 
     @property
     def epochs(self) -> float | None:
         """Epochs done, with the part of the last one; None of a stream, whose length nobody knows."""
         sampler = self.parts.sampler
-        return self.step / sampler.steps_per_epoch if sampler.known_length else None
+        return sampler.batches.epochs(self.step) if sampler.known_length else None
+
+    @property
+    def samples(self) -> int:
+        """Samples trained, in earlier attempts as well."""
+        return self.parts.sampler.batches.samples(self.step)
+
+    @property
+    def progress(self) -> float:
+        """The share of the run's samples that is trained."""
+        return self.samples / self.parts.sampler.batches.samples(self.parts.total_steps)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the step that has just ended was the last one of its epoch."""
+        return self.parts.sampler.batches.place(self.step).number == 0
 
     def due(self, every_steps: int | None, every_epochs: int | None) -> bool:
         """Return whether the step that has just ended completes such an interval."""
-        interval = every_steps or (every_epochs or 1) * self.parts.sampler.steps_per_epoch
-        return self.step % interval == 0
+        if every_steps is not None:
+            return self.step % every_steps == 0
+        epoch, index = self.parts.sampler.batches.place(self.step)
+        return index == 0 and epoch % (every_epochs or 1) == 0
 
     def end_early(self) -> None:
         """Make this step the last one where early stopping says so."""
@@ -73,7 +101,8 @@ class Attempt:
     def position(self) -> dict[str, Any]:
         """Return where the run is, for logs and reports; without an epoch where there are none."""
         epoch = {} if self.epochs is None else {"epoch": self.epochs}
-        return {"step": self.step, **epoch, "train_time_s": self.clock.train_time_s}
+        samples = {"samples": self.samples} if self.config.changes_batch else {}  # else they follow from the steps
+        return {"step": self.step, **epoch, **samples, "train_time_s": self.clock.train_time_s}
 
     def tell(self, kind: str, figures: Mapping[str, Any]) -> None:
         """Tell whoever wants the run's records of one."""
@@ -86,7 +115,9 @@ class Attempt:
         last step.
         """
         stream = self.parts.train_feed.dataset
-        return stream.mark_at((self.step - 1) * self.config.batch_size + 1) if isinstance(stream, Stream) else None
+        if self.step == 0 or not isinstance(stream, Stream):
+            return None
+        return stream.mark_at(self.parts.sampler.batches.samples(self.step - 1) + 1)
 
     def report(self, checkpoint: str | None) -> None:
         """Tell the launcher where the run is, with its figures and maybe a checkpoint that is complete."""

@@ -18,13 +18,14 @@ from trainers.config.sections import OWN_SCHEDULES
 from trainers.config.train import CAPTURING
 from trainers.context import RunContext
 from trainers.data.batch import fetch, map_tensors
+from trainers.data.batch_schedule import BatchSchedule
 from trainers.data.feed import Feed
 from trainers.data.sampler import split_share
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
-from trainers.errors import ConfigError
-from trainers.loop.data import load_data, make_sampler
+from trainers.errors import MISSING, ConfigError
+from trainers.loop.data import load_data, make_sampler, steps_in_all
 from trainers.loop.trained import make_trained
 from trainers.loop.watchdog import enter
 from trainers.model.precision import apply_matmul, resolve_precision
@@ -76,7 +77,9 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     enter("probe")
     probe = Probe(forward, optimizer, train, group, make_phases(forward, optimizer))
     microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
-    noise = noise_scale(config, group, model, accumulation)
+    share = -(-min(size for _, size in config.batch_sizes) // group.world_size)
+    least = -(-share // microbatch_size) if config.changes_batch else accumulation
+    noise = noise_scale(config, group, model, least)
     pieces = max(group.world_size * accumulation, 2 if noise is not None and noise.halves_every_steps else 1)
     watch = CollectiveWatch()
     watched = watch if group.world_size > 1 else contextlib.nullcontext()
@@ -92,11 +95,11 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 
     enter("wrapping and compiling the model")
     carry = Carry(group, config.batch_size, sampler.steps_per_epoch) if carries(task) else None
-    step = _make_step(probe, config, noise, accumulation, joint, carry)
+    step = _make_step(probe, config, noise, least, joint, carry)
     if ema is not None:
         ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
-    total_steps = config.max_steps or (config.epochs or 0) * sampler.steps_per_epoch
+    total_steps = steps_in_all(config, sampler.batches)
     replica = Replica(
         device=device,
         group=group,
@@ -111,9 +114,10 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         microbatch_size=microbatch_size,
         accumulation=accumulation,
         flops_per_sample=flops_per_sample,
-        schedule=_make_schedule(task, optimizer, config, total_steps, evaluates=val is not None),
+        schedule=_make_schedule(task, optimizer, config, sampler.batches, total_steps, evaluates=val is not None),
         ema=ema,
         frozen=trained.frozen,
+        noise=noise,
         even=even,
     )
     if isinstance(step.forward.model, DistributedDataParallel):
@@ -124,10 +128,12 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 def _is_joint(task: Task, config: TrainConfig) -> bool:
     """Whether the loss is of all samples of a step together; ConfigError for what goes by a mean over samples then."""
     joint = type(task).joint_loss is not Task.joint_loss
+    rule = "is for a loss that is a mean over samples, and the task defines joint_loss()"
     for key in ("cuda_graphs", "noise_scale"):
         if joint and getattr(config, key):
-            rule = "is for a loss that is a mean over samples, and the task defines joint_loss()"
             raise ConfigError(key, True, rule, f"set `{key}: false`")
+    if joint and config.grows_batch:
+        raise ConfigError("global_batch_size", "auto", rule, "give a number, or a `batch_schedule`")
     return joint
 
 
@@ -142,6 +148,7 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
         ("strategy", config.strategy, ("fsdp", "dp"), "set `strategy: ddp`"),
         ("cuda_graphs", config.cuda_graphs, (True,), "set `cuda_graphs: false`"),
         ("noise_scale", config.noise_scale, (True,), "set `noise_scale: false`"),
+        ("global_batch_size", config.global_batch_size, ("auto",), "give a number, or a `batch_schedule`"),
         ("ddp.static_graph", config.ddp.static_graph, (True,), "remove it: gradients are averaged without DDP"),
         ("ddp.compression", config.ddp.compression, ("bf16",), "remove it: gradients are averaged without DDP"),
         ("ddp.bucket_cap_mb", buckets, () if buckets is None else (buckets,), "remove it: there are no buckets"),
@@ -166,6 +173,9 @@ def _refuse_with_carry(task: Task, config: TrainConfig, in_order: bool) -> None:
     for key in ("cuda_graphs", "noise_scale"):
         if getattr(config, key):
             raise ConfigError(key, True, rule, f"set `{key}: false`")
+    if config.changes_batch:
+        key = "global_batch_size" if config.grows_batch else "batch_schedule"
+        raise ConfigError(key, config.global_batch_size or MISSING, rule, "give one number as `global_batch_size`")
     if config.strategy in ("fsdp", "dp"):
         raise ConfigError("strategy", config.strategy, rule, "set `strategy: ddp`")
     if is_phased(task) or _is_joint(task, config):
@@ -224,12 +234,17 @@ def _make_step(
     else:
         kind = GraphedStep if config.cuda_graphs else JointStep if joint else TrainStep
         step = kind(of, probed.optimizer, group, config.clip_grad_norm)
-    step.noise, step.copies_gradients = noise, captures
+    step.noise, step.copies_gradients = (noise if config.noise_scale else None), captures
     return step
 
 
 def _make_schedule(
-    task: Task, optimizer: Optimizer, config: TrainConfig, total_steps: int, evaluates: bool
+    task: Task,
+    optimizer: Optimizer,
+    config: TrainConfig,
+    batches: BatchSchedule,
+    total_steps: int,
+    evaluates: bool,
 ) -> Schedule | None:
     """Make the task's scheduler, or the one that is named; None where neither is one of torch's."""
     chosen, is_tasks = config.lr_schedule, type(task).schedule is not Task.schedule
@@ -243,7 +258,7 @@ def _make_schedule(
     if is_tasks and chosen.name != "constant":
         rule = f"is overruled by {type(task).__name__}.schedule(), which gives a scheduler of its own"
         raise ConfigError("lr_schedule.name", chosen.name, rule, "remove one of the two")
-    schedule = Schedule(scheduler, stand_in, config, total_steps)
+    schedule = Schedule(scheduler, stand_in, config, total_steps, batches if config.counts_samples else None)
     _require_plain(schedule.state_dict(), type(scheduler).__name__)
     if schedule.by_figure and not evaluates:
         rule = 'goes by a figure of the validation split, and dataset("val") gives none'

@@ -1,6 +1,7 @@
 """A run's checkpoints in its loop: when one is due, where the run stood in it, and going on from the newest."""
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,14 +50,17 @@ class Checkpointing:
     def keep(self, at_once: bool) -> None:
         """Write a checkpoint and the log up to it; with `checkpoint.async` and not `at_once` while training goes on."""
         assert self._keeper is not None
+        began = time.perf_counter()
         attempt, position = self.attempt, self._position()
         figures = attempt.metrics if attempt.evaluated_step == attempt.step else {}
         with attempt.watchdog.phase("checkpoint"), averaged(attempt.parts.optimizer, attempt.parts.ema):
             self._keeper.keep(position, figures, at_once)
+        attempt.pauses.checkpoints += 1
+        attempt.pauses.checkpoint_s += time.perf_counter() - began
 
     def _position(self) -> dict[str, Any]:
         attempt, parts = self.attempt, self.attempt.parts
-        samples, stream = attempt.step * attempt.config.batch_size, parts.train_feed.dataset
+        stream = parts.train_feed.dataset
         return {
             "step": attempt.step,
             "global_batch_size": attempt.config.batch_size,
@@ -66,8 +70,10 @@ class Checkpointing:
             "evaluated_step": attempt.evaluated_step,
             "order": parts.sampler.name(),
             "stopping": attempt.stopping.state_dict(),
-            "stream": stream.state_at(samples) if isinstance(stream, Stream) else None,
+            "stream": stream.state_at(attempt.samples) if isinstance(stream, Stream) else None,
             "stream_mark": attempt.stream_mark(),
+            "batch_sizes": list(parts.sampler.batches.sizes) if attempt.config.changes_batch else [],
+            "growth": attempt.growth,
         }
 
     def _kept(self, where: str) -> None:
@@ -102,7 +108,7 @@ class Checkpointing:
             self._go_back(position)
         if isinstance(stream := attempt.parts.train_feed.dataset, Stream):
             kept = (None, None) if position is None else (position["stream"], position["stream_mark"])
-            stream.begin(attempt.step * attempt.config.batch_size, *kept)
+            stream.begin(attempt.samples, *kept)
 
     def _go_back(self, position: Mapping[str, Any]) -> None:
         assert self._keeper is not None
@@ -113,6 +119,9 @@ class Checkpointing:
         attempt.metrics = dict(position["metrics"])
         attempt.evaluated_step = int(position["evaluated_step"])
         attempt.stopping.load_state_dict(position["stopping"])
+        if attempt.config.grows_batch:
+            attempt.take_sizes(attempt.parts.sampler.batches.with_sizes(position["batch_sizes"]))
+            attempt.growth = tuple(position["growth"])
         attempt.end_early()
         if self._keeper.kept_step == attempt.step:
             attempt.checkpoint = self._keeper.checkpoints.locate(attempt.step)

@@ -7,6 +7,7 @@ from torch.utils.data import Dataset
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
+from trainers.data.batch_schedule import ENDLESS, BatchSchedule
 from trainers.data.order import Drawn
 from trainers.data.sampler import StepSampler
 from trainers.data.shards import Shards
@@ -73,7 +74,8 @@ def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> S
     drawn, order, of_stream = None, None, isinstance(train, Stream)
     if isinstance(train, Stream):
         _look_into(train, given is not None, config, group)
-        train = range(size * (config.max_steps or 0))  # as far as this run reads it
+        batches = BatchSchedule(config.batch_sizes, ENDLESS, drop_last)
+        train = range(batches.samples(config.max_steps or 0))  # as far as this run reads it
     elif given is not None:
         drawn = Drawn(given, len(train), config.seed, group.device)
     elif isinstance(train, Shards):
@@ -85,7 +87,7 @@ def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> S
         config.data.shuffle and not of_stream,
         config.seed,
         drop_last,
-        global_batch_size=size,
+        global_batch_size=config.batch_sizes,
         drawn=drawn,
         of_shards=order,
         of_stream=of_stream,
@@ -93,10 +95,16 @@ def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> S
     if drawn is not None and len(set(group.gather(sampler.name()))) > 1:
         fix = "give the order of all samples: the ranks split each step of it"
         raise ConfigError("sampler", drawn.name, "gives each rank another order", fix)
-    if sampler.steps_per_epoch == 0:
+    if drop_last and size > sampler.length:
         rule = f"gives no whole step of the {sampler.length} training samples with drop_last"
-        raise ConfigError("global_batch_size", size, rule, "lower it, or set `drop_last: false`")
+        key = "global_batch_size" if config.batch_schedule is None else "batch_schedule"
+        raise ConfigError(key, size, rule, "lower it, or set `drop_last: false`")
     return sampler
+
+
+def steps_in_all(config: TrainConfig, batches: BatchSchedule) -> int:
+    """Return the steps of a run."""
+    return config.max_steps or batches.first_step(config.epochs or 0)
 
 
 def _look_into(stream: Stream, has_sampler: bool, config: TrainConfig, group: Group) -> None:
@@ -110,6 +118,9 @@ def _look_into(stream: Stream, has_sampler: bool, config: TrainConfig, group: Gr
         if value is not None:
             rule = "counts what nobody knows: a stream does not say how many samples it has"
             raise ConfigError(key, value, rule, f"give {instead} in its place")
+    if config.grows_batch:
+        rule = "trains some samples more than once to compare batch sizes, and a stream is only read forward"
+        raise ConfigError("global_batch_size", "auto", rule, "give a number, or a `batch_schedule`")
     if has_sampler:
         fix = "give Shards, or a map-style dataset"
         raise ConfigError("sampler", type(stream).__name__, "is for data that can be read in any order", fix)

@@ -9,6 +9,8 @@ from trainers.loop.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
+_OBSERVED = ("mfu", "peak_bytes", "energy_j")
+
 
 def end_window(attempt: Attempt, monitor: Monitor) -> None:
     """Log the mean loss of the steps since the last window, and tell the terminal and the launcher."""
@@ -24,6 +26,8 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     parts.step.check_lr()
     lr = float(parts.optimizer.param_groups[0]["lr"])
     record: dict[str, Any] = {**attempt.position(), "lr": lr, **losses, **monitor.window()}
+    if attempt.config.changes_batch:
+        record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
     noise = parts.step.noise
     if noise is not None:
         noise.take()
@@ -31,8 +35,8 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     ranks = monitor.compare(attempt.elapsed_s)
     throughput = clock.throughput()
     if throughput is not None:
-        figures = {"loss": loss, "progress": attempt.step / parts.total_steps, **asdict(throughput)}
-        attempt.context.observe(figures | ({"mfu": record["mfu"]} if "mfu" in record else {}))
+        figures = {"loss": loss, "progress": attempt.progress, **asdict(throughput)}
+        attempt.context.observe(figures | {name: record[name] for name in _OBSERVED if name in record})
     record |= {"ranks": ranks} if ranks else {}
     attempt.tell("train", record)
     if attempt.log is not None:

@@ -29,12 +29,17 @@ from trainers.model.precision import resolve_precision
 from trainers.model.sharding import local
 from trainers.step.memory_meter import MemoryMeter
 from trainers.step.microbatch import Probe
+from trainers.step.operators import Operator, Operators
 from trainers.step.phased_step import make_phases
 from trainers.task import Task
 
 _FEW, _CHECKED = (2, 3), 7
 """Samples of the batches whose shapes say those of any other, and of one that shows whether they do."""
 _WIDER = 4
+_USABLE, _CONTEXT_BYTES = 0.92 * 0.97, 2**29
+"""Of the memory in a card's name: what drivers leave of it, less what a probe wants to spare; and a CUDA context."""
+ERROR = 0.1
+"""How far predictions may be off, as a share."""
 _MOST = 2**24
 
 
@@ -136,6 +141,20 @@ class Forecaster:
         optimizer = sum(local(tensor).nbytes for tensor in state)
         return Forecast(self._parameters, self._gradients, optimizer, self._meter.activations, self._meter.peak)
 
+    def operators(self, microbatch_size: int) -> list[Operator]:
+        """Return the operators of a step of one microbatch, once the optimizer has its state."""
+        probe, counted = self._probe, Operators()
+        with self._mode:
+            probe.take_steps(microbatch_size, accumulates=False)
+            probe.optimizer.zero_grad(set_to_none=True)
+            batches = [(one, probe.batch(microbatch_size)) for one in probe.passes]
+            with counted:
+                for one, batch in batches:
+                    with one.alone():
+                        one.loss(batch).backward()
+                probe.optimizer.step()
+        return counted.found
+
     def peak(self, microbatch_size: int) -> int:
         """Return the most bytes that steps of this microbatch size take at once."""
         return self(microbatch_size).peak
@@ -155,6 +174,11 @@ def fake_world(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def usable_bytes(memory_bytes: float) -> int:
+    """Return what tensors may take of a card's memory."""
+    return int(memory_bytes * _USABLE) - _CONTEXT_BYTES
 
 
 def largest_microbatch(peak: Callable[[int], int], start: int, capacity: int) -> int:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from trainers.devices.device import device_name, memory_figures
+from trainers.devices.energy import EnergyMeter
+from trainers.devices.host_readings import HostReadings
 from trainers.devices.nvml import GpuReadings
 from trainers.measure.clock import WARMUP_STEPS, StepClock, Totals
 from trainers.measure.ranks import RankFigures, findings
@@ -42,6 +44,8 @@ class Monitor:
         if self.peak is None and self.device.type == "cuda" and self.group.rank == 0:
             logger.info("no peak of %s in %s is known: MFU is left out", device_name(self.device), parts.spec.name)
         self._gpu = GpuReadings(self.device)
+        self._energy = EnergyMeter(self.device, self._gpu)
+        self._host = HostReadings()
         watched = isinstance(called, DistributedDataParallel) and not captured
         self._backward = BackwardTimer(called if watched else None, self.device)
         self._warm: Totals | None = None
@@ -52,7 +56,8 @@ class Monitor:
         self._said: set[str] = set()
 
     def window(self) -> dict[str, float]:
-        """Return global speed and this rank's data wait since the last call; memory, at most once a second.
+        """Return global speed and this rank's data wait since the last call; memory, and the energy that its device has
+        used since training began, at most once a second.
 
         The device must have been waited for (`StepClock.end_span`).
         """
@@ -66,6 +71,8 @@ class Monitor:
         if time.monotonic() - self._memory_s >= _MEMORY_EVERY_S:
             self._memory_s = time.monotonic()
             found |= {name: value for name, value in memory_figures(self.device).items() if name != "total_bytes"}
+            if (used_j := self._energy.used_j()) is not None:
+                found["energy_j"] = used_j
         if spent.time_s > 0:
             found["samples_per_s"] = spent.samples / spent.time_s
             found["step_time_s"] = spent.time_s / spent.steps
@@ -123,6 +130,9 @@ class Monitor:
             "peak_bytes": memory["peak_bytes"],
             "total_bytes": memory["total_bytes"],
             "gpu": self._latest,
+            "energy_j": self._energy.used_j(),
+            "energy_of": self._energy.source,
+            "machine": self._host.read(),
         }
         rows = self.group.gather(row)
         for key, words in findings(rows) if self.group.rank == 0 else ():

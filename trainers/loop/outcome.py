@@ -10,6 +10,7 @@ from trainers.errors import Status
 from trainers.loop.attempt import Attempt
 from trainers.loop.monitor import Monitor
 from trainers.measure.profiler import Inspection
+from trainers.measure.ranks import total_energy_j
 from trainers.measure.result import RunResult
 
 
@@ -45,7 +46,11 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
         mfu=mfu,
         ranks=ranks,
         noise_scale=noise.figures() if noise is not None else None,
+        samples=attempt.samples,
+        batch_schedule=parts.sampler.batches.tree() if config.changes_batch else None,
         earlier_time_s=attempt.earlier_time_s,
+        energy_j=total_energy_j(ranks),
+        pauses=attempt.pauses,
     )
     if attempt.log is not None and context.storage is not None:
         attempt.log.flush(attempt.step)

@@ -11,6 +11,7 @@ evaluate and checkpoint the end; write `result.json` (outcome.py)
 import contextlib
 import json
 import logging
+from collections.abc import Iterator
 
 import torch
 
@@ -21,6 +22,7 @@ from trainers.errors import PreemptedError, counted
 from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
+from trainers.loop.growth import Growth
 from trainers.loop.log_window import end_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.outcome import finish
@@ -44,6 +46,11 @@ class Training:
         self.attempt, self.inspection = attempt, inspection
         task = attempt.task
         self.task_after_step = None if type(task).after_step is Task.after_step else task.after_step
+        self.batch_size: int | None = None
+        """Of the last step, where it changes."""
+        self.lr_scale = 1.0
+        """What `lr_scaling` makes of a batch size other than the first."""
+        self.growth = Growth(attempt, self.steps) if attempt.config.grows_batch else None
         self.slow_start = attempt.compiles  # the first steps may take as long as a phase
         self.monitor = Monitor(attempt.parts, attempt.clock, attempt.config.cuda_graphs)
         stack.callback(self.monitor.close)
@@ -67,6 +74,10 @@ class Training:
         watchdog.enter("the first steps" if self.slow_start else "training", steps=not self.slow_start)
         stopped = False
         while attempt.step < attempt.end and not stopped:
+            while self.growth is not None and self.growth.due:
+                attempt.clock.end_span()
+                if self.growth.compare() and attempt.context.rank == 0:
+                    self.tell_start()
             stopped = self.epoch() and attempt.step < attempt.end
         end_window(attempt, self.monitor)
         if not stopped and attempt.evaluated_step != attempt.step:
@@ -76,12 +87,9 @@ class Training:
         is_done = attempt.step == parts.total_steps or attempt.stopping.words is not None
         return finish("done" if is_done else "stopped", attempt, self.monitor, self.inspection)
 
-    def say_start(self) -> None:
-        """Tell and log the batch arithmetic, the data and the learning rate."""
+    def tell_start(self) -> None:
+        """Tell how the run trains from here on."""
         parts, config, context = self.attempt.parts, self.attempt.config, self.attempt.context
-        workers = counted(context.world_size, "worker")
-        sizes = f"microbatch {parts.microbatch_size} x accumulation {parts.accumulation} x {workers}"
-        where = f"{context.launcher}, {parts.device}, {parts.spec.name}"
         told = {
             "uri": context.storage.uri if context.storage else None,
             "total_steps": self.attempt.end,
@@ -95,10 +103,26 @@ class Training:
             "precision": parts.spec.name,
         }
         self.attempt.tell("start", told)
-        logger.info("global batch %d = %s (%s)", config.batch_size, sizes, where)
+
+    def say_start(self) -> None:
+        """Tell and log the batch arithmetic, the data and the learning rate."""
+        parts, config, context = self.attempt.parts, self.attempt.config, self.attempt.context
+        self.tell_start()
+        workers = counted(context.world_size, "worker")
+        sizes = f"microbatch {parts.microbatch_size} x accumulation {parts.accumulation} x {workers}"
+        where = f"{context.launcher}, {parts.device}, {parts.spec.name}"
+        batches = parts.sampler.batches
+        largest = "largest " if config.changes_batch else ""
+        logger.info("%sglobal batch %d = %s (%s)", largest, config.batch_size, sizes, where)
+        if batches.changes:
+            logger.info("global batch: %s", batches.words(parts.total_steps))
+            if (end := batches.samples(parts.total_steps)) <= (batches.sizes[-2][0] or 0):
+                words = "the last size of `batch_schedule` is never reached: the run has %s"
+                logger.warning(words, counted(end, "sample"))
         steps = f"{counted(parts.total_steps, 'step')} in all"
         if size := parts.sampler.known_length:
-            of_epoch = f"{counted(parts.sampler.steps_per_epoch, 'step')} an epoch"
+            of_epoch = f"{counted(batches.steps_in(0), 'step')} an epoch"
+            of_epoch = f"{of_epoch} at first" if batches.changes else of_epoch
             steps = f"{counted(size, 'training sample')}, {of_epoch}, {steps}"
         logger.info("%s; learning rate %g", steps, scaled_lr(config))
         if parts.val_feed is None:
@@ -106,43 +130,62 @@ class Training:
 
     def epoch(self) -> bool:
         """Train the rest of the current epoch; return whether the run was asked to stop in it."""
-        attempt, parts, clock = self.attempt, self.attempt.parts, self.attempt.clock
-        sampler, config = parts.sampler, attempt.config
+        attempt, clock = self.attempt, self.attempt.clock
         clock.end_span()  # the last steps of an epoch after which nothing was due
-        number, first = divmod(attempt.step, sampler.steps_per_epoch)
-        sampler.set_epoch(number)
-        last = min(sampler.steps_per_epoch, first + attempt.end - attempt.step)
-        batches, counted = step_batches(attempt, first, last)
-        clock.start_span()
-        for step, sizes in zip(range(first, last), counted, strict=True):
-            if parts.schedule is None:
-                parts.step.set_lr(lr_factor(config.lr_schedule, attempt.step, parts.total_steps))
-            else:
-                parts.step.follow(parts.schedule, attempt.step)
-            size = sampler.step_size(step)
-            try:
-                parts.step(batches, sizes, size, idle=not any(sizes))
-            except (RuntimeError, MemoryError) as error:
-                if classify(error) in OUT_OF_MEMORY:
-                    where = device_name(parts.device)
-                    refuse_microbatch(error, parts.microbatch_size, config, attempt.context, where)
-                raise
+        for size, sizes in self.steps(attempt.end if self.growth is None else self.growth.end):
             if clock.first_step_s is None:
                 self.say_unused()
-            attempt.step += 1
-            if self.task_after_step is not None:
-                with torch.no_grad():
-                    self.task_after_step(parts.model, attempt.step)
-            if parts.schedule is not None:
-                parts.schedule.stepped(attempt.step, sampler.steps_per_epoch)
-            if parts.ema is not None:
-                parts.ema.update(attempt.step)
             clock.step(size, sum(sizes))
             if self.inspection is not None:
                 self.inspection.step(clock)
             if self.after_step():
                 return True
         return False
+
+    def steps(self, end: int) -> Iterator[tuple[int, list[int]]]:
+        """Train the rest of the current epoch, at most to step `end` of the run; yield after each step its samples, and
+        those of this rank's microbatches.
+        """
+        attempt, parts = self.attempt, self.attempt.parts
+        sampler = parts.sampler
+        number, first = sampler.batches.place(attempt.step)
+        sampler.set_epoch(number)
+        last = min(sampler.steps_per_epoch, first + end - attempt.step)
+        batches, counted = step_batches(attempt, first, last)
+        attempt.clock.start_span()
+        for step, sizes in zip(range(first, last), counted, strict=True):
+            self.set_rates()
+            size = sampler.step_size(step)
+            try:
+                parts.step(batches, sizes, size, idle=not any(sizes))
+            except (RuntimeError, MemoryError) as error:
+                if classify(error) in OUT_OF_MEMORY:
+                    where = device_name(parts.device)
+                    refuse_microbatch(error, parts.microbatch_size, attempt.config, attempt.context, where)
+                raise
+            attempt.step += 1
+            if self.task_after_step is not None:
+                with torch.no_grad():
+                    self.task_after_step(parts.model, attempt.step)
+            if parts.schedule is not None:
+                parts.schedule.stepped(attempt.step, attempt.ends_epoch)
+            if parts.ema is not None:
+                parts.ema.update(attempt.step)
+            yield size, sizes
+
+    def set_rates(self) -> None:
+        """Set the learning rates of the next step, and note where it has another batch size than the last one."""
+        attempt, parts, config = self.attempt, self.attempt.parts, self.attempt.config
+        batches = parts.sampler.batches
+        if config.changes_batch and (size := batches.size(attempt.step)) != self.batch_size:
+            if self.batch_size is not None:
+                parts.step.resized()
+            self.batch_size, self.lr_scale = size, scaled_lr(config, size) / scaled_lr(config)
+        if parts.schedule is not None:
+            parts.step.follow(parts.schedule, attempt.step, self.lr_scale)
+            return
+        course = batches if config.counts_samples else None
+        parts.step.set_lr(lr_factor(config.lr_schedule, attempt.step, parts.total_steps, course) * self.lr_scale)
 
     def say_unused(self) -> None:
         """Warn of parameters without a gradient after the first step: they stay as they are, and DDP refuses them."""

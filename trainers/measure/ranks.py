@@ -6,8 +6,9 @@ what each does before it waits for anybody: the time until its batches are there
 
 import statistics
 from collections.abc import Callable
+from typing import NotRequired  # pydantic reads no other before Python 3.12
 
-from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
+from typing_extensions import TypedDict
 
 _WAIT_SHARE = 0.1
 _SLOWER = 1.2
@@ -42,6 +43,19 @@ class RankFigures(TypedDict):
     total_bytes: int
     gpu: dict[str, float | list[str]] | None
     """What NVML says (trainers/devices/nvml.py)."""
+    energy_j: NotRequired[float | None]
+    """Since training began, of the device (trainers/devices/energy.py)."""
+    energy_of: NotRequired[str]
+    """What that is of: ranks on one GPU, or on one machine's processors, count the same."""
+    machine: NotRequired[dict[str, float]]
+    """What the operating system says of the process since its loop was built (trainers/devices/host_readings.py)."""
+
+
+def total_energy_j(rows: list[RankFigures]) -> float | None:
+    """Return the energy of all that the ranks run on; None where that of any is not known."""
+    known = {row.get("energy_of", ""): row.get("energy_j") for row in rows}
+    values = [value for value in known.values() if value is not None]
+    return sum(values) if values and len(values) == len(known) else None
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:

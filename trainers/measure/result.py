@@ -11,6 +11,17 @@ from trainers.measure.clock import Throughput
 from trainers.measure.ranks import RankFigures, table
 
 
+@dataclass
+class Pauses:
+    """What training stood still for on rank 0, in this launch."""
+
+    evaluations: int = 0
+    evaluation_s: float = 0.0
+    checkpoints: int = 0
+    checkpoint_s: float = 0.0
+    """Until training could go on: with `checkpoint.async` the copy to host memory, and waiting for the one before."""
+
+
 @dataclass(frozen=True)
 class RunResult:
     """How a run ended; `result.json` beside its checkpoints."""
@@ -21,6 +32,7 @@ class RunResult:
     """Epochs done, with the part of the last one; None of a stream, whose length nobody knows."""
     world_size: int
     global_batch_size: int
+    """The largest, where it changes."""
     microbatch_size: int
     accumulation: int
     """Microbatches of one step on the busiest rank."""
@@ -49,8 +61,17 @@ class RunResult:
     """Every rank after warm-up, side by side (trainers/measure/ranks.py)."""
     noise_scale: dict[str, float | None] | None = None
     """With `noise_scale: true`, of this launch: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
+    samples: int | None = None
+    """Samples trained, each as often as it was; None in results of the first versions."""
+    batch_schedule: list[dict[str, int]] | None = None
+    """Of a batch size that may change: the schedule that was kept to, or found, as `batch_schedule` takes it."""
     earlier_time_s: float = 0.0
     """Of train_time_s, the part of launches before this one."""
+    energy_j: float | None = None
+    """Of this launch, from its first step to its end, evaluation included: of its GPUs by NVML, else of its machines'
+    processors by RAPL, with all else that runs there. None where neither counts it."""
+    pauses: Pauses | None = None
+    """Evaluations and checkpoints of this launch; None of a version that did not count them."""
 
     def to_json(self) -> str:
         """As `result.json` has it."""
@@ -71,6 +92,8 @@ class RunResult:
             "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(self.metrics.items())),
             f"  global batch {self.global_batch_size} = {arithmetic}",
         ]
+        if self.batch_schedule is not None:
+            lines.append(f"  batch_schedule: {json.dumps(self.batch_schedule)}")
         if (speed := self.throughput) is not None:
             lines.append(
                 f"  {speed.samples_per_s:,.0f} samples/s; a step {speed.step_time_s * 1e3:.2f} ms "
@@ -84,6 +107,8 @@ class RunResult:
         if self.mfu is not None and self.flops_per_sample is not None:
             lines.append(f"  MFU {self.mfu:.1%} ({self.flops_per_sample / 1e9:.4g} GFLOP a sample)")
         lines.append(f"  peak memory {self.peak_memory_bytes / 2**20:,.0f} MiB")
+        if self.energy_j is not None:
+            lines.append(f"  energy {self.energy_j:,.4g} J")
         if self.checkpoint:
             lines.append(f"  checkpoint {self.checkpoint}")
         if self.world_size > 1 and self.ranks:

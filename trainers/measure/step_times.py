@@ -67,8 +67,15 @@ class StepTimes:
 
 
 def student_t95(freedom: float) -> float:
-    """The 97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5); within 1 % from 2 degrees of freedom on."""
-    z = 1.959964
+    """The 97.5 % quantile of Student's t."""
+    return student_t(freedom, 0.975)
+
+
+def student_t(freedom: float, level: float) -> float:
+    """A quantile of Student's t (Abramowitz and Stegun 26.7.5); the 97.5 % one is within 1 % from 2 degrees of freedom
+    on, the 99.9 % one from 4 on.
+    """
+    z = statistics.NormalDist().inv_cdf(level)
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

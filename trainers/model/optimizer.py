@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainers.config import TrainConfig
 from trainers.config.sections import ScheduleConfig
+from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import MISSING, ConfigError
 from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.moving_average import MovingAverage
@@ -22,8 +23,8 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps")
 _WIDENED = {"torch.float32", "torch.bfloat16", "torch.float16"}
 
 
-def scaled_lr(config: TrainConfig) -> float:
-    """Return the learning rate at this run's global batch size.
+def scaled_lr(config: TrainConfig, size: int | None = None) -> float:
+    """Return the learning rate at a global batch size, by default the one that the run begins with.
 
     linear: lr x k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt: lr x sqrt(k) (Malladi et al. 2022,
     arXiv 2205.10287, section 4), with k = global batch size / base batch size.
@@ -31,7 +32,7 @@ def scaled_lr(config: TrainConfig) -> float:
     rule, base = config.lr_scaling.rule, config.lr_scaling.base_batch_size
     if rule == "none" or base is None:
         return config.optimizer.lr
-    ratio = config.batch_size / base
+    ratio = (size or config.batch_sizes[0][1]) / base
     return config.optimizer.lr * (ratio if rule == "linear" else math.sqrt(ratio))
 
 
@@ -99,22 +100,28 @@ def averaged(optimizer: Optimizer, ema: MovingAverage | None) -> Iterator[None]:
         set_training(optimizer, True)
 
 
-def warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
-    """Return how many steps of `total_steps` are the warm-up."""
+def warmup_steps(schedule: ScheduleConfig, total_steps: int, batches: BatchSchedule | None = None) -> int:
+    """Return how many steps of `total_steps` are the warm-up; with `batches` a share is one of samples."""
     warmup = schedule.warmup
-    return math.ceil(warmup * total_steps) if isinstance(warmup, float) else warmup
+    if not isinstance(warmup, float):
+        return warmup
+    if batches is not None:
+        return batches.step_at(math.ceil(warmup * batches.samples(total_steps)))
+    return math.ceil(warmup * total_steps)
 
 
-def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
+def lr_factor(schedule: ScheduleConfig, step: int, total_steps: int, batches: BatchSchedule | None = None) -> float:
     """Return the factor of the learning rate in `step` (from 0) of `total_steps`.
 
     Warm-up rises linearly and reaches 1 at its last step; then constant, or linear or half a cosine to 0 after the
-    last step.
+    last step. That course counts steps, or, with `batches`, the samples before them.
     """
-    steps = warmup_steps(schedule, total_steps)
+    steps = warmup_steps(schedule, total_steps, batches)
     if step < steps:
         return (step + 1) / steps
     if schedule.name == "constant":
         return 1.0
+    if batches is not None:
+        step, steps, total_steps = (batches.samples(at) for at in (step, steps, total_steps))
     progress = (step - steps) / max(1, total_steps - steps)
     return 1.0 - progress if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainers.config import TrainConfig
 from trainers.config.sections import OWN_SCHEDULES
+from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import MISSING, CheckpointError, ConfigError
 from trainers.model.optimizer import warmup_steps
 
@@ -68,10 +69,18 @@ class Schedule:
     plateau, after every evaluation. Ranks do the same, so nothing has to be agreed.
     """
 
-    def __init__(self, scheduler: LRScheduler, stand_in: StandIn, config: TrainConfig, total_steps: int) -> None:
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        stand_in: StandIn,
+        config: TrainConfig,
+        total_steps: int,
+        batches: BatchSchedule | None = None,
+    ) -> None:
+        """With `batches` a share of warm-up is one of samples."""
         chosen = self._config = config.lr_schedule
         self.scheduler, self._stand_in = scheduler, stand_in
-        self._warmup = warmup_steps(chosen, total_steps)
+        self._warmup = warmup_steps(chosen, total_steps, batches)
         self._bases = [float(group["lr"]) for group in stand_in.param_groups]
         self.by_figure = isinstance(scheduler, ReduceLROnPlateau)
         name = type(scheduler).__name__
@@ -102,9 +111,9 @@ class Schedule:
             if name in written and group[name] != written[name]
         ]
 
-    def stepped(self, step: int, steps_per_epoch: int) -> None:
+    def stepped(self, step: int, ends_epoch: bool) -> None:
         """Step the scheduler where it is due after so many steps of training."""
-        if step > self._warmup and not self.by_figure and (self._config.every == "step" or step % steps_per_epoch == 0):
+        if step > self._warmup and not self.by_figure and (self._config.every == "step" or ends_epoch):
             self._stand_in.step()
             self.scheduler.step()
 

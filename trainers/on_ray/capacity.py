@@ -1,7 +1,7 @@
 """What the connected cluster has, and may grow to by its cluster file.
 
 Ray has a register for the latter, which its own autoscaler of 2.60 leaves empty (ray pull request 63012). So the file
-is read where a job's driver finds it: on the head of a `ray up` cluster, and in KubeRay's head from Kubernetes itself.
+is read where a job's driver finds it: on the head of a `ray up` cluster, and in a pod of KubeRay's from Kubernetes.
 
 Environment read: RAY_ADDRESS, without which a cluster is embedded and never grows; in Kubernetes RAY_CLUSTER_NAME and
 KUBERNETES_SERVICE_HOST, which KubeRay and Kubernetes set.
@@ -99,13 +99,13 @@ def _size(resources: Mapping[str, Any]) -> tuple[float, float]:
 
 @functools.cache
 def _file(node_id: str) -> Mapping[str, Any]:
-    """Read the file as the connected cluster's head has it; empty where this is not its head."""
+    """Read the file as the head has it, or Kubernetes; empty where this is neither the head nor a pod of KubeRay's."""
     heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
-    if embedded() or node_id not in heads:
+    name = os.environ.get("RAY_CLUSTER_NAME") if "KUBERNETES_SERVICE_HOST" in os.environ else None
+    if embedded() or not (name or node_id in heads):
         return {}
-    name = os.environ.get("RAY_CLUSTER_NAME")
     try:
-        if name and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if name:
             return _of_kuberay(name)
         file = BOOTSTRAP.expanduser()
         found: list[Mapping[str, Any]] = parse_documents(read_text(file, str(file)), str(file)) if file.exists() else []
@@ -116,7 +116,7 @@ def _file(node_id: str) -> Mapping[str, Any]:
 
 
 def _of_kuberay(name: str) -> Mapping[str, Any]:
-    """Read the RayCluster from Kubernetes as Ray's autoscaler beside the head does, with the head's account."""
+    """Read the RayCluster from Kubernetes as Ray's autoscaler beside the head does, with the pod's account."""
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
     from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
 

@@ -1,7 +1,9 @@
 """The end of this process, with a sentence, when the cluster under it is gone.
 
-Ray itself waits for its GCS to come back (a minute, RAY_gcs_rpc_server_reconnect_timeout_s), and then ends the process
-from C++ without a word. The processes of an embedded cluster never come back; those of any other may.
+Ray itself waits for its GCS to come back, and then ends the process from C++ without a word. The processes of an
+embedded cluster never come back; those of any other may.
+
+Environment read: RAY_gcs_rpc_server_reconnect_timeout_s, how long Ray waits (60): three quarters of it are waited here.
 """
 
 import os
@@ -9,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +21,7 @@ from trainers.command_line import complain
 
 _NEEDED = ("gcs_server", "raylet")
 _LOOK_S, _ANSWER_S = 1.0, 5.0
-_PATIENCE_S = 45.0  # with a GCS on another machine, less than Ray's own
+_RAYS_PATIENCE_S, _SHARE = 60.0, 0.75
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def ending_with_cluster(words: str, close: Callable[[], None] = lambda: None) ->
     Nothing can be cleaned up then: every call of Ray's waits for the dead. What an embedded cluster leaves is killed by
     trainers/on_ray/reaper.py.
     """
-    over = threading.Event()
+    over, patience_s = threading.Event(), _patience_s(os.environ)
     node: Any = ray._private.worker._global_node
 
     def look() -> None:
@@ -40,9 +42,9 @@ def ending_with_cluster(words: str, close: Callable[[], None] = lambda: None) ->
                 what = what or "Ray's GCS has given up the node of this process, whose raylet does not answer"
             if what is None and alive:
                 answered = time.monotonic()
-            elif what is not None or time.monotonic() - answered > _PATIENCE_S:
+            elif what is not None or time.monotonic() - answered > patience_s:
                 close()
-                complain(f"{what or f'Ray at {node.gcs_address} did not answer for {_PATIENCE_S:g} s'}; {words}")
+                complain(f"{what or f'Ray at {node.gcs_address} did not answer for {patience_s:g} s'}; {words}")
                 sys.stdout.flush()
                 os._exit(1)
 
@@ -53,6 +55,14 @@ def ending_with_cluster(words: str, close: Callable[[], None] = lambda: None) ->
     finally:
         over.set()
         watch.join()
+
+
+def _patience_s(environ: Mapping[str, str]) -> float:
+    """How long a GCS on another machine may be away: less than Ray's own patience."""
+    try:
+        return _SHARE * float(environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", _RAYS_PATIENCE_S))
+    except ValueError:  # Ray takes its default, too
+        return _SHARE * _RAYS_PATIENCE_S
 
 
 def _dead(node: Any) -> str | None:

@@ -18,6 +18,7 @@ import ray
 import ray.train
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
@@ -133,6 +134,22 @@ def check_cluster(spec: RunSpec | FunctionSpec) -> str:
             fix = f"set it to at most {fits}" if fits else f"add nodes with a {resource}"
             raise ConfigError("scaling.num_workers", scaling.num_workers, rule, fix, spec.source)
     return "cuda" if gpu else "cpu"
+
+
+def energy_is_counted(device_type: str) -> bool:
+    """Return whether a node tells what energy its devices use: one with GPUs for cuda; where there is none yet, True.
+
+    It takes no resources: lanes that are kept up would end for a task that waits for any.
+    """
+    resource = "GPU" if device_type == "cuda" else "CPU"
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0.0) > 0]
+    if not nodes:
+        return True
+    place = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
+    from trainers.devices.energy import counts_energy  # it needs torch, which a lane's controller does not have
+
+    asked = ray.remote(counts_energy).options(num_cpus=0, scheduling_strategy=place).remote(device_type)
+    return bool(ray.get(asked))
 
 
 def wants_gpu(config: TrainConfig | FunctionConfig, most: dict[str, float]) -> bool:

@@ -124,9 +124,14 @@ class GraphedStep(TrainStep):
             lr.fill_(wanted)
             param_group["lr"] = lr  # a checkpoint that was loaded since has brought a tensor of its own
 
-    def follow(self, schedule: Schedule, step: int) -> None:
+    def resized(self) -> None:
+        """Let go of the graph: a step of the new size is captured in its place."""
+        self._graph = None
+        self._seen.clear()
+
+    def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
         """Set the learning rates that a scheduler says of `step`; ConfigError where it changes what is captured."""
-        self.set_lrs(schedule.lrs(step))
+        self.set_lrs([lr * scale for lr in schedule.lrs(step)])
         if schedule.cycled(self.optimizer):
             rule = "keeps the momentum that it has captured, and the scheduler cycles it"
             raise _impossible(rule, "set `cycle_momentum: false` in `lr_schedule.args`")

@@ -1,16 +1,12 @@
 """Model FLOPs: what one sample costs by torch's own counter, and the peak of the GPU that it is measured against.
 
-Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the peak of all workers together.
-`peaks.csv` holds dense peaks by `torch.cuda.get_device_name`: data, with the source of each row. A device without a
-row has no utilisation: nothing is guessed.
+Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the peak of all workers together, as data
+sheets have it (data_sheets.py). A device without one has no utilisation: nothing is guessed.
 """
 
 import contextlib
-import csv
 import logging
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainers.data.batch import fetch, map_tensors
 from trainers.devices.device import no_autotune
 from trainers.model.activations import activations_kept
+from trainers.step.data_sheets import data_sheet
 from trainers.step.forward import ForwardPass
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
-PEAKS = Path(__file__).with_name("peaks.csv")
 _LIKE_SAMPLES = 8  # of samples that are all of one shape, a few are enough; two or more, for BatchNorm
 
 
@@ -86,9 +82,5 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 
 def gpu_peak(gpu: str, precision: str) -> float | None:
     """Return the same by name, which a row's pattern must match whole: a slice of a GPU (MIG) has no row."""
-    if " MIG " in gpu:
-        return None
-    with PEAKS.open(newline="", encoding="utf-8") as stream:
-        row = next((row for row in csv.DictReader(stream) if re.fullmatch(row["gpu"], gpu)), {})
-    peak_tflops = row.get(f"{precision.removesuffix('-pure')}_tflops")
-    return float(peak_tflops) * 1e12 if peak_tflops else None
+    sheet = data_sheet(gpu)
+    return None if sheet is None else sheet.peak(precision)

@@ -36,7 +36,7 @@ def find_non_finite(parts: Replica, task: Task, steps: range) -> str | None:
 
 def _in_step(parts: Replica, task: Task, step: int) -> str | None:
     sampler = parts.sampler
-    epoch, index = divmod(step, sampler.steps_per_epoch)
+    epoch, index = sampler.batches.place(step)
     sampler.set_epoch(epoch)
     for rows in sampler.share(index).split(parts.microbatch_size):
         if len(rows) == 0:

@@ -72,6 +72,11 @@ class TrainStep:
         """Bool: whether a loss or, without a loss scaler, a gradient was not finite. This rank's."""
         return self._bad_loss | ~torch.isfinite(self.loss_sum) | self._found_inf.bool()
 
+    @property
+    def sums(self) -> list[Tensor]:
+        """What it adds up over steps, on the device."""
+        return [self.loss_sum, self._bad_loss, self._found_inf]
+
     def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
         """Take `len(sizes)` microbatches from `batches` and update the parameters.
 
@@ -186,11 +191,16 @@ class TrainStep:
             param_group["lr"] = lr
         self._wanted_lrs = lrs
 
-    def follow(self, schedule: Schedule, step: int) -> None:
-        """Set what a scheduler says of `step`, from 0: learning rates, and momenta where it cycles them."""
-        self.set_lrs(schedule.lrs(step))
+    def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
+        """Set what a scheduler says of `step`, from 0: learning rates, times `scale`, and momenta where it cycles
+        them.
+        """
+        self.set_lrs([lr * scale for lr in schedule.lrs(step)])
         for param_group, name, value in schedule.cycled(self.optimizer):
             param_group[name] = value
+
+    def resized(self) -> None:
+        """Note that steps have another number of samples from here on."""
 
     def check_lr(self) -> None:
         """Raise ConfigError where something else has changed the learning rate since `set_lr`."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from trainers.config.function import FunctionConfig, build_run, kind_of
 from tune.config import SweepConfig
 from tune.search.space import trial_tree
-from tune.trials.interval import throughput
+from tune.trials.interval import samples_in, throughput
 from tune.trials.record import Name, Purpose, TrialRecord, UnixTime
 
 MOST_TRIALS = 48  # of a sweep
@@ -90,7 +90,7 @@ def told(config: SweepConfig, train: dict[str, Any], records: Sequence[TrialReco
 def _told(record: TrialRecord, train: dict[str, Any], metric: str) -> Told:
     run: Any = build_run(trial_tree(train, record.config), "trial")
     size, rate = run.batch_size, throughput(record.samples_per_s, record.step_time_s, record.step_time_ci95_s)
-    curve = [(row["step"] * size, row[metric]) for row in record.curve if metric in row and "step" in row]
+    curve = [(samples_in(row, size), row[metric]) for row in record.curve if metric in row and "step" in row]
     if len(curve) > _MOST_ROWS:  # the last is where the target was met
         curve = [curve[round(at * (len(curve) - 1) / (_MOST_ROWS - 1))] for at in range(_MOST_ROWS)]
     whole = None

@@ -9,8 +9,9 @@ from typing import Any
 
 from trainers.errors import CheckpointError, ConfigError
 from trainers.storage import Storage
-from tune.config import Objective, SweepConfig
+from tune.config import SweepConfig
 from tune.knowledge.entry import MOST_TRIALS, Entry, Told
+from tune.objective import Objective
 from tune.search.frontier import Seen, past_of
 from tune.search.frontier_grid import SPEED
 from tune.search.history import Past

@@ -24,6 +24,7 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from ray.train._internal import session
 from ray.train.v2._internal.execution import context as ray_context
 from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
+from ray.train.v2._internal.execution.storage import get_fs_and_path
 
 from trainers.causes import failure_of
 from trainers.devices.device import peak_memory_bytes, reset_peak_memory
@@ -168,6 +169,9 @@ def _context(own: TrainContext, mailbox: Any, assignment: Assignment) -> Functio
     given = {one.name: getattr(own, one.name) for one in fields(TrainContext)}
     run, storage, begun = copy.copy(own.train_run_context.run_config), copy.copy(own.storage_context), assignment.begun
     run.name = storage.experiment_dir_name = assignment.trial
+    if assignment.storage is not None:  # the lane may have begun with another sweep
+        run.storage_path = assignment.storage.parent.uri
+        storage.storage_filesystem, storage.storage_fs_path = get_fs_and_path(run.storage_path)
     given |= {
         "train_run_context": replace(
             own.train_run_context, run_config=run, train_loop_config=assignment.tree.get("train_loop_config")

@@ -67,7 +67,8 @@ class Kept:
 
     def _is_whole(self) -> bool:
         try:
-            return self._lanes is not None and bool(ray.get(self._lanes.mailbox.watch.remote(), timeout=10)["lanes"])
+            known = {} if self._lanes is None else ray.get(self._lanes.mailbox.watch.remote(), timeout=10)
+            return any(known.get(name) for name in ("lanes", "renewed"))
         except ray.exceptions.RayError:
             return False
 

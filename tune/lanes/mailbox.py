@@ -51,6 +51,8 @@ class Mailbox:
         self._arrived = asyncio.Condition()
         self._devices: dict[int, str] = {}
         self._down: dict[int, tuple[float, str]] = {}
+        self._renewed: set[int] = set()
+        """Lanes that are to start again for the next sweep, or do so."""
         self._closed = False
         self._begin(sweep, path, compares, past)
 
@@ -61,6 +63,12 @@ class Mailbox:
         used = self._comparison.used
         self._begin(sweep, path, compares, past)
         self._comparison.used = used
+
+    async def renew(self) -> None:
+        """Have lanes that have run a training function start again, so that the next sweep finds fresh processes."""
+        async with self._arrived:
+            self._renewed |= self._comparison.used & self._devices.keys()
+            self._arrived.notify_all()
 
     def _begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound]) -> None:
         self._sweep, self._path = sweep, path
@@ -107,13 +115,14 @@ class Mailbox:
         await self.lost(lane)
         self._devices[lane] = device
         self._comparison.used.discard(lane)
+        self._renewed.discard(lane)
         if lane in self._down:
             since, why = self._down.pop(lane)
             self._restarts.append((time.monotonic() - since, why))
 
     async def lost(self, lane: int, cause: RunFailedError | None = None) -> None:
         """Note that a lane's worker group is gone, of what is known, and queue its trial again, before the others."""
-        if self._devices.pop(lane, None) is not None:
+        if self._devices.pop(lane, None) is not None and lane not in self._renewed:
             self._down.setdefault(lane, (time.monotonic(), cause.message if cause else "its workers died"))
         trial = self._trials.get(self._running.pop(lane, ""))
         if trial is None or trial.ended:
@@ -143,6 +152,8 @@ class Mailbox:
             while True:
                 if self._closed or self._is_needless(lane):
                     return "close"
+                if lane in self._renewed:
+                    return "anew"
                 trial = self._next(lane)
                 if isinstance(trial, str):
                     await self.starts_again(lane, trial)
@@ -154,6 +165,9 @@ class Mailbox:
                     self._comparison.used.add(lane)
                     attempt, name = trial.losses + trial.failures, "" if self._sweep is None else self._sweep.name
                     trial.assignment = replace(trial.assignment, attempt=attempt, sweep=name, path=self._path)
+                    if trial.function is not None and self._sweep is not None:
+                        own = self._sweep.child("lanes", trial.assignment.trial)
+                        trial.assignment = replace(trial.assignment, storage=own)
                     self._arrived.notify_all()
                     return trial.assignment
                 try:
@@ -399,8 +413,8 @@ class Mailbox:
         self._notes.append(words)
 
     async def watch(self, notes: int = 0) -> dict[str, Any]:
-        """For the terminal and the metrics: lanes that are up, their trials with their newest reports, what is known
-        of microbatches, and the notes from number `notes` on.
+        """For the terminal and the metrics: lanes that are up, those that start again for the next sweep, their trials
+        with their newest reports, what is known of microbatches, and the notes from number `notes` on.
         """
         running = {}
         for lane, ticket in self._running.items():
@@ -408,4 +422,5 @@ class Mailbox:
             newest = next((event.metrics for event in reversed(trial.events) if event.outcome is None), {})
             running[lane] = {"trial": trial.assignment.trial, "started": trial.started, "metrics": newest}
         boundary = self._microbatches.shown()
-        return {"lanes": sorted(self._devices), "running": running, "boundary": boundary, "notes": self._notes[notes:]}
+        lanes = {"lanes": sorted(self._devices), "renewed": sorted(self._renewed)}
+        return {**lanes, "running": running, "boundary": boundary, "notes": self._notes[notes:]}

@@ -61,7 +61,7 @@ class Assignment:
     watches: tuple[str, ...] = ()
     """Metrics that the sweep decides by."""
     storage: Storage | None = None
-    """Directory of its run; None: it keeps nothing."""
+    """Directory of its run, or of what a training function stores; None: it keeps nothing."""
     source: str | None = None
     """Directory of the run whose newest checkpoint it begins with."""
     until_epoch: float | None = None

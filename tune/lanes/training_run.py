@@ -45,7 +45,7 @@ def run_in_lane(kept: Kept, spec: RunSpec, take: Take | None) -> RunResult:
 
     Raises GivenBack where there is none, or where the run goes on elsewhere; RunFailedError where the task failed.
     """
-    key = spec.config.scaling, wants_gpu(spec.config, capacity()), None
+    key = spec.config.scaling, wants_gpu(spec.config, capacity()), False
     if not isinstance(spec.config.scaling.num_workers, int):  # a group of its own grows with the cluster
         kept.end()
     lanes = kept.take(key)

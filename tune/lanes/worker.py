@@ -30,6 +30,7 @@ from trainers.storage import Storage
 from tune.lanes.leftovers import adopt_orphans
 from tune.lanes.messages import Assignment
 from tune.lanes.process_state import Baseline
+from tune.trials.record import CPU_PRESSURE
 
 _IDLE_S = 20.0  # an idle lane's ranks meet this often, well within the process group's timeout
 
@@ -45,16 +46,23 @@ class LaneContext(WorkerContext):
         self.microbatch_hint = assignment.microbatch_hint
         self.source = None if assignment.source is None else Storage(assignment.source)
         self.until_epoch, self.watches = assignment.until_epoch, assignment.watches
+        self._used: dict[str, float] = {}
+        """What this rank has used so far: the least that all ranks will have."""
+        self._pressure = Pressure() if CPU_PRESSURE in assignment.watches else None
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Rank 0 tells the mailbox of an evaluation, and hears whether the trial should go on."""
         if self.rank == 0 and checkpoint is None:
-            goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics))
+            share = None if self._pressure is None else self._pressure.share()
+            used = self._used if share is None else {**self._used, CPU_PRESSURE: share}
+            goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics | used))
             self._stop = self._stop or not goes_on or self._until.reached(metrics)
 
     def observe(self, figures: dict[str, float]) -> None:
         """The figures of whatever trial the lane runs."""
         self._gauges.set(figures)
+        found = {"peak_memory_bytes": figures.get("peak_bytes"), "energy_j": figures.get("energy_j")}
+        self._used |= {name: value for name, value in found.items() if name in self.watches and value is not None}
         if self.rank == 0:
             self._stop = self._stop or self._until.measured(figures)
 
@@ -146,7 +154,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             outcome = _function().run_function(assignment, path, mailbox, lane, group)
             outcome |= {"cpu_pressure": pressure.share()}
         else:
-            outcome = _run(assignment, mailbox, lane, gauges)
+            outcome = _run(assignment, mailbox, lane, gauges) | {"device": " and ".join(devices)}
         if group.rank == 0 or "raised" in outcome:
             raised = outcome.pop("raised", None)
             ray.get(mailbox.end.remote(lane, assignment.ticket, outcome))

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainers.errors import POLICIES
-from tune.config import SCORES, TO_TARGET, Objective, SweepConfig
+from tune.config import SweepConfig
+from tune.objective import SCORES, TO_TARGET, Objective
+from tune.report.front import chosen, front_words
 from tune.report.heard import heard
 from tune.report.words import (
     amount,
@@ -21,16 +23,16 @@ from tune.report.words import (
     target,
     telling,
 )
-from tune.search.finalists import Final, crowding, finals, pressure, rivals, told_apart
+from tune.search.finalists import Final, crowding, finals, most_ahead, pressure, rivals, told_apart
+from tune.search.front import Member, front
 from tune.search.frontier import Ended
 from tune.search.frontier_grid import Frontier
 from tune.search.history import Past
 from tune.trials.interval import EQUAL
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, value_of
 
 _EQUAL_SCORE = 0.01
 _CROWDED = 0.25
-_MEASURED = {"time_to_target": "time_to_target_s", "samples_per_s": "samples_per_s", "step_time_s": "step_time_s"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,10 @@ class Answer:
     """How the machine was while this was measured, where that matters."""
     ended: str
     """How much search frontier tried, and why it ended."""
+    front: list[Member]
+    """With several objectives the trials of the front, then those that may belong to it."""
+    most_ahead: float | None
+    """How many times as fast as the best any other trial is at most, with 95 % confidence; None: nothing tells."""
 
     @property
     def best(self) -> TrialRecord | None:
@@ -85,19 +91,33 @@ def answer(
     else:
         verdict = _verdict(config, records, ranked) if ranked else _why_none(config, records)
     ranking = [record for _, record in ranked]
+    others = ""
+    if members := front(config.objective, records, found):
+        verdict, others = front_words(config, records, members)
+        first = chosen(config.objective, members).record
+        ranking = [first, *(record for record in ranking if record is not first)]
     best = ranking[0] if ranking else None
     fastest, notes = _fastest(config, records, best, found), _notes(config, records, best, found)
+    notes = f"{others} {notes}".strip()
     ended = _ended(Frontier(config, train, past), records) if train is not None and config.search == "frontier" else ""
-    return Answer(ranking, found, printable(verdict), printable(fastest), notes, ended)
+    is_time = config.objective.metric in TO_TARGET and config.objective.metrics is None
+    ahead = most_ahead(config, records, found) if is_time and len(ranking) > 1 else None
+    return Answer(
+        ranking,
+        found,
+        printable(verdict),
+        printable(fastest),
+        f"{notes} {_ahead(ahead)}".strip(),
+        ended,
+        members,
+        ahead,
+    )
 
 
 def objective_value(objective: Objective, record: TrialRecord) -> float | None:
-    """Return the figure that ranks a trial; None where it failed, has none, or has one that is not finite."""
-    if not record.finished:
-        return None
-    name = _MEASURED.get(objective.metric)
-    value: float | None = getattr(record, name) if name else record.metrics.get(objective.metric)
-    return value if value is not None and math.isfinite(value) else None
+    """Return the figure that ranks a trial; None where it failed, or one of the figures is missing or not finite."""
+    values = [value_of(metric, record) for metric in objective.decisive]
+    return None if None in values else values[0]
 
 
 def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[float, TrialRecord]]:
@@ -169,9 +189,10 @@ def _half_width(record: TrialRecord) -> float:
 def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[Final]) -> str:
     """Return the winner by its repeats, with its interval, and those that cannot be told apart from it."""
     names, first, time_s = telling(config, records), found[0], found[0].time_s
+    missed = f", of which {first.num_missed} did not reach it" if first.num_missed else ""
     head = (
         f"{in_full(names, first.record)} reaches {target(config.objective)} in {duration(time_s.value)} of training "
-        f"(95 % interval {duration(time_s.low)} to {duration(time_s.high)}, {first.repeats} repeats alone"
+        f"(95 % interval {duration(time_s.low)} to {duration(time_s.high)}, {first.repeats} repeats alone{missed}"
         f"{_price(first.record, time_s.value)})"
     )
     equal = [f"{in_short(names, final.record)}: {duration(final.time_s.value)}" for final in found[1:] if final.equal]
@@ -208,6 +229,17 @@ def _notes(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | 
                 f"times and samples/s are those of a busy machine{most}."
             )
     return " ".join(notes)
+
+
+def _ahead(most: float | None) -> str:
+    """Return how much faster than the best another trial may be."""
+    if most is None:
+        return ""
+    if most <= 1 + EQUAL:
+        return f"No other trial is faster by more than {EQUAL:.0%} (95 % confidence)."
+    if math.isinf(most):
+        return "How much faster another trial is stays open: it may have met the target long before an evaluation."
+    return f"Another trial may still be up to {number(most, 3)} times as fast (95 % confidence)."
 
 
 def _ended(frontier: Frontier, records: list[TrialRecord]) -> str:
@@ -253,7 +285,9 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
         counts = Counter(record.status for record in records).most_common()
         ended, status = ", ".join(f"{count} {status}" for status, count in counts), counts[0][0]
         return f"There is no best trial: none finished ({ended}). For {status}: {POLICIES[status].advice}."
-    metric = config.objective.metric
+    decisive = config.objective.decisive
+    missing = [one for one in decisive if all(value_of(one, record) is None for record in finished)]
+    metric = (missing or list(decisive))[0]
     if metric in metric_names(finished):
         return f"There is no best trial: no finished one has a {metric} that is a finite number."
     if metric != "time_to_target":

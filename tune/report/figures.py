@@ -9,6 +9,7 @@ from typing import Any
 from tune.config import SweepConfig
 from tune.report.canvas import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
 from tune.report.figure_data import FigureData
+from tune.report.front_figure import front_figure
 from tune.report.key_figures import every_key, set_axis
 from tune.report.search_figures import beliefs, course
 from tune.report.time_figure import timeline
@@ -41,7 +42,8 @@ def figures(
     with styled():
         searched = config.search == "frontier" and train is not None
         believed = beliefs(data, Frontier(config, train or {}, past)) if searched else None
-        drawn = [throughput(data), memory(data), curves(data), targets(data), believed, pareto(data), every_key(data)]
+        trade = front_figure(data) if config.objective.metrics else pareto(data)
+        drawn = [throughput(data), memory(data), curves(data), targets(data), believed, trade, every_key(data)]
         drawn += [course(data), timeline(data)]
     return [figure for figure in drawn if figure]
 

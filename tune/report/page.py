@@ -18,6 +18,7 @@ from tune.config import SweepConfig
 from tune.report.answer import Answer, objective_value
 from tune.report.canvas import Figure
 from tune.report.figures import figures
+from tune.report.front import script_hash, weighing
 from tune.report.table import columns, constant, in_order
 from tune.report.time_figure import spent_in_all
 from tune.report.words import duration
@@ -63,7 +64,7 @@ def contents(
     `train` is the run that is varied, `resolved` that of the best trial where there is one, `drawn` the figures where
     they are there already, `past` what search frontier has heard of earlier sweeps.
     """
-    shown = columns(config, records)
+    shown, script = columns(config, records, found.front), source("front.js")
     same = constant(config, records, shown)
     table = [column for column in shown if column not in same]
     whole = summary(config, records, environment, found)
@@ -76,6 +77,8 @@ def contents(
         "reasons": found.reasons,
         "records": in_order(config, records),
         "same": ", ".join(said),
+        "script": script,
+        "script_hash": script_hash(script),
         "spent": spent_in_all(records),
         "stacked": next((width for most, width in _STACKED if len(table) + 1 <= most), "always"),
         "summary": whole,
@@ -83,6 +86,7 @@ def contents(
         "times": [duration(whole["wall_time_s"]), duration(whole["trial_time_s"])],
         "train": redact(dump_yaml(dict(resolved))),
         "verdict": found.verdict,
+        "weighing": weighing(config, records, found.front, best_command(sweep)),
         "live": None,
         "duration": duration,
         "breaks": _breaks,
@@ -116,10 +120,22 @@ def summary(
                 "time_s": [final.time_s.low, final.time_s.value, final.time_s.high],
                 "samples_per_s": final.samples_per_s,
                 "repeats": final.repeats,
+                "missed": final.num_missed,
                 "equal_to_best": final.equal,
             }
             for final in found.finals
         ],
+        "front": [
+            {
+                "id": member.record.id,
+                "config": member.record.config,
+                "values": {name: [one.low, one.value, one.high] for name, one in member.values.items()},
+                "chance": member.chance,
+                "is_on_front": member.is_on_front,
+            }
+            for member in found.front
+        ],
+        "others_times_as_fast_at_most": found.most_ahead,
         "search_ended": found.ended,
         "trials": len(records),
         "status": {status: counts[status] for status in STATUSES if counts[status]},

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
@@ -12,7 +12,9 @@ from rich.text import Text
 
 from tune.config import SweepConfig
 from tune.report.answer import Answer
-from tune.report.words import duration, is_number, labels, memory_unit, metric_names, number, printable, shown, span
+from tune.report.front import chance
+from tune.report.words import amount, duration, is_number, labels, metric_names, number, printable, shown, span
+from tune.search.front import Member
 from tune.trials.record import TrialRecord
 
 
@@ -27,13 +29,14 @@ class Column(NamedTuple):
 
 def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> Table:
     """Return the end table of the terminal: a row a trial in the order of the space, the best one marked."""
-    found = columns(config, records)
+    found = columns(config, records, answer.front)
     result = Table(box=SIMPLE, show_edge=False, padding=0)
     counts = {purpose: sum(record.purpose == purpose for record in records) for purpose in ("trial", "probe", "repeat")}
     said = [f"{n} {purpose}{'s' if n > 1 else ''}" for purpose, n in counts.items() if n]
     result.title = f"{config.name}: {', '.join(said) or 'no trials'}"
     if answer.best is not None:
-        result.caption = Text(f"* best by {printable(config.objective.metric)}", "table.caption")
+        by = "the weights" if config.objective.weights else printable(config.objective.metric)
+        result.caption = Text(f"* best by {by}", "table.caption")
     for header, is_figure, _ in found:
         narrow = header.replace("_", "_\n").replace(" ", "\n") if len(header) > 8 else header
         result.add_column(Text(narrow), justify="right" if is_figure else "left", overflow="fold", min_width=6)
@@ -65,8 +68,8 @@ def in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecor
     return sorted(records, key=lambda record: [place(key, record.config.get(key)) for key in config.space])
 
 
-def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
-    """Return the table's columns; the objective is one of them."""
+def columns(config: SweepConfig, records: list[TrialRecord], front: Sequence[Member] = ()) -> list[Column]:
+    """Return the table's columns; the objective is one of them, and with several their `front`."""
     found: list[Column] = []
 
     def add(header: str, values: Iterable[Any], form: Callable[[float], str] | None = None) -> None:
@@ -80,16 +83,22 @@ def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
     add("status", (record.status for record in records))
     add("samples/s", (record.samples_per_s for record in records), lambda value: number(value, 4))
     add("step time, ms", (record.step_time_s for record in records), lambda value: number(value * 1e3, 3))
-    add("peak memory", (record.peak_memory_bytes for record in records), _memory)
+    peaks = (record.peak_memory_bytes for record in records)
+    add("peak memory", peaks, lambda value: amount("peak_memory_bytes", value))
+    if any(record.energy_j is not None for record in records):
+        add("energy", (record.energy_j for record in records), lambda value: amount("energy_j", value))
     taken = {"id", "time to target", *(column.header for column in found)}
     for name in metric_names(records):
-        if name.startswith("val_") or name == config.objective.metric:
+        if name.startswith("val_") or name in config.objective.decisive:
             header = printable(f"metrics.{name}" if name in taken else name)
             add(header, (record.metrics.get(name) for record in records), lambda value: number(value, 4))
     if config.objective.target:
         met = [(one.missed_target_s, one.time_to_target_s) for one in records]
         cells = ["-" if time_s is None else span(before, time_s) for before, time_s in met]
         found.append(Column("time to target", True, dict(zip([record.id for record in records], cells, strict=True))))
+    if front:
+        places = {member.record.id: chance(member) for member in front}
+        add("front", (places.get(record.id, "-") for record in records))
     if any(record.spent is not None for record in records):
         add("starting", (record.spent and record.spent.starting_s for record in records), duration)
         add("training", (record.spent and record.spent.training_s for record in records), duration)
@@ -101,8 +110,3 @@ def constant(config: SweepConfig, records: list[TrialRecord], found: list[Column
     keys = set(labels(config, records).values())
     same = [column for column in found if len(records) > 1 and len(set(column.cells.values())) == 1]
     return [column for column in same if column.header in keys or set(column.cells.values()) == {"-"}]
-
-
-def _memory(amount_bytes: float) -> str:
-    size, unit = memory_unit(amount_bytes)
-    return f"{number(amount_bytes / size, 3)} {unit}"

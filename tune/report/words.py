@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from trainers.errors import printable as printable
-from tune.config import Objective, SweepConfig
+from tune.config import SweepConfig
+from tune.objective import Objective
 from tune.trials.record import TrialRecord
 
 
@@ -102,10 +103,23 @@ def target(objective: Objective) -> str:
     return " ".join(f"{name} {value:g}" for name, value in (objective.target or {}).items())
 
 
+def metric_words(metric: str) -> str:
+    """Return what a metric is called in sentences and beside axes; what the task reports keeps its name."""
+    known = {"time_to_target": "time to target", "usd_to_target": "dollars to target", "energy_j": "energy"}
+    known |= {"peak_memory_bytes": "peak memory", "samples_per_s": "samples/s", "step_time_s": "step time"}
+    return known.get(metric, printable(metric))
+
+
 def amount(metric: str, value: float) -> str:
     """Return a value of the objective with its unit."""
     if metric == "time_to_target":
         return duration(value)
     if metric == "usd_to_target":
         return f"{number(value, 3)} USD"
+    if metric == "peak_memory_bytes":
+        size, unit = memory_unit(value)
+        return f"{number(value / size, 3)} {unit}"
+    if metric == "energy_j":
+        size, unit = (1, "J") if value < 1e3 else (1000, "kJ") if value < 3.6e6 else (3_600_000, "kWh")
+        return f"{number(value / size, 3)} {unit}"
     return f"{number(value, 3)} samples/s" if metric == "samples_per_s" else number(value, 4)

@@ -17,7 +17,7 @@ from tune.config import SweepConfig, sample_values
 from tune.knowledge.taken import past
 from tune.report.answer import Answer, answer, objective_value
 from tune.report.page import best_command, contents, render, strict
-from tune.report.words import labels, metric_names, printable, shown
+from tune.report.words import labels, metric_names, printable, shown, target
 from tune.search.space import trial_tree
 from tune.trials.record import TrialRecord
 
@@ -78,6 +78,8 @@ def _header(command: str, config: SweepConfig, best: TrialRecord) -> str:
     """Return the comment that best.yaml begins with."""
     figure = f"{config.objective.metric} {objective_value(config.objective, best):.6g}"
     lines = [f"The best trial of the sweep {config.name}: {best.id}, {figure}.", f"Run as: {command}"]
+    if config.objective.ends_at_target and best.time_to_target_s is not None:
+        lines.append(f"The trial ended at its target, {target(config.objective)}; this run trains to its last step.")
     if len(best.schedule) > 1:
         lines.append("The values are its last ones. Its weights had the course below, which this run does not have:")
         for part in best.schedule:
@@ -101,7 +103,7 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     columns["time_to_target_low_s"] = pa.array([record.missed_target_s for record in records], pa.float64())
     add(pa.int64(), "peak_memory_bytes", "lane", "seed")
     add(pa.string(), "purpose", "exploited_from")
-    add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure")
+    add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure", "energy_j")
     for name, figure in (("noise_scale", "value"), ("noise_scale_low", "low"), ("noise_scale_high", "high")):
         columns[name] = pa.array([_noise(record, figure) for record in records], pa.float64())
     for name, time_name in (("starting_s", "starting_s"), ("training_s", "training_s"), ("on_lane_s", "total_s")):

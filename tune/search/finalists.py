@@ -8,13 +8,19 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 from trainers.measure.step_times import student_t95
-from tune.config import TO_TARGET, SweepConfig
-from tune.trials.interval import APART, EQUAL, REPEATS, REPEATS_WEIGHT, Interval
+from tune.config import SweepConfig
+from tune.objective import TO_TARGET, Objective
+from tune.search.race import LEVEL, LOOKS, Lap, Race, race
+from tune.trials.interval import APART, REPEATS, REPEATS_WEIGHT, Interval
 from tune.trials.journal import trial_id
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, crossing_s
+
+_FREE_S = 15.0
+"""That repeats may always take."""
 
 
 def time_alone(record: TrialRecord) -> Interval:
@@ -36,28 +42,87 @@ def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
 def contenders(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """Return the trials to repeat, fastest first; none where the answer is clear, or of another kind than a time."""
     found = rivals(config, records)
-    return found[: config.num_finalists] if len(found) > 1 else []
+    if len(found) < 2:
+        return []
+    affordable = int(_time_for_repeats_s(config, records) / max(1e-9, LOOKS[0] * _mean_cost_s(found)))
+    count = min(config.num_finalists, max(config.least_finalists, affordable))
+    return found[:count] if count > 1 or config.least_finalists else []
+
+
+def _time_for_repeats_s(config: SweepConfig, records: Sequence[TrialRecord]) -> float:
+    """Return how long repeats may take, s: a share of what the search has taken on its lanes, side by side."""
+    search = [record for record in records if record.purpose != "repeat"]
+    lanes = max(1, len({record.lane for record in search}))
+    return max(_FREE_S, config.finalists.share * sum(map(_cost_s, search)) / lanes)
+
+
+def _cost_s(record: TrialRecord) -> float:
+    """Return how long a trial held its lane, s."""
+    return record.spent.total_s if record.spent else max(0.0, record.end_time - record.start_time)
+
+
+def _mean_cost_s(records: Sequence[TrialRecord]) -> float:
+    return statistics.fmean(map(_cost_s, records))
 
 
 def rivals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """Return the fastest trial to the target and those that one run each cannot tell apart from it, fastest first."""
-    if config.objective.metric not in TO_TARGET or "seed" in config.space:
+    if config.objective.metric not in TO_TARGET or config.objective.weights is not None or "seed" in config.space:
         return []
+    trials = _fastest_first(records)
+    return [record for record in trials if not told_apart(trials[0], record)]
+
+
+def _fastest_first(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """Return the trials that met the target, one of each configuration."""
     times = [(one.time_to_target_s, one) for one in records if one.purpose != "repeat" and one.finished]
     known = [(time_s, record) for time_s, record in times if time_s and math.isfinite(time_s)]
     reached = sorted(known, key=lambda pair: pair[0])
-    unique = list({trial_id(record.config): (time_s, record) for time_s, record in reversed(reached)}.values())[::-1]
-    return [record for _, record in unique if not told_apart(unique[0][1], record)]
+    return list({trial_id(record.config): record for _, record in reversed(reached)}.values())[::-1]
 
 
 def repeats_to_run(
     config: SweepConfig, train: dict[str, Any], records: Sequence[TrialRecord]
 ) -> list[tuple[TrialRecord, int]]:
-    """Return the finalists and the seeds of their repeats that have no record yet, in turn."""
-    known = {record.id for record in records}
-    first, found = int(train.get("seed", 0)) + 1, contenders(config, records)
-    pairs = [(record, first + number) for number in range(config.finalists.repeats) for record in found]
-    return [(record, seed) for record, seed in pairs if trial_id(record.config, "repeat", seed) not in known]
+    """Return the finalists and the seeds of the repeats to run before the next look at them, in turn; none where the
+    order of the first is decided, or no repeat can decide it, or their time is used up.
+    """
+    if "train_func" in train:
+        return []
+    found, first = contenders(config, records), int(train.get("seed", 0)) + 1
+    return [(found[entrant], first + number) for entrant, number in _race(config, found, records, first).runs_next]
+
+
+def _race(
+    config: SweepConfig, found: Sequence[TrialRecord], records: Sequence[TrialRecord], first_seed: int | None = None
+) -> Race:
+    """Return how the race of the finalists stands; `first_seed` is that of the first repeat (default: the smallest)."""
+    repeats = [_repeats(record, records) for record in found]
+    ended = [one for own in repeats for one in own]
+    if len(found) < 2 or (first_seed is None and not ended):
+        return Race([], [])
+    first = min(one.seed or 0 for one in ended) if first_seed is None else first_seed
+    laps = [{(one.seed or 0) - first: _lap(config.objective, one) for one in own} for own in repeats]
+    most = LOOKS[-1] if config.finalists.repeats == "auto" else config.finalists.repeats
+    stands = race(laps, most)
+    if not stands.runs_next:
+        return stands
+    racing = len({entrant for entrant, _ in stands.runs_next})
+    left_s = _time_for_repeats_s(config, records) - sum(map(_cost_s, ended))
+    more = max(0, int(left_s / max(1e-9, racing * _mean_cost_s(ended or found))))
+    return race(laps, most, max(LOOKS[0], stands.runs_next[0][1] + more))
+
+
+def _lap(objective: Objective, record: TrialRecord) -> Lap | None:
+    """Return what a repeat says; of one that trained to its end without meeting the target, that it took that long."""
+    time_s = crossing_s(objective, record)
+    if time_s is None:
+        whole_s = max((row.get("train_time_s", 0.0) for row in record.curve), default=0.0)
+        return Lap(math.log(whole_s)) if record.finished and whole_s > 0 else None
+    if time_s.value <= 0:
+        return None
+    early = math.log(time_s.value / time_s.low) if time_s.low > 0 else math.inf
+    return Lap(math.log(time_s.value), early, math.log(time_s.high / time_s.value))
 
 
 @dataclass(frozen=True)
@@ -70,7 +135,11 @@ class Final:
     """To the target, alone: the geometric mean of its repeats, and the time since the evaluation before."""
     samples_per_s: float
     """Alone: the median of its repeats."""
+    latest_s: float
+    """The mean, where each had met the target only at its evaluation."""
     repeats: int
+    num_missed: int
+    """Repeats that did not meet the target."""
     ratio: Interval
     """How many times as long as the fastest it takes."""
     equal: bool
@@ -78,43 +147,66 @@ class Final:
 
 
 def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
-    """Return what the repeats say, fastest first; nothing before two finalists have two that reached the target.
+    """Return what the repeats say, fastest first; nothing before two finalists have been looked at.
 
     The spread of the times' logarithms is pooled over all finalists, and with `REPEATS` of earlier sweeps. A target is
     met between two evaluations: no ratio claims more than what holds wherever in between.
     """
+    entrants = contenders(config, records)
+    standings = _race(config, entrants, records).standings
     groups = []
-    for record in contenders(config, records):
+    for record, standing in zip(entrants, standings, strict=False):
         own = _repeats(record, records)
-        logs = [math.log(one.time_to_target_s) for one in own if one.time_to_target_s]
-        if len(logs) > 1:
-            rates = [one.samples_per_s for one in own if one.samples_per_s]
-            groups.append((record, logs, _since(own), statistics.median(rates or [0.0])))
+        laps = [lap for one in own if (lap := _lap(config.objective, one))]
+        if standing is not None and laps:
+            groups.append((standing, record, own, laps))
     if len(groups) < 2:
         return []
-    freedom = REPEATS_WEIGHT + sum(len(logs) - 1 for _, logs, _, _ in groups)
-    squares = sum(statistics.variance(logs) * (len(logs) - 1) for _, logs, _, _ in groups)
+    freedom = REPEATS_WEIGHT + sum(len(laps) - 1 for *_, laps in groups)
+    squares = sum(statistics.variance(_logs(laps)) * (len(laps) - 1) for *_, laps in groups if len(laps) > 1)
     spread = math.sqrt((REPEATS_WEIGHT * REPEATS**2 + squares) / freedom)
-    groups.sort(key=lambda group: statistics.fmean(group[1]))
-    t95, (_, first, since_first, _) = student_t95(freedom), groups[0]
     found = []
-    for record, logs, since, rate in groups:
-        mean, half = statistics.fmean(logs), t95 * spread / math.sqrt(len(logs))
-        behind = mean - statistics.fmean(first)
-        apart = t95 * spread * math.sqrt(1 / len(logs) + 1 / len(first))
-        interval = Interval(math.exp(mean), math.exp(mean - since - half), math.exp(mean + half))
-        ratio = Interval(math.exp(behind), math.exp(behind - since - apart), math.exp(behind + since_first + apart))
-        equal = behind - since <= max(apart, math.log(1 + EQUAL))
-        found.append(Final(record, interval, rate, len(logs), ratio, equal))
+    for standing, record, own, laps in sorted(groups, key=lambda group: (group[0].is_slower, group[0].behind)):
+        mean, half = statistics.fmean(_logs(laps)), student_t95(freedom) * spread / math.sqrt(len(laps))
+        early, late = (statistics.fmean(getattr(lap, name) for lap in laps) for name in ("early", "late"))
+        rates = [one.samples_per_s for one in own if one.samples_per_s]
+        found.append(
+            Final(
+                record,
+                Interval(math.exp(mean), math.exp(mean - early - half), math.exp(mean + late + half)),
+                statistics.median(rates or [0.0]),
+                math.exp(mean + late),
+                len(laps),
+                sum(one.time_to_target_s is None for one in own),
+                Interval(*(math.exp(part) for part in (standing.behind, standing.low, standing.high))),
+                not standing.is_slower,
+            )
+        )
     return found
 
 
-def _since(runs: Sequence[TrialRecord]) -> float:
-    """Return how much sooner runs may have met the target, as they were last evaluated before: the mean logarithm."""
-    lows = [(one.time_to_target_s, one.missed_target_s) for one in runs if one.time_to_target_s]
-    return statistics.fmean(
-        0.0 if low is None else math.inf if low <= 0 else max(0.0, math.log(high / low)) for high, low in lows
-    )
+def _logs(laps: Sequence[Lap]) -> list[float]:
+    return [lap.log_s for lap in laps]
+
+
+def most_ahead(config: SweepConfig, records: Sequence[TrialRecord], found: Sequence[Final]) -> float | None:
+    """Return how many times as fast as the best any other trial is at most, with 95 % confidence; None where none has
+    met the target.
+
+    Of finalists by the race; of all others by one run each, and what repeats of one configuration differ by.
+    """
+    trials = _fastest_first(records)
+    if not trials:
+        return None
+    repeated = {trial_id(final.record.config) for final in found}
+    others = trials[1:] if not found else [one for one in trials if trial_id(one.config) not in repeated]
+    latest = found[0].latest_s if found else time_alone(trials[0]).high
+    width = NormalDist().inv_cdf(1 - LEVEL / max(1, len(trials) - 1)) * REPEATS
+    width *= math.sqrt(1 + 1 / (found[0].repeats if found else 1))
+    ratios = [1 / final.ratio.low if final.ratio.low > 0 else math.inf for final in found[1:]]
+    for earliest in (time_alone(one).low for one in others):
+        ratios.append(latest / earliest * math.exp(width) if earliest > 0 else math.inf)
+    return max([1.0, *ratios])
 
 
 def crowding(records: Sequence[TrialRecord]) -> float | None:

@@ -4,14 +4,14 @@ First short trials (probes) measure the throughput of a few batch sizes of every
 it reaches the target, where the expected gain over the best so far is largest (Jones et al. 1998, Expected
 improvement), by the beliefs of time_model.py. A setting whose throughput cannot make up for the best one's is never
 trained. It ends when no batch size that was not trained is faster than the best by more than 5 % in more than 5 % of
-the draws, or when a third of the samples of the whole grid is spent; the reason says which, and the model's doubt.
+the draws, or when a third of the samples of the whole grid is spent; the reason says which.
 
 What earlier sweeps have found (`past`, see history.py) is heard first: no place is probed whose throughput they tell,
 and none is trained that they have trained, but the one that then seems best. What disagrees with them drops them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ _PROBES = 3
 _DOUBT = 0.05
 _DOUBT_TOLD = 0.2  # where earlier sweeps are heard, whose trials were many
 _GUESSED = 0.1  # how much faster, as a logarithm, a place must seem that none has trained than one that some has
-_NEVER = 30.0  # the logarithm of a time that is never over
+NEVER = 30.0  # the logarithm of a time that is never over
 _SHARE = 1 / 3
 _TOLD = 0.2  # a throughput that earlier sweeps tell better than this, as a logarithm, is not probed
 _CHECKED = 3  # trials to the target; with fewer what the model says of batch sizes is what it was made to say
@@ -47,6 +47,9 @@ class Seen:
     samples_per_s: Interval | None = None
     noise_scale: float | None = None
     status: str = "done"
+    peak_memory_bytes: float | None = None
+    power_w: float | None = None
+    """Of what it ran on, while it did."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +68,18 @@ class Ended:
 
 
 def decide(
-    places: Sequence[Place], seen: Sequence[Seen], running: Sequence[Choice], past: Sequence[Past] = ()
+    places: Sequence[Place],
+    seen: Sequence[Seen],
+    running: Sequence[Choice],
+    past: Sequence[Past] = (),
+    make_belief: "Callable[..., Belief] | None" = None,
 ) -> Choice | Ended | None:
     """Return the next trial, the end, or None: wait for one that is running. `places` is the whole grid, `past` what
-    earlier sweeps have found.
+    earlier sweeps have found; `make_belief` makes what takes the place of `Belief`.
     """
     tried = {Choice(one.place, one.purpose) for one in seen} | set(running)
     whole = next((one.whole for one in seen if one.whole), None)
-    belief = Belief(places, seen, [one.place for one in running], past)
+    belief = (make_belief or Belief)(places, seen, [one.place for one in running], past)
     for probe in (Choice(place, "probe") for place in belief.to_probe(whole)):
         if probe not in tried:
             return probe
@@ -93,11 +100,8 @@ def decide(
         return Ended("every batch size that could be tried was")
     if hopeful:
         names = ", ".join(str(places[index].size) for index in hopeful[:4])
-        return Ended(f"a third of the grid's samples is spent; {names} might still be faster")
-    of = f"of the {len(untried)} that were not tried is faster than the best by more than {EQUAL:.0%}"
-    if belief.num_reached < _CHECKED:
-        return Ended(f"that none {of} is the guess of a model that so few trials cannot check")
-    return Ended(f"by the search's model the chance that any {of} is {max(0.01, belief.chance(untried)):.0%}")
+        return Ended(f"a third of the grid's samples is spent; {names} might still be {belief.hope}")
+    return Ended(belief.why_enough(len(untried)))
 
 
 def _probes(places: Sequence[Place], whole: float | None) -> list[Place]:
@@ -154,7 +158,7 @@ class Belief:
         samples = _at_evaluations(samples, self.places, seen)
         self.draws = samples - means[:, None] - widths[:, None] * rng.standard_normal(samples.shape)
         if needed and wholes:  # what needs more samples than the run has never gets there
-            self.draws = np.where(samples > math.log(max(wholes)) + 0.02, _NEVER, self.draws)
+            self.draws = np.where(samples > math.log(max(wholes)) + 0.02, NEVER, self.draws)
         self.log_times = self.draws.mean(axis=1) if needed else mean - means
         """Expected logarithm of the time to target, a place each; where it may never be reached, that weighs most."""
         done = {one.place for one in seen if one.purpose == "trial"}
@@ -168,6 +172,15 @@ class Belief:
         medians = np.median(self.draws, axis=1)
         self.best = min(finished, key=lambda index: float(medians[index]), default=None)
         """Index of the likely fastest place of those that reached the target; None: none has."""
+
+    hope = "faster"
+    """What a place that is hopeful might be."""
+
+    def why_enough(self, num_untried: int) -> str:
+        """Return why no further trial is worth it."""
+        few = ", from few trials," if self.num_reached < _CHECKED else ""
+        rest = f"none of the {num_untried} that were not tried is faster than the best by more than {EQUAL:.0%}"
+        return f"the search's model guesses{few} that {rest}"
 
     def to_probe(self, whole: float | None) -> list[Place]:
         """Return the places that are worth a probe, the first first.
@@ -199,11 +212,6 @@ class Belief:
         doubt = _DOUBT_TOLD if self._tried else _DOUBT
         return float(np.mean(self._gains(index) > -math.log(1 - EQUAL))) > doubt
 
-    def chance(self, indices: Sequence[int]) -> float:
-        """Return how likely any of some places beats the best by more than what is of interest."""
-        gains = np.array([self._gains(index) for index in indices])
-        return float(np.mean((gains > -math.log(1 - EQUAL)).any(axis=0)))
-
     def gain(self, index: int) -> float:
         """Return the expected improvement of the logarithm of the best time; before there is one, of any time."""
         if self.best is None:
@@ -217,7 +225,7 @@ class Belief:
 
     def times(self) -> list[Interval]:
         """Return the time to target, s, of every place with its 95 % interval; inf where it may never be reached."""
-        draws = np.where(self.draws >= _NEVER, math.inf, self.draws)
+        draws = np.where(self.draws >= NEVER, math.inf, self.draws)
         low, middle, high = np.exp(np.quantile(draws, [0.025, 0.5, 0.975], axis=1, method="nearest"))
         return [Interval(float(m), float(a), float(b)) for m, a, b in zip(middle, low, high, strict=True)]
 
@@ -258,12 +266,14 @@ def _at_evaluations(log_samples: Draws, places: Sequence[Place], seen: Sequence[
 
 
 def _needed(one: Seen) -> Needed | None:
-    """Return the samples to the target as a trial shows them; more than it had where it never got there."""
+    """Return the samples to the target as a trial shows them; more than it had where it did not get there."""
     found = one.samples_to_target
     if found is not None:
         return Needed(one.place, found.value, (found.high - found.low) / found.value / math.sqrt(12))
     if one.purpose == "trial" and one.whole and one.status in ("done", "diverged"):
         return Needed(one.place, one.whole * (1.4 if one.status == "done" else 2.0), 0.25)
+    if one.purpose == "trial" and one.status == "stopped" and one.samples:
+        return Needed(one.place, one.samples * 1.4, 0.25)
     return None
 
 

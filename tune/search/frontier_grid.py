@@ -1,15 +1,17 @@
 """The grid that search frontier covers: its places from a sweep's space, and what the records say of them. Pure."""
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tune.config import BATCH_KEYS, SweepConfig
+from tune.search.front_belief import FrontBelief
 from tune.search.frontier import Belief, Choice, Ended, Seen, decide
 from tune.search.history import Past
 from tune.search.space import grid_values, trial_config
 from tune.search.time_model import Place
-from tune.trials.interval import Interval, samples_to_target, throughput
+from tune.trials.interval import Interval, samples_in, samples_to_target, throughput
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
 
@@ -45,7 +47,8 @@ class Frontier:
         place = self._place_of.get(trial_id(record.config))
         if place is None:
             return None
-        samples = max((row["step"] * place.size for row in record.curve), default=0.0)
+        seconds = record.spent.total_s - record.spent.starting_s if record.spent else None
+        samples = max((samples_in(row, place.size) for row in record.curve), default=0.0)
         reached = [index for index, row in enumerate(record.curve) if self.config.objective.reached(row)]
         return Seen(
             place,
@@ -56,6 +59,8 @@ class Frontier:
             throughput(record.samples_per_s, record.step_time_s, record.step_time_ci95_s),
             (record.noise_scale or {}).get("value"),
             record.status,
+            record.peak_memory_bytes,
+            record.energy_j / seconds if record.energy_j and seconds else None,
         )
 
     def _whole(self, record: TrialRecord, place: Place) -> float | None:
@@ -72,7 +77,9 @@ class Frontier:
 
     def next(self, records: Sequence[TrialRecord], running: Sequence[Choice] = ()) -> Choice | Ended | None:
         """Return what `decide` says to these records."""
-        return decide(self.places, self.seen(records), running, self.past)
+        metrics = self.config.objective.metrics
+        make_belief = None if metrics is None else functools.partial(FrontBelief, metrics)
+        return decide(self.places, self.seen(records), running, self.past, make_belief)
 
     def belief(self, records: Sequence[TrialRecord]) -> Belief:
         """Return what these records say of all places."""

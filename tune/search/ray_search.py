@@ -1,6 +1,7 @@
 """Searches and the population as Ray Tune takes them: spaces, searchers, a scheduler. The only file here with Ray."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,17 +10,19 @@ import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at 
 
 # isort: split
 from ray import tune
-from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.schedulers import FIFOScheduler, PopulationBasedTraining, TrialScheduler
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
 from tune.config import Range, SweepConfig, may_change, sample_values
+from tune.objective import Objective
+from tune.search.front import beaten_by
 from tune.search.frontier import Choice, Ended
 from tune.search.frontier_grid import Frontier
 from tune.search.history import Past
 from tune.search.population import population, within
 from tune.search.space import Suggestion, grid, in_probing_order, planned_trials, unwrap, wrap
 from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord
+from tune.trials.record import TrialRecord, value_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,36 +74,100 @@ def num_samples(config: SweepConfig, before: int) -> int:
 def searcher(
     config: SweepConfig,
     lanes: int,
-    before: Sequence[tuple[dict[str, Any], float]] = (),
+    before: Sequence[tuple[dict[str, Any], list[float]]] = (),
     train: Mapping[str, Any] | None = None,
     records: Callable[[], list[TrialRecord]] = list,
     past: Sequence[Past] = (),
 ) -> Any:
     """Return what chooses the next trial, at most `lanes` at a time.
 
-    `before` are the trials of an earlier start with their objectives (inf or -inf for those that have none): optuna
-    goes on from them, frontier from the journal's `records` and what it hears of the `past`, the others choose the same
-    again.
+    `before` are the trials of an earlier start with their objectives (`values_of`): optuna goes on from them, frontier
+    from the journal's `records` and what it hears of the `past`, the others choose the same again.
     """
     if config.search == "frontier":
         search: Searcher = FrontierSearcher(Frontier(config, train or {}, past), records)
     elif config.search == "optuna":
-        import optuna
-        from ray.tune.search.optuna import OptunaSearch
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep has a line of its own for each trial
-        search = OptunaSearch(
-            metric="objective",
-            mode=config.objective.direction,
-            seed=config.seed + len(before),  # else a resumed search would draw its first random trials again
-            points_to_evaluate=[trial for trial, _ in before],
-            evaluated_rewards=[value for _, value in before] or None,
-        )
+        search = _optuna_search(config, before)
     else:
         # A population is trained side by side, a stage of each in turn on the lanes.
         at_a_time = max(lanes, planned_trials(config)) if config.scheduler == "pbt" else lanes
         return BasicVariantGenerator(max_concurrent=at_a_time, random_state=config.seed)
     return ConcurrencyLimiter(search, max_concurrent=lanes)
+
+
+def _optuna_search(config: SweepConfig, before: Sequence[tuple[dict[str, Any], list[float]]]) -> Any:
+    """Return Ray's OptunaSearch, with several objectives where the sweep has them (multi-objective TPE)."""
+    import optuna
+    from ray.tune.search.optuna import OptunaSearch
+
+    class Search(OptunaSearch):
+        """Takes up the trials of an earlier start with all of their objectives, where Ray's knows of one."""
+
+        def add_evaluated_point(self, parameters: dict[str, Any], value: Any, *_: Any, **__: Any) -> None:
+            study: Any = self._ot_study
+            space: Any = self._space
+            study.add_trial(optuna.trial.create_trial(values=value, params=parameters, distributions=space))
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # the sweep has a line of its own for each trial
+    objective = config.objective
+    modes = ["min" if objective.sign(metric) > 0 else "max" for metric in objective.decisive]
+    names = [_objective_name(at) for at in range(len(modes))]
+    return Search(
+        metric=names if objective.metrics else names[0],
+        mode=modes if objective.metrics else modes[0],
+        seed=config.seed + len(before),  # else a resumed search would draw its first random trials again
+        points_to_evaluate=[trial for trial, _ in before],
+        evaluated_rewards=[value for _, value in before] or None,
+    )
+
+
+def _objective_name(at: int) -> str:
+    """Return the name under which Tune gets an objective: of the first, which schedulers look at, `objective`."""
+    return f"objective_{at}" if at else "objective"
+
+
+def values_of(objective: Objective, record: TrialRecord) -> list[float]:
+    """Return a trial's objectives; the worst, inf or -inf, for each that it does not have."""
+    values = [value_of(metric, record) for metric in objective.decisive]
+    return [
+        objective.sign(metric) * math.inf if value is None else value
+        for metric, value in zip(objective.decisive, values, strict=True)
+    ]
+
+
+def as_result(values: Sequence[float]) -> dict[str, float]:
+    """Return a trial's objectives as Tune gets them."""
+    return {_objective_name(at): value for at, value in enumerate(values)}
+
+
+class FrontScheduler(FIFOScheduler):
+    """Several objectives: stops a trial as soon as a finished one is certain to beat it in all of them."""
+
+    def __init__(
+        self, objective: Objective, records: Mapping[str, TrialRecord], usd_per_hour: float | None, why: dict[str, str]
+    ) -> None:
+        """`records` are those of all trials that have ended, `usd_per_hour` the price of a lane; `why` is given the
+        reason for each trial that was stopped, by Tune's id.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._objective, self._records, self._usd_per_hour, self._why = objective, records, usd_per_hour, why
+        self._met: dict[str, list[dict[str, float]]] = {}
+        """By Tune's id, the evaluation that first met the target."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (FIFOScheduler, ())  # Tune pickles it for a restore that the journal replaces
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        """Called by Tune with each evaluation."""
+        row = {name: value for name, value in result.items() if isinstance(value, int | float)}
+        if self._objective.reached(row):
+            self._met.setdefault(trial.trial_id, [row])
+        curve = [*self._met.get(trial.trial_id, []), row]
+        found = beaten_by(self._objective, curve, list(self._records.values()), self._usd_per_hour)
+        if found is None:
+            return str(TrialScheduler.CONTINUE)
+        self._why[trial.trial_id] = f"certain to be beaten in all of the objective's metrics by trial {found.id}"
+        return str(TrialScheduler.STOP)
 
 
 class FrontierSearcher(Searcher):

@@ -3,10 +3,9 @@
 Asked by `python -m tune plan SWEEP --cluster CLUSTER --deadline TIME`.
 """
 
-import copy
 import datetime as dt
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from cluster.files.capacity import NodeType, worker_slots
 from cluster.files.cluster_file import ClusterFile
-from cluster.files.prices import Price, load_prices
+from cluster.files.prices import Price, all_prices, load_prices
 from cluster.spot.availability import SpotRates, checkpoint_interval_s
 from cluster.spot.game import Job, Outcome, State, play
 from cluster.spot.policy import ExpectedCost
@@ -43,7 +42,9 @@ class Terms:
     """Seconds of the training with the winner; None: as long as a trial."""
     changeover_s: float = 300.0
     spot_share: float | None = None
-    """Price of a spot machine, as a share of the on-demand price; None: not known, so there is none to choose."""
+    """Price of a spot machine, as a share of the on-demand price; None: by the price table."""
+    regions: tuple[str, ...] = ()
+    """To choose from; none: all that the price table knows."""
     rates: SpotRates = field(default_factory=SpotRates)
     speeds: Mapping[str, float] = field(default_factory=dict)
     """By GPU model: how many times as fast as the cluster file's machine."""
@@ -60,23 +61,36 @@ class Offer:
 
     price: Price
     spot_usd_per_hour: float | None
+    """None: not known, or no less than on demand."""
     speed: float
     """How many times as fast a worker is as on the cluster file's machine."""
+    head_usd_per_hour: float
+    """Of the file's head in the same region; 0 where its price is not known."""
 
 
 def offers(cluster: ClusterFile, reference: NodeType, terms: Terms) -> list[Offer]:
-    """Return the priced machines of the cluster's cloud whose speed is known: of the same GPU, or a given one.
+    """Return the priced machines of the cluster's cloud, by region, of the same GPU or one whose speed is given.
 
-    All that is read of the price list is read here.
+    All that is read of the price table is read here.
     """
-    known = load_prices()
-    model = known[reference.instance_type].gpu_model if reference.instance_type in known else None
+    model = load_prices(cluster.provider)[reference.instance_type or ""].gpu_model
+    head = next((one.instance_type for one in cluster.node_types if one.is_head), None)
+    heads: dict[str, float] = {}
     found = []
-    for price in known.values():
+    for price in all_prices().values():
         speed = 1.0 if price.gpu_model == model else terms.speeds.get(price.gpu_model)
-        if price.provider == cluster.provider and speed is not None:
-            spot = None if terms.spot_share is None else terms.spot_share * price.usd_per_hour
-            found.append(Offer(price, spot, speed))
+        if (
+            price.provider != cluster.provider
+            or speed is None
+            or price.region not in (terms.regions or (price.region,))
+        ):
+            continue
+        if price.region not in heads:
+            of_head = load_prices(cluster.provider, price.region).get(head or "")
+            heads[price.region] = of_head.usd_per_hour if of_head else 0.0
+        spot = price.spot_usd_per_hour if terms.spot_share is None else terms.spot_share * price.usd_per_hour
+        spot = None if spot is None or spot >= price.usd_per_hour else spot
+        found.append(Offer(price, spot, speed, heads[price.region]))
     return found
 
 
@@ -89,20 +103,19 @@ class Choice:
     num_nodes: int
     lanes: int
     job: Job
-    head_usd_per_hour: float
     outcomes: tuple[Outcome, ...] = ()
 
     @property
     def least_usd(self) -> float:
         """Dollars if nothing goes wrong."""
         hours = (self.job.work_s + self.job.changeover_s) / 3600
-        return hours * (self.head_usd_per_hour + self.job.spot_usd_per_hour)
+        return hours * (self.offer.head_usd_per_hour + self.job.spot_usd_per_hour)
 
     @property
     def usd(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
         """Dollars of each simulated run, the head's among them."""
         ends = np.array([min(one.end_s, self.job.deadline_s) for one in self.outcomes])
-        return np.array([one.usd for one in self.outcomes]) + ends / 3600 * self.head_usd_per_hour
+        return np.array([one.usd for one in self.outcomes]) + ends / 3600 * self.offer.head_usd_per_hour
 
     def probability(self, budget_usd: float = math.inf) -> float:
         """Return the share of simulated runs that end in time, and within a budget."""
@@ -180,20 +193,27 @@ class DeadlinePlan:
             )
         for label, words in shown.items():
             yield f"{label:13}{words}"
-        for other in self.choices[1:4]:
+        price, home = best.offer.price, self.forecast.on.cluster.region
+        spot = "" if best.offer.spot_usd_per_hour is None else f", on spot {best.offer.spot_usd_per_hour:g}"
+        yield f"price        {price.usd_per_hour:g} USD/hour{spot}; {price.age(terms.now.date())} ({price.source})"
+        others = list(self.choices[1:4])
+        others += [one for one in self.choices[4:] if one.offer.price.region == home][: price.region != home]
+        for other in others:
             chance = other.probability(terms.budget_usd)
             yield f"{'or':13}{other.words}: {other.usd.mean():.2f} USD, {chance:.0%}"
         yield f"one trial    {duration(self.forecast.trial_s or 0.0)} on {self.reference.instance_type}"
         yield f"assumed      the last training takes {final}; all takes as expected, with a deviation of {_SPREAD:.0%};"
         yield f"             machines are up after {duration(terms.changeover_s)}; speed does not depend on the number"
         yield f"             of lanes; other GPUs as given by --speed ({len(terms.speeds)}), else they are left out"
-        if not best.head_usd_per_hour:
+        if price.region != home:
+            yield f"             traffic to the bucket in {home} is not priced; --region {home} leaves all there"
+        if not best.offer.head_usd_per_hour:
             yield "             the head costs nothing: its machine has no known price"
         if best.is_spot:
             up, down = duration(terms.rates.up), duration(terms.rates.down)
             yield f"             spot is had for {up}, then not for {down}, in the mean,"
-            yield f"             all machines at once, at {terms.spot_share:g} of the on-demand price"
-        elif terms.spot_share is None:
+            yield "             all machines at once, at the price above"
+        elif not any(one.is_spot for one in self.choices):
             yield "             no price of spot machines is known: give --spot-share"
 
 
@@ -209,16 +229,17 @@ def plan_by_deadline(forecast: Forecast, terms: Terms) -> DeadlinePlan:
         rule = f"is not known: no trial of {spec.uri} has ended"
         raise ConfigError("--minutes-per-trial", MISSING, rule, "give it, of the cluster file's machine")
     workers = [one for one in cluster.node_types if forecast.held.counts.get(one.name)]
-    if not workers or workers[0].instance_type not in load_prices():
-        raise ConfigError("--cluster", cluster.source, "has no worker machine with a price", "name one of prices.csv")
+    if not workers or workers[0].instance_type not in load_prices(cluster.provider):
+        fix = "name a machine of the price table, or bring it up to date with `python -m cluster prices update`"
+        raise ConfigError("--cluster", cluster.source, "has no worker machine with a price", fix)
     found = [one for offer in offers(cluster, workers[0], terms) for one in _choices(forecast, terms, offer)]
     if not found:
-        rule = f"fits no machine of {cluster.provider} whose price and speed are known"
-        raise ConfigError(
-            "train.scaling", MISSING, rule, "ask for smaller workers, or give --speed MODEL=X", spec.source
-        )
+        where = f" in {', '.join(terms.regions)}" if terms.regions else ""
+        rule = f"fits no machine of {cluster.provider}{where} whose price and speed are known"
+        fix = "ask for smaller workers, give --speed MODEL=X, or other regions"
+        raise ConfigError("train.scaling", MISSING, rule, fix, spec.source)
     could = [one for one in found if one.job.work_s + one.job.changeover_s <= terms.deadline_s] or found
-    could.sort(key=lambda one: one.least_usd)
+    could = _cheapest_regions(could, cluster.region)
     spot = [one for one in could if one.is_spot]
     tried = [*spot[:_SIMULATED], *(one for one in could if not one.is_spot)]
     done = [one.simulate(terms.rates) for one in tried]
@@ -231,6 +252,20 @@ def plan_by_deadline(forecast: Forecast, terms: Terms) -> DeadlinePlan:
     return DeadlinePlan(forecast, terms, workers[0], tuple(sorted(done, key=rank)))
 
 
+def _cheapest_regions(choices: Iterable[Choice], home: str | None) -> list[Choice]:
+    """Of choices that differ by region alone the cheapest, and that of `home`; the cheapest first, of equals `home`'s.
+
+    Rates of preemption are assumed alike in all regions, so that nothing but the price sets these apart.
+    """
+    seen, kept = set[tuple[str, bool, int]](), []
+    for one in sorted(choices, key=lambda one: (round(one.least_usd, 6), one.offer.price.region != home)):
+        same = one.offer.price.instance_type, one.is_spot, one.lanes
+        if same not in seen or one.offer.price.region == home:
+            kept.append(one)
+        seen.add(same)
+    return kept
+
+
 def _choices(forecast: Forecast, terms: Terms, offer: Offer) -> Iterator[Choice]:
     """Yield every useful number of one machine, on-demand and spot."""
     on, scaling, trials = forecast.on, forecast.plan.train.scaling, forecast.trials
@@ -238,8 +273,6 @@ def _choices(forecast: Forecast, terms: Terms, offer: Offer) -> Iterator[Choice]
     slots = worker_slots([node], on.cpus_per_worker, on.gpus_per_worker)
     if not slots:
         return
-    head = next((one.instance_type for one in on.cluster.node_types if one.is_head), None)
-    head_usd = load_prices()[head].usd_per_hour if head in load_prices() else 0.0
     trial_s = (forecast.trial_s or 0.0) / offer.speed
     final_s = trial_s if terms.final_s is None else terms.final_s / offer.speed
     final_nodes = math.ceil(scaling.min_workers / slots)
@@ -254,34 +287,6 @@ def _choices(forecast: Forecast, terms: Terms, offer: Offer) -> Iterator[Choice]
             price = demand if spot is None else node_share * spot
             work_s, start_s = sweep_s + final_s, terms.changeover_s
             job = Job(work_s, terms.deadline_s, start_s, price, demand, _CHECKPOINT_S)
-            yield Choice(offer, spot is not None, nodes, lanes, job, head_usd)
+            yield Choice(offer, spot is not None, nodes, lanes, job)
             if offer.spot_usd_per_hour is None:
                 break
-
-
-def cluster_yaml(cluster: ClusterFile, choice: Choice) -> dict[str, Any]:
-    """Return the cluster file with the chosen machines in place of its workers: spot first, on-demand to fall back to.
-
-    Raises ConfigError where the file has no node type of that kind to take image, disk and role from.
-    """
-    tree, price = copy.deepcopy(dict(cluster.written)), choice.offer.price
-    types = tree["available_node_types"]
-    wanted = {"workers_spot": True, "workers_on_demand": False} if choice.is_spot else {"workers_on_demand": False}
-    made = {}
-    for name, is_spot in wanted.items():
-        pattern = next((one.name for one in cluster.node_types if not one.is_head and one.spot is is_spot), None)
-        if pattern is None:
-            kind = "spot" if is_spot else "on-demand"
-            rule = f"has no {kind} node type, whose image, disk and role could be taken"
-            raise ConfigError("available_node_types", MISSING, rule, "add one", cluster.source)
-        node_type = copy.deepcopy(types[pattern])
-        machine = node_type["node_config"]
-        place = machine.get("azure_arm_parameters", machine)
-        key = next(key for key in ("InstanceType", "machineType", "vmSize") if key in place)
-        place[key] = price.instance_type
-        machine.pop("guestAccelerators", None)
-        resources = {"CPU": price.vcpus} | ({"GPU": price.gpus} if price.gpus else {})
-        limits = {"min_workers": 0, "max_workers": choice.num_nodes, "priority": 10 if is_spot else 0}
-        made[name] = node_type | limits | {"resources": resources}
-    heads = {one.name: types[one.name] for one in cluster.node_types if one.is_head}
-    return tree | {"max_workers": choice.num_nodes, "available_node_types": heads | made}

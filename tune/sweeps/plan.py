@@ -138,6 +138,8 @@ class Forecast:
         rounds = math.ceil(self.trials / lanes)
         lane = f"{size} worker{'s' * (size > 1)} of {self.on.worker}"
         source = "on-demand list prices"
+        if held.cost.spot_usd_per_hour is not None:
+            source += f"; {held.cost.spot_usd_per_hour:.2f} with spot nodes at their spot prices"
         if config.usd_per_hour is not None:
             source = "given: usd_per_hour"
         elif held.cost.missing:

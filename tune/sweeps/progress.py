@@ -123,6 +123,8 @@ class Progress(tune.Callback):
         self.seen: dict[str, dict[str, Any]] = {}
         self.records: dict[str, TrialRecord] = {}
         """Those of all trials that have ended, as storage had them then."""
+        self.reasons: dict[str, str] = {}
+        """Why a scheduler has stopped trials, by Tune's id."""
         self._started: dict[str, float] = {}
         self._train = spec.train
         self._ahead: set[str] = set()
@@ -223,7 +225,7 @@ class Progress(tune.Callback):
         """Called by Tune when a trial has ended, or was stopped: a line on the terminal."""
         name = self._name(trial)
         with self._noting_failure():
-            self._record(name, "stopped by the search")
+            self._record(name, self.reasons.get(trial.trial_id, "stopped by the search"))
         record = self.records.get(name)
         self._pace.trial_ended(record is not None and record.end_time < self._begun_at)
         if record is None:

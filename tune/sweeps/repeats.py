@@ -28,7 +28,8 @@ def run_repeats(
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> dict[str, TrialRecord]:
-    """Run the repeats that have no record yet; returns the records of all, by id.
+    """Run the repeats that have no record yet, until the order of the first is decided, cannot be, or their time is
+    used up; returns the records of all, by id.
 
     `settle` returns whether no lane is starting, from which on none does: a start takes as much of the machine as a
     trial. `check` is called often, and raises where the sweep shall end.
@@ -40,18 +41,21 @@ def run_repeats(
     if not wanted:
         return ended
     names = labels(spec.config, records)
-    say(f"{len(wanted)} repeats of the finalists, alone and in turn")
+    num_finalists = len({finalist.id for finalist, _ in wanted})
+    say(f"the {num_finalists} finalists again, alone and in turn, until it is clear which is first")
     deadline = time.monotonic() + _QUIET_S
     while (not settle() or ray.get(mailbox.watch.remote())["running"]) and time.monotonic() < deadline:
         check()
         time.sleep(_LOOK_S)
-    for number, (finalist, seed) in enumerate(wanted, 1):
+    while wanted:
+        finalist, seed = wanted[0]
         record = _repeat(spec, plan, mailbox, finalist, seed, check)
         journal.append(record)
+        records.append(record)
         ended[record.id] = record
         reached = "not reached" if record.time_to_target_s is None else f"reached in {record.time_to_target_s:.3g} s"
-        shown = in_short(names, finalist)
-        say(f"repeat {number}/{len(wanted)}  {shown}  seed {seed}  {record.status}  {reached}")
+        say(f"repeat {len(ended)}  {in_short(names, finalist)}  seed {seed}  {record.status}  {reached}")
+        wanted = repeats_to_run(spec.config, spec.train, records)
     return ended
 
 
@@ -63,7 +67,7 @@ def _repeat(
     ticket = new_ticket(trial)
     tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
     objective, started = spec.config.objective, time.time()
-    assignment = Assignment(ticket, trial, tree, until=Until.of(objective), watches=objective.watched)
+    assignment = Assignment(ticket, trial, tree, until=Until.at_target(objective), watches=objective.watched)
     ray.get(mailbox.submit.remote(assignment))
     curve: list[dict[str, float]] = []
     while True:

@@ -21,14 +21,13 @@ from trainers.errors import ConfigError, LeaseError, PacelineError, first_line, 
 from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.cluster_end import ending_with_cluster
-from trainers.on_ray.connect import check_cluster, connect
+from trainers.on_ray.connect import check_cluster, connect, energy_is_counted
 from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
 from tune.knowledge.taken import past_bounds
 from tune.lanes.kept import resident
 from tune.lanes.lanes import Lanes, start_mailbox
-from tune.report.answer import objective_value
 from tune.report.words import duration
 from tune.search import ray_search
 from tune.sweeps.learning import here, leave, take, words
@@ -129,10 +128,10 @@ def run_sweep(
 def _lanes(spec: SweepSpec, plan: SweepPlan, bounds: Sequence[PastBound]) -> tuple[Lanes, Callable[[], None]]:
     """Return the lanes of a sweep, kept ones where there are, and what to call once it has ended well."""
     is_fresh, is_patient = spec.config.isolation == "fresh", spec.config.lanes == "auto"
-    given = spec.storage, spec.path, spec.is_of_function and spec.config.compare and not is_fresh, bounds
+    compares = spec.is_of_function and spec.config.compare and not is_fresh
+    given = spec.storage, spec.path, compares, bounds
     scaling, use_gpu, at_once = plan.train.scaling, plan.use_gpu, plan.num_at_once
-    # What a training function stores lies with the records of its lane.
-    key = scaling, use_gpu, spec.uri if spec.is_of_function else None
+    key = scaling, use_gpu, spec.is_of_function
     kept = resident[0] if resident else None
     if kept is not None and not is_fresh and (lanes := kept.take(key)) is not None:
         ray.get(lanes.mailbox.begin.remote(*given))
@@ -144,6 +143,8 @@ def _lanes(spec: SweepSpec, plan: SweepPlan, bounds: Sequence[PastBound]) -> tup
     def end() -> None:
         if kept is not None and not is_fresh and spec.config.keep_lanes_s:
             lanes.settle()  # a start would be in the way of the next sweep
+            if compares:
+                ray.get(lanes.mailbox.renew.remote())
             kept.keep(lanes, key, spec.config.keep_lanes_s)
             return
         lanes.close()
@@ -187,6 +188,12 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
     device_type = check_cluster(run)
     if checked:
         require_sound(spec.uri)
+    if "energy_j" in spec.config.objective.decisive and not spec.is_of_function and not energy_is_counted(device_type):
+        key = "objective.metrics" if spec.config.objective.metrics else "objective.metric"
+        who = "GPU's driver (NVML)" if device_type == "cuda" else "powercap counter (RAPL) that may be read"
+        rule = f"cannot be measured: no {who} tells it"
+        fix = "remove it, or let Paceline read /sys/class/powercap/*/energy_uj"
+        raise ConfigError(key, "energy_j", rule, fix, spec.source)
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
     for precision in () if spec.is_of_function else plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
@@ -216,12 +223,10 @@ def _time_left_s(spec: SweepSpec) -> float | None:
     return left_s
 
 
-def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[dict[str, Any], float]]:
+def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[dict[str, Any], list[float]]]:
     """The configurations of ended trials and their objectives, the worst for those that have none."""
     objective = spec.config.objective
-    worst = math.inf if objective.direction == "min" else -math.inf
-    values = [objective_value(objective, one) for one in records]
-    return [(one.config, worst if value is None else value) for one, value in zip(records, values, strict=True)]
+    return [(one.config, ray_search.values_of(objective, one)) for one in records]
 
 
 def _tuner(
@@ -248,6 +253,8 @@ def _tuner(
         {_driver_node(): 1e-4},  # Tune refuses a trial without resources; this one takes nothing from the lanes
     )
     scheduler = ray_search.population_scheduler(config) if population else None
+    if objective.metrics is not None:
+        scheduler = ray_search.FrontScheduler(objective, progress.records, plan.lane_usd_per_hour, progress.reasons)
     if config.scheduler == "asha":
         scheduler = AsyncHyperBandScheduler(metric="objective", mode=objective.direction, max_t=10_000)
     journal = Journal(spec.storage)

@@ -13,12 +13,14 @@ from trainers.config.overrides import override
 from trainers.errors import StorageError
 from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
-from tune.config import TO_TARGET, Objective
 from tune.lanes.messages import Assignment, Event, new_ticket
+from tune.objective import TO_TARGET, Objective
+from tune.search.front import so_far
+from tune.search.ray_search import as_result, values_of
 from tune.search.space import Suggestion, trial_tree, unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, Until, make_record, time_to_target
+from tune.trials.record import CPU_PRESSURE, TrialRecord, Until, make_record, time_to_target
 
 
 def assignment_of(suggestion: Suggestion, train: dict[str, Any], objective: Objective) -> Assignment:
@@ -29,7 +31,8 @@ def assignment_of(suggestion: Suggestion, train: dict[str, Any], objective: Obje
         every = {"log_every_steps": min(10, tree.get("log_every_steps", 10))} if is_probe else {}
         tree = override(TrainConfig, tree, {"noise_scale": True, **every})
     until = Until.of(objective, is_probe)
-    return Assignment(new_ticket(name), name, tree, until=until, watches=objective.watched)
+    watches = objective.watched if objective.metrics is None else (*objective.watched, CPU_PRESSURE)
+    return Assignment(new_ticket(name), name, tree, until=until, watches=watches)
 
 
 class LaneTrial(Trainable):
@@ -100,7 +103,10 @@ class LaneTrial(Trainable):
     def _latest(self) -> dict[str, Any]:
         """Return the last evaluation, as Tune gets it."""
         row = self._curve[-1]
-        return {**row, "objective": self._value(row), "trial": self._trial}
+        found = {"objective": self._value(row)}
+        if self._objective.metrics is not None:  # a trial that is stopped counts as its bounds, which are beaten
+            found = as_result(so_far(self._objective, self._curve, self._usd_per_hour))
+        return {**row, **found, "trial": self._trial}
 
     def _make_record(self, outcome: dict[str, Any]) -> TrialRecord:
         trial, config, price, purpose = self._trial, self._space_config, self._usd_per_hour, self._purpose
@@ -120,7 +126,10 @@ class LaneTrial(Trainable):
     def _final(self, record: TrialRecord) -> dict[str, Any]:
         self._curve = record.curve
         row = {**record.metrics, "samples_per_s": record.samples_per_s or 0.0, "step_time_s": record.step_time_s or 0.0}
-        return {**row, "objective": self._value(row), "trial": record.id, "status": record.status, "done": True}
+        found = {"objective": self._value(row)}
+        if self._objective.metrics is not None:
+            found = as_result(values_of(self._objective, record))
+        return {**row, **found, "trial": record.id, "status": record.status, "done": True}
 
     def cleanup(self) -> None:
         """Cancel a trial that the search has stopped before its end; the driver records it."""

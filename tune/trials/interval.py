@@ -40,11 +40,16 @@ def throughput(samples_per_s: float | None, step_time_s: float | None, ci95_s: f
     return Interval(samples_per_s, samples_per_s * (1 - width), samples_per_s * (1 + width))
 
 
+def samples_in(row: Mapping[str, float], global_batch_size: int) -> float:
+    """Return the samples trained at an evaluation: as it says itself where the batch size changes, else by its step."""
+    return row.get("samples", row["step"] * global_batch_size)
+
+
 def samples_to_target(curve: Sequence[Mapping[str, float]], reached: int, global_batch_size: int) -> Interval:
     """Return the samples that a trial needed, from its evaluations: row `reached` was the first that met the target.
 
     It was met at any time since the evaluation before that: frequent evaluations make narrow intervals.
     """
-    last = curve[reached]["step"] * global_batch_size
-    before = curve[reached - 1]["step"] * global_batch_size if reached > 0 else 0.0
+    last = samples_in(curve[reached], global_batch_size)
+    before = samples_in(curve[reached - 1], global_batch_size) if reached > 0 else 0.0
     return Interval((before + last) / 2, before, last)

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field
 
 from trainers.errors import STATUSES, Status
 from trainers.redaction import redact
-from tune.config import TO_TARGET, Objective
-from tune.trials.interval import dollars
+from tune.objective import Objective
+from tune.trials.interval import Interval, dollars
 
 Purpose = Literal["trial", "probe", "repeat"]
 """trial: a whole one; probe: a short one that only measures; repeat: a finalist again, alone, with another seed."""
@@ -66,6 +66,10 @@ Part = Annotated[dict[str, Any], AfterValidator(_part)]
 it was used."""
 
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
+USED = ("peak_memory_bytes", "energy_j")
+"""What evaluations say of a trial so far, where the objective asks for it."""
+CPU_PRESSURE = "cpu_pressure"
+"""What they say with several objectives: `TrialRecord.cpu_pressure` so far."""
 PROBE_SHARE = 0.08  # the longest probe, of a whole trial: one whose throughput does not settle before
 PROBE_STEPS = 10  # the fewest of a probe
 
@@ -81,9 +85,13 @@ class Until:
 
     @classmethod
     def of(cls, objective: Objective, probe: bool = False) -> Self:
-        """Return what ends a trial of a sweep: the target, where the time to it is all that counts."""
-        targets = list((objective.target or {}).items()) if objective.metric in TO_TARGET else []
-        return cls(targets[0] if targets else None, probe)
+        """Return what ends a trial of a sweep: the target, unless it trains to its end."""
+        return cls.at_target(objective, probe) if objective.ends_at_target else cls(None, probe)
+
+    @classmethod
+    def at_target(cls, objective: Objective, probe: bool = False) -> Self:
+        """Return what ends a trial at its target; nothing does where there is none."""
+        return cls(next(iter((objective.target or {}).items()), None), probe)
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation ends it."""
@@ -110,6 +118,19 @@ class Spent:
     """All of it; what is neither starting nor training is evaluation."""
     first_step_s: _Amount | None = None
     """Of training_s, the first step, which compiles."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """On what a trial ran, and how its steps were divided."""
+
+    device: str
+    """Model and memory of each worker's ("NVIDIA A10G, 22.5 GiB", "cpu, 15.6 GiB")."""
+    workers: _Whole
+    global_batch_size: _Whole
+    microbatch_size: _Whole
+    accumulation: _Whole
+    """Microbatches of a step on the busiest rank."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +180,10 @@ class TrialRecord:
     """The course of its weights, in a population."""
     spent: Spent | None = None
     """Where its time went; None where it failed, or is a population's, which runs in stages."""
+    ran: Ran | None = None
+    """None where it failed, and of a training function."""
+    energy_j: _Amount | None = None
+    """Energy of its GPUs, else of its nodes' processors, from the loop's start to its end; None where nothing tells."""
 
     @property
     def finished(self) -> bool:
@@ -181,9 +206,38 @@ class TrialRecord:
         return self.schedule[-2]["trial"] if len(self.schedule) > 1 else None
 
 
+_FIELDS = {"time_to_target": "time_to_target_s"} | {
+    name: name for name in ("samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
+}
+
+
+def value_of(metric: str, record: TrialRecord) -> float | None:
+    """Return a trial's figure; None where it failed, has none, or has one that is not finite."""
+    if not record.finished:
+        return None
+    value: float | None = getattr(record, _FIELDS[metric]) if metric in _FIELDS else record.metrics.get(metric)
+    return value if value is not None and math.isfinite(value) else None
+
+
 def time_to_target(objective: Objective, curve: list[dict[str, float]]) -> float | None:
     """Return the training time, s, at the first evaluation that met the target; None when none did."""
     return next((row["train_time_s"] for row in curve if objective.reached(row)), None)
+
+
+def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
+    """Return the training time, s, at which a trial met the target: on the straight line between the last evaluation
+    before and the one that met it, between which it may have been at any time. None where it did not meet it.
+    """
+    time_s, before = record.time_to_target_s, record.missed_target_s
+    if time_s is None or before is None or not before < time_s:
+        return None if time_s is None else Interval(time_s, time_s, time_s)
+    name, value = next(iter((objective.target or {"": math.nan}).items()))
+    values = {row["train_time_s"]: row[name] for row in record.curve if "train_time_s" in row and name in row}
+    missed, met = values.get(before, math.nan), values.get(time_s, math.nan)
+    way = (value - missed) / (met - missed) if missed != met else 1.0
+    if before <= 0 or not 0 <= way <= 1:
+        way = 1.0  # before the first evaluation, or from a figure that was not finite
+    return Interval(before + way * (time_s - before), before, time_s)
 
 
 def make_record(
@@ -209,13 +263,17 @@ def make_record(
     # A training function may report them itself.
     found = {name: speed.get(name, metrics.get(name)) for name in _SPEEDS}
     speeds: Any = {name: value for name, value in found.items() if value is not None and 0 <= value < math.inf}
+    # So far, while it ran, or as a training function reports them.
+    used: Any = {name: result.get(name, metrics.pop(name, None)) for name in USED}
+    metrics.pop(CPU_PRESSURE, None)
     time_s = time_to_target(objective, curve)
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
-    known = set(metrics) | {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
-    if status == "stopped" and time_s is not None and objective.metric in TO_TARGET:
+    known = {*metrics, *(name for name in USED if used[name] is not None)}
+    known |= {"samples_per_s", "time_to_target", "usd_to_target", "step_time_s"}
+    if status == "stopped" and time_s is not None and (objective.ends_at_target or purpose == "repeat"):
         status = "done"  # at its target
-    missing = sorted({objective.metric, *(objective.target or {})} - known)
+    missing = sorted(set(objective.watched) - known)
     if status == "done" and missing:
         status = "error"
         message = f"objective: the task reports no {missing[0]}, only {', '.join(sorted(known))}"
@@ -226,18 +284,34 @@ def make_record(
         start_time=started,
         end_time=time.time(),
         **speeds,
-        peak_memory_bytes=result.get("peak_memory_bytes"),
+        peak_memory_bytes=None if used["peak_memory_bytes"] is None else int(used["peak_memory_bytes"]),
+        energy_j=used["energy_j"],
         metrics=metrics,
         curve=curve,
         time_to_target_s=time_s,
         lane=outcome.get("lane"),
         purpose=purpose,
         seed=seed,
-        samples=result["steps"] * result["global_batch_size"] if "steps" in result else None,
+        samples=_samples(result),
         epochs=result.get("epochs"),
         noise_scale=result.get("noise_scale"),
         cpu_pressure=outcome.get("cpu_pressure"),
         message=redact(message),
         traceback=redact(outcome.get("traceback", "")),
         spent=Spent(**outcome["spent"]) if outcome.get("spent") else None,
+        ran=_ran(outcome.get("device", ""), result),
     )
+
+
+def _ran(device: str, result: Mapping[str, Any]) -> Ran | None:
+    if not device or "microbatch_size" not in result:
+        return None
+    names = ("global_batch_size", "microbatch_size", "accumulation")
+    return Ran(device, result["world_size"], *(result[name] for name in names))
+
+
+def _samples(result: Mapping[str, Any]) -> float | None:
+    """Return the samples that a trial has trained; those of a training function by its steps."""
+    if (exact := result.get("samples")) is not None:
+        return float(exact)
+    return result["steps"] * result["global_batch_size"] if "steps" in result else None

@@ -11,7 +11,8 @@ from typing import Any
 
 from trainers.errors import MISSING, ConfigError
 from trainers.redaction import redact
-from tune.config import TO_TARGET, Objective, SweepConfig
+from tune.config import SweepConfig
+from tune.objective import TO_TARGET, Objective
 from tune.report.answer import Answer, answer, objective_value
 from tune.report.words import amount, duration, in_short, number, printable, shown, span, target
 from tune.report.write import read_environment

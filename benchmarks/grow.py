@@ -1,0 +1,263 @@
+"""Does a batch that grows by measurement reach the target sooner than the best fixed one, and than known schedules?
+
+Run as: python -m benchmarks.grow [digits | gpt | tabular ...] [--seeds 5] [--short] [--keep]
+Peers, of one seed in an order of its own, on the examples' train.yaml:
+
+    a number   that batch size throughout, with the example's learning rate rule
+    auto       `global_batch_size: auto` from the smallest size of the grid to the largest
+    smith      Smith et al. 2018 (arXiv 1711.00489): the rate stays, and the batch is five times as large after 30, 60
+               and 80 % of the samples, where others divide the rate by five
+    cabs       the rule of Balles et al. 2017 (CABS, arXiv 1612.05086), a batch in proportion to tr(Sigma) / loss, as
+               the schedule that follows from a pilot run; from the smallest size on, in powers of two of it
+
+The result of `auto` has the schedules that it found. The target is met between two evaluations: where the line between
+them meets it. Times are processor times of one thread, those of comparisons and of trained steps, without evaluations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import trainers.loop.growth
+from benchmarks.ground_truth import processor_time
+from benchmarks.measure import ahead, save
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.yaml import parse_mapping
+from trainers.errors import DivergedError
+from trainers.launch.find_task import load_task
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.measure.result import RunResult
+from trainers.step.noise_scale import NoiseScale
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+_STRETCHES = 12  # of a pilot run, each of one batch size
+_SMITH = ((0.3, 1), (0.6, 5), (0.8, 25), (None, 125))
+
+Row = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, to which figure, and with which fixed batch sizes."""
+
+    name: str
+    sizes: Sequence[int]
+    metric: str
+    target: float
+    epochs: int
+    most_evaluations: int = 200
+
+    def config(self, changes: Mapping[str, Any]) -> tuple[TrainConfig, Path]:
+        """Return a run's configuration, and the file that it comes from."""
+        file = EXAMPLES / self.name / "train.yaml"
+        tree = parse_mapping(file.read_text(encoding="utf-8"), str(file))
+        same = {"launcher": "local", "device": "cpu", "epochs": self.epochs}
+        return build(TrainConfig, override(TrainConfig, tree, {**same, **changes}), str(file)), file
+
+
+WORKS = [
+    Work("digits", [16, 32, 64, 128, 256], "val_accuracy", 0.97, 15),
+    Work("gpt", [16, 32, 64, 128, 256], "val_loss", 0.15, 3),
+    Work("tabular", [64, 128, 256, 512, 1024], "val_accuracy", 0.95, 5),
+]
+
+
+class _Watched(LocalContext):
+    """Keeps the evaluations of a run, and the noise and the loss of each of its log windows."""
+
+    def __init__(self) -> None:
+        super().__init__(None, "local")
+        self.rows: list[dict[str, Any]] = []
+        self.windows: list[tuple[float, float, float]] = []
+        """Progress, tr(Sigma) and loss."""
+        self.noise: float | None = None
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+        """Keep an evaluation."""
+        self.rows.append(dict(metrics))
+
+    def observe(self, figures: dict[str, float]) -> None:
+        """Keep a window in which gradients were measured."""
+        if self.noise is not None:
+            self.windows.append((figures["progress"], self.noise, figures["loss"]))
+            self.noise = None
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Take tr(Sigma) of each window from what measures it."""
+        take = NoiseScale.take
+
+        def taken(noise: NoiseScale) -> None:
+            count = len(noise.windows)
+            take(noise)
+            for window in noise.windows[count:]:
+                self.noise = window.noise / window.weight
+
+        with mock.patch.object(NoiseScale, "take", taken):
+            yield
+
+
+def train(work: Work, changes: Mapping[str, Any]) -> tuple[_Watched, RunResult | None, int]:
+    """Train one run; return what was seen of it, its result (None: it diverged), and the samples of an epoch."""
+    config, file = work.config(changes)
+    task, context = load_task(config.task, config.task_args, str(file)), _Watched()
+    task.setup()
+    length = len(task.dataset("train"))  # type: ignore[arg-type]
+    least = min(size for _, size in config.batch_sizes)
+    every = max(1, work.epochs * length // (least * work.most_evaluations))
+    config, _ = work.config({**changes, "evaluate.every_steps": every})
+    clock = mock.Mock(perf_counter=time.process_time)
+    with processor_time(), mock.patch.object(trainers.loop.growth, "time", clock), context.measuring():
+        try:
+            return context, fit(task, config, context), length
+        except DivergedError:
+            return context, None, length
+
+
+def to_target(rows: Sequence[Row], metric: str, target: float, length: int) -> tuple[float, float] | None:
+    """Return the samples and the time at which the line between two evaluations met the target; None: nowhere."""
+    sign = -1 if metric.endswith("loss") else 1
+    before = (0.0, 0.0, -math.inf)
+    for row in rows:
+        if metric not in row:
+            continue
+        here = (row.get("samples", row["epoch"] * length), row["train_time_s"], sign * (row[metric] - target))
+        if here[2] >= 0:
+            share = 1.0 if math.isinf(before[2]) else before[2] / (before[2] - here[2])
+            return before[0] + share * (here[0] - before[0]), before[1] + share * (here[1] - before[1])
+        before = here
+    return None
+
+
+def smith(base: int, samples: int) -> list[dict[str, int]]:
+    """Return Smith et al.'s schedule over so many samples."""
+    return [
+        {"size": base * times} | ({} if share is None else {"until_samples": round(share * samples)})
+        for share, times in _SMITH
+    ]
+
+
+def cabs(windows: Sequence[tuple[float, float, float]], sizes: Sequence[int], samples: int) -> list[dict[str, int]]:
+    """Return the schedule that CABS makes of a pilot run's progress, tr(Sigma) and losses."""
+    wanted: list[float] = []
+    for number in range(_STRETCHES):
+        within = [(noise, loss) for at, noise, loss in windows if number < at * _STRETCHES <= number + 1]
+        noise, loss = (statistics.fmean(column) for column in zip(*within, strict=True)) if within else (0.0, 1.0)
+        wanted.append(max(0.0, noise) / loss if within else wanted[-1] if wanted else 1.0)
+    first = next((one for one in wanted if one > 0), 1.0)
+    schedule: list[dict[str, int]] = []
+    for number, one in enumerate(wanted, 1):
+        power = round(math.log2(one / first)) if one > 0 else 0
+        size = min(max(sizes), sizes[0] * 2 ** max(0, power))
+        if schedule and schedule[-1]["size"] == size:
+            schedule.pop()
+        schedule.append({"until_samples": round(number / _STRETCHES * samples), "size": size})
+    del schedule[-1]["until_samples"]
+    return schedule
+
+
+def peers_of(work: Work) -> dict[str, dict[str, Any]]:
+    """Return each peer's changes; CABS's schedule by a pilot run."""
+    start, largest = work.sizes[0], work.sizes[-1]
+    config, _ = work.config({})
+    pieces = {"global_batch_size": start, "microbatch_size": max(1, start // 2), "noise_scale": True, "seed": 99}
+    pilot, _, length = train(work, {**pieces, "log_every_steps": 20})
+    samples = work.epochs * length
+    constant = {"lr_scaling.rule": "none", "lr_schedule.name": "constant"}
+    auto = {"global_batch_size": "auto", "auto_batch.start": start, "auto_batch.largest": largest}
+    return {
+        **{str(size): {"global_batch_size": size} for size in work.sizes},
+        "auto": auto,
+        "smith": {"batch_schedule": smith(config.batch_size, samples), **constant},
+        "cabs": {"batch_schedule": cabs(pilot.windows, work.sizes, samples)},
+    }
+
+
+def compare(work: Work, seeds: int) -> dict[str, Any]:
+    """Train every peer under every seed; return samples and times to the target, and auto's against the others."""
+    peers = peers_of(work)
+    samples: dict[str, list[float]] = {name: [] for name in peers}
+    times: dict[str, list[float]] = {name: [] for name in peers}
+    found = []
+    for seed in range(seeds):
+        order = list(peers)
+        random.Random(seed).shuffle(order)
+        for name in order:
+            context, result, length = train(work, {**peers[name], "seed": seed})
+            met = to_target(context.rows, work.metric, work.target, length)
+            samples[name].append(math.inf if met is None else met[0])
+            times[name].append(math.inf if met is None else met[1])
+            if name == "auto" and result is not None:
+                found.append(result.batch_schedule)
+            told = "not met" if met is None else f"{met[0]:,.0f} samples, {met[1]:.2f} s"
+            print(f"{work.name} seed {seed} {name}: {told}", flush=True)
+    return {
+        "target": {work.metric: work.target},
+        "epochs": work.epochs,
+        "schedules": {name: peers[name]["batch_schedule"] for name in ("smith", "cabs")} | {"auto": found},
+        "samples": _figures(samples),
+        "time_s": _figures(times),
+    }
+
+
+def _figures(of: dict[str, list[float]]) -> dict[str, Any]:
+    """Every value (None: not met), the best fixed size by its median, and auto against each that always met it."""
+    fixed = {name: statistics.median(values) for name, values in of.items() if name.isdecimal()}
+    met = {name: values for name, values in of.items() if all(map(math.isfinite, values))}
+    return {
+        "values": {name: [one if math.isfinite(one) else None for one in values] for name, values in of.items()},
+        "best_fixed": min(fixed, key=fixed.__getitem__),
+        "auto": ahead(met, "auto") if "auto" in met else None,
+    }
+
+
+def show(work: Work, found: dict[str, Any]) -> None:
+    """Print the table of a work."""
+    print(f"\n{work.name} to {work.metric} {work.target}")
+    for what in ("samples", "time_s"):
+        best, against = found[what]["best_fixed"], found[what]["auto"]
+        for name, values in found[what]["values"].items():
+            met = [one for one in values if one is not None]
+            median = f"{statistics.median(met):>12,.2f}" if met else f"{'-':>12}"
+            ratio = (against or {}).get(name)
+            told = "" if ratio is None else f"   auto {ratio['ratio']:.2f} x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+            mark = "   the best fixed" if name == best else ""
+            print(f"  {what:8} {name:6} {median}   met {len(met)} of {len(values)}{told}{mark}")
+
+
+def main() -> None:
+    """Compare on every work that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("works", nargs="*", choices=[work.name for work in WORKS], metavar="WORK")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--short", action="store_true", help="one seed, and two fixed sizes")
+    parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    for work in WORKS:
+        if given.works and work.name not in given.works:
+            continue
+        short = Work(work.name, [work.sizes[0], work.sizes[-1]], work.metric, work.target, work.epochs)
+        results[work.name] = compare(short if given.short else work, 1 if given.short else given.seeds)
+        show(work, results[work.name])
+    print(f"\nwritten to {save('grow', results, given.keep)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Price tables from a kept catalog: download, read, combine, write."""

@@ -1,0 +1,126 @@
+"""The metadata services of EC2, Google Cloud and Azure as an HTTP server on the loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+Answer = tuple[int, str] | tuple[int, str, dict[str, str]]
+
+
+@dataclass
+class Machine:
+    """What the three services know of one machine; tests change it while the server runs."""
+
+    is_spot: bool = True
+    action: dict[str, str] | None = None
+    """EC2's `spot/instance-action`."""
+    preempted: bool = False
+    events: list[Any] = field(default_factory=list)
+    """Azure's scheduled events."""
+    token: int = 1
+    """The one of EC2's tokens that counts; those before it have expired."""
+    faults: list[Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=list)
+    """What is done, each once, in the place of an answer."""
+    asked: list[str] = field(default_factory=list)
+    changed: threading.Event = field(default_factory=threading.Event)
+    """Set when `preempted` is."""
+    address: str = ""
+
+    def answer(self, method: str, path: str, headers: Any) -> Answer:
+        """Return status, text and headers of the answer, as the clouds document them."""
+        url = urlsplit(path)
+        if path == "/latest/api/token":
+            ttl = headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
+            is_asked_well = method == "PUT" and ttl.isdigit() and 1 <= int(ttl) <= 21600
+            return (200, str(self.token)) if is_asked_well else (400, "")
+        if path.startswith("/latest/meta-data/"):
+            if headers.get("X-aws-ec2-metadata-token") != str(self.token):
+                return 401, "Unauthorized"
+            if path.endswith("/instance-life-cycle"):
+                return 200, "spot" if self.is_spot else "on-demand"
+            is_notice = path.endswith("/spot/instance-action") and self.action is not None
+            return (200, json.dumps(self.action)) if is_notice else (404, "Not Found")
+        if path.startswith("/computeMetadata/v1/instance/"):
+            return (
+                self._google(url.path, parse_qs(url.query)) if headers.get("Metadata-Flavor") == "Google" else (403, "")
+            )
+        if headers.get("Metadata") != "true" or "api-version" not in url.query:
+            return 400, "Bad request"
+        if url.path == "/metadata/instance/compute":
+            return 200, json.dumps({"name": "worker-7", "priority": "Spot" if self.is_spot else "Regular"})
+        if url.path == "/metadata/scheduledevents":
+            return 200, json.dumps({"DocumentIncarnation": len(self.events), "Events": self.events})
+        return 404, ""
+
+    def _google(self, path: str, query: dict[str, list[str]]) -> Answer:
+        if path.endswith("/scheduling/preemptible"):
+            return 200, str(self.is_spot).upper()
+        if not path.endswith("/preempted"):
+            return 404, ""
+        if query.get("last_etag") == [str(self.preempted)]:
+            self.changed.wait(float(query["timeout_sec"][0]))
+        return 200, str(self.preempted).upper(), {"ETag": str(self.preempted)}
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that did not want to wait."""
+
+
+@contextmanager
+def metadata_service() -> Iterator[Machine]:
+    """A machine whose metadata service runs at `address`."""
+    machine = Machine()
+
+    class Handler(BaseHTTPRequestHandler):
+        def _serve(self) -> None:
+            machine.asked.append(f"{self.command} {self.path}")
+            if machine.faults:
+                machine.faults.pop(0)(self)
+                return
+            status, text, *headers = machine.answer(self.command, self.path, self.headers)
+            respond(self, status, text, headers[0] if headers else {})
+
+        do_GET = do_PUT = _serve  # noqa: N815 (the names are http.server's)
+
+        def log_message(self, *args: object) -> None:
+            """Write nothing."""
+
+    server = _Server(("127.0.0.1", 0), Handler)
+    machine.address = f"127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield machine
+    finally:
+        machine.changed.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def respond(handler: BaseHTTPRequestHandler, status: int, text: str, headers: dict[str, str] | None = None) -> None:
+    """Send an answer."""
+    handler.send_response(status)
+    for name, value in (headers or {}).items():
+        handler.send_header(name, value)
+    handler.send_header("Content-Length", str(len(text)))
+    handler.end_headers()
+    handler.wfile.write(text.encode())
+
+
+def hang(handler: BaseHTTPRequestHandler) -> None:
+    """Answer nothing until the client goes away."""
+    handler.connection.recv(1)
+
+
+def hang_up(handler: BaseHTTPRequestHandler) -> None:
+    """Promise more than is sent."""
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{")

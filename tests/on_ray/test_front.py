@@ -1,0 +1,47 @@
+"""Several objectives on a cluster: a trial that is certain to be beaten ends there, and the front has the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.on_ray.test_lanes import run, sweep
+from trainers.errors import ConfigError
+from tune.report.answer import answer
+from tune.sweeps.spec import is_complete
+
+pytestmark = pytest.mark.ray
+
+METRICS = ["time_to_target", "peak_memory_bytes"]
+TARGET = {"val_loss": 1.0}
+MOST_STEPS = 4000
+
+
+def test_a_trial_ends_once_it_is_certain_to_be_beaten(tmp_path: Path, driver: Any) -> None:
+    spec = sweep(
+        tmp_path,
+        {"optimizer.lr": [0.05, 1e-9]},  # the second one never gets there
+        {"max_steps": MOST_STEPS, "evaluate": {"every_steps": 100}},
+        objective={"metrics": METRICS, "target": TARGET},
+    )
+    fast, hopeless = sorted(run(spec), key=lambda record: -record.config["optimizer.lr"])
+    assert fast.status == "done"
+    if hopeless.status == "done":  # it may owe all of its time to work beside it: then nothing is certain
+        assert (hopeless.cpu_pressure or 0.0) > 0.8
+    else:
+        assert hopeless.message == f"certain to be beaten in all of the objective's metrics by trial {fast.id}"
+        assert hopeless.peak_memory_bytes
+        assert max(row["step"] for row in hopeless.curve) < MOST_STEPS
+    assert [member.record.id for member in answer(spec.config, [fast, hopeless]).front] == [fast.id]
+    assert is_complete(spec)
+
+
+def test_energy_that_nothing_counts_is_refused_before_any_lane_starts(tmp_path: Path, driver: Any) -> None:
+    if Path("/sys/class/powercap/intel-rapl:0").exists():
+        pytest.skip("this machine counts its energy")
+    goal = {"metrics": ["time_to_target", "energy_j"], "target": TARGET}
+    with pytest.raises(ConfigError, match="cannot be measured") as error:
+        run(sweep(tmp_path, {"global_batch_size": [8, 16]}, objective=goal))
+    assert error.value.field == "objective.metrics"

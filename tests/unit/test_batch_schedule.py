@@ -1,0 +1,208 @@
+"""Which step has how many samples where the batch size changes: against a plain count, and on any number of workers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from tests.unit.test_loop import Context, Power, Tiny, assert_same_run, curve
+from tests.unit.test_loop import config as tiny_config
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.config.sections import ScheduleConfig
+from trainers.data.batch_schedule import ENDLESS, BatchSchedule, Sizes
+from trainers.data.sampler import StepSampler
+from trainers.errors import CheckpointError, ConfigError
+from trainers.loop.fit import fit
+from trainers.measure.run_log import read_log
+from trainers.model.optimizer import lr_factor, scaled_lr
+from trainers.storage import Storage
+
+Counted = tuple[int, int, int, int, int, int]
+"""Epoch, number in it, first sample of the run, start and stop in the epoch, size."""
+
+
+def counted(sizes: Sizes, length: int, drop_last: bool, steps: int) -> Iterator[Counted]:
+    """The steps of a run, one after another."""
+    epoch = number = start = sample = 0
+    while steps:
+        size = next(size for until, size in sizes if until is None or sample < until)
+        stop = min(start + size, length)
+        if drop_last and stop - start < size:
+            epoch, number, start = epoch + 1, 0, 0
+            continue
+        until = next((until for until, _ in sizes if until is not None and sample < until), None)
+        if not drop_last and until is not None:
+            stop = min(stop, start + until - sample)
+        yield epoch, number, sample, start, stop, size
+        sample, number, steps = sample + stop - start, number + 1, steps - 1
+        epoch, number, start = (epoch, number, stop) if stop < length else (epoch + 1, 0, 0)
+
+
+def drawn(seed: int) -> tuple[Sizes, int, bool]:
+    """A schedule of up to five sizes, growing or not, over epochs that are shorter or longer than it."""
+    draw = random.Random(seed)
+    length = draw.randint(1, 200)
+    most, drop_last = (length if seed % 2 else 300), bool(seed % 2)
+    ends = sorted(draw.sample(range(1, 12 * length + 12), draw.randint(0, 4)))
+    return [(until, draw.randint(1, most)) for until in [*ends, None]], length, drop_last
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_step_is_where_counting_one_after_another_finds_it(seed: int) -> None:
+    sizes, length, drop_last = drawn(seed)
+    batches = BatchSchedule(sizes, length, drop_last)
+    steps = list(counted(sizes, length, drop_last, 400))
+    first_of = {epoch: step for step, (epoch, number, *_) in reversed(list(enumerate(steps))) if number == 0}
+    for step, (epoch, number, sample, start, stop, size) in enumerate(steps):
+        assert batches.place(step) == (epoch, number)
+        assert batches.bounds(epoch, number) == (start, stop)
+        assert (batches.samples(step), batches.size(step)) == (sample, size)
+        assert batches.first_step(epoch) == first_of[epoch]
+        assert batches.step_at(sample) == step
+        if stop - start > 1:
+            assert batches.step_at(sample + 1) == step + 1
+        assert batches.epochs(step) == pytest.approx(epoch + number / batches.steps_in(epoch))
+        assert batches.steps(epoch) == first_of[epoch]
+        assert batches.steps(batches.epochs(step)) == step
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 2))
+def test_a_size_changes_exactly_where_it_is_asked_to(seed: int) -> None:
+    sizes, length, _ = drawn(seed)
+    batches = BatchSchedule(sizes, length)
+    for (until, before), (_, after) in itertools.pairwise(sizes):
+        assert until is not None
+        step = batches.step_at(until)
+        assert batches.samples(step) == until
+        assert (batches.size(step - 1), batches.size(step)) == (before, after)
+
+
+def test_far_away_it_is_as_quick_and_exact() -> None:
+    batches = BatchSchedule([(10**11, 3), (None, 7)], length=10)
+    assert batches.place(4 * 10**10) == (10**10, 0)
+    assert batches.samples(4 * 10**10) == 10**11
+    assert batches.place(4 * 10**10 + 2 * 10**9 + 1) == (10**10 + 10**9, 1)
+    assert BatchSchedule([(100, 8), (None, 16)], ENDLESS).samples(10**9) == 100 + 16 * (10**9 - 13)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", [0, 2, 14, 26, 40])
+def test_each_sample_of_an_epoch_is_used_once_by_any_number_of_workers(seed: int, workers: int) -> None:
+    sizes, length, _ = drawn(seed)
+    data = TensorDataset(torch.arange(length))
+    alone = StepSampler(data, 1, 0, seed=3, global_batch_size=sizes)
+    ranks = [StepSampler(data, workers, rank, seed=3, global_batch_size=sizes) for rank in range(workers)]
+    for epoch in range(14):
+        used: list[int] = []
+        for sampler in (alone, *ranks):
+            sampler.set_epoch(epoch)
+        for step in range(alone.steps_per_epoch):
+            shares = [sampler.share(step) for sampler in ranks]
+            assert torch.cat(shares).tolist() == alone.share(step).tolist()
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+            used += alone.share(step).tolist()
+        assert sorted(used) == list(range(length))
+
+
+def config(**changes: object) -> TrainConfig:
+    tree = {"task": "t:T", "epochs": 2, "optimizer": {"lr": 0.1}, **changes}
+    return build(TrainConfig, tree, "f")
+
+
+SCHEDULE = [{"until_samples": 80, "size": 8}, {"size": 32}]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ([], "at least 1"),
+        ([{"until_samples": 80, "size": 8}], "holds to the end"),
+        ([{"size": 8}, {"size": 16}], "required in every entry but the last"),
+        ([{"until_samples": 80, "size": 8}, {"until_samples": 80, "size": 16}, {"size": 32}], "counts from the start"),
+        ([{"until_samples": 80, "size": 0}, {"size": 32}], "at least 1"),
+        ([{"samples": 80, "size": 8}, {"size": 32}], "no such key"),
+    ],
+)
+def test_a_schedule_that_could_be_misread_is_refused(schedule: list[object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as raised:
+        config(batch_schedule=schedule)
+    assert raised.value.field.startswith("batch_schedule")
+
+
+def test_it_stands_in_place_of_a_size() -> None:
+    made = config(batch_schedule=SCHEDULE)
+    assert made.batch_sizes == [(80, 8), (None, 32)]
+    assert made.batch_size == 32
+    assert config(**made.tree()) == made
+    with pytest.raises(ConfigError, match="conflicts with global_batch_size"):
+        config(global_batch_size=8, batch_schedule=SCHEDULE)
+
+
+def test_learning_rate_and_course_follow() -> None:
+    rule = {"rule": "linear", "base_batch_size": 16}
+    made = config(batch_schedule=SCHEDULE, lr_scaling=rule)
+    assert [scaled_lr(made), scaled_lr(made, 32)] == pytest.approx([0.05, 0.2])
+    batches = BatchSchedule(made.batch_sizes, 96)
+    total = batches.first_step(2)
+    assert total == 10 + 1 + 3
+    course = [lr_factor(ScheduleConfig(name="linear"), step, total, batches) for step in range(total)]
+    assert course == pytest.approx([1 - batches.samples(step) / 192 for step in range(total)])
+    warm = ScheduleConfig(name="linear", warmup=0.25)
+    course = [lr_factor(warm, step, total, batches) for step in range(total)]
+    assert course[:6] == pytest.approx([(step + 1) / 6 for step in range(6)])  # 48 of 192 samples
+    assert course[6:] == pytest.approx([1 - (batches.samples(step) - 48) / 144 for step in range(6, total)])
+
+
+CHANGING: dict[str, Any] = {
+    "global_batch_size": None,
+    "batch_schedule": [{"until_samples": 12, "size": 3}, {"until_samples": 41, "size": 8}, {"size": 5}],
+    "lr_scaling": {"rule": "sqrt", "base_batch_size": 5},
+}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"lr_schedule": {"name": "StepLR", "args": {"step_size": 2}, "every": "epoch", "warmup": 0.1}},
+    {"max_steps": 14, "drop_last": True},
+]
+
+
+def run(path: Path, cut_at_step: int | None = None, **changes: Any) -> Any:
+    given = tiny_config(**{**CHANGING, **changes})
+    return fit(Tiny(), given, Context(path, cut_at_step=cut_at_step))
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=["cosine", "epochwise", "drop_last"])
+def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    result = run(tmp_path / "whole", **changes)
+    for at in (2, 4, 6, 9):  # within each size, and where the first ends
+        with pytest.raises(Power):
+            run(tmp_path / "cut", at, **changes)
+    run(tmp_path / "cut", **changes)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    rows = [row for row in read_log(Storage(str(tmp_path / "cut"))) if "train_loss" in row]
+    batches = BatchSchedule(tiny_config(**CHANGING).batch_sizes, 22, bool(changes.get("drop_last")))
+    assert [row["samples"] for row in rows] == [batches.samples(step + 1) for step in range(result.steps)]
+    assert [row["global_batch_size"] for row in rows] == [batches.size(step) for step in range(result.steps)]
+    assert result.samples == rows[-1]["samples"]
+
+
+def test_one_size_in_a_schedule_is_that_size(tmp_path: Path) -> None:
+    run(tmp_path / "schedule", batch_schedule=[{"size": 5}])
+    run(tmp_path / "size", batch_schedule=None, global_batch_size=5)
+    assert curve(tmp_path / "schedule") == curve(tmp_path / "size")
+
+
+def test_a_run_does_not_go_on_under_another_schedule(tmp_path: Path) -> None:
+    run(tmp_path)
+    other = [{"until_samples": 13, "size": 3}, *CHANGING["batch_schedule"][1:]]
+    with pytest.raises(CheckpointError, match="it was trained with batch_schedule"):
+        run(tmp_path, batch_schedule=other)

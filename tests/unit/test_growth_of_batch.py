@@ -1,0 +1,173 @@
+"""A batch that grows by measurement: the run is that of the schedule that was found, and comparing leaves no trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.specs import losses, make
+from tests.unit.test_loop import Context, Power, Tiny, assert_same_run, curve
+from tests.unit.test_loop import config as tiny_config
+from trainers.errors import CheckpointError, ConfigError
+from trainers.launch.local import run_local
+from trainers.loop import growth
+from trainers.loop.fit import fit
+from trainers.loop.growth import PARTS, Branch, Verdict, judge
+from trainers.measure.result import RunResult
+
+HALF = PARTS // 2
+
+
+def branch(time_s: float, first: float, then: list[float]) -> Branch:
+    return Branch([9.0] * HALF + [time_s] * HALF, [first] * HALF + then)
+
+
+SPREAD = [0.9, 1.1] * (HALF // 2)
+CASES = {
+    "no faster": (1.04, None, 0.0, False),
+    "faster, and of equal loss": (1.5, None, 0.0, True),
+    "only the noise scale allows it": (1.5, 1000.0, 0.0, True),
+    "it wastes more than it gains": (1.5, 10.0, 0.0, False),
+    "infinite noise wastes nothing": (1.1, float("inf"), 0.0, True),
+    "a noise scale below 0 is none": (1.9, -5.0, 0.0, False),
+    "it makes up for what it lags behind": (1.5, 1000.0, 0.6, True),
+    "it does not": (1.5, 1000.0, 0.8, False),
+    "it diverges": (1.5, 1000.0, float("nan"), False),
+}
+
+
+@pytest.mark.parametrize(("gain", "noise_scale", "lag", "grows"), CASES.values(), ids=CASES)
+def test_the_larger_batch_is_taken_where_it_gains_more_than_it_wastes(
+    gain: float, noise_scale: float | None, lag: float, grows: bool
+) -> None:
+    """The loss falls from 1.9 to 1, 0.9 in half of a branch: a larger batch may lag 1.35 x (gain - 1) behind."""
+    smaller, larger = branch(gain, 1.9, SPREAD), branch(1.0, 1.9, [loss + lag for loss in SPREAD])
+    assert judge(32, smaller, larger, noise_scale).grows is grows
+
+
+def test_a_difference_within_the_noise_refutes_nothing() -> None:
+    larger = branch(1.0, 1.0, [loss + lag for loss, lag in zip(SPREAD, [3.0, -2.9] * (HALF // 2), strict=True)])
+    assert judge(32, branch(1.5, 1.0, SPREAD), larger, None).grows
+
+
+class Stateful(Tiny):
+    """Also counts in its own steps, which a branch takes as well."""
+
+    def after_step(self, model: Any, step: int) -> None:
+        self.seen += step
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return super().loss(outputs, batch) * (1 + 1e-3 * self.seen)
+
+
+@pytest.fixture(autouse=True)
+def _short_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"PARTS": 4, "WAIT": 1, "LEFT": 2}.items():
+        monkeypatch.setattr(growth, name, value)
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[bool]]], None]:
+    """What is decided at each size, in place of clocks."""
+
+    def script(decided: dict[int, list[bool]]) -> None:
+        monkeypatch.setattr(growth, "judge", lambda size, *_: Verdict(decided[size].pop(0), "by a script"))
+
+    return script
+
+
+AUTO = {"global_batch_size": "auto", "auto_batch": {"start": 2, "largest": 8}}
+DECIDED = {2: [False, True], 4: [False, True]}
+FOUND = [{"until_samples": 48, "size": 2}, {"until_samples": 114, "size": 4}, {"size": 8}]
+PLAIN: dict[str, Any] = {"epochs": 9, "lr_scaling": {"rule": "linear", "base_batch_size": 2}}
+RUNS: dict[str, dict[str, Any]] = {
+    "cosine": {},
+    "ema": {"ema": {"decay": 0.9}},
+    "scheduler": {"lr_schedule": {"name": "StepLR", "args": {"step_size": 3}, "every": "step"}},
+    "scaler": {"precision": "fp16"},
+    "steps": {"epochs": None, "max_steps": 64},
+    "loader": {"data": {"num_workers": 1}},
+}
+
+
+def run(path: Path, cut_at_step: int | None = None, **changes: Any) -> RunResult:
+    return fit(Stateful(), tiny_config(**{**PLAIN, **changes}), Context(path, cut_at_step=cut_at_step))
+
+
+@pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
+def test_the_run_is_that_of_the_schedule_that_was_found(
+    changes: dict[str, Any], verdicts: Callable[[Any], None], tmp_path: Path
+) -> None:
+    verdicts({size: list(one) for size, one in DECIDED.items()})
+    rare = {"checkpoint": {"every_steps": 99}, **changes}
+    found = run(tmp_path / "auto", **AUTO, **rare).batch_schedule
+    assert found == FOUND
+    result = run(tmp_path / "again", global_batch_size=None, batch_schedule=found, **rare)
+    assert_same_run(tmp_path / "again", tmp_path / "auto")
+    assert result.batch_schedule == FOUND
+    assert len({lr for _, lr, _ in curve(tmp_path / "auto")}) > 2
+
+
+def test_a_run_that_is_cut_goes_on_with_what_it_has_found(verdicts: Callable[[Any], None], tmp_path: Path) -> None:
+    """Cut right before and after a comparison, which nobody makes twice."""
+    verdicts({size: list(one) for size, one in DECIDED.items()})
+    run(tmp_path / "whole", **AUTO)
+    verdicts({size: list(one) for size, one in DECIDED.items()})
+    for at in (8, 9, 25, 42):
+        with pytest.raises(Power):
+            run(tmp_path / "cut", at, **AUTO)
+    assert run(tmp_path / "cut", **AUTO).batch_schedule == FOUND
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_sizes_of_a_checkpoint_that_do_not_follow_one_another_are_refused(
+    verdicts: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts({size: list(one) for size, one in DECIDED.items()})
+    given = {**PLAIN, **AUTO}
+    monkeypatch.setattr("trainers.data.batch_schedule.BatchSchedule.grown", lambda self, size, sample: self)
+    monkeypatch.setattr("trainers.loop.growth.Growth.due", False)
+    monkeypatch.setattr("trainers.loop.checkpointing.list", lambda sizes: [(9, 2), (9, 4), (None, 8)], raising=False)
+    with pytest.raises(Power):
+        fit(Stateful(), tiny_config(**given), Context(tmp_path, cut_at_step=3))
+    with pytest.raises(CheckpointError, match="batch sizes do not follow one another"):
+        run(tmp_path, **AUTO)
+
+
+def test_it_is_measured_and_said_without_a_script(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    auto = {"global_batch_size": "auto", "auto_batch__start": 4, "auto_batch__largest": 32, "max_steps": 60}
+    spec = make(tmp_path / "auto", **auto)
+    found = run_local(spec).batch_schedule
+    told = [record.getMessage() for record in caplog.records if record.name == "trainers.loop.growth"]
+    assert len(told) >= 2
+    assert all("times as fast" in words and "at a gradient noise scale of" in words for words in told)
+    again = make(tmp_path / "again", global_batch_size=None, batch_schedule=found, max_steps=60)
+    run_local(again)
+    assert losses(again) == losses(spec)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"drop_last": True}, "`drop_last` is true, .*no sample is left out"),
+        ({"noise_scale": True}, "`noise_scale` is true, .*measures it by itself"),
+        ({"strategy": "fsdp"}, '`strategy` is "fsdp", .*auto'),
+        ({"auto_batch": {"start": 64, "largest": 32}}, "`auto_batch.largest` is 32, .*at least `start`, 64"),
+        ({"global_batch_size": "largest"}, '`global_batch_size` is "largest", .*auto or a whole number'),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny_config(**{**AUTO, **changes})
+
+
+def test_nor_a_stream_that_is_read_forward(tmp_path: Path) -> None:
+    task = {"task": "tests.stream_tasks:Streamed", "task_args": {"kind": "numbered"}, "evaluate__every_steps": 100}
+    with pytest.raises(ConfigError, match="a stream is only read forward"):
+        run_local(make(tmp_path, **task, max_steps=9, global_batch_size="auto"))

@@ -1,0 +1,260 @@
+"""Spot notices: read from the metadata services of three clouds, in all of their moods."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.__main__ import main
+from cluster.spot import notices
+from cluster.spot.notices import SERVICES, Notice, wait_for_notice
+from tests.metadata_service import Machine, hang, hang_up, metadata_service, respond
+from tests.specs import REPOSITORY
+from tests.waits import when
+
+CLOUDS = ("aws", "gcp", "azure")
+AT, AT_UNIX = "2031-09-18T08:22:00Z", 1947486120.0
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """A spot machine; a proxy that nobody answers at stands in the environment."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr(notices, "_HELD_S", 0.05)
+    with metadata_service() as started:
+        yield started
+
+
+def preempt(machine: Machine) -> None:
+    """Take the machine back, as each of the clouds says it."""
+    machine.action = {"action": "terminate", "time": AT}
+    machine.events.append(eviction("Thu, 18 Sep 2031 08:22:00 GMT"))
+    machine.preempted = True
+    machine.changed.set()
+
+
+def eviction(not_before: str, *names: str, kind: str = "Preempt") -> dict[str, object]:
+    return {"EventType": kind, "Resources": list(names or ("WORKER-7",)), "NotBefore": not_before}
+
+
+def wait(cloud: str, machine: Machine, looks: int = 100) -> tuple[Notice | None, list[float], list[str]]:
+    """The notice, how long was waited for Ray's end before each look, and what was said; nothing is slept."""
+    waited: list[float] = []
+    said: list[str] = []
+
+    def has_ended(wait_s: float) -> bool:
+        waited.append(wait_s)
+        return len(waited) > looks
+
+    return wait_for_notice(SERVICES[cloud](machine.address), has_ended, said.append), waited, said
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_notice_is_heard_with_its_deadline(cloud: str, machine: Machine) -> None:
+    asked = len(machine.asked)
+    assert wait(cloud, machine, looks=3)[0] is None, "Ray ended first"
+    assert len(machine.asked) > asked
+    preempt(machine)
+    notice, waited, said = wait(cloud, machine)
+    assert notice is not None
+    expected = pytest.approx(time.time() + 30, abs=5) if cloud == "gcp" else AT_UNIX
+    assert notice.deadline_s == expected
+    assert (waited, said) == ([0.0], []), "at the first look"
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_machine_that_is_not_spot_is_left_alone(cloud: str, machine: Machine) -> None:
+    machine.is_spot = False
+    notice, waited, said = wait(cloud, machine)
+    assert (notice, waited, said) == (None, [0.0], ["this is no spot machine"])
+    assert len(machine.asked) <= 3
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_service_that_hangs_is_asked_again(cloud: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_TIMEOUT_S", 0.2)
+    preempt(machine)
+    machine.faults.extend([hang] * 2)
+    notice, waited, said = wait(cloud, machine)
+    assert notice is not None
+    assert len(waited) >= 3
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_service_in_trouble_is_asked_again_and_said_once(cloud: str, machine: Machine) -> None:
+    statuses = (400, 401, 403, 404, 410, 429, 500, 503)
+    faults = [hang_up, *(lambda handler, status=status: respond(handler, status, "") for status in statuses)]
+    faults += [
+        lambda handler, text=text: respond(handler, 200, text) for text in ("", "<html>", "[]", "{}", "[" * 9999)
+    ]
+    machine.faults.extend(faults)
+    before = len(machine.asked)
+    notice, waited, said = wait(cloud, machine, looks=40)
+    assert notice is None
+    assert len(waited) == 41
+    assert machine.faults == []
+    assert said[-1] == "the metadata service answers again"
+    assert len(said) < 12, "what goes on is not said again"
+    assert len(machine.asked) > before + len(faults)
+    preempt(machine)
+    assert wait(cloud, machine)[0] is not None
+
+
+def test_nobody_at_the_address() -> None:
+    with metadata_service() as gone:
+        pass
+    notice, waited, said = wait("aws", gone, looks=5)
+    assert (notice, len(waited), len(said)) == (None, 6, 1)
+    assert set(waited[1:]) == {5.0}
+
+
+def test_ec2_gives_a_token_and_takes_it_away(machine: Machine) -> None:
+    service = SERVICES["aws"](machine.address)
+    assert service.notice() is service.notice() is None
+    assert [one.split()[0] for one in machine.asked] == ["PUT", "GET", "GET"], "one token for many looks"
+    machine.token += 1
+    preempt(machine)
+    assert service.notice() == Notice(AT_UNIX, "EC2's notice: terminate")
+    assert [one.split()[0] for one in machine.asked[3:]] == ["GET", "PUT", "GET"], "the same look, with a new token"
+
+
+def test_ec2_without_a_time_means_two_minutes(machine: Machine) -> None:
+    machine.action = {"action": "hibernate"}
+    notice = SERVICES["aws"](machine.address).notice()
+    assert notice is not None
+    assert notice.deadline_s == pytest.approx(time.time() + 120, abs=5)
+
+
+def test_google_holds_the_question_until_it_changes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_HELD_S", 30)
+    service = SERVICES["gcp"](machine.address)
+    assert service.notice() is None, "the first answer comes at once"
+    teller = threading.Timer(0.2, preempt, [machine])
+    teller.start()
+    assert service.notice() is not None
+    teller.join()
+    assert "last_etag=False" in machine.asked[-1]
+
+
+def test_azure_tells_the_whole_scale_set(machine: Machine) -> None:
+    service = SERVICES["azure"](machine.address)
+    machine.events = [
+        eviction(AT, "worker-70", "another"),
+        eviction(AT, kind="Freeze"),
+        eviction(AT, kind="Reboot"),
+        {"EventType": "Preempt", "Resources": None},
+        "no event",
+    ]
+    assert service.notice() is None
+    machine.events.append(eviction(AT, "another", "worker-7"))
+    notice = service.notice()
+    assert notice is not None
+    assert notice.deadline_s == AT_UNIX
+    machine.events = [eviction("")]  # as it is when the eviction has begun
+    notice = service.notice()
+    assert notice is not None
+    assert notice.deadline_s == pytest.approx(time.time() + 30, abs=5)
+
+
+def test_the_command_without_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "aws", "--node", "none-has-this-id"]) != 0
+    assert "start Ray, or give --node" in capsys.readouterr().err
+
+
+NODE = f"unit-test-{os.getpid()}"
+"""The tests of this file may run in several processes."""
+
+
+@pytest.fixture
+def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks like the raylet of the node NODE."""
+    command = ["/anywhere/raylet/raylet", "-c", "import time; time.sleep(60)"]
+    flags = [f"--node_id={NODE}", "--gcs-address=127.0.0.1:9", f"--raylet_socket_name={tmp_path}/sockets/raylet"]
+    with subprocess.Popen([*command, *flags], executable=sys.executable) as process:
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.001)  # the kernel shows it a moment after the start
+        yield process
+        process.kill()
+
+
+def test_the_watcher_ends_with_ray(
+    machine: Machine, raylet: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    when(lambda: bool(machine.asked), raylet.terminate)
+    assert main(["watch", "azure", "--node", NODE, "--address", machine.address]) == 0
+    assert raylet.wait() != 0
+    assert f"azure takes Ray's node {NODE} back" in capsys.readouterr().out
+
+
+def test_ray_is_asked_until_it_drains_the_node(
+    machine: Machine, raylet: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head may be away for a moment."""
+    from cluster.spot import watch
+
+    asked: list[tuple[object, ...]] = []
+    answers = iter([RuntimeError("no head"), (False, "not yet"), (True, "")])
+
+    class Client:
+        def __init__(self, address: str) -> None:
+            assert address == "127.0.0.1:9"
+
+        def drain_node(self, *args: object, timeout: float) -> object:
+            asked.append(args)
+            answer = next(answers)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(watch, "GcsClient", Client)
+    monkeypatch.setattr(watch, "_AGAIN_S", 0.0)
+    preempt(machine)
+    assert main(["watch", "aws", "--node", NODE, "--address", machine.address]) == 0
+    preemption = 2  # of Ray's DrainNodeReason
+    assert asked == [(NODE, preemption, "EC2's notice: terminate", int(AT_UNIX * 1000))] * 3
+
+
+def test_a_deadline_that_is_over_is_no_endless_one(
+    raylet: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray takes a deadline of 0 for none, and time that is left is all that there is for trying again."""
+    from cluster.spot import watch
+
+    deadlines: list[int] = []
+
+    class Client:
+        def __init__(self, address: str) -> None: ...
+
+        def drain_node(self, node: str, reason: int, words: str, deadline_ms: int, timeout: float) -> tuple[bool, str]:
+            deadlines.append(deadline_ms)
+            return False, "no"
+
+    monkeypatch.setattr(watch, "GcsClient", Client)
+    found = watch.find_raylet(NODE)
+    assert not watch.drain(found, Notice(0.0, "late"))
+    os.close(found.process)
+    [deadline_ms] = deadlines
+    assert deadline_ms > time.time() * 1000 - 30_000
+
+
+def test_the_autoscaler_ends_with_ray(raylet: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """It is Ray's own, and writes its log where `ray monitor` looks for it."""
+    (tmp_path / "logs").mkdir()
+    config = str(REPOSITORY / "cluster" / "aws.yaml")
+    command = [sys.executable, "-m", "cluster", "autoscale", config, "--node", NODE]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as autoscaler:
+        log = tmp_path / "logs" / "monitor.log"
+        while autoscaler.poll() is None and not (log.exists() and "--gcs-address=127.0.0.1:9" in log.read_text()):
+            time.sleep(0.05)
+        raylet.kill()
+        assert autoscaler.wait(30) == 0

@@ -1,0 +1,200 @@
+"""The batch size of each step: the one place that turns a number of samples into steps, and steps into samples.
+
+A size holds until a number of samples of the whole run, over all its epochs and ranks. An epoch is cut into steps of
+the size of their first sample. A step that would pass the end of an epoch, or the number at which the size changes,
+ends there, so both lie where they were asked for. With `drop_last` no step is short: the samples that are left of an
+epoch are left out of it (and of the count), and a size changes with the first step that begins at its number or after.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+Sizes = Sequence[tuple[int | None, int]]
+"""Batch sizes in order, each with the samples of the run until which it holds; the last one holds to the end (None)."""
+ENDLESS = 2**62
+"""Samples of an epoch that is longer than any run."""
+
+
+class Place(NamedTuple):
+    """Where a step of the run lies."""
+
+    epoch: int
+    number: int
+    """Of the step in its epoch, from 0."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Steps of one size in an epoch, of which only the last may be short."""
+
+    index: int
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True)
+class _Epochs:
+    """Epochs that are cut alike, one after another, and the first of them."""
+
+    epoch: int
+    step: int
+    """Steps of the run before them."""
+    sample: int
+    """Samples that the run has trained before them."""
+    stretches: tuple[_Stretch, ...]
+
+    @property
+    def steps(self) -> int:
+        """Steps of each."""
+        if not self.stretches:
+            return 0
+        last = self.stretches[-1]
+        return last.index - (last.start - last.stop) // last.size
+
+    @property
+    def samples(self) -> int:
+        """Samples that each trains."""
+        return self.stretches[-1].stop if self.stretches else 0
+
+
+class BatchSchedule:
+    """Steps and samples of a run whose batch size changes at given numbers of samples, or never.
+
+    Every answer takes the same time, however far away a step is.
+    """
+
+    def __init__(self, sizes: int | Sizes, length: int, drop_last: bool = False) -> None:
+        """`length`: samples of an epoch."""
+        self.sizes: Sizes = [(None, sizes)] if isinstance(sizes, int) else list(sizes)
+        self.length, self.drop_last = length, drop_last
+        self._ends = [until for until, _ in self.sizes[:-1] if until is not None]
+        self._runs = list(self._lay_out())
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is more than one size."""
+        return len(self.sizes) > 1
+
+    def tree(self) -> list[dict[str, int]]:
+        """Return the sizes as `batch_schedule` of a run's file has them."""
+        return [
+            {"size": size} if until is None else {"until_samples": until, "size": size} for until, size in self.sizes
+        ]
+
+    def grown(self, size: int, sample: int) -> "BatchSchedule":
+        """Return the same schedule up to a sample of the run, and another size from there on."""
+        before = [(until, one) for until, one in self.sizes if until is not None and until < sample]
+        held = [(sample, self.size_at(sample - 1))] if sample else []
+        return self.with_sizes([*before, *held, (None, size)])
+
+    def with_sizes(self, sizes: Sizes) -> "BatchSchedule":
+        """Return another schedule over epochs of the same length."""
+        return BatchSchedule(sizes, self.length, self.drop_last)
+
+    def size_at(self, sample: int) -> int:
+        """Return the batch size of a step whose first sample has this number in the run, from 0."""
+        return self.sizes[bisect_right(self._ends, sample)][1]
+
+    def size(self, step: int) -> int:
+        """Return the batch size of a step of the run; it may have fewer samples."""
+        return self.size_at(self.samples(step))
+
+    def place(self, step: int) -> Place:
+        """Return the epoch of a step of the run, and its number there."""
+        run = self._runs[bisect_right(self._runs, step, key=attrgetter("step")) - 1]
+        epochs, index = divmod(step - run.step, run.steps)
+        return Place(run.epoch + epochs, index)
+
+    def samples(self, step: int) -> int:
+        """Return how many samples the run has trained before a step."""
+        epoch, index = self.place(step)
+        run = self._run_of(epoch)
+        return run.sample + (epoch - run.epoch) * run.samples + self.bounds(epoch, index)[0]
+
+    def step_at(self, sample: int) -> int:
+        """Return the first step before which the run has trained at least so many samples."""
+        run = self._runs[bisect_right(self._runs, sample, key=attrgetter("sample")) - 1]
+        epochs, within = divmod(sample - run.sample, run.samples)
+        before = run.step + epochs * run.steps
+        if within == 0:
+            return before
+        stretch = self._stretch(run, within, "start")
+        return before + stretch.index - (stretch.start - within) // stretch.size
+
+    def steps(self, epochs: float) -> int:
+        """Return the steps of so many epochs; of a part of one as many as it takes."""
+        whole = int(epochs)
+        part = round((epochs - whole) * self.steps_in(whole), 6)
+        return self.first_step(whole) - int(-part // 1)
+
+    def epochs(self, step: int) -> float:
+        """Return how many epochs are done before a step, with the part of the last one, by its steps."""
+        run = self._runs[bisect_right(self._runs, step, key=attrgetter("step")) - 1]
+        return run.epoch + (step - run.step) / run.steps
+
+    def first_step(self, epoch: int) -> int:
+        """Return the steps of the run before an epoch."""
+        run = self._run_of(epoch)
+        return run.step + (epoch - run.epoch) * run.steps
+
+    def steps_in(self, epoch: int) -> int:
+        """Return the steps of an epoch."""
+        return self._run_of(epoch).steps
+
+    def bounds(self, epoch: int, index: int) -> tuple[int, int]:
+        """Return the places in the epoch of a step's first sample, and of the one after its last."""
+        stretch = self._stretch(self._run_of(epoch), index, "index")
+        start = stretch.start + (index - stretch.index) * stretch.size
+        return start, min(start + stretch.size, stretch.stop)
+
+    def words(self, last_step: int) -> str:
+        """Say which size holds until when, in a run of so many steps."""
+        told = []
+        for until, size in self.sizes:
+            step = None if until is None else self.step_at(until)
+            if until is None or step is None or step >= last_step:
+                told.append(f"{size} to the end")
+                break
+            told.append(f"{size} until {until:,} samples (step {step:,}, epoch {self.epochs(step):.4g})")
+        return ", then ".join(told)
+
+    def _run_of(self, epoch: int) -> _Epochs:
+        return self._runs[bisect_right(self._runs, epoch, key=attrgetter("epoch")) - 1]
+
+    @staticmethod
+    def _stretch(run: _Epochs, at: int, by: str) -> _Stretch:
+        if len(run.stretches) == 1:
+            return run.stretches[0]
+        return run.stretches[bisect_right(run.stretches, at, key=attrgetter(by)) - 1]
+
+    def _lay_out(self) -> Iterator[_Epochs]:
+        epoch = step = sample = 0
+        while True:
+            run = _Epochs(epoch, step, sample, tuple(self._cut(sample)))
+            yield run
+            number = bisect_right(self._ends, sample)
+            if number == len(self._ends) or not run.steps:
+                return
+            # As many as lie wholly before the size changes; else the one in which it does.
+            count = max(1, (self._ends[number] - sample - self.length) // run.samples + 1)
+            epoch, step, sample = epoch + count, step + count * run.steps, sample + count * run.samples
+
+    def _cut(self, sample: int) -> Iterator[_Stretch]:
+        """Cut an epoch before which the run has trained so many samples."""
+        index = start = 0
+        while start < self.length:
+            number = bisect_right(self._ends, sample + start)
+            size, room = self.sizes[number][1], self.length - start
+            left = room if number == len(self._ends) else min(room, self._ends[number] - sample - start)
+            steps = -(-left // size)
+            if self.drop_last:
+                steps = min(steps, room // size)
+                left = steps * size
+            if not steps:
+                return
+            yield _Stretch(index, start, start + left, size)
+            index, start = index + steps, start + left

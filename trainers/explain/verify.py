@@ -1,0 +1,112 @@
+"""Run a changed configuration beside the old one, in turn, and say how much less time a sample takes.
+
+The whole loop runs, with evaluations and checkpoints as each configuration has them; what is due seldom is counted by
+what one of them takes and how often the whole run would have it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import tempfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.config.sections import CheckpointConfig, EvaluateConfig
+from trainers.context import RunContext
+from trainers.devices.device import resolve_device
+from trainers.devices.group import Group
+from trainers.explain.observe import Pair
+from trainers.explain.readings import Span
+from trainers.launch.spec import Job
+from trainers.loop.fit import fit
+from trainers.measure.clock import WARMUP_STEPS
+from trainers.measure.result import Pauses, RunResult
+from trainers.measure.run_log import read_log
+from trainers.storage import Storage
+
+_ROUNDS = 3
+_FEWEST = 30
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The measured gain: share of a sample's time that is saved."""
+
+    gain: Span
+
+    def to_json(self) -> str:
+        """As it crosses between processes."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class CompareJob(Job[Verified]):
+    """Trains both configurations in turn, from the start each time, in directories that are deleted."""
+
+    new: dict[str, Any]
+    """The changed configuration, as `tree`."""
+    seconds: float
+    """Of one turn."""
+    step_s: float
+    """What a step of the old one takes."""
+
+    def read_result(self, text: bytes) -> Verified:
+        """Parse what `execute` returned on rank 0."""
+        return Verified(Span(**json.loads(text)["gain"]))
+
+    def execute(self, context: RunContext) -> Verified:
+        """Measure as one worker; the result is rank 0's."""
+        for ending in (signal.SIGTERM, signal.SIGINT):  # nothing is to be kept
+            signal.signal(ending, signal.default_int_handler)
+        rounds = []
+        for number in range(_ROUNDS):
+            found = {}
+            for name in ("old", "new") if number % 2 == 0 else ("new", "old"):
+                found[name] = self._sample_s(self.tree if name == "old" else self.new, context)
+            rounds.append((found["old"], found["new"]))
+        return Verified(Pair(rounds).gain)
+
+    def _sample_s(self, tree: dict[str, Any], context: RunContext) -> float:
+        """Seconds that a sample takes in one turn."""
+        whole = build(TrainConfig, tree, self.source)
+        group = Group(context.rank, context.world_size, resolve_device(whole.device, context.device_index))
+        steps = max(_FEWEST, int(self.seconds / self.step_s * self.config.batch_size / whole.batch_size))
+        changes: dict[str, Any] = {
+            "epochs": None,
+            "max_steps": steps,
+            "log_every_steps": WARMUP_STEPS,
+            "tracking": [],
+            "profile_steps": 0,
+        }
+        short = build(TrainConfig, override(TrainConfig, tree, changes), self.source)
+        with tempfile.TemporaryDirectory() as directory:
+            place = Storage(group.first(directory))
+            numbers = (context.rank, context.world_size, context.local_rank, context.local_world_size)
+            result = fit(self.load_task(), short, RunContext(place, context.launcher, *numbers))
+            log = read_log(place)
+            group.barrier()
+        return sample_s(result, log, whole)
+
+
+def sample_s(result: RunResult, log: list[dict[str, Any]], whole: TrainConfig) -> float:
+    """Return the seconds a sample of the run that `whole` describes, by a short run of it."""
+    windows = [record for record in log if "train_loss" in record]
+    first, last = windows[0], windows[-1]
+    step_s: float = (last["train_time_s"] - first["train_time_s"]) / (last["step"] - first["step"])
+    per_epoch = round(result.steps / result.epochs) if result.epochs else 2**31
+    total = whole.max_steps or (whole.epochs or 1) * per_epoch
+    evaluate, checkpoint, paused = whole.evaluate, whole.checkpoint, result.pauses or Pauses()
+
+    def every(section: EvaluateConfig | CheckpointConfig) -> float:
+        """Share of the steps after which one is due; the last one always is."""
+        interval = section.every_steps or (section.every_epochs or 1) * per_epoch
+        return -(-total // interval) / total
+
+    evaluated_s = paused.evaluation_s / max(1, paused.evaluations) * every(evaluate)
+    each_s = paused.checkpoint_s / max(1, paused.checkpoints)
+    kept_s = each_s * (step_s / checkpoint.every_s if checkpoint.every_s else every(checkpoint))
+    return (step_s + evaluated_s + kept_s) / whole.batch_size

@@ -1,0 +1,207 @@
+"""A batch that grows by measurement: `global_batch_size: auto`.
+
+Now and then the steps that come next are taken twice from the state in memory, once with the size that the run has and
+once with twice as many samples in a step, and both are thrown away: the run itself is one of the `batch_schedule` that
+was found, to the bit. The larger batch is taken where
+
+- it gains more speed than it wastes: of two sizes B and 2B, in a gradient of noise scale N, the larger needs
+  (2B + N) / (B + N) times as many samples (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11), and
+- its losses on the samples of the branch confirm that (as Merrill et al. 2025, arXiv 2505.23971, branch): what it lags
+  behind with as many samples is no more than it makes up for by its speed.
+"""
+
+import contextlib
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+
+import torch
+
+from trainers.devices.device import synchronize
+from trainers.loop.attempt import Attempt
+from trainers.measure.clock import StepClock
+from trainers.measure.step_times import student_t95
+from trainers.model.optimizer import warmup_steps
+from trainers.step.noise_scale import estimate
+from trainers.step.throwaway import throwaway
+
+logger = logging.getLogger(__name__)
+
+PARTS = 16
+"""Parts of a branch, each a step of the larger batch. The first half warms up, and measures the gradient noise scale;
+the second is timed and compared."""
+WAIT = 16
+"""Branches' samples until the first comparison, so that a run whose target is near pays for none, and at least so many
+after one that was refused: then twice as many as before. A batch that has grown is compared again at once."""
+LEFT = 32
+"""The same that must be left of a run: a comparison takes two branches, so no more than 6 % of what is left."""
+MARGIN = 1.05
+"""A smaller advantage is of no interest."""
+
+Steps = Callable[[int], Iterator[tuple[int, list[int]]]]
+"""Trains the rest of the epoch, at most to a step of the run; yields the samples of each step, and this rank's."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What each part of a branch took, and the mean loss of its samples before they were trained on."""
+
+    times_s: list[float]
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether to take the larger batch, and why."""
+
+    grows: bool
+    words: str
+
+
+def judge(size: int, smaller: Branch, larger: Branch, noise_scale: float | None) -> Verdict:
+    """Compare two branches over the same samples, with steps of `size` and of twice as many.
+
+    Without a `noise_scale` (in samples) the branches alone decide.
+    """
+    half = len(smaller.times_s) // 2
+    gain = median(smaller.times_s[half:]) / median(larger.times_s[half:])
+    told = f"steps of {2 * size} samples train {gain:.3g} times as fast as those of {size}"
+    waste = 1.0
+    if noise_scale is not None:
+        noise = max(0.0, noise_scale)
+        waste = 1.0 if math.isinf(noise) else (2 * size + noise) / (size + noise)
+        told += f", at a gradient noise scale of {noise:.3g} samples they need {waste:.3g} times as many"
+    if gain <= MARGIN * waste:
+        return Verdict(False, told)
+    lags = [theirs - ours for ours, theirs in zip(smaller.losses[half:], larger.losses[half:], strict=True)]
+    if not all(map(math.isfinite, lags)):
+        return Verdict(False, f"{told}, and lead to a loss that is not finite")
+    lag, error = fmean(lags), student_t95(len(lags) - 1) * stdev(lags) / math.sqrt(len(lags))
+    # From the middle of the first half to that of the second is half of a branch; to there from its start, 3/4.
+    fall = max(0.0, fmean(smaller.losses[:half]) - fmean(smaller.losses[half:])) * 1.5
+    makes_up = fall * (gain - 1)
+    told += f"; their loss is {lag:+.3g} +-{error:.2g} apart, and they make up for {makes_up:.3g}"
+    return Verdict(lag - error <= makes_up, told)
+
+
+class Growth:
+    """Compares batch sizes amid a run. Every rank must call `compare` in the same step."""
+
+    def __init__(self, attempt: Attempt, steps: Steps) -> None:
+        self.attempt, self._steps = attempt, steps
+        config, parts = attempt.config, attempt.parts
+        batches = parts.sampler.batches
+        wait = WAIT * self._samples
+        # Growth amid a warm-up that is a share of all samples would change the steps of which it consists.
+        course = batches if config.counts_samples else None
+        warm = batches.samples(warmup_steps(config.lr_schedule, parts.total_steps, course))
+        attempt.growth = (max(wait, warm), wait)
+
+    @property
+    def size(self) -> int:
+        """The batch size that the run has now."""
+        return self.attempt.parts.sampler.batches.sizes[-1][1]
+
+    @property
+    def _samples(self) -> int:
+        """Samples of one branch."""
+        return PARTS * 2 * self.size
+
+    @property
+    def end(self) -> int:
+        """The step before which sizes are compared next, or the last one."""
+        attempt = self.attempt
+        at, _ = attempt.growth
+        return min(attempt.end, attempt.parts.sampler.batches.step_at(at)) if at > attempt.samples else attempt.end
+
+    @property
+    def due(self) -> bool:
+        """Whether to compare now; not so late that nothing can be gained by it any more."""
+        attempt, sampler, most = self.attempt, self.attempt.parts.sampler, self.attempt.config.auto_batch.most
+        left = sampler.batches.samples(attempt.parts.total_steps) - attempt.samples
+        fits = 2 * self.size <= min(most, sampler.length)
+        return fits and attempt.samples >= attempt.growth[0] and left >= LEFT * self._samples
+
+    def compare(self) -> bool:
+        """Compare the batch size with twice as large a one; return whether the run goes on with that."""
+        attempt, parts = self.attempt, self.attempt.parts
+        began, size, samples = time.perf_counter(), self.size, attempt.samples
+        with attempt.watchdog.phase("comparing batch sizes", steps=not attempt.compiles):
+            noise = parts.noise
+            if noise is not None:
+                noise.windows.clear()
+            smaller, larger = self._branch(size), self._branch(2 * size)
+            found = None if noise is None else estimate(noise.windows)
+            verdict = judge(size, smaller, larger, None if found is None else found.noise_scale)
+        verdict = parts.group.first(verdict)
+        if verdict.grows:
+            attempt.take_sizes(parts.sampler.batches.grown(2 * size, samples))
+        if verdict.grows:
+            attempt.growth = (samples, attempt.growth[1])
+        else:
+            wait = max(2 * attempt.growth[1], WAIT * self._samples)
+            attempt.growth = (samples + wait, wait)
+        took_s = time.perf_counter() - began
+        attempt.clock.train_time_s += took_s
+        if attempt.context.rank == 0:
+            words = "the batch grows to" if verdict.grows else "the batch stays at"
+            logger.info("%s %d from sample %d on (%.1f s): %s", words, self.size, samples, took_s, verdict.words)
+        return verdict.grows
+
+    def _branch(self, size: int) -> Branch:
+        attempt, parts = self.attempt, self.attempt.parts
+        start, part, step, group = attempt.samples, self._samples // PARTS, parts.step, parts.group
+        measured = parts.noise if size == self.size else None
+        times_s: list[float] = []
+        losses: list[torch.Tensor] = []
+        with self._thrown_away():
+            parts.sampler.batches = parts.sampler.batches.grown(size, start)
+            step.noise = measured
+            end = parts.sampler.batches.step_at(start + PARTS * part)
+            lost, count, began = torch.zeros_like(step.loss_sum), 0, time.perf_counter()
+            while attempt.step < end:
+                for samples, _ in self._steps(end):
+                    lost += step.loss_sum * samples
+                    step.loss_sum.zero_()
+                    count += samples
+                    if attempt.samples - start < (len(losses) + 1) * part:
+                        continue
+                    losses.append(lost / count)
+                    lost, count = torch.zeros_like(lost), 0
+                    synchronize(parts.device)
+                    times_s.append(time.perf_counter() - began)
+                    if measured is not None and len(losses) == PARTS // 2:
+                        measured.take()
+                        step.noise = None
+                        step.resized()
+                    began = time.perf_counter()
+        return Branch(times_s, group.sum(torch.stack(losses)).tolist())
+
+    @contextlib.contextmanager
+    def _thrown_away(self) -> Iterator[None]:
+        """Put everything back at the end, to the bit: whatever steps of training change."""
+        attempt, parts, step = self.attempt, self.attempt.parts, self.attempt.parts.step
+        tensors = [*step.sums, *(() if parts.ema is None else parts.ema.tensors)]
+        copies = [tensor.clone() for tensor in tensors]
+        scaler = copy.deepcopy(step.scaler.state_dict())
+        schedule = None if parts.schedule is None else copy.deepcopy(parts.schedule.state_dict())
+        before = attempt.step, attempt.clock, parts.sampler.batches
+        attempt.clock = StepClock(parts.device)
+        try:
+            with throwaway(step.forward, parts.optimizer, parts.train_feed.dataset):
+                yield
+        finally:
+            attempt.step, attempt.clock, parts.sampler.batches = before
+            step.noise = None
+            for tensor, kept in zip(tensors, copies, strict=True):
+                tensor.copy_(kept)
+            step.scaler.load_state_dict(scaler)
+            if parts.ema is not None:
+                parts.ema.follow(step.scaler)
+            if parts.schedule is not None and schedule is not None:
+                parts.schedule.load_state_dict(schedule)
+            step.resized()
