@@ -11,6 +11,9 @@ from pathlib import Path
 from trainers.storage import Storage
 from trainers.tracking.sink import Row, Sink, TrackedRun
 
+importing: list[int] = []
+"""Which modules are being imported."""
+
 
 class Told(Sink):
     """Keeps what it was told, in the test's process."""

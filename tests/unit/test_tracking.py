@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from trainers.storage import Storage
 from trainers.tracking.delivery import Delivery, read_sent
 from trainers.tracking.history import RunHistory, as_params
 from trainers.tracking.sink import Row
-from trainers.tracking.trackers import check_trackers
+from trainers.tracking.trackers import check_trackers, make_sink
 
 
 @pytest.mark.parametrize(
@@ -201,3 +203,30 @@ def test_training_never_waits_for_a_tracker(tmp_path: Path, monkeypatch: pytest.
         merged.setdefault(line["step"], {}).update(scalars(line))
     assert {row.step: {k: v for k, v in row.values.items() if "/" not in k} for row in told} == merged
     assert told[-1].values["result/peak_memory_bytes"] == run.peak_memory_bytes
+
+
+def test_clients_are_imported_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each module, while it is imported, gives the other's import the time to begin: it must not."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for number in (1, 2):
+        (tmp_path / f"client_{number}.py").write_text(
+            "import threading\n"
+            "from tests import tracking_sinks\n"
+            "class Sink(tracking_sinks.Told):\n"
+            "    at_once = tracking_sinks.importing.copy()\n"
+            f"tracking_sinks.importing.append({number})\n"
+            "threading.Event().wait(0.2)\n"
+            "Sink.at_once += tracking_sinks.importing\n"
+            "tracking_sinks.importing.clear()\n"
+        )
+    trackers = chosen(["client_1:Sink", "client_2:Sink"])
+    with ThreadPoolExecutor() as pool:
+        sinks = list(pool.map(lambda one: make_sink(one, [str(tmp_path)], Storage(str(tmp_path))), trackers))
+    assert [sink.at_once for sink in sinks] == [[1], [2]]
+
+
+def test_wandb_leaves_no_stand_in_of_numpy_for_other_threads() -> None:
+    """Where wandb comes first it puts one into sys.modules, which is no module while a thread loads it."""
+    code = "import sys, trainers.tracking.wandb_sink; print(type(sys.modules['numpy']).__name__)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "module\n"

@@ -14,6 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import mlflow
+from mlflow.entities import Metric, Param
+
 from trainers.storage import Storage
 from trainers.tracking.sink import Row, Sink, TrackedRun
 
@@ -35,8 +38,6 @@ class MlflowSink(Sink):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-        import mlflow
-
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         self._client: Any = mlflow.MlflowClient()
 
@@ -49,8 +50,6 @@ class MlflowSink(Sink):
 
     def start(self, run: TrackedRun) -> str:
         """Find the run by a tag that it was made with, or make it."""
-        from mlflow.entities import Param
-
         experiment = self._experiment()
         there = self._client.search_runs([experiment], f"tags.`{_ID}` = '{run.id}'", max_results=1)
         if there:
@@ -77,8 +76,6 @@ class MlflowSink(Sink):
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
         """Every value is one metric at its step."""
-        from mlflow.entities import Metric
-
         metrics = [
             Metric(name, value, round(row.time_s * 1000), row.step)
             for row in rows

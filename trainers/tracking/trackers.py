@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 from collections.abc import Sequence
 
 from trainers.config.tracking import PACKAGES, TrackerConfig
@@ -19,6 +20,8 @@ _SINKS = {
     "tensorboard": "trainers.tracking.file_sinks:EventsSink",
     "csv": "trainers.tracking.file_sinks:CsvSink",
 }
+_IMPORTS = threading.Lock()
+"""Clients are imported one at a time: two threads in circular imports may each see half of a module."""
 
 
 def check_trackers(trackers: Sequence[TrackerConfig], path: Sequence[str], source: str) -> None:
@@ -37,12 +40,18 @@ def check_trackers(trackers: Sequence[TrackerConfig], path: Sequence[str], sourc
 
 def make_sink(tracker: TrackerConfig, path: Sequence[str], storage: Storage) -> Sink:
     """Import and construct a tracker's sink."""
-    if tracker.tracker in _SINKS:
-        module, _, name = _SINKS[tracker.tracker].partition(":")
+    with _IMPORTS:
+        sink = _sink(tracker.tracker, path)
+    return sink(tracker.project, storage)
+
+
+def _sink(named: str, path: Sequence[str]) -> type[Sink]:
+    if named in _SINKS:
+        module, _, name = _SINKS[named].partition(":")
         own: type[Sink] = getattr(importlib.import_module(module), name)
-        return own(tracker.project, storage)
+        return own
     add_to_path(list(path))
-    return _own_sink(tracker.tracker, "tracking")(tracker.project, storage)
+    return _own_sink(named, "tracking")
 
 
 def _own_sink(named: str, source: str) -> type[Sink]:

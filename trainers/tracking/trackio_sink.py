@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import trackio
+
 from trainers.storage import Storage
 from trainers.tracking.sink import Row, Sink, TrackedRun
 
@@ -15,9 +17,6 @@ class TrackioSink(Sink):
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)
-        import trackio
-
-        self._trackio: Any = trackio
         self._runs: dict[str, TrackedRun] = {}
 
     def start(self, run: TrackedRun) -> str:
@@ -29,7 +28,7 @@ class TrackioSink(Sink):
     def _open(self, name: str) -> Any:
         run = self._runs[name]
         about = {f"paceline.{key}": value for key, value in run.tags.items()}
-        return self._trackio.init(
+        return trackio.init(
             project=self.project or "paceline",
             name=name,
             group=run.parent if run.kind == "trial" else name if run.kind == "sweep" else None,
@@ -45,12 +44,12 @@ class TrackioSink(Sink):
         opened = self._open(run)
         for row in rows:
             opened.log(row.values, step=row.step)
-        self._trackio.finish()
+        trackio.finish()
 
     def artifact(self, run: str, file: Path) -> None:
         """An artifact, whose versions trackio keeps."""
         self._open(run).log_artifact(file, name=f"{run}-{file.name}", type="paceline")
-        self._trackio.finish()
+        trackio.finish()
 
     def end(self, run: str, status: str, tags: dict[str, str]) -> None:
         """trackio has no status of a run."""

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np  # noqa: F401  (before wandb, which else leaves a stand-in for it to the threads of other trackers)
+import wandb
+
 from trainers.storage import Storage
 from trainers.tracking.sink import Row, Sink, TrackedRun
 
@@ -15,9 +18,6 @@ class WandbSink(Sink):
 
     def __init__(self, project: str | None, storage: Storage) -> None:
         super().__init__(project, storage)
-        import wandb
-
-        self._wandb: Any = wandb
         # What it would measure is this process and its machine, not the run's.
         self._settings = wandb.Settings(
             console="off", silent=True, save_code=False, disable_git=True, x_disable_stats=True, x_disable_meta=True
@@ -27,7 +27,7 @@ class WandbSink(Sink):
     def start(self, run: TrackedRun) -> str:
         """The run's own id is W&B's, which goes on with it where it knows it."""
         group = run.parent if run.kind == "trial" else run.id if run.kind == "sweep" else None
-        self._runs[run.id] = self._wandb.init(
+        self._runs[run.id] = wandb.init(
             project=self.project,
             name=run.name,
             id=run.id,
@@ -48,7 +48,7 @@ class WandbSink(Sink):
 
     def artifact(self, run: str, file: Path) -> None:
         """An artifact of the run, whose versions W&B keeps."""
-        artifact = self._wandb.Artifact(f"{run}-{file.name}", type="paceline")
+        artifact = wandb.Artifact(f"{run}-{file.name}", type="paceline")
         artifact.add_file(str(file))
         self._runs[run].log_artifact(artifact)
 
@@ -61,4 +61,4 @@ class WandbSink(Sink):
 
     def close(self) -> None:
         """End wandb's own process, with what it still has to send."""
-        self._wandb.teardown()
+        wandb.teardown()
