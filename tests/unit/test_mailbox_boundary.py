@@ -86,6 +86,30 @@ async def test_a_size_too_large_for_one_gpu_waits_for_a_larger(mailbox: Mailbox)
 
 
 @asynchronous
+async def test_a_trial_that_comes_while_its_lane_is_down_is_refused(mailbox: Mailbox) -> None:
+    """It waited forever: nobody looked at it again once the lane was back."""
+    await mailbox.hello(0, CPU)
+    await learn(mailbox, 0, s16=False)
+    await mailbox.lost(0)
+    await mailbox.submit(assignment("large", 32))
+    assert (await mailbox.next_event("large", 0)).outcome["status"] == "out_of_memory"  # type: ignore[index]
+
+
+@asynchronous
+async def test_who_waits_for_a_larger_device_ends_where_none_comes_back(mailbox: Mailbox) -> None:
+    await mailbox.hello(0, SMALL)
+    await mailbox.hello(1, LARGE)
+    await learn(mailbox, 0, s16=False)
+    await mailbox.submit(assignment("large", 32))
+    await mailbox.lost(1)
+    assert await mailbox.take(0, WAIT_S) is None
+    assert not await mailbox.heard("large"), "its lane starts again"
+    await mailbox.hello(1, SMALL)
+    assert await mailbox.take(1, WAIT_S) is None
+    assert (await mailbox.next_event("large", 0)).outcome["status"] == "out_of_memory"  # type: ignore[index]
+
+
+@asynchronous
 async def test_a_trial_goes_to_another_lane_when_its_own_is_lost(mailbox: Mailbox) -> None:
     await mailbox.hello(0, CPU)
     await mailbox.hello(1, CPU)

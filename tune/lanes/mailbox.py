@@ -50,6 +50,9 @@ class Mailbox:
         self._starts: dict[str, dict[int, Any]] = defaultdict(dict)
         self._arrived = asyncio.Condition()
         self._devices: dict[int, str] = {}
+        """Of the lanes that are up."""
+        self._known: dict[int, str] = {}
+        """Of those that are down, too, for as long as they come back."""
         self._down: dict[int, tuple[float, str]] = {}
         self._renewed: set[int] = set()
         """Lanes that are to start again for the next sweep, or do so."""
@@ -113,7 +116,7 @@ class Mailbox:
         """
         self._devices.pop(lane, None)
         await self.lost(lane)
-        self._devices[lane] = device
+        self._devices[lane] = self._known[lane] = device
         self._comparison.used.discard(lane)
         self._renewed.discard(lane)
         if lane in self._down:
@@ -134,7 +137,7 @@ class Mailbox:
             trial.losses += 1
             why = f": {cause.message}" if cause is not None else ""
             status = "node_lost" if cause is None or cause.status == "error" else cause.status
-            if trial.losses >= MAX_LOSSES or status == "hung" or trial.assignment.run is not None:
+            if trial.losses >= MAX_LOSSES or status == "hung" or trial.assignment.is_once:
                 message = f"its worker group died {trial.losses} time{'s' * (trial.losses > 1)} under it{why}"
                 trial.tell(Event(outcome={"status": status, "message": message, "lane": lane}))
                 await self._drop_checkpoints(trial)
@@ -151,6 +154,7 @@ class Mailbox:
         async with self._arrived:
             while True:
                 if self._closed or self._is_needless(lane):
+                    self._known.pop(lane, None)
                     return "close"
                 if lane in self._renewed:
                     return "anew"
@@ -180,7 +184,9 @@ class Mailbox:
         comparison; or why the lane has to start again first.
         """
         device = self._devices.get(lane, "")
-        live = [ticket for ticket in self._queue if not (self._trials[ticket].cancelled or self._trials[ticket].ended)]
+        queued = [self._trials[ticket] for ticket in self._queue]
+        # Since they came, lanes may have come back with another device.
+        live = [one.assignment.ticket for one in queued if not (one.cancelled or one.ended or self._refused(one))]
         self._queue = deque(live)
         # A lane on another device may still run those that do not fit on this one.
         waiting = [self._trials[one] for one in live if self._microbatches.why_not(self._trials[one], device) is None]
@@ -203,7 +209,7 @@ class Mailbox:
 
     def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""
-        reasons = [self._microbatches.why_not(trial, device) for device in sorted(set(self._devices.values()))]
+        reasons = [self._microbatches.why_not(trial, device) for device in sorted(set(self._known.values()))]
         if not reasons or None in reasons:
             return False
         trial.tell(Event(outcome={"status": "out_of_memory", "message": str(reasons[0])}))
@@ -211,7 +217,7 @@ class Mailbox:
 
     async def observe(self, lane: int, ticket: str, size: int, fits: bool) -> None:
         """Keep whether a microbatch fits, as a running trial has found out; returns when that is durable."""
-        device, trial = self._devices.get(lane), self._trials[ticket]
+        device, trial = self._known.get(lane), self._trials[ticket]
         if not device:
             return
         is_news, contradiction = self._microbatches.observe(trial, device, size, fits)
