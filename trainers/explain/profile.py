@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from trainers.errors import PacelineError
 from trainers.explain.observe import Pair, Stepper, observe, paired, warm
 from trainers.explain.readings import Profile, RankReadings, Readings, Span, Suspicion
 from trainers.explain.suspect import WORTH, suspect
+from trainers.launch.signals import end_at_once
 from trainers.launch.spec import Job
 from trainers.loop.build import build_replica
 from trainers.measure.profiler import inspect_run
@@ -52,8 +52,7 @@ class ProfileJob(Job[Profile]):
 
     def execute(self, context: RunContext) -> Profile:
         """Profile as one worker; the result is rank 0's."""
-        for number in (signal.SIGTERM, signal.SIGINT):  # nothing is to be kept
-            signal.signal(number, signal.default_int_handler)
+        end_at_once()
         context.storage = None
         with self.replica(self.config, context) as parts:
             readings = observe(parts, self.config, inspect_run(self._quiet(self.config), context), self.seconds)

@@ -7,7 +7,6 @@ what one of them takes and how often the whole run would have it.
 from __future__ import annotations
 
 import json
-import signal
 import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from trainers.devices.device import resolve_device
 from trainers.devices.group import Group
 from trainers.explain.observe import Pair
 from trainers.explain.readings import Span
+from trainers.launch.signals import end_at_once
 from trainers.launch.spec import Job
 from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
@@ -60,8 +60,7 @@ class CompareJob(Job[Verified]):
 
     def execute(self, context: RunContext) -> Verified:
         """Measure as one worker; the result is rank 0's."""
-        for ending in (signal.SIGTERM, signal.SIGINT):  # nothing is to be kept
-            signal.signal(ending, signal.default_int_handler)
+        end_at_once()
         rounds = []
         for number in range(_ROUNDS):
             found = {}

@@ -49,6 +49,13 @@ class StopSignals:
             self._tell(signal.Signals(number).name)
 
 
+def end_at_once() -> None:
+    """Let SIGTERM and Ctrl-C interrupt this process, whose work is not kept; in a thread the process keeps its own."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)
+
+
 def follow(wait: Callable[[], object], last: Callable[[], object] = lambda: None) -> None:
     """End this process when `wait` returns, after `last`: in a thread, since a collective lets no handler run."""
 

@@ -190,6 +190,11 @@ def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges) -> dic
         with _shown(mailbox, of_run.rank, run.quiet), telling(run, of_run):
             return _outcome(run, of_run)
     context = LaneContext(mailbox, lane, assignment, gauges)
+    if (job := assignment.job) is not None:
+        try:
+            return {"status": "done", "answer": job.execute(context).to_json()}
+        except Exception as error:
+            return _failed(error, context)
     if context.storage is not None and context.rank == 0:  # so that `python -m trainers evaluate` finds its way
         found = {"task_dir": path[0]} if path else {}
         context.storage.write("config.yaml", dump_yaml({**assignment.tree, **found}).encode())
@@ -202,15 +207,7 @@ def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
     try:
         result = spec.execute(context)
     except Exception as error:
-        failure = failure_of(error, context.rank)
-        outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}
-        if not isinstance(error, PacelineError) and failure.status == "error":
-            outcome["traceback"] = traceback.format_exc(limit=-20)
-        # Divergence is agreed by all ranks; anything else may have left the others waiting in a collective.
-        agreed = context.world_size == 1 or isinstance(error, DivergedError)
-        if "CUDA error" in str(error) or not agreed:
-            outcome["raised"] = failure
-        return outcome
+        return _failed(error, context)
     total_s = time.monotonic() - clock
     spent = {
         "began": began,
@@ -220,3 +217,16 @@ def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
         "first_step_s": result.first_step_s,
     }
     return {"status": result.status, "result": asdict(result), "spent": spent, "cpu_pressure": pressure.share()}
+
+
+def _failed(error: Exception, context: WorkerContext) -> dict[str, Any]:
+    """Return the outcome of what an error has ended."""
+    failure = failure_of(error, context.rank)
+    outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}
+    if not isinstance(error, PacelineError) and failure.status == "error":
+        outcome["traceback"] = "".join(traceback.format_exception(error, limit=-20))
+    # Divergence is agreed by all ranks; anything else may have left the others waiting in a collective.
+    agreed = context.world_size == 1 or isinstance(error, DivergedError)
+    if "CUDA error" in str(error) or not agreed:
+        outcome["raised"] = failure
+    return outcome

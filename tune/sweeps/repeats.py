@@ -4,20 +4,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import ray
-
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
-from tune.lanes.messages import Assignment, Event, new_ticket
+from tune.lanes.messages import Assignment, new_ticket
 from tune.report.words import in_short, labels
 from tune.search.finalists import repeats_to_run
+from tune.sweeps.alone import await_quiet, run_alone
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import SweepSpec
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, Until, make_record
-
-_QUIET_S = 60.0  # that a trial which the search has stopped may take to notice, or a lane to come up
-_LOOK_S = 0.5
 
 
 def run_repeats(
@@ -31,8 +27,7 @@ def run_repeats(
     """Run the repeats that have no record yet, until the order of the first is decided, cannot be, or their time is
     used up; returns the records of all, by id.
 
-    `settle` returns whether no lane is starting, from which on none does: a start takes as much of the machine as a
-    trial. `check` is called often, and raises where the sweep shall end.
+    `settle` and `check` are those of `await_quiet`.
     """
     journal = Journal(spec.storage)
     records = journal.records()
@@ -43,10 +38,7 @@ def run_repeats(
     names = labels(spec.config, records)
     num_finalists = len({finalist.id for finalist, _ in wanted})
     say(f"the {num_finalists} finalists again, alone and in turn, until it is clear which is first")
-    deadline = time.monotonic() + _QUIET_S
-    while (not settle() or ray.get(mailbox.watch.remote())["running"]) and time.monotonic() < deadline:
-        check()
-        time.sleep(_LOOK_S)
+    await_quiet(mailbox, settle, check)
     while wanted:
         finalist, seed = wanted[0]
         record = _repeat(spec, plan, mailbox, finalist, seed, check)
@@ -64,19 +56,10 @@ def _repeat(
 ) -> TrialRecord:
     """Run one repeat to its end."""
     trial = trial_id(finalist.config, "repeat", seed)
-    ticket = new_ticket(trial)
     tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
     objective, started = spec.config.objective, time.time()
-    assignment = Assignment(ticket, trial, tree, until=Until.at_target(objective), watches=objective.watched)
-    ray.get(mailbox.submit.remote(assignment))
-    curve: list[dict[str, float]] = []
-    while True:
-        reference = mailbox.next_event.remote(ticket, len(curve))
-        while not ray.wait([reference], timeout=_LOOK_S)[0]:
-            check()
-        event: Event = ray.get(reference)
-        if event.outcome is not None:
-            mailbox.forget.remote(ticket)
-            price = plan.lane_usd_per_hour
-            return make_record(trial, finalist.config, objective, started, curve, event.outcome, price, "repeat", seed)
-        curve.append(event.row)
+    until = Until.at_target(objective)
+    repeat = Assignment(new_ticket(trial), trial, tree, until=until, watches=objective.watched)
+    curve, outcome = run_alone(mailbox, repeat, check)
+    price = plan.lane_usd_per_hour
+    return make_record(trial, finalist.config, objective, started, curve, outcome, price, "repeat", seed)

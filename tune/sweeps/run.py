@@ -30,6 +30,7 @@ from tune.lanes.kept import resident
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.words import duration
 from tune.search import ray_search
+from tune.sweeps.explained import explain_best
 from tune.sweeps.learning import here, leave, take, words
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.population_trial import PopulationTrial
@@ -99,6 +100,8 @@ def run_sweep(
                 progress.records |= repeats
                 for record in repeats.values():
                     progress.tell(record)
+                found, spent_s = list(progress.records.values()), time.monotonic() - began
+                explain_best(spec, found, mailbox, spent_s, lanes.settle, progress.tick)
             progress.restore_records()
             save(spec)
             if taken:
