@@ -16,24 +16,22 @@ pytestmark = pytest.mark.ray
 
 METRICS = ["time_to_target", "peak_memory_bytes"]
 TARGET = {"val_loss": 1.0}
-MOST_STEPS = 4000
+ENDLESS = 10**8
+"""Steps: only its stop ends a trial of so many."""
 
 
 def test_a_trial_ends_once_it_is_certain_to_be_beaten(tmp_path: Path, driver: Any) -> None:
     spec = sweep(
         tmp_path,
         {"optimizer.lr": [0.05, 1e-9]},  # the second one never gets there
-        {"max_steps": MOST_STEPS, "evaluate": {"every_steps": 100}},
+        {"max_steps": ENDLESS, "evaluate": {"every_steps": 100}},
         objective={"metrics": METRICS, "target": TARGET},
     )
     fast, hopeless = sorted(run(spec), key=lambda record: -record.config["optimizer.lr"])
     assert fast.status == "done"
-    if hopeless.status == "done":  # it may owe all of its time to work beside it: then nothing is certain
-        assert (hopeless.cpu_pressure or 0.0) > 0.8
-    else:
-        assert hopeless.message == f"certain to be beaten in all of the objective's metrics by trial {fast.id}"
-        assert hopeless.peak_memory_bytes
-        assert max(row["step"] for row in hopeless.curve) < MOST_STEPS
+    assert hopeless.status == "stopped"
+    assert hopeless.message == f"certain to be beaten in all of the objective's metrics by trial {fast.id}"
+    assert hopeless.peak_memory_bytes
     assert [member.record.id for member in answer(spec.config, [fast, hopeless]).front] == [fast.id]
     assert is_complete(spec)
 
