@@ -1,6 +1,6 @@
 """What-if on hosts that are there: learn on one or two, predict more, and run those as well.
 
-Run as: python -m benchmarks.what_if_hosts [--learn 2] [--most 6] [--share 0.3] [--mbit 200] [--short] [--keep]
+Run as: python -m benchmarks.what_if_hosts [--learn 2] [--most 6] [--share 0.25] [--mbit 200] [--short] [--keep]
 Linux, as root. A host is a process in a network namespace of its own, with a share of a processor (a CFS quota) and a
 link that `tc` shapes (a token bucket). The machine must have `--most` times `--share` processors, and be quiet: what is
 measured is time. All that a host is made of is gone at the end.
@@ -35,7 +35,8 @@ from tune.what_if.shapes import read_shapes
 REPOSITORY = Path(__file__).parents[1]
 _NETWORK = "10.79.0"
 _PORT = 29600
-_PERIOD_US = 20_000
+_QUOTA_US = 1_000
+"""Of each period, the least that the kernel takes: a host is to be slow, not to stand still in every collective."""
 _TRAIN: dict[str, Any] = {
     "task": "examples.digits.task:Digits",
     "task_args": {"channels": 64},
@@ -84,12 +85,12 @@ class Hosts:
         subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *bucket], check=True)
         group = self.group(name)
         group.mkdir()
-        quota_us = int(self._share * _PERIOD_US)
+        period_us = round(_QUOTA_US / self._share)
         if (group / "cpu.cfs_quota_us").exists():
-            (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+            (group / "cpu.cfs_period_us").write_text(str(period_us))
+            (group / "cpu.cfs_quota_us").write_text(str(_QUOTA_US))
         else:
-            (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+            (group / "cpu.max").write_text(f"{_QUOTA_US} {period_us}")
 
     def _remove(self) -> None:
         for name in (*self.names, self._bridge):
@@ -155,10 +156,12 @@ def measured(hosts: Hosts, count: int, spec: SweepSpec, sizes: Sequence[int], se
 def campaign(learn: int, most: int, share: float, mbit: float, sizes: Sequence[int]) -> dict[str, Any]:
     """Learn on 1 to `learn` hosts, predict and measure `learn` + 1 to `most`."""
     with tempfile.TemporaryDirectory(prefix="what-if-") as directory, Hosts(most, share, mbit) as hosts:
-        specs = [_sweep(Path(directory), count, sizes) for count in range(1, learn + 1)]
+        specs, learned = [_sweep(Path(directory), count, sizes) for count in range(1, learn + 1)], []
         for count, spec in enumerate(specs, 1):
             for record in measured(hosts, count, spec, sizes, 0):
                 Journal(spec.storage).append(record)
+                times = {"step_time_s": record.step_time_s, "time_to_target_s": record.time_to_target_s}
+                learned.append({"hosts": count} | record.config | times)
         counts = range(learn + 1, most + 1)
         link = "" if learn > 1 else f"@{mbit / 1000:g}Gbit"
         shapes = read_shapes(",".join(f"{count}xcpu{link}" for count in counts))
@@ -166,7 +169,7 @@ def campaign(learn: int, most: int, share: float, mbit: float, sizes: Sequence[i
         rows = list(_compared(found.found, {count: measured(hosts, count, specs[0], sizes, 1) for count in counts}))
     figures = {name: [row for row in rows if row["figure"] == name] for name in ("step time", "time to target")}
     given = {"learn": learn, "most": most, "share": share, "mbit": mbit, "sizes": list(sizes)}
-    return {"given": given, "rows": rows} | {
+    return {"given": given, "learned": learned, "rows": rows} | {
         name: summarize([(name, row["predicted"], row["measured"]) for row in those])
         for name, those in figures.items()
         if those
@@ -208,7 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learn", type=int, default=2, choices=(1, 2), help="hosts that are learned from")
     parser.add_argument("--most", type=int, default=6, help="hosts that are predicted, and run")
-    parser.add_argument("--share", type=float, default=0.3, help="of a processor, a host")
+    parser.add_argument("--share", type=float, default=0.25, help="of a processor, a host")
     parser.add_argument("--mbit", type=float, default=200.0, help="of a link, a second")
     parser.add_argument("--short", action="store_true", help="two batch sizes and three hosts")
     parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
@@ -224,6 +227,10 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"{most} hosts with {given.share:g} of a processor each are more than there are")
     sizes = [32, 128] if given.short else [32, 64, 128, 256]
     found = campaign(given.learn, most, given.share, given.mbit, sizes)
+    for row in found["learned"]:
+        print(
+            f"  {row['hosts']} hosts, batch {row['global_batch_size']:4}, step time     : learned {row['step_time_s']:.4g} s"
+        )
     for row in found["rows"]:
         low, middle, high = row["predicted"]
         print(
