@@ -228,9 +228,8 @@ def main(argv: list[str] | None = None) -> None:
     sizes = [32, 128] if given.short else [32, 64, 128, 256]
     found = campaign(given.learn, most, given.share, given.mbit, sizes)
     for row in found["learned"]:
-        print(
-            f"  {row['hosts']} hosts, batch {row['global_batch_size']:4}, step time     : learned {row['step_time_s']:.4g} s"
-        )
+        place = f"{row['hosts']} hosts, batch {row['global_batch_size']:4}, step time"
+        print(f"  {place}     : learned from {row['step_time_s']:.4g} s")
     for row in found["rows"]:
         low, middle, high = row["predicted"]
         print(
