@@ -139,7 +139,7 @@ def _work(runs: list[dict[str, Any]], group: Path) -> None:
 
 
 def measured(hosts: Hosts, count: int, spec: SweepSpec, sizes: Sequence[int]) -> list[TrialRecord]:
-    """Run every batch size on `count` hosts, whose seed it is too; return their records, as a sweep would have them."""
+    """Run every batch size on so many hosts, with that seed; return their records, as a sweep would have them."""
     place = {"storage_path": spec.storage.parent.uri, "seed": count}
     runs = [_TRAIN | place | {"name": f"{count}-{size}", "global_batch_size": size} for size in sizes]
     hosts.train(count, runs)
