@@ -37,8 +37,8 @@ _NETWORK = "10.79.0"
 _PORT = 29600
 _QUOTA_US = 1_000
 """Of each period, the least that the kernel takes: a host is to be slow, not to stand still in every collective."""
-# Steps of tenths of a second, as clusters have them: long beside the time slices of one kernel that runs all the hosts on
-# a few cores, which no cluster has.
+# Steps of tenths of a second, as clusters have them: long beside the time slices of one kernel that runs all hosts on a
+# few cores, which no cluster has.
 _TRAIN: dict[str, Any] = {
     "task": "examples.digits.task:Digits",
     "task_args": {"channels": 160},
