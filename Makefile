@@ -35,9 +35,10 @@ test-all: install
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest -m "not campaign" tests/lab
 
-# `ray up cluster/aws.yaml` against EC2's API on this machine, without a network: about two minutes.
+# `ray up cluster/aws.yaml` against AWS's API on this machine, without a network: about two minutes with hosts that only
+# obey, and three more with namespaces for hosts (skipped without root). Both are in `test-all`, too.
 aws-lab: install
-	$(BIN)/python -m pytest tests/lab/test_aws.py
+	$(BIN)/python -m pytest tests/lab/test_aws.py tests/lab/test_aws_hosts.py
 
 # 20,000 fuzzed inputs, the tests that are too long for `test-all`, then a campaign of faults over real processes, hours long, which goes on where it stopped.
 # `make faults n=500 seed=1`; `only=spawn` for a scenario or a kind of fault, `plain=1` for the same on plain Ray: these

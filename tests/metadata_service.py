@@ -1,8 +1,9 @@
-"""The metadata services of EC2, Google Cloud and Azure as an HTTP server on the loopback."""
+"""The metadata services of EC2, Google Cloud and Azure as an HTTP server."""
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ class Machine:
     is_spot: bool = True
     action: dict[str, str] | None = None
     """EC2's `spot/instance-action`."""
+    items: dict[str, str] = field(default_factory=dict)
+    """What else EC2's service says, by path."""
     preempted: bool = False
     events: list[Any] = field(default_factory=list)
     """Azure's scheduled events."""
@@ -43,6 +46,8 @@ class Machine:
         if path.startswith("/latest/meta-data/"):
             if headers.get("X-aws-ec2-metadata-token") != str(self.token):
                 return 401, "Unauthorized"
+            if (item := path.removeprefix("/latest/meta-data/").rstrip("/")) in self.items:
+                return 200, self.items[item]
             if path.endswith("/instance-life-cycle"):
                 return 200, "spot" if self.is_spot else "on-demand"
             is_notice = path.endswith("/spot/instance-action") and self.action is not None
@@ -75,8 +80,8 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def metadata_service() -> Iterator[Machine]:
-    """A machine whose metadata service runs at `address`."""
+def metadata_service(listening: socket.socket | None = None) -> Iterator[Machine]:
+    """A machine whose metadata service runs at `address`; `listening` is a socket of another network."""
     machine = Machine()
 
     class Handler(BaseHTTPRequestHandler):
@@ -93,8 +98,11 @@ def metadata_service() -> Iterator[Machine]:
         def log_message(self, *args: object) -> None:
             """Write nothing."""
 
-    server = _Server(("127.0.0.1", 0), Handler)
-    machine.address = f"127.0.0.1:{server.server_port}"
+    server = _Server(("127.0.0.1", 0), Handler, bind_and_activate=listening is None)
+    if listening is not None:
+        server.socket.close()
+        server.socket = listening
+    machine.address = "{}:{}".format(*server.socket.getsockname())
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:

@@ -24,6 +24,9 @@ class RunContext:
     """The microbatch to try first, where the launcher knows what fitted on another device or in another version."""
     source: Storage | None = None
     """The run whose newest checkpoint this one begins with, while it has none of its own; None: from the start."""
+    refuge: Storage | None = None
+    """Where a run without storage keeps its state when its node is taken away, and begins with it where `source` is
+    the same place; None: it is lost."""
     until_epoch: float | None = None
     """Where the launcher ends its part of the run, with an evaluation and a checkpoint; None: at the last step."""
 

@@ -1,4 +1,4 @@
-"""EC2's API on this machine (moto), a proxy that logs who calls what, and hosts that obey every SSH command."""
+"""AWS's API on this machine (moto), a proxy that logs who calls what, and hosts that obey every SSH command."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 from tests.conftest import REPOSITORY
 
 _REFUSED = b"""<?xml version="1.0"?><Response><Errors><Error><Code>InsufficientInstanceCapacity</Code>
 <Message>There is no Spot capacity available.</Message></Error></Errors><RequestID>lab</RequestID></Response>"""
+_HOP_BY_HOP = ("connection", "transfer-encoding", "keep-alive")
 _SSH = """#!{python}
 import json, os, sys
 with open(os.environ["LAB"] + "/ssh.jsonl", "a") as log:
@@ -39,8 +43,13 @@ class Ec2(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, backend: tuple[str, int]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, backend: tuple[str, int], listening: socket.socket | None = None) -> None:
+        """`listening`: a socket of another network than this process's."""
+        super().__init__(("127.0.0.1", 0), _Handler, bind_and_activate=listening is None)
+        if listening is not None:
+            self.socket.close()
+            self.socket, self.server_address = listening, listening.getsockname()
+            self.server_port = self.server_address[1]
         self.backend = backend
         self.has_spot = True
         self.refused = 0
@@ -48,6 +57,8 @@ class Ec2(ThreadingHTTPServer):
         """What RunInstances was asked for, refused or not."""
         self.calls: set[tuple[str, str]] = set()
         """Who needs which action: those called, and those that EC2 wants to be allowed for a call."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when instances were started or ended, before the caller hears of it."""
 
     def client(self, service: str) -> Any:
         """A client behind the proxy, whose calls are not logged."""
@@ -67,19 +78,26 @@ class Ec2(ThreadingHTTPServer):
         """The node types of Ray's that are up."""
         return [tags_of(one)["ray-user-node-type"] for one in self.instances() if one["State"]["Name"] == "running"]
 
+    def needed(self, who: str) -> Counter[str]:
+        """The actions that somebody needs, each once."""
+        return Counter(action for caller, action in self.calls if caller == who)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients whose host was switched off."""
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: Ec2
     protocol_version = "HTTP/1.1"
 
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        asked = dict(parse_qsl(body.decode()))
-        credential = re.search(r"Credential=(\w+)/\w+/[\w-]+/(\w+)/", self.headers["Authorization"])
-        assert credential is not None
-        who, service = credential.groups()
-        self.server.calls |= {(who, action) for action in _actions(service, asked)}
-        if asked["Action"] == "RunInstances":
+    def _pass_on(self) -> None:
+        body = self._body()
+        credential = re.search(r"Credential=(\w+)/\w+/[\w-]+/(\w+)/", self.headers.get("Authorization", ""))
+        who, service = credential.groups() if credential is not None else ("nobody", "s3")
+        asked = {} if service == "s3" else dict(parse_qsl(body.decode()))
+        needed = [_s3_action(self.command, self.path)] if service == "s3" else _actions(service, asked)
+        self.server.calls |= {(who, action) for action in needed}
+        if asked.get("Action") == "RunInstances":
             self.server.launches.append(asked)
         if not self.server.has_spot and asked.get("InstanceMarketOptions.MarketType") == "spot":
             self.server.refused += 1
@@ -88,20 +106,56 @@ class _Handler(BaseHTTPRequestHandler):
         if "MaxCount" in asked:  # of which EC2 starts as many as it has, and moto as few as it may
             body = urlencode(asked | {"MinCount": asked["MaxCount"]}).encode()
         connection = http.client.HTTPConnection(*self.server.backend)
-        connection.request("POST", self.path, body, {**self.headers, "Content-Length": str(len(body))})
+        replaced = (*_HOP_BY_HOP, "content-length")
+        passed = {name: value for name, value in self.headers.items() if name.lower() not in replaced}
+        connection.request(self.command, self.path, body, passed | {"Content-Length": str(len(body))})
         answer = connection.getresponse()
-        self._respond(answer.status, {"Content-Type": answer.headers["Content-Type"]}, answer.read())
+        data = answer.read()
         connection.close()
+        if answer.status == HTTPStatus.OK and asked.get("Action") in ("RunInstances", "TerminateInstances"):
+            self.server.changed()
+        self._respond(answer.status, dict(answer.getheaders()), data)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815 (the names are http.server's)
+
+    def _body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        while self.rfile.readline().strip():  # trailers
+            pass
+        return body
 
     def _respond(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+        self.send_response_only(status)
+        replaced = _HOP_BY_HOP if self.command == "HEAD" else (*_HOP_BY_HOP, "content-length")
+        kept = {name: value for name, value in headers.items() if name.lower() not in replaced}
+        length = {} if self.command == "HEAD" else {"Content-Length": str(len(body))}
+        for name, value in {**kept, **length}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
         """Write nothing."""
+
+
+def _s3_action(method: str, target: str) -> str:
+    """The action that S3 wants to be allowed for a request, as its documentation lists them."""
+    place = urlsplit(target)
+    options = parse_qs(place.query, keep_blank_values=True)
+    if not place.path.strip("/").partition("/")[2]:  # of the bucket itself
+        known = {"HEAD": "ListBucket", "GET": "ListBucket", "PUT": "CreateBucket", "DELETE": "DeleteBucket"}
+        deletes = method == "POST" and "delete" in options
+        return f"s3:{'DeleteObject' if deletes else known[method]}"
+    if "uploadId" in options and method in ("DELETE", "GET"):
+        return f"s3:{'AbortMultipartUpload' if method == 'DELETE' else 'ListMultipartUploadParts'}"
+    known = {"HEAD": "GetObject", "GET": "GetObject", "PUT": "PutObject", "POST": "PutObject", "DELETE": "DeleteObject"}
+    return f"s3:{known[method]}"
 
 
 def _actions(service: str, asked: dict[str, str]) -> Iterator[str]:
@@ -199,17 +253,24 @@ class Account:
 @contextmanager
 def account(directory: Path) -> Iterator[Account]:
     """An account with the instance profile that aws.yaml asks for."""
+    with aws() as ec2:
+        yield Account(ec2, directory)
+
+
+@contextmanager
+def aws(listening: socket.socket | None = None) -> Iterator[Ec2]:
+    """A new AWS, with the instance profile that aws.yaml asks for; `listening` is the proxy's own socket."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    ec2 = Ec2(server.get_host_and_port())
+    ec2 = Ec2(server.get_host_and_port(), listening)
     ec2.client("iam").create_instance_profile(InstanceProfileName="paceline")
     thread = threading.Thread(target=ec2.serve_forever, args=(0.05,))
     thread.start()
     try:
-        yield Account(ec2, directory)
+        yield ec2
     finally:
         ec2.shutdown()
         ec2.server_close()

@@ -1,6 +1,6 @@
 """What process 1 of a lab's host does: makes the host's own files and address, starts sshd, reaps orphans.
 
-run as:  unshare ... python -I host.py DIRECTORY NAME ADDRESS GATEWAY VISIBLE...      (tests/lab/hosts.py does it)
+run as:  unshare ... python -I host.py DIRECTORY NAME ADDRESS,... GATEWAY VISIBLE...      (tests/lab/hosts.py does it)
 
 Needs nothing but the standard library: it runs before the interpreter's own home is mounted again.
 """
@@ -30,7 +30,7 @@ def bind(source: str, target: str) -> None:
     run("mount", "--rbind", source, target)
 
 
-def set_up(directory: str, name: str, address: str, gateway: str, visible: list[str]) -> None:
+def set_up(directory: str, name: str, addresses: list[str], gateway: str, visible: list[str]) -> None:
     """Files, then the network: the bridge's other end appears a moment after this process."""
     run("hostname", name)
     run("mount", "-t", "tmpfs", "-o", "size=2g", "shm", "/dev/shm")
@@ -39,6 +39,8 @@ def set_up(directory: str, name: str, address: str, gateway: str, visible: list[
     run("mount", "--bind", f"{directory}/run", "/run")
     # A host that does not know its own name makes gloo listen on its loopback.
     run("mount", "--bind", f"{directory}/hosts", "/etc/hosts")
+    if Path(f"{directory}/passwd").exists():
+        run("mount", "--bind", f"{directory}/passwd", "/etc/passwd")
     # A name server that nobody reaches makes torch's rendezvous wait ten seconds for the name of each peer.
     if Path("/etc/resolv.conf").exists():
         run("mount", "--bind", f"{directory}/resolv.conf", "/etc/resolv.conf")
@@ -53,19 +55,26 @@ def set_up(directory: str, name: str, address: str, gateway: str, visible: list[
     run("ip", "link", "set", "lo", "up")
     while subprocess.run(["ip", "link", "show", "eth0"], capture_output=True).returncode:
         time.sleep(0.02)
-    run("ip", "address", "add", f"{address}/24", "dev", "eth0")
+    for address in addresses:
+        run("ip", "address", "add", address, "dev", "eth0")
     run("ip", "link", "set", "eth0", "up")
-    if address != gateway:
+    if not is_gateway(addresses, gateway):
         # It leads nowhere, and Ray needs it to find the host's own address.
         run("ip", "route", "add", "default", "via", gateway)
 
 
+def is_gateway(addresses: list[str], gateway: str) -> bool:
+    """Whether this host is the gateway of the others."""
+    return addresses[0].startswith(f"{gateway}/")
+
+
 def main() -> None:
     """Set up, say so, and live until killed."""
-    directory, name, address, gateway, *visible = sys.argv[1:]
-    set_up(directory, name, address, gateway, visible)
+    directory, name, assigned, gateway, *visible = sys.argv[1:]
+    addresses = assigned.split(",")
+    set_up(directory, name, addresses, gateway, visible)
     os.chdir("/root")
-    if address != gateway:
+    if not is_gateway(addresses, gateway):
         environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", "/root/.ssh/sshd_config"]
         with Path("/root/.ssh/sshd.log").open("wb") as log:

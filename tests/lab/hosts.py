@@ -5,22 +5,27 @@
         lab.power_cut("h2")
         lab.start("h2")
 
-`ctl` is the user's laptop and holds the bridge; h0, h1, ... are the hosts, at 10.77.0.10 and up. Packets stay on the
-bridge. All that a lab makes lies in its namespaces and in one temporary directory: with the lab's processes it is gone,
-and they end with the process that made them, however that ends.
+`ctl` is the user's laptop and holds the bridge; h0, h1, ... are the hosts, at 10.77.0.10 and up. `add` puts further
+ones on it, at addresses of their own. Packets stay on the bridge. All that a lab makes lies in its namespaces and in
+one temporary directory: with the lab's processes it is gone, and they end with the process that made them, however
+that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -35,7 +40,7 @@ REPOSITORY = Path(__file__).parents[2]
 NEEDED = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "rsync", "ip", "unshare", "nsenter", "setpriv", "mount")
 SSHD = """
 Port 22
-ListenAddress {address}
+{listen}
 HostKey /root/.ssh/hostkey
 PasswordAuthentication no
 KbdInteractiveAuthentication no
@@ -95,9 +100,27 @@ def address_of(name: str) -> str:
     return f"{NETWORK}.1" if name == CONTROL else f"{NETWORK}.{10 + int(name[1:])}"
 
 
-def _card(name: str) -> str:
-    """A host's hardware address: a new one after a power cut would not be known to the others for seconds."""
-    return f"02:00:00:00:00:{int(address_of(name).rpartition('.')[2]):02x}"
+@dataclass(frozen=True)
+class Site:
+    """A host's place on the network."""
+
+    address: str
+    """That of its own."""
+    gateway: str = ""
+    """Whom it asks for any other; `ctl` where nothing is said."""
+    prefix: int = 24
+    others: tuple[str, ...] = ()
+    """Addresses by which it is reached, too."""
+
+    @property
+    def card(self) -> str:
+        """The hardware address: a new one after a power cut would not be known to the others for seconds."""
+        return "02:00:" + ":".join(f"{int(part):02x}" for part in self.address.split("."))
+
+    @property
+    def assigned(self) -> list[str]:
+        """Its addresses as `ip` takes them."""
+        return [f"{self.address}/{self.prefix}", *(f"{other}/32" for other in self.others)]
 
 
 class Lab:
@@ -106,6 +129,7 @@ class Lab:
     def __init__(self, num_hosts: int) -> None:
         self.names = [f"h{index}" for index in range(num_hosts)]
         self.directory = Path()
+        self._sites = {name: Site(address_of(name)) for name in (CONTROL, *self.names)}
         self._inits: dict[str, int] = {}
         self._outer: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[str]] = []
@@ -146,17 +170,58 @@ class Lab:
         """A host's /root, as this process sees it."""
         return self.directory / name / "root"
 
+    def add(self, name: str, site: Site, key: str, login: str) -> None:
+        """Switch another host on: with one public key, and a login of root's, as cloud images have them."""
+        self.names.append(name)
+        self._sites[name] = site
+        self._prepare(name)
+        (self.home(name) / ".ssh" / "authorized_keys").write_text(f"{key}\n")
+        users = [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith(f"{login}:")]
+        (self.directory / name / "passwd").write_text("\n".join([*users, f"{login}:x:0:0::/root:/bin/bash", ""]))
+        for other in site.others:
+            self._ip(CONTROL, "route", "replace", f"{other}/32", "dev", "eth0")
+        self.start(name)
+
+    def remove(self, name: str) -> None:
+        """Switch a host off for ever."""
+        self.power_cut(name)
+        self.names.remove(name)
+        for other in self._sites.pop(name).others:
+            self._ip(CONTROL, "route", "delete", f"{other}/32", "dev", "eth0")
+        shutil.rmtree(self.directory / name)
+
+    def hosts(self) -> dict[str, str]:
+        """The hosts by their own addresses."""
+        return {self._sites[name].address: name for name in self.names}
+
+    def answer_to(self, address: str) -> None:
+        """Give `ctl` one more address (ADDRESS/PREFIX): the gateway of a network of hosts that are added."""
+        self._ip(CONTROL, "address", "add", address, "dev", "eth0")
+
+    def listen(self, name: str, address: str, port: int = 0) -> socket.socket:
+        """A socket of this process that listens on a host's own network: what runs here is reached there alone."""
+
+        def make() -> socket.socket:
+            # Of this thread alone, which ends with that: the socket stays where it was made.
+            with Path(f"/proc/{self._inits[name]}/ns/net").open() as network:
+                if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"no thread enters the network of {name}")
+            return socket.create_server((address, port))
+
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(make).result()
+
     def start(self, name: str) -> None:
         """Switch a host on, with the files that it had; nothing happens to one that is on."""
         if name in self._outer:
             return
-        directory = self.directory / name
+        directory, site = self.directory / name, self._sites[name]
         (directory / "run" / "ready").unlink(missing_ok=True)
         visible = list(dict.fromkeys([sys.base_prefix, sys.prefix, str(REPOSITORY)]))
         script = [sys.executable, "-I", str(Path(host.__file__)), str(directory), name]
         with (directory / "init.log").open("wb") as log:
             outer = subprocess.Popen(
-                [*_unshare(), *script, address_of(name), address_of(CONTROL), *visible],
+                [*_unshare(), *script, ",".join(site.assigned), site.gateway or address_of(CONTROL), *visible],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -169,9 +234,9 @@ class Lab:
         _wait(lambda: _namespace(self._inits[name]) != _namespace(os.getpid()), name, directory / "init.log")
         self.namespaces.add(_namespace(self._inits[name]))
         if name == CONTROL:
-            self._ip(CONTROL, "link", "add", "eth0", "address", _card(name), "type", "bridge")
+            self._ip(CONTROL, "link", "add", "eth0", "address", site.card, "type", "bridge")
         else:
-            card = ["name", "eth0", "address", _card(name), "netns", str(self._inits[name])]
+            card = ["name", "eth0", "address", site.card, "netns", str(self._inits[name])]
             self._ip(CONTROL, "link", "add", f"v{name}", "type", "veth", "peer", *card)
             self._ip(CONTROL, "link", "set", f"v{name}", "master", "eth0")
             self.heal(name)
@@ -273,7 +338,7 @@ class Lab:
             path.mkdir(parents=True, exist_ok=True)
             path.chmod(mode)
         (directory / "run" / "sshd").mkdir(parents=True, mode=0o755)
-        known = [("127.0.0.1", "localhost"), *((address_of(each), each) for each in (CONTROL, *self.names))]
+        known = [("127.0.0.1", "localhost"), *((site.address, each) for each, site in self._sites.items())]
         (directory / "hosts").write_text("".join(f"{address} {each}\n" for address, each in known))
         (directory / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         if name == CONTROL:
@@ -281,7 +346,9 @@ class Lab:
             return
         shutil.copy(self.directory / "id.pub", ssh / "authorized_keys")
         self._keygen(ssh / "hostkey")
-        (ssh / "sshd_config").write_text(SSHD.format(address=address_of(name)))
+        site = self._sites[name]
+        listen = "\n".join(f"ListenAddress {address}" for address in (site.address, *site.others))
+        (ssh / "sshd_config").write_text(SSHD.format(listen=listen))
         # As if it had been installed there.
         (directory / "root" / "paceline").symlink_to(sys.prefix)
 

@@ -1,4 +1,4 @@
-"""The user's day with cluster/onprem.yaml on the lab's hosts: `ray up`, the tunnel, jobs, `ray down`."""
+"""The user's day with a file of `ray up` on the lab's hosts: `ray up`, the tunnel, jobs, `ray down`."""
 
 from __future__ import annotations
 
@@ -70,37 +70,39 @@ def derived(workers: list[str], redis: bool = False) -> dict[str, Any]:
     return tree
 
 
-class OnPremises:
+class RayUp:
     """A cluster that `ray up` made of a lab's hosts; commands are typed on `ctl`, in the repository."""
 
-    def __init__(self, lab: Lab, redis: bool = False) -> None:
-        self.lab = lab
+    def __init__(self, lab: Lab, file: str, **settings: str) -> None:
+        """`file` is the cluster file on `ctl`; `settings` are environment variables of every command."""
+        self.lab, self._file = lab, file
+        self._settings = {"RAY_AUTH_MODE": "token", **settings}
         self._tunnel: subprocess.Popen[str] | None = None
         self._fetching: dict[str, subprocess.Popen[str]] = {}
-        self._hosts = {address_of(name): name for name in lab.names}
-        tree = derived(lab.names[1:], redis)
-        (lab.home(CONTROL) / Path(FILE).name).write_text(yaml.safe_dump(tree, sort_keys=False))
 
     def type(self, *command: str, timeout_s: float = 120, check: bool = True, **settings: str) -> str:
         """A command of the user's; what it printed. `settings` are environment variables."""
-        settings = {"RAY_AUTH_MODE": "token", **settings}
-        line = ["env", *(f"{name}={value}" for name, value in settings.items()), *command]
+        line = [*self._environment(**settings), *command]
         return self.lab.run(CONTROL, *line, timeout_s=timeout_s, check=check, cwd=str(REPOSITORY)).stdout
+
+    def _environment(self, **settings: str) -> list[str]:
+        return ["env", *(f"{name}={value}" for name, value in {**self._settings, **settings}.items())]
 
     def up(self) -> str:
         """A token, `ray up -y`, and `ray dashboard`, which stays; anew after the head's power cut."""
         self.type("ray", "get-auth-token", "--generate")
-        printed = self.type("ray", "up", "-y", FILE, timeout_s=240)
+        printed = self.type("ray", "up", "-y", self._file, timeout_s=240)
         self._hang_up()
+        line = [*self._environment(), "ray", "dashboard", self._file]
         self._tunnel = self.lab.popen(
-            CONTROL, "ray", "dashboard", FILE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            CONTROL, *line, cwd=str(REPOSITORY), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         wait_for(lambda: self.fetch("/api/version")[0] == 200, 60, "the dashboard's tunnel")
         return printed
 
     def down(self) -> str:
         """`ray down -y`, and the end of the tunnel."""
-        printed = self.type("ray", "down", "-y", FILE, timeout_s=120)
+        printed = self.type("ray", "down", "-y", self._file, timeout_s=120)
         self._hang_up()
         return printed
 
@@ -133,12 +135,14 @@ class OnPremises:
         assert status == 200, body
         return json.loads(body)
 
-    def submit(self, *entrypoint: str, timeout_s: float = 180, wait: bool = True, host: str = HEAD) -> str:
-        """`ray job submit --working-dir .` through the tunnel; its log, or the id where it is not waited for.
+    def submit(
+        self, *entrypoint: str, timeout_s: float = 180, wait: bool = True, host: str = HEAD, directory: str = "."
+    ) -> str:
+        """`ray job submit --working-dir` through the tunnel; its log, or the id where it is not waited for.
 
         `host`: where the driver runs.
         """
-        options = ["--address", DASHBOARD, "--working-dir", ".", *([] if wait else ["--no-wait"])]
+        options = ["--address", DASHBOARD, "--working-dir", directory, *([] if wait else ["--no-wait"])]
         if host != HEAD:
             options += ["--entrypoint-resources", json.dumps({f"node:{address_of(host)}": 0.001})]
         printed = self.type("ray", "job", "submit", *options, "--", *entrypoint, timeout_s=timeout_s)
@@ -163,7 +167,7 @@ class OnPremises:
     def driver(self, job_id: str) -> tuple[str, int]:
         """(host, process id) of a job's driver; the id is that in the host's own process namespace."""
         info = self.get(f"/api/jobs/{job_id}")["driver_info"]
-        return self._hosts[info["node_ip_address"]], int(info["pid"])
+        return self.lab.hosts()[info["node_ip_address"]], int(info["pid"])
 
     def actors(self) -> set[tuple[str, str, int]]:
         """(class, host, process id) of every living actor."""
@@ -176,11 +180,21 @@ class OnPremises:
         """The newest node of each host, as the dashboard's API knows them: state, node_id."""
         listed = self.get("/api/v0/nodes?detail=1&limit=100")["data"]["result"]["result"]
         listed.sort(key=lambda node: node.get("start_time_ms") or 0)
-        return {self._hosts[node["node_ip"]]: node for node in listed}
+        hosts = self.lab.hosts()
+        return {hosts[node["node_ip"]]: node for node in listed if node["node_ip"] in hosts}
 
     def alive(self) -> list[str]:
         """Hosts whose node is alive."""
         return sorted(name for name, node in self.nodes().items() if node["state"] == "ALIVE")
+
+
+class OnPremises(RayUp):
+    """The cluster of cluster/onprem.yaml."""
+
+    def __init__(self, lab: Lab, redis: bool = False) -> None:
+        super().__init__(lab, FILE)
+        tree = derived(lab.names[1:], redis)
+        (lab.home(CONTROL) / Path(FILE).name).write_text(yaml.safe_dump(tree, sort_keys=False))
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float, what: str, every_s: float = 0.3) -> float:

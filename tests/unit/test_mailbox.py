@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainers.causes import death_of
 from trainers.errors import RunFailedError, Status
+from trainers.storage import Storage
 from tune.lanes.mailbox import MAX_LOSSES, Mailbox
 from tune.lanes.messages import Assignment, Event
 
@@ -498,3 +500,69 @@ async def test_lanes_that_start_again_are_counted_and_said_once(mailbox: Mailbox
     assert [note for note in mailbox._notes if "left behind" in note] == [
         "lane 0 starts again: trial a has left behind: a thread (from now on only counted)"
     ]
+
+
+def with_refuge(tmp_path: Path, test: Callable[[Mailbox, Storage], Coroutine[Any, Any, None]]) -> None:
+    """Run a test whose trial `t` runs on lane 0, and has written to its refuge."""
+
+    async def main() -> None:
+        mailbox = Mailbox(Storage(str(tmp_path / "sweep")))
+        for lane in (0, 1):
+            await mailbox.hello(lane)
+        await mailbox.submit(assignment("t/1", "t"))
+        given = await mailbox.take(0, WAIT_S)
+        assert isinstance(given, Assignment)
+        assert given.refuge is not None
+        assert given.source is None, "it begins at its start"
+        given.refuge.write("state", b"")
+        await test(mailbox, given.refuge)
+
+    asyncio.run(main())
+
+
+def test_a_trial_whose_node_is_taken_away_goes_on_from_what_it_kept(tmp_path: Path) -> None:
+    async def test(mailbox: Mailbox, refuge: Storage) -> None:
+        await submit(mailbox, "later")
+        await mailbox.report("t/1", {"step": 10})
+        await mailbox.hand_back(0, "t/1", "step 12 is kept")
+        assert (await mailbox.watch())["lanes"] == [1], "the lane that leaves counts no more"
+        assert (await mailbox.watch())["notes"] == ["lane 0, trial t: step 12 is kept, and it goes on from there"]
+        again = await mailbox.take(1, WAIT_S)
+        assert isinstance(again, Assignment)
+        assert (again.ticket, again.source) == ("t/1", refuge.uri), "before the others"
+        await mailbox.lost(0)  # Ray takes the node out
+        assert state(mailbox) == {"queued": ["later"], "running": {1: "t/1"}}, "the trial is another lane's by now"
+        await mailbox.hello(0)
+        assert [why for _, why in await mailbox.restarts()] == ["its node is taken away"]
+
+        await mailbox.lost(1)  # without a notice
+        once_more = await mailbox.take(0, WAIT_S)
+        assert isinstance(once_more, Assignment)
+        assert (once_more.ticket, once_more.source) == ("t/1", refuge.uri), "what was kept is still there"
+        await mailbox.end(0, "t/1", {"status": "done"})
+        assert await reports(mailbox, "t") == [{"step": 10}]
+        assert not refuge.exists(), "it is deleted with its end"
+
+    with_refuge(tmp_path, test)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_stopped_trial_has_kept_is_deleted(tmp_path: Path, when: str) -> None:
+    async def test(mailbox: Mailbox, refuge: Storage) -> None:
+        if when == "before":
+            await mailbox.cancel("t/1")
+        await mailbox.hand_back(0, "t/1", "step 12 is kept")
+        assert refuge.exists() is (when == "after")
+        await mailbox.cancel("t/1")
+        assert not refuge.exists()
+        assert await mailbox.take(1, WAIT_S) is None, "it does not go on"
+
+    with_refuge(tmp_path, test)
+
+
+@asynchronous
+async def test_a_lane_that_leaves_hears_of_the_end(mailbox: Mailbox) -> None:
+    assert not await mailbox.await_close(WAIT_S)
+    waiting = asyncio.create_task(mailbox.await_close(60))
+    await mailbox.close()
+    assert await waiting

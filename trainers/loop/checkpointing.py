@@ -9,6 +9,7 @@ from trainers.checkpoint.run_state import Keeper
 from trainers.data.stream import Stream
 from trainers.loop.attempt import Attempt
 from trainers.model.optimizer import averaged, set_training
+from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -17,17 +18,23 @@ STREAM_S = 600.0
 
 
 class Checkpointing:
-    """Keeps an attempt's checkpoints; without storage there are none, and nothing is ever due."""
+    """Keeps an attempt's checkpoints; without storage nothing is ever due, and where there is a refuge one is written
+    before the node is taken away.
+    """
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
         storage, config, chosen = attempt.context.storage, attempt.config, attempt.config.checkpoint
         if attempt.epochs is None and chosen.every_steps is chosen.every_s is None:
             config = config.model_copy(update={"checkpoint": chosen.model_copy(update={"every_s": STREAM_S})})
-        self._every = config.checkpoint
+        self._config, self._every = config, config.checkpoint
         self._keeper: Keeper | None = None
         if storage:
-            self._keeper = Keeper(storage, attempt.parts, attempt.task, config, attempt.log, self._kept)
+            self._keeper = self._make(storage)
+
+    def _make(self, storage: Storage) -> Keeper:
+        attempt = self.attempt
+        return Keeper(storage, attempt.parts, attempt.task, self._config, attempt.log, self._kept)
 
     def due(self) -> bool:
         """Return whether one is due after this step, by steps or epochs."""
@@ -36,7 +43,9 @@ class Checkpointing:
 
     def wanted(self, preempted: bool) -> bool:
         """Return whether this rank wants one: by `every_s`, or before its node is taken away."""
-        return self._keeper is not None and (self._keeper.due() or preempted)
+        if self._keeper is None:
+            return preempted and self.attempt.context.refuge is not None
+        return self._keeper.due() or preempted
 
     def improves(self, figures: Mapping[str, float]) -> bool:
         """Return whether an evaluation is the best so far, by `checkpoint.best`."""
@@ -49,9 +58,11 @@ class Checkpointing:
 
     def keep(self, at_once: bool) -> None:
         """Write a checkpoint and the log up to it; with `checkpoint.async` and not `at_once` while training goes on."""
-        assert self._keeper is not None
         began = time.perf_counter()
         attempt, position = self.attempt, self._position()
+        if self._keeper is None:
+            assert attempt.context.refuge is not None
+            self._keeper = self._make(attempt.context.refuge)
         figures = attempt.metrics if attempt.evaluated_step == attempt.step else {}
         with attempt.watchdog.phase("checkpoint"), averaged(attempt.parts.optimizer, attempt.parts.ema):
             self._keeper.keep(position, figures, at_once)
@@ -102,16 +113,18 @@ class Checkpointing:
 
     def resume(self) -> None:
         """Go back to the newest complete checkpoint, if there is one, and begin a stream where it was in it."""
-        attempt = self.attempt
-        position = self._keeper.resume(attempt.context.source) if self._keeper is not None else None
-        if position is not None:
-            self._go_back(position)
+        attempt, context = self.attempt, self.attempt.context
+        keeper = self._keeper
+        if keeper is None and context.refuge is not None and context.source is not None:
+            keeper = self._make(context.refuge)  # for this alone: nothing else is kept
+        position = keeper.resume(context.source) if keeper is not None else None
+        if keeper is not None and position is not None:
+            self._go_back(keeper, position)
         if isinstance(stream := attempt.parts.train_feed.dataset, Stream):
             kept = (None, None) if position is None else (position["stream"], position["stream_mark"])
             stream.begin(attempt.samples, *kept)
 
-    def _go_back(self, position: Mapping[str, Any]) -> None:
-        assert self._keeper is not None
+    def _go_back(self, keeper: Keeper, position: Mapping[str, Any]) -> None:
         attempt = self.attempt
         set_training(attempt.parts.optimizer, True)
         attempt.step = attempt.logged_step = attempt.parts.step.number = int(position["step"])
@@ -123,8 +136,8 @@ class Checkpointing:
             attempt.take_sizes(attempt.parts.sampler.batches.with_sizes(position["batch_sizes"]))
             attempt.growth = tuple(position["growth"])
         attempt.end_early()
-        if self._keeper.kept_step == attempt.step:
-            attempt.checkpoint = self._keeper.checkpoints.locate(attempt.step)
+        if keeper.kept_step == attempt.step:
+            attempt.checkpoint = keeper.checkpoints.locate(attempt.step)
         if attempt.context.rank == 0:
             logger.info("resumed at step %d from %s", attempt.step, attempt.checkpoint or attempt.context.source)
 

@@ -38,6 +38,14 @@ class WorkerContext(RunContext):
         of_all = worker.get_world_rank(), worker.get_world_size()
         of_node = worker.get_local_rank(), worker.get_local_world_size()
         super().__init__(storage, launcher, *of_all, *of_node, own_gpu())
+        self._asked_s = -math.inf
+
+    def preempted(self, elapsed_s: float) -> bool:
+        """Whether Ray knows that a node of the group will be drained; asked every two seconds, by all ranks."""
+        if elapsed_s - self._asked_s < PREEMPTION_POLL_S:
+            return False
+        self._asked_s = elapsed_s
+        return ray.train.get_preemption_info() is not None
 
 
 class RayContext(WorkerContext):
@@ -45,7 +53,7 @@ class RayContext(WorkerContext):
 
     def __init__(self, storage: Storage | None) -> None:
         super().__init__(storage, "ray")
-        self._told_s = self._asked_s = -math.inf
+        self._told_s = -math.inf
         self._untold: tuple[dict[str, Any], str | None] | None = None
         self._gauges = Gauges(storage.name, self.rank) if storage else None
 
@@ -80,13 +88,6 @@ class RayContext(WorkerContext):
         if self.rank != 0 or self.storage is None:
             return False
         return bool(internal_kv._internal_kv_exists(_stop_key(self.storage)))
-
-    def preempted(self, elapsed_s: float) -> bool:
-        """Whether Ray knows that a node of the run will be drained; asked every two seconds, by all ranks."""
-        if elapsed_s - self._asked_s < PREEMPTION_POLL_S:
-            return False
-        self._asked_s = elapsed_s
-        return ray.train.get_preemption_info() is not None
 
 
 class Gauges:

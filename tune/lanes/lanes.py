@@ -25,6 +25,7 @@ from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
 from trainers.launch.imports import without_collection
 from trainers.on_ray.connect import ray_scaling
+from trainers.on_ray.environment import embedded
 from trainers.on_ray.process_group import GroupConfig
 from trainers.on_ray.vital_signs import end_actors
 from trainers.storage import Storage
@@ -234,7 +235,9 @@ class Lanes:
         """Run a worker group of a lane to its end."""
         from tune.lanes.trainer import LaneTrainer
 
-        of_sweep = {"fresh": self.is_fresh, "of_function": self.of_function}
+        # A training function asks by itself, and its ranks may have asked Ray unequally often.
+        may_drain = not (embedded() or self.of_function)
+        of_sweep = {"fresh": self.is_fresh, "of_function": self.of_function, "may_drain": may_drain}
         LaneTrainer(
             serve,
             train_loop_config={"lane": lane, "mailbox": self.mailbox, **of_sweep},

@@ -146,6 +146,34 @@ class Mailbox:
         trial.restarting = False
         await self._enqueue(trial.assignment.ticket, first=True)
 
+    async def hand_back(self, lane: int, ticket: str, why: str) -> None:
+        """Queue a trial again, before the others, which has kept its state because its lane's node is taken away."""
+        trial = self._trials[ticket]
+        await self.leave(lane)
+        if self._running.get(lane) != ticket:  # the lane was lost in the meantime, and the trial is queued already
+            return
+        del self._running[lane]
+        if trial.assignment.refuge is not None:
+            trial.is_kept = True
+            trial.assignment = replace(trial.assignment, source=trial.assignment.refuge.uri)
+        if trial.ended or trial.cancelled:
+            await self._drop_checkpoints(trial)
+            return
+        self.say(f"lane {lane}, trial {trial.assignment.trial}: {why}, and it goes on from there")
+        await self._enqueue(ticket, first=True)
+
+    async def leave(self, lane: int) -> None:
+        """Note that the node of a lane is about to be taken away: it takes no trial any more."""
+        if self._devices.pop(lane, None) is not None:
+            self._down.setdefault(lane, (time.monotonic(), "its node is taken away"))
+
+    async def await_close(self, wait_s: float) -> bool:
+        """Wait until no lane is needed any more, at most so long; returns whether that is so."""
+        async with self._arrived:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._arrived.wait_for(lambda: self._closed), wait_s)
+        return self._closed
+
     async def take(self, lane: int, wait_s: float) -> Assignment | Literal["close", "anew"] | None:
         """The next trial for a lane; "close" when there will be none, "anew" where its process is to start again first;
         None when `wait_s` passed without one.
@@ -172,6 +200,10 @@ class Mailbox:
                     if trial.function is not None and self._sweep is not None:
                         own = self._sweep.child("lanes", trial.assignment.trial)
                         trial.assignment = replace(trial.assignment, storage=own)
+                    elif trial.assignment.storage is None and self._sweep is not None:
+                        # Of this submission alone: a driver that was killed may have left another's.
+                        refuge = self._sweep.child("lanes", ticket.replace("/", "-"))
+                        trial.assignment = replace(trial.assignment, refuge=refuge)
                     self._arrived.notify_all()
                     return trial.assignment
                 try:
@@ -322,10 +354,14 @@ class Mailbox:
             self._arrived.notify_all()
 
     async def _drop_checkpoints(self, trial: Submission) -> None:
-        """Delete what the training function of a trial has reported; a task's trial keeps nothing."""
+        """Delete what the training function of a trial has reported, or what a task's has kept in its refuge."""
         if self._sweep is not None and trial.function is not None:
             with contextlib.suppress(StorageError):
                 await asyncio.to_thread(self._sweep.delete, f"lanes/{trial.assignment.trial}")
+        if trial.is_kept and trial.assignment.refuge is not None:
+            trial.is_kept = False
+            with contextlib.suppress(StorageError):
+                await asyncio.to_thread(trial.assignment.refuge.delete, "")
 
     async def next_event(self, ticket: str, index: int) -> Event:
         """Wait for event number `index` of a submission. Its end may be held back, see `expect`."""
@@ -357,6 +393,8 @@ class Mailbox:
         """Stop a submission at its next report, or before its start."""
         if ticket in self._trials:
             self._trials[ticket].cancelled = True
+            if self._trials[ticket].is_kept and ticket not in self._running.values():
+                await self._drop_checkpoints(self._trials[ticket])
 
     async def starts_again(self, lane: int, why: str, trial: str = "") -> None:
         """Note that a lane starts again; `trial` is named for what it has left behind. Each reason is said once."""

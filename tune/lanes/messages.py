@@ -64,6 +64,8 @@ class Assignment:
     """Directory of its run, or of what a training function stores; None: it keeps nothing."""
     source: str | None = None
     """Directory of the run whose newest checkpoint it begins with."""
+    refuge: Storage | None = None
+    """Where it keeps its state when its node is taken away, if it keeps nothing else."""
     until_epoch: float | None = None
     """Where the stage of a population's trial ends."""
     sweep: str = ""
@@ -127,6 +129,8 @@ class Submission:
     reports: dict[tuple[int, int], Report] = field(default_factory=dict)
     """Those of its training function that ranks wait for, by attempt and number."""
     restarting: bool = False
+    is_kept: bool = False
+    """Whether its state lies in its refuge, because its node was taken away."""
     started: float = 0.0
     keys: dict[str, str] = field(default_factory=dict)
     """Its keys in the boundary by model of device: slow to make, and asked for often."""

@@ -19,7 +19,7 @@ from trainers.config.yaml import dump_yaml
 from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, grow_segments, total_memory_bytes
 from trainers.devices.group import Group
-from trainers.errors import DivergedError, PacelineError, RunFailedError
+from trainers.errors import DivergedError, PacelineError, PreemptedError, RunFailedError
 from trainers.launch.imports import without_collection
 from trainers.launch.local import setup_logging, show_log
 from trainers.launch.spec import RunSpec
@@ -38,8 +38,13 @@ _IDLE_S = 20.0  # an idle lane's ranks meet this often, well within the process 
 class LaneContext(WorkerContext):
     """RunContext of a trial in a lane: reports to the mailbox, and keeps nothing but a population's stages."""
 
-    def __init__(self, mailbox: Any, lane: int, assignment: Assignment, gauges: Gauges) -> None:
+    def __init__(
+        self, mailbox: Any, lane: int, assignment: Assignment, gauges: Gauges, may_drain: bool = False
+    ) -> None:
+        """`may_drain`: whether Ray may say that the lane's node will be taken away."""
         super().__init__(assignment.storage, "lane")
+        self._may_drain, self._asked_s = may_drain, 0.0  # the lane has asked before it took the trial
+        self.refuge = assignment.refuge
         self._mailbox, self._lane, self._gauges = mailbox, lane, gauges
         self._ticket, self._stop, self._until = assignment.ticket, False, assignment.until
         self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds
@@ -69,6 +74,10 @@ class LaneContext(WorkerContext):
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether the search has stopped the trial."""
         return self._stop
+
+    def preempted(self, elapsed_s: float) -> bool:
+        """Whether the lane's node will be taken away: the trial keeps its state, and goes on in another lane."""
+        return self._may_drain and super().preempted(elapsed_s)
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
         """All other trials shall know it: rank 0 says what was agreed, any rank what did not fit."""
@@ -141,6 +150,9 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
     if group.rank == 0:
         ray.get(mailbox.hello.remote(lane, " and ".join(devices)))
     while True:
+        if loop_config["may_drain"] and ray.train.get_preemption_info() is not None:
+            _leave(mailbox, lane)
+            return
         assignment = group.first(ray.get(mailbox.take.remote(lane, _IDLE_S)) if group.rank == 0 else None)
         if assignment == "close":
             return
@@ -154,7 +166,13 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             outcome = _function().run_function(assignment, path, mailbox, lane, group)
             outcome |= {"cpu_pressure": pressure.share()}
         else:
-            outcome = _run(assignment, mailbox, lane, gauges) | {"device": " and ".join(devices)}
+            outcome = _run(assignment, mailbox, lane, gauges, loop_config["may_drain"])
+            outcome |= {"device": " and ".join(devices)}
+            if outcome["status"] == "preempted" and assignment.run is None:
+                if group.rank == 0:
+                    ray.get(mailbox.hand_back.remote(lane, assignment.ticket, outcome["message"]))
+                _leave(mailbox, lane)
+                return
         if group.rank == 0 or "raised" in outcome:
             raised = outcome.pop("raised", None)
             ray.get(mailbox.end.remote(lane, assignment.ticket, outcome))
@@ -174,6 +192,16 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             raise RunFailedError("error", f"trial {assignment.trial} has left behind: {words}")
 
 
+def _leave(mailbox: Any, lane: int) -> None:
+    """Wait until Ray takes the node out and starts the lane again elsewhere, or the sweep is over.
+
+    To return sooner would end the lane, and to raise might start it again on the very node that is leaving.
+    """
+    ray.get(mailbox.leave.remote(lane))
+    while not ray.get(mailbox.await_close.remote(_IDLE_S)):
+        pass
+
+
 def _function() -> Any:
     """The part that only sweeps of training functions need: it imports more of Ray and torch."""
     with without_collection():
@@ -182,14 +210,14 @@ def _function() -> Any:
     return function
 
 
-def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges) -> dict[str, Any]:
+def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges, may_drain: bool) -> dict[str, Any]:
     """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
     path, source = assignment.path, assignment.trial
     if (run := assignment.run) is not None:
         of_run = RunInLane(run.storage)
         with _shown(mailbox, of_run.rank, run.quiet), telling(run, of_run):
             return _outcome(run, of_run)
-    context = LaneContext(mailbox, lane, assignment, gauges)
+    context = LaneContext(mailbox, lane, assignment, gauges, may_drain)
     if (job := assignment.job) is not None:
         try:
             return {"status": "done", "answer": job.execute(context).to_json()}
@@ -207,13 +235,17 @@ def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
     try:
         result = spec.execute(context)
     except Exception as error:
+        if isinstance(error, PreemptedError) and isinstance(context, LaneContext):
+            return {"status": error.status, "message": str(error)}
         return _failed(error, context)
     total_s = time.monotonic() - clock
+    # On the lane whose node was taken away; of a population's stage, which has storage, it is the stage's before.
+    elsewhere_s = result.earlier_time_s if context.storage is None else 0.0
     spent = {
         "began": began,
         "starting_s": max(0.0, total_s - result.wall_time_s),
-        "training_s": result.train_time_s - result.earlier_time_s,
-        "total_s": total_s,
+        "training_s": result.train_time_s - result.earlier_time_s + elsewhere_s,
+        "total_s": total_s + elsewhere_s,
         "first_step_s": result.first_step_s,
     }
     return {"status": result.status, "result": asdict(result), "spent": spent, "cpu_pressure": pressure.share()}
