@@ -35,8 +35,8 @@ test-all: install
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest -m "not campaign" tests/lab
 
-# `ray up cluster/aws.yaml` against AWS's API on this machine, without a network: about two minutes with hosts that only
-# obey, and three more with namespaces for hosts (skipped without root). Both are in `test-all`, too.
+# `ray up cluster/aws.yaml` against AWS's API on this machine, without a network: with hosts that only obey (36 s on two
+# cores), and with namespaces for hosts (150 s; skipped without root). Both are in `test-all`, too.
 aws-lab: install
 	$(BIN)/python -m pytest tests/lab/test_aws.py tests/lab/test_aws_hosts.py
 
