@@ -24,14 +24,14 @@ sweep: install
 test: install
 	@echo "=== 1 of 2: plain Python, in two processes"
 	$(BIN)/python -m pytest -m "not full" -n 2 --dist worksteal tests/unit
-	@echo "=== 2 of 2: Ray, groups of processes and commands, which mostly wait: in three processes"
-	$(BIN)/python -m pytest -m "not full" -n 3 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands
+	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
+	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands
 
 test-all: install
 	@echo "=== 1 of 3: plain Python, in two processes"
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/gpu benchmarks/tests
-	@echo "=== 2 of 3: Ray, groups of processes and commands, which mostly wait: in three processes"
-	$(BIN)/python -m pytest -m "not campaign" -n 3 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
+	@echo "=== 2 of 3: groups of processes and commands, beside Ray"
+	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest -m "not campaign" tests/lab
 

@@ -43,6 +43,18 @@ tempfile.tempdir = None
 multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ignore[attr-defined]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, the files on Ray's cluster are one: it is started once, and has a process for itself."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "on_ray" if nodeid.startswith("tests/on_ray/") else str(super()._split_scope(nodeid))
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_unconfigure() -> None:
     """In every process of the session: no temporary file is left."""
     shutil.rmtree(SCRATCH, ignore_errors=True)
@@ -144,7 +156,7 @@ class Cluster:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """One cluster for the whole session (of each process of xdist), in a directory that goes with it."""
+    """One cluster for the whole session, in a directory that goes with it."""
     import psutil
 
     directory = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
@@ -159,7 +171,6 @@ def cluster() -> Iterator[Cluster]:
          str(Path(sys.executable).parent / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={gcs_port}",
          "--node-ip-address=127.0.0.1", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
          f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={directory}", "--disable-usage-stats",
-         "--min-worker-port=0", "--max-worker-port=0",  # any that is free: another session's raylet may be beside it
          "--include-log-monitor=true"],
         env=environment, stdout=(directory / "head.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
     )
