@@ -153,24 +153,28 @@ def run(
     sys.excepthook = lambda *raised: print(redact("".join(traceback.format_exception(*raised))), file=sys.stderr)
     args = list(sys.argv[1:] if argv is None else argv)
     name = args[0] if args and args[0] in functions else ""
-    commands = {word: Command(f"{call} {word}".rstrip(), function, config) for word, function in functions.items()}
+
+    def command(word: str) -> Command:  # those that are not asked for are not made: their models take 10 ms each
+        return Command(f"{call} {word}".rstrip(), functions[word], config)
+
     if not args or {"-h", "--help"} & set(args):
         about, _, exit_codes = (doc or "").strip().rpartition("\n\n")
-        shown = [commands[name].help()] if name else [about, *(command.help() for command in commands.values())]
+        shown = [command(name).help()] if name else [about, *(command(word).help() for word in functions)]
         print(*shown, exit_codes, *([reference(config)] if config and not name else []), sep="\n\n")
         return 0 if args else 2
     is_unknown = not name and bool("" not in functions or difflib.get_close_matches(args[0], functions, cutoff=0.8))
+    chosen = None if is_unknown else command(name)
     # A mistake beside `--json` is said in JSON, too.
-    with Output(as_json="--json" in args and (is_unknown or commands[name].tells)) as output:
+    with Output(as_json="--json" in args and (chosen is None or chosen.tells)) as output:
         try:
-            if is_unknown:
+            if chosen is None:
                 listed = f"its commands are {', '.join(filter(None, functions))}"
                 fix = listed if args[0].startswith("-") else did_you_mean(args[0], functions, listed)
                 raise ConfigError(args[0], MISSING, f"is not a command of `{call}`", fix, _SOURCE)
-            values = commands[name].parse(args[1:] if name else args)
-            if commands[name].tells:
+            values = chosen.parse(args[1:] if name else args)
+            if chosen.tells:
                 values["output"] = output.wanting(values["output"])
-            return commands[name].function(**values)
+            return chosen.function(**values)
         except PacelineError as error:
             is_config = error.exit_code == ConfigError.exit_code
             advice = "" if name or not advise or is_config else error.advice
