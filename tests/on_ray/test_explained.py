@@ -37,4 +37,4 @@ def test_the_best_trials_steps_are_profiled_and_the_lane_is_clean_after_it(
     assert found.explanation.advice[0].kind == "hidden synchronisation"
     assert "lane_restarts" not in facts
 
-    explained.explain_best(spec, [good, bad], None, 1e9, lambda: True, lambda: None)  # it is known: no lane is asked
+    explained.explain_best(spec, [good, bad], None, lambda: True, lambda: None)  # it is known: no lane is asked

@@ -20,23 +20,23 @@ from tune.trials.record import TrialRecord
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.05
-"""Of the sweep's time, about what the profile may take."""
+"""Of the time that the sweep's trials have trained, what the steps of the profile take."""
 _LEAST_S, _MOST_S = 1.0, 3.0
-"""What its steps take: less says nothing."""
+"""Less says nothing, more nothing more."""
 
 
 def explain_best(
     spec: SweepSpec,
     records: list[TrialRecord],
     mailbox: Any,
-    spent_s: float,
     settle: Callable[[], bool],
     check: Callable[[], None],
 ) -> None:
-    """Keep for the report where the steps of the best trial spend their time; nothing where the sweep was short, or the
-    steps are no loop's of ours, or not of one size. `settle` and `check` are those of `await_quiet`.
+    """Keep for the report where the steps of the best trial spend their time; nothing where all trials together have
+    trained for less than 20 s, or the steps are no loop's of ours, or not of one size. `settle` and `check` are those of
+    `await_quiet`.
     """
-    seconds = min(_MOST_S, _SHARE * spent_s)
+    seconds = min(_MOST_S, _SHARE * sum(record.spent.training_s for record in records if record.spent))
     if spec.is_of_function or seconds < _LEAST_S:
         return
     best = answer(spec.config, records, spec.train, spec.past()).best

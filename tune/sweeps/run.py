@@ -100,8 +100,7 @@ def run_sweep(
                 progress.records |= repeats
                 for record in repeats.values():
                     progress.tell(record)
-                found, spent_s = list(progress.records.values()), time.monotonic() - began
-                explain_best(spec, found, mailbox, spent_s, lanes.settle, progress.tick)
+                explain_best(spec, list(progress.records.values()), mailbox, lanes.settle, progress.tick)
             progress.restore_records()
             save(spec)
             if taken:
