@@ -33,7 +33,7 @@ def explain_best(
     check: Callable[[], None],
 ) -> None:
     """Keep for the report where the steps of the best trial spend their time; nothing where all trials together have
-    trained for less than 20 s, or the steps are no loop's of ours, or not of one size. `settle` and `check` are those of
+    trained for less than 20 s, or the steps are no loop's of ours, or not of one size. `settle` and `check`: see
     `await_quiet`.
     """
     seconds = min(_MOST_S, _SHARE * sum(record.spent.training_s for record in records if record.spent))
