@@ -32,12 +32,12 @@ def explain_best(
     settle: Callable[[], bool],
     check: Callable[[], None],
 ) -> None:
-    """Keep for the report where the steps of the best trial spend their time; nothing where all trials together have
-    trained for less than 20 s, or the steps are no loop's of ours, or not of one size. `settle` and `check`: see
-    `await_quiet`.
+    """Keep for the report where the steps of the best trial spend their time; nothing where that is not wanted, or
+    all trials together have trained for less than 20 s, or the steps are no loop's of ours, or not of one size.
+    `settle` and `check` are those of `await_quiet`.
     """
     seconds = min(_MOST_S, _SHARE * sum(record.spent.training_s for record in records if record.spent))
-    if spec.is_of_function or seconds < _LEAST_S:
+    if not spec.config.explain or spec.is_of_function or seconds < _LEAST_S:
         return
     best = answer(spec.config, records, spec.train, spec.past()).best
     known = read_explained(spec.storage)
