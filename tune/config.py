@@ -174,8 +174,8 @@ class SweepConfig(Settings):
     finalists: Finalists = Field(default_factory=Finalists)
     """The best trials once more, for an answer with an interval."""
     explain: bool = Field(default=True)
-    """Whether a lane profiles steps of the best trial at the end, for the report: where the trials of a task have trained
-    for 20 s or more in all, and for a twentieth of that, 3 s at most."""
+    """Whether a lane profiles steps of the best trial at the end, for the report: where the trials of a task have
+    trained for 20 s or more in all, and for a twentieth of that, 3 s at most."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
     knowledge: bool = Field(default=False)
