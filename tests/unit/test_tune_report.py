@@ -430,6 +430,10 @@ def test_where_the_steps_of_the_best_trial_spend_their_time(sweep: Storage, advi
             assert text.index(">forward<") < text.index(">loader<")
             assert ("would gain more than 5 %" in text) == (not advice)
             assert ("it takes &lt;b&gt;4 ms&lt;/b&gt;" in text) == bool(advice)
-    sweep.write(FILE, b'{"trial": 5}')
+    for damaged in ({"trial": 5}, {"trial": best.id, "explanation": {"uri": "", "shares": {"loader": "much"}}}):
+        sweep.write(FILE, json.dumps(damaged).encode())
+        written(sweep, done())
+        assert "a step's time" not in page(sweep), "a file that cannot be read is no reason for no report"
+    sweep.write(FILE, json.dumps({"trial": best.id, "explanation": {"uri": "", "shares": {}}}).encode())
     written(sweep, done())
-    assert "a step's time" not in page(sweep), "a file that cannot be read is no reason for no report"
+    assert "By a profile of the best trial's steps after the search" in page(sweep)
