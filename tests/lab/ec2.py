@@ -265,6 +265,10 @@ def aws(listening: socket.socket | None = None) -> Iterator[Ec2]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    reset = http.client.HTTPConnection(*server.get_host_and_port())
+    reset.request("POST", "/moto-api/reset")  # its state is this process's: an earlier test's
+    assert reset.getresponse().status == HTTPStatus.OK
+    reset.close()
     ec2 = Ec2(server.get_host_and_port(), listening)
     ec2.client("iam").create_instance_profile(InstanceProfileName="paceline")
     thread = threading.Thread(target=ec2.serve_forever, args=(0.05,))
