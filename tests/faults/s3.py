@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.faults.cases import Fault
+from tests.http_body import read_body
 
 P = TypeVar("P", bound="ThreadingHTTPServer")
 
@@ -182,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.read(min(16, int(self.headers.get("Content-Length") or 0)))
             self.close_connection = True
             return
-        body = self._body()
+        body = read_body(self)
         if spoiled in ("503", "500"):
             self._answer(
                 int(spoiled), {"Content-Type": "application/xml"}, _SLOW_DOWN if spoiled == "503" else _INTERNAL
@@ -204,17 +205,6 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name: value for name, value in answer.getheaders() if name.lower() not in dropped}
         self._answer(answer.status, headers, data, cut=spoiled == "cut")
         connection.close()
-
-    def _body(self) -> bytes:
-        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = b""
-        while size := int(self.rfile.readline().partition(b";")[0], 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        while self.rfile.readline().strip():  # trailers
-            pass
-        return body
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on  # noqa: N815 (the base class calls them)
 

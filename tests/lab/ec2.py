@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 from tests.conftest import REPOSITORY
+from tests.http_body import read_body
 
 _REFUSED = b"""<?xml version="1.0"?><Response><Errors><Error><Code>InsufficientInstanceCapacity</Code>
 <Message>There is no Spot capacity available.</Message></Error></Errors><RequestID>lab</RequestID></Response>"""
@@ -91,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def _pass_on(self) -> None:
-        body = self._body()
+        body = read_body(self)
         credential = re.search(r"Credential=(\w+)/\w+/[\w-]+/(\w+)/", self.headers.get("Authorization", ""))
         who, service = credential.groups() if credential is not None else ("nobody", "s3")
         asked = {} if service == "s3" else dict(parse_qsl(body.decode()))
@@ -117,17 +118,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._respond(answer.status, dict(answer.getheaders()), data)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815 (the names are http.server's)
-
-    def _body(self) -> bytes:
-        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = b""
-        while size := int(self.rfile.readline().partition(b";")[0], 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        while self.rfile.readline().strip():  # trailers
-            pass
-        return body
 
     def _respond(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response_only(status)
