@@ -29,7 +29,7 @@ test: install
 
 test-all: install
 	@echo "=== 1 of 3: plain Python, in two processes"
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/gpu benchmarks/tests
+	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist worksteal tests/unit tests/gpu benchmarks/tests
 	@echo "=== 2 of 3: groups of processes and commands, beside Ray"
 	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
@@ -47,7 +47,7 @@ n ?= 500
 seed ?= 1
 faults: install
 	$(if $(only)$(plain),,$(BIN)/python -m tests.faults.fuzz 20000 $(seed))
-	$(if $(only)$(plain),,$(BIN)/python -m pytest -m campaign tests)
+	$(if $(only)$(plain),,$(BIN)/python -m pytest -m campaign tests benchmarks/tests)
 	$(BIN)/python -m tests.faults --runs $(n) --seed $(seed) $(if $(only),--only "$(only)") $(if $(plain),--plain)
 
 # Lanes over random trials, valid and failing: nothing that they use may grow.

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.startup import first_step_ms, floor_command, measure, paceline_command
 
 
+@pytest.mark.campaign
 def test_first_steps_are_timed() -> None:
     found = measure("local", rounds=1)
     assert found["rows"].keys() == {"floor", "paceline", "floor again"}

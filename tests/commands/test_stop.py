@@ -38,11 +38,11 @@ def nothing_is_left(command: Command) -> None:
 
 STOPS = [
     ("spawn", [signal.SIGTERM]),
-    pytest.param("spawn", [signal.SIGTERM, signal.SIGTERM], marks=pytest.mark.full),
+    pytest.param("spawn", [signal.SIGTERM, signal.SIGTERM], marks=pytest.mark.campaign),
     pytest.param("spawn", [signal.SIGINT], marks=pytest.mark.full),
     pytest.param("spawn", [signal.SIGHUP], marks=pytest.mark.full),
     pytest.param("local", [signal.SIGTERM, signal.SIGTERM], marks=pytest.mark.full),
-    pytest.param("local", [signal.SIGHUP], marks=pytest.mark.full),
+    pytest.param("local", [signal.SIGHUP], marks=pytest.mark.campaign),
     pytest.param("torchrun", [signal.SIGTERM], marks=pytest.mark.full),
 ]
 
@@ -71,7 +71,10 @@ def test_a_second_interrupt_leaves_at_once(start: Start) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.campaign) for one in (signal.SIGINT, signal.SIGHUP))],
+)
 def test_told_while_its_workers_start_it_leaves_nothing(start: Start, number: signal.Signals) -> None:
     command = start("spawn")
     command.until(lambda: len(psutil.Process(command.process.pid).children()) >= 2)  # they import torch
@@ -114,7 +117,10 @@ def test_workers_end_with_the_process_that_has_started_them(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("launcher", "options"), [("local", []), ("spawn", ["--fresh"]), ("torchrun", [])])
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [("local", []), pytest.param("spawn", ["--fresh"], marks=pytest.mark.campaign), ("torchrun", [])],
+)
 def test_a_second_start_is_refused_and_the_first_goes_on(start: Start, launcher: str, options: list[str]) -> None:
     first = start(launcher).trains()
     second = start("local", *options)
@@ -128,7 +134,13 @@ def test_a_second_start_is_refused_and_the_first_goes_on(start: Start, launcher:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("launcher", "lost"), [("spawn", ""), ("torchrun", ""), ("local", "config.yaml"), ("local", "lease.json")]
+    ("launcher", "lost"),
+    [
+        ("spawn", ""),
+        pytest.param("torchrun", "", marks=pytest.mark.campaign),
+        ("local", "config.yaml"),
+        ("local", "lease.json"),
+    ],
 )
 def test_a_run_whose_directory_is_deleted_says_so(start: Start, launcher: str, lost: str) -> None:
     command = start(launcher).trains()

@@ -130,7 +130,7 @@ def main(directory: Path) -> None:
     watchdog.CAUSE_S = 0.0  # there is no launcher to see who was first
     found = {
         "unbroken 1": run_killed(directory, "unbroken-1", [1], 0),
-        "moved": run_killed(directory, "moved", [1, 2, 3], 8),
+        "moved": run_killed(directory, "moved", [1, 2, 3], 5),
     }
     for workers in (2, 3):
         found[f"unbroken {workers}"] = run_killed(directory, f"unbroken-{workers}", [workers], 0)

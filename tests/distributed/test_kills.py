@@ -1,4 +1,4 @@
-"""Killed at a dozen random steps, and resumed with 1, 2 and 3 workers in turn: every sample once, the same curve."""
+"""Killed at random steps, and resumed with 1, 2 and 3 workers in turn: every sample once, the same curve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return printed_by("tests.distributed.kills", tmp_path_factory.mktemp("kills"))
 
 
-@pytest.mark.parametrize(("name", "kills"), [("moved", 8), ("fixed 2", 2), ("fixed 3", 2)])
+@pytest.mark.parametrize(("name", "kills"), [("moved", 5), ("fixed 2", 2), ("fixed 3", 2)])
 def test_each_kill_killed_and_the_run_came_to_its_end(found: Any, name: str, kills: int) -> None:
     *killed, last = found[name]["ends"]
     assert len(killed) == kills

@@ -161,13 +161,7 @@ SWEEPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "memory": (
         runs_out,
         2,
-        {
-            "case": [
-                {"where": where, "batch_size": size}
-                for where in ("forward", "backward", "optimizer")
-                for size in (16, 64, 128, 32)
-            ]
-        },
+        {"case": [{"where": "backward", "batch_size": size} for size in (16, 64, 128, 32)]},
     ),
 }
 """The training function, its workers, and the grid of its configuration."""

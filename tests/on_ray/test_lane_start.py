@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.conftest import Cluster, Done
@@ -67,11 +71,34 @@ def test_trials_shorter_than_a_start_keep_their_actors(tmp_path: Path, driver: A
 
     before, pids = trial_actors(), tmp_path / "pids"
     train = {"max_steps": 5, "task_args": {"pids": str(pids), "pause_s": 0.1}}
-    records = run(sweep(tmp_path, {"seed": list(range(40))}, train, lanes=2))
+    with watching("ray::LaneTrial") as seen:
+        records = run(sweep(tmp_path, {"seed": list(range(40))}, train, lanes=2))
     assert {record.status for record in records} == {"done"}
     assert {record.lane for record in records} == {0, 1}
-    assert len(set(pids.read_text().split())) == 2
+    workers = {int(line) for line in pids.read_text().split()}
+    assert len(workers) == 2, "each lane has one process for all of its trials"
     assert len(trial_actors() - before) < 8, "where no end is held back it is some 35"
+    assert seen
+    assert not workers & seen, "lanes are processes of their own"
+    assert os.getpid() not in workers | seen
+
+
+@contextlib.contextmanager
+def watching(title: str) -> Iterator[set[int]]:
+    """The processes of a title, looked for again and again in the background."""
+    seen, over = set[int](), threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.2):
+            seen.update(p.pid for p in psutil.process_iter(["cmdline"]) if title in " ".join(p.info["cmdline"] or ()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
 
 
 @pytest.mark.full

@@ -130,15 +130,6 @@ def test_two_lanes_of_two_workers_do_not_fit_on_two_cpus(tmp_path: Path, driver:
         run(sweep(tmp_path, {"precision": ["fp32"]}, train, lanes=2))
 
 
-@pytest.mark.full
-def test_one_rank_out_of_memory_leaves_no_rank_waiting(tmp_path: Path, driver: Any) -> None:
-    """Not in the probe, which all ranks agree on, but later: the other rank waits in all-reduce by then."""
-    space = {"task_args": [{"fail_at": 12, "failure": "oom on rank 1"}, {}]}
-    failed, healthy = run(sweep(tmp_path, space, {"scaling": {"num_workers": 2}}))
-    assert (failed.status, healthy.status) == ("out_of_memory", "done")
-    assert "on one rank" in failed.message
-
-
 def test_a_trial_out_of_memory_in_mid_training_goes_on_with_half_the_microbatch(tmp_path: Path, driver: Any) -> None:
     """A lane of one worker does so by itself: its mailbox hears of no other start, and must not wait for one."""
     args = [{"fail_at": 12, "failure": "oom", "marker": str(tmp_path / "failed")}, {}]
@@ -152,13 +143,14 @@ def test_a_trial_out_of_memory_in_mid_training_goes_on_with_half_the_microbatch(
 
 @pytest.mark.full
 def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, driver: Any) -> None:
-    """The other one's broken collective is heard of sooner, and says nothing of the cause."""
+    """The other one's broken collective is heard of sooner, and says nothing of the cause; no rank waits for long."""
     at = {"place": "training 5", "on_rank": 1}
     trials: dict[str, dict[str, Any]] = {
         "healthy": {"place": ""},
         "killed once": {**at, "failure": "kill", "marker": str(tmp_path / "killed")},
         "killed always": {**at, "failure": "kill"},
         "raises": {**at, "failure": "raise"},
+        "runs out": {**at, "failure": "oom"},
         "hangs in setup": {"place": "setup", "failure": "sleep"},
     }
     train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"phase_timeout_s": 10.0}}
@@ -169,12 +161,14 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
         "killed once": "done",
         "killed always": "node_lost",
         "raises": "error",
+        "runs out": "out_of_memory",
         "hangs in setup": "hung",
     }
     assert rows(by_name["killed once"].curve) == rows(by_name["healthy"].curve)
     words = r"its worker group died 3 times under it: rank 1 \(pid \d+ on .+\) died without an exception: SIGKILL"
     assert re.match(words, by_name["killed always"].message)
     assert by_name["raises"].message.startswith("rank 1: ValueError: injected: the task fails here (tasks.py:")
+    assert "on one rank" in by_name["runs out"].message
     culprit, waits = by_name["hangs in setup"].message.split("; rank 1")
     assert " s in setup (at tasks.py:" in culprit
     assert " s in the barrier after setup, waiting for other ranks" in waits

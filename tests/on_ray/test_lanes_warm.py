@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.on_ray.test_lanes import rows, run, sweep
@@ -88,58 +86,3 @@ def test_a_lane_does_not_grow(tmp_path: Path, driver: Any) -> None:
     sizes = [int(line) for line in memory.read_text().split()]
     assert len(sizes) == 200
     assert sizes[-1] <= 1.05 * sizes[9], (sizes[9], sizes[-1])
-
-
-@pytest.mark.full
-def test_lanes_are_processes_of_their_own(tmp_path: Path, driver: Any) -> None:
-    """The driver, Tune's actors of the trials and the lanes' workers: three groups of processes."""
-    pids = tmp_path / "pids"
-    seen: set[int] = set()
-    spec = sweep(
-        tmp_path,
-        {"seed": [1, 2, 3, 4]},
-        # Long enough for the second lane, which starts when the first is up.
-        {"task_args": {"pids": str(pids), "pause_s": 0.3}},
-        lanes=2,
-    )
-    with _watching(lambda: seen.update(p.pid for p in _processes("ray::LaneTrial"))):
-        records = run(spec)
-    assert {record.status for record in records} == {"done"}
-    workers = {int(line) for line in pids.read_text().split()}
-    assert len(workers) == 2, "each lane has one process for all of its trials"
-    assert {record.lane for record in records} == {0, 1}
-    assert seen
-    assert not workers & seen
-    assert os.getpid() not in workers | seen
-
-
-def _processes(title: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if title in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-class _watching:  # noqa: N801 (reads as a phrase)
-    """Do something again and again in the background."""
-
-    def __init__(self, look: Callable[[], None]) -> None:
-        import threading
-
-        self._look, self._done = look, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        while not self._done.wait(0.2):
-            self._look()
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self._done.set()
-        self._thread.join()

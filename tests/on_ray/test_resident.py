@@ -170,7 +170,7 @@ def test_they_end_after_their_time(sweep: Callable[..., Done]) -> None:
     assert gone()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.campaign)])
 def test_a_command_that_is_interrupted_or_killed_interrupts_its_sweep(
     number: signal.Signals, tmp_path: Path, sweep: Callable[..., Done], cluster: Cluster
 ) -> None:

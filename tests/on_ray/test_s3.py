@@ -159,7 +159,6 @@ def _equal(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-@pytest.mark.campaign  # the test below ends with such a run, trained from a sweep's answer
 def test_a_killed_run_goes_on(place: Place, tmp_path: Path, command: Command) -> None:
     """A run alone, sharded, its checkpoints in parts; without Ray."""
     task = {"task": "tests.on_ray.test_s3:Wide", "task_args": {"file": str(tmp_path / "ran")}}
@@ -169,6 +168,7 @@ def test_a_killed_run_goes_on(place: Place, tmp_path: Path, command: Command) ->
     assert place.proxy.spoiled, "nothing was injected"
 
 
+@pytest.mark.campaign
 @pytest.mark.ray
 def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place: Place, tmp_path: Path, command: Command) -> None:
     ran, file = tmp_path / "ran", tmp_path / "sweep.yaml"

@@ -68,6 +68,7 @@ def test_a_stopped_actor_is_killed_and_costs_no_trial(
     assert [record.status for record in records] == ["done"] * 3
 
 
+@pytest.mark.campaign
 def test_a_killed_actor_of_a_population(tmp_path: Path, driver: Any) -> None:
     pids = tmp_path / "pids"
     train = {"task_args": {"pids": str(pids), "pause_s": 0.1}, "epochs": 3, "max_steps": None, "evaluate": {}}

@@ -21,11 +21,11 @@ from tests.specs import BASE, REPOSITORY
 pytestmark = pytest.mark.ray
 
 TRIALS = 16
-KILLS = 2
 
 
 @pytest.mark.full
-def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
+@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.campaign)])
+def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluster, driver: Any, kills: int) -> None:
     ran, file = tmp_path / "ran", tmp_path / "sweep.yaml"
     keys = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
     tree = {
@@ -42,9 +42,9 @@ def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluste
     draw = random.Random(4)
     finished: dict[str, str] = {}
     command = [str(file)]
-    for _ in range(KILLS):
+    for _ in range(kills):
         killed = start(command, cluster)
-        wanted = len(finished) + draw.randint(1, 4)
+        wanted = len(finished) + draw.randint(1, 3)
         deadline = time.monotonic() + 120
         while len(names(journal)) < wanted:
             assert killed.poll() is None, killed.communicate()

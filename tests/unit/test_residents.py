@@ -18,7 +18,9 @@ from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR as JO
 
 from trainers import residents
 from trainers.errors import PacelineError
+from tune.lanes.kept import Kept
 from tune.sweeps import client
+from tune.sweeps.resident import Server
 
 
 @pytest.fixture
@@ -67,6 +69,18 @@ def test_a_cluster_that_has_died_is_none(temporary: Path, monkeypatch: pytest.Mo
     assert residents.cluster() is None
     residents.note_cluster(None)
     assert not place.parent.exists()
+
+
+def test_a_driver_that_ends_leaves_the_next_one_to_be_found(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found no more before it gives back its lanes, which takes seconds: the next one may have come by then."""
+    monkeypatch.setenv("RAY_ADDRESS", "there:6379")
+    place = residents._place() / "driver.sock"
+    ending = Server(place, Kept())
+    assert ending.close()
+    assert residents.sockets() == []
+    Server(place, Kept())
+    ending.vanish()
+    assert list(residents.drivers()) == [place]
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,11 @@ class Server:
         self.is_told = False
         """Whether somebody has asked that it ends."""
         self._listening = socket.socket(socket.AF_UNIX)
+        residents.directory()  # the driver before may have deleted it since the command made it
         new = place.with_suffix(f".{os.getpid()}")
         self._listening.bind(str(new))
         self._listening.listen()
+        self._inode = new.stat().st_ino  # nobody else's as long as the socket is open
         new.rename(place)  # in place of one that has died; whoever finds it finds it listening
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
@@ -68,8 +70,10 @@ class Server:
         return True
 
     def vanish(self) -> None:
-        """Be found no more."""
-        self._place.unlink(missing_ok=True)
+        """Be found no more; the driver that has come since is."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._place.stat().st_ino == self._inode:
+                self._place.unlink()
         residents.tidy()
 
     def _accept(self) -> None:
