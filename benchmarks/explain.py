@@ -32,7 +32,7 @@ from benchmarks.measure import save
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.context import RunContext
-from trainers.explain.explanation import explain
+from trainers.explain.explanation import explain, read_subject
 from trainers.explain.observe import Stepper, spin, warm
 from trainers.explain.profile import ProfileJob
 from trainers.explain.suspect import WORTH
@@ -224,7 +224,7 @@ class Bench:
         is_run = kind not in (None, "busy neighbour")
         with neighbours(slow.get("neighbours", 0)):
             run_training(spec, fresh=True, output=Output(quiet=True))
-            found = explain(spec.uri, self.seconds, verify=is_run)
+            found = explain(read_subject(spec.uri), self.seconds, verify=is_run)
         excused = "busy neighbour" if busy > WORTH and kind != "busy neighbour" else None
         judged = [one for one in found.advice if one.kind != excused]
         first = judged[0] if judged else None

@@ -24,7 +24,7 @@ from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_s
 from trainers.output import Output
 from trainers.redaction import redact
 from trainers.residents import join_cluster
-from trainers.start import in_lane, launch, run_training, train_function
+from trainers.start import do_on_cluster, in_lane, launch, run_training, train_function
 from trainers.storage import storage_uri
 
 _PROFILE_STEPS = 5
@@ -123,7 +123,10 @@ def explain(
     run: Annotated[str, Field(description="a run's directory or URI, or the YAML file of one, which has no records")],
     output: Output,
     *,
-    verify: Annotated[bool, Field(description="run what is advised beside the old configuration, in turn")] = False,
+    verify: Annotated[
+        bool | None,
+        Field(description="run what is advised beside the old configuration, in turn (default: on a cluster)"),
+    ] = None,
     recorded: Annotated[bool, Field(description="go by the run's records alone: no step is taken")] = False,
     seconds: Annotated[
         float, Field(title="S", gt=0, le=600, description="of the profile, and of each turn of --verify")
@@ -134,7 +137,14 @@ def explain(
     from trainers.launch.local import setup_logging
 
     setup_logging(0, quiet=True)
-    found = explanation.explain(run, seconds, not recorded, verify)
+    subject = explanation.read_subject(run)
+    on_cluster = not recorded and subject.recorded.config.launcher == "ray" and residents.has_cluster()
+    handed = _hand_over(output) if on_cluster else {}
+    if "exit" in handed:
+        return int(handed["exit"])
+    found = explanation.explain(
+        subject, seconds, not recorded, on_cluster if verify is None else verify, do_on_cluster if on_cluster else None
+    )
     output.result(str(found), _joined(str(found)), {"status": "done", **asdict(found)})
     return 0
 

@@ -46,7 +46,9 @@ class Command:
         self.fields = keys_of(self.model)
         self.argument = next((name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY), "")
         self.options = {_option(name): name for name in self.fields if name != self.argument}
-        self.flags = [name for name, field in self.fields.items() if field.annotation is bool]
+        self.flags = [
+            name for name, field in self.fields.items() if bool in (field.annotation, *get_args(field.annotation))
+        ]
         self.tuples = [name for name, field in self.fields.items() if get_origin(field.annotation) is tuple]
 
     def parse(self, args: Sequence[str]) -> dict[str, Any]:

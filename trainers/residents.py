@@ -84,10 +84,14 @@ def join_cluster() -> None:
         os.environ["RAY_ADDRESS"] = known["address"]
 
 
+def has_cluster() -> bool:
+    """Whether this process has a cluster that was there before it: without one it embeds its own."""
+    return os.environ.get("RAY_ADDRESS", "") not in ("", "local")
+
+
 def place() -> Path | None:
     """The socket of the driver that may keep lanes for this process, which is there if it runs; None where none may."""
-    is_embedded = os.environ.get("RAY_ADDRESS", "") in ("", "local")
-    if is_embedded or os.environ.get("PACELINE_RESIDENT") == "0" or sys.platform != "linux":
+    if not has_cluster() or os.environ.get("PACELINE_RESIDENT") == "0" or sys.platform != "linux":
         return None
     return _place() / f"{_identity()}.sock"
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from trainers.errors import ConfigError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
@@ -26,7 +26,15 @@ from trainers.tracking.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
 
-in_lane: list[Callable[[RunSpec, Take | None], RunResult]] = []
+
+class InLane(Protocol):
+    """Does a job in warm workers; `take` is given the records of a run."""
+
+    def __call__(self, job: Job[R], take: Take | None = None) -> R:
+        """Do it."""
+
+
+in_lane: list[InLane] = []
 """What trains on Ray in a process that has warm workers; empty: each run starts its own."""
 
 if TYPE_CHECKING:
@@ -148,6 +156,17 @@ def train_function(
         prepare_function(spec, fresh)
         spec = replace(spec, token=token, quiet=output.quiet, told=_told(output) if is_command else "")
         return run_function(spec, stack.enter_context(_telling(spec, output, 0)))
+
+
+def do_on_cluster(job: Job[R]) -> R:
+    """Have workers of the cluster do what keeps nothing, those of a lane where this process has warm ones."""
+    if in_lane:
+        return in_lane[0](job)
+    from trainers.on_ray.connect import leaving
+    from trainers.on_ray.job import run_job
+
+    with leaving():
+        return run_job(job)
 
 
 def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True, take: Take | None = None) -> R:

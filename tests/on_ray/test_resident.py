@@ -203,9 +203,9 @@ def train(tmp_path: Path, sweep: Callable[..., Done], command: Callable[..., Don
     assert sweep().code == 0
     best = tmp_path / "runs" / "first" / "best.yaml"
 
-    def run(*arguments: str) -> Done:
+    def run(*arguments: str, whole: bool = False) -> Done:
         environment = {"PACELINE_RESIDENT": "1", "PYTHONPATH": str(REPOSITORY)}
-        given = ["-m", "trainers", str(best), *arguments]
+        given = ["-m", "trainers", *([] if whole else [str(best)]), *arguments]
         return command(*given, env=environment, ray_address=cluster.address, cwd=tmp_path)
 
     return run
@@ -222,6 +222,14 @@ def test_a_run_takes_the_lane_over_and_gives_it_back(tmp_path: Path, train: Call
     known = status()
     assert known is not None
     assert (known["busy"], known["lanes"]) == (False, 1)
+
+    best = str(tmp_path / "runs" / "first" / "best.yaml")
+    done = train("explain", best, "--seconds", "0.2", whole=True)
+    assert done.code == 0, done.err
+    assert "by a profile" in done.out
+    assert len(done.out.split("measured side by side")) > 1, "on a cluster what is advised is run"
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "warm"], "and deleted"
+    assert status() == pytest.approx(known, abs=60), "in the lane, which is as before"
 
     failed = train("--name", "failing", "--task_args.fail_at", "3", "--task_args.failure", "raise")
     assert failed.code == 1

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.specs import make
+from tests.specs import make, tree
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.explain.explanation import advise
+from trainers.config.yaml import dump_yaml
+from trainers.explain.explanation import advise, explain, read_subject
 from trainers.explain.profile import ProfileJob
 from trainers.explain.readings import Profile, RankReadings, Readings, Span, Suspicion
 from trainers.explain.recorded import Recorded, run_shares
 from trainers.explain.segments import Segments, stale_reads
 from trainers.explain.suspect import suspect
-from trainers.explain.verify import CompareJob, sample_s
+from trainers.explain.verify import CompareJob, Verified, sample_s
 from trainers.launch.local import LocalContext, run_local
 from trainers.measure.clock import Throughput
 from trainers.measure.result import Pauses, RunResult
@@ -206,6 +207,28 @@ def test_a_gain_of_steps_is_one_of_the_runs_time() -> None:
     of_steps = Suspicion("slow loader", "", Span(0.4, 0.3, 0.5))
     (found,) = advise(Recorded(config(), result()), Profile(readings(), [of_steps]))
     assert found.predicted == Span(0.2, 0.15, 0.25)  # half of the run is training
+
+
+def test_it_is_measured_by_workers_of_the_cluster(tmp_path: Path) -> None:
+    keys = tree(tmp_path, launcher="ray", scaling__num_workers=64, microbatch_size=6, global_batch_size=1536)
+    (tmp_path / "train.yaml").write_text(dump_yaml(keys))
+    asked: list[Any] = []
+
+    def cluster(job: Any) -> Any:
+        asked.append(job)
+        if isinstance(job, CompareJob):
+            return Verified(Span(0.3, 0.2, 0.4))
+        small = Suspicion("microbatch too small", "", Span(0.4, 0.3, 0.5), {"microbatch_size": 24})
+        return Profile(readings(), [small, Suspicion("slow transform", "", Span(0.2, 0.1, 0.3))])
+
+    subject = read_subject(str(tmp_path / "train.yaml"))
+    first, second = explain(subject, 1.0, verify=True, cluster=cluster).advice
+    assert (first.verified, second.verified) == (Span(0.3, 0.2, 0.4), None)
+    _, compared = asked
+    assert all(job.config.launcher == "ray" and job.config.scaling.num_workers == 64 for job in asked)
+    assert (compared.config.microbatch_size, compared.new["microbatch_size"]) == (6, 24)
+    assert not explain(subject, 1.0).profiled, "so many workers do not fit on this machine"
+    assert explain(subject, 1.0, cluster=cluster).advice[0].verified is None
 
 
 def test_what_is_due_seldom_is_counted_by_the_whole_run() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainers.config.model import build
 from trainers.config.overrides import override
@@ -20,7 +20,7 @@ from trainers.explain.suspect import WORTH
 from trainers.explain.verify import CompareJob
 from trainers.launch.local import run_spawn
 from trainers.launch.run_directory import open_run
-from trainers.launch.spec import RunSpec, make_spec, read_file
+from trainers.launch.spec import Job, R, RunSpec, make_spec, read_file
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
@@ -30,43 +30,61 @@ logger = logging.getLogger(__name__)
 _VERIFIED = 3
 
 
-def explain(location: str, seconds: float, profile: bool = True, verify: bool = False) -> Explanation:
-    """Explain the run in a directory or at a URI, or that of a YAML file, which has no records; ConfigError where there
-    is none.
+class Workers(Protocol):
+    """Has workers do a job, as many as its configuration says, and returns its result; PacelineError."""
 
-    With `profile` workers of this machine take steps of it for about `seconds`, which are thrown away; with `verify`
-    the changed configurations run beside the old one. Nothing is written to the run.
-    """
+    def __call__(self, job: Job[R]) -> R:
+        """Do it."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be explained."""
+
+    location: str
+    """A run's URI, or a YAML file, which has no records."""
+    tree: dict[str, Any]
+    directory: Path | None
+    recorded: Recorded
+    has_records: bool
+
+
+def read_subject(location: str) -> Subject:
+    """Read the run in a directory or at a URI, or that of a YAML file; ConfigError where there is none."""
     if location.endswith((".yaml", ".yml")):
         tree, directory = read_file(location)
-        storage, recorded = None, Recorded(build(TrainConfig, tree, location))
-    else:
-        storage, config = open_run(location)
-        tree, directory = config.tree(), Path(storage.path) if storage.is_local else None
-        recorded = _recorded(storage, config)
+        return Subject(location, tree, directory, Recorded(build(TrainConfig, tree, location)), has_records=False)
+    storage, config = open_run(location)
+    directory = Path(storage.path) if storage.is_local else None
+    return Subject(storage.uri, config.tree(), directory, _recorded(storage, config), has_records=True)
+
+
+def explain(
+    subject: Subject, seconds: float, profile: bool = True, verify: bool = False, cluster: Workers | None = None
+) -> Explanation:
+    """Explain a run.
+
+    With `profile` workers take steps of it for about `seconds`, which are thrown away; with `verify` the changed
+    configurations run beside the old one. They are `cluster`'s, or without one this machine's. Nothing is written to
+    the run.
+    """
+    recorded, workers = subject.recorded, cluster or run_spawn
     spec, measured, note = None, None, "" if profile else "not profiled"
     if profile:
         try:
-            spec = _here(tree, recorded.config, location, directory)
-            measured = run_spawn(ProfileJob(**asdict(spec), seconds=seconds))
+            spec = _measurable(subject, on_cluster=cluster is not None)
+            measured = workers(ProfileJob(**asdict(spec), seconds=seconds))
         except PacelineError as error:
             note = f"not profiled: {first_line(error)}"
     advice = list(advise(recorded, measured))
     step_s = measured.readings.step_s if measured is not None else None
     if verify and spec is not None and step_s is not None:
         advice = [
-            _verified(one, spec, seconds, step_s) if number < _VERIFIED else one for number, one in enumerate(advice)
+            _verified(one, spec, seconds, step_s, workers) if number < _VERIFIED else one
+            for number, one in enumerate(advice)
         ]
     shares = run_shares(recorded, measured)
-    return Explanation(
-        location if storage is None else storage.uri,
-        shares,
-        advice,
-        step_s,
-        measured is not None,
-        storage is not None,
-        note,
-    )
+    return Explanation(subject.location, shares, advice, step_s, measured is not None, subject.has_records, note)
 
 
 def explanation_of(name: str, config: TrainConfig, measured: Profile) -> Explanation:
@@ -95,24 +113,26 @@ def _recorded(storage: Storage, config: TrainConfig) -> Recorded:
     return Recorded(config, result, read_log(storage))
 
 
-def _here(tree: dict[str, Any], config: TrainConfig, source: str, directory: Path | None) -> RunSpec:
-    """The run as workers of this machine can take its steps; ConfigError where they do not fit."""
+def _measurable(subject: Subject, on_cluster: bool) -> RunSpec:
+    """The run as workers can take its steps; ConfigError where those of this machine do not fit."""
+    config, source = subject.recorded.config, subject.location
     if config.changes_batch:
         rule = "gives steps that differ in size, of which no profile is made"
         fix = "explain a copy of the configuration with one of the sizes as `global_batch_size`"
         raise ConfigError("batch_schedule", config.batch_sizes, rule, fix, source)
-    changes = {"scaling.num_workers": config.scaling.max_workers, "launcher": "spawn"}
-    return replace(make_spec(override(TrainConfig, tree, changes), source, directory), quiet=True)
+    changes = {"scaling.num_workers": config.scaling.max_workers, "launcher": "ray" if on_cluster else "spawn"}
+    tree = override(TrainConfig, subject.tree, changes)
+    return replace(make_spec(tree, source, subject.directory, own_workers=not on_cluster), quiet=True)
 
 
-def _verified(advice: Advice, spec: RunSpec, seconds: float, step_s: float) -> Advice:
+def _verified(advice: Advice, spec: RunSpec, seconds: float, step_s: float, workers: Workers) -> Advice:
     """Return the advice with what its change gives, where a key of the configuration is one."""
     if not advice.changes:
         return advice
     try:
         new = changed(spec.tree, advice.changes, spec.source)
         job = CompareJob(**asdict(spec), new=new, seconds=seconds, step_s=step_s)
-        return replace(advice, verified=run_spawn(job).gain)
+        return replace(advice, verified=workers(job).gain)
     except (ConfigError, PacelineError) as error:
         logger.warning("%s could not be run: %s", advice.changes, first_line(error))
         return advice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import time
@@ -318,5 +319,6 @@ class Pair:
 
     @property
     def gain(self) -> Span:
-        """Share of the time of the first that the second saves."""
-        return Span.of([1 - new / old for old, new in self.rounds])
+        """Share of the time of the first that the second saves, by the geometric mean of the rounds: below 1."""
+        of_rounds = Span.of([math.log(new / old) for old, new in self.rounds])
+        return Span(*(1 - math.exp(one) for one in (of_rounds.value, of_rounds.high, of_rounds.low)))

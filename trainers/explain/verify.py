@@ -7,7 +7,7 @@ what one of them takes and how often the whole run would have it.
 from __future__ import annotations
 
 import json
-import tempfile
+import uuid
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.result import Pauses, RunResult
 from trainers.measure.run_log import read_log
-from trainers.storage import Storage
 
 _ROUNDS = 3
 _FEWEST = 30
@@ -45,7 +44,9 @@ class Verified:
 
 @dataclass(frozen=True)
 class CompareJob(Job[Verified]):
-    """Trains both configurations in turn, from the start each time, in directories that are deleted."""
+    """Trains both configurations in turn, from the start each time, in directories beside the run's that are deleted:
+    a checkpoint takes as long as on the run's own storage.
+    """
 
     new: dict[str, Any]
     """The changed configuration, as `tree`."""
@@ -82,12 +83,17 @@ class CompareJob(Job[Verified]):
             "profile_steps": 0,
         }
         short = build(TrainConfig, override(TrainConfig, tree, changes), self.source)
-        with tempfile.TemporaryDirectory() as directory:
-            place = Storage(group.first(directory))
-            numbers = (context.rank, context.world_size, context.local_rank, context.local_world_size)
-            result = fit(self.load_task(), short, RunContext(place, context.launcher, *numbers))
+        of_all, of_host = (context.rank, context.world_size), (context.local_rank, context.local_world_size)
+        place = self.storage.parent.child(f"{self.storage.name}-{group.first(uuid.uuid4().hex)}")
+        try:
+            result = fit(
+                self.load_task(), short, RunContext(place, context.launcher, *of_all, *of_host, context.device_index)
+            )
             log = read_log(place)
             group.barrier()
+        finally:
+            if context.rank == 0:
+                place.delete("")
         return sample_s(result, log, whole)
 
 

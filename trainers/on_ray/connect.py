@@ -24,7 +24,7 @@ from trainers.config import TrainConfig
 from trainers.config.function import FunctionConfig
 from trainers.config.sections import ScalingConfig
 from trainers.errors import ClusterError, ConfigError, first_line
-from trainers.launch.spec import FunctionSpec, RunSpec
+from trainers.launch.spec import FunctionSpec, Job
 from trainers.on_ray import reaper
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.environment import run_environment
@@ -121,7 +121,7 @@ def _node() -> Any:
     return ray._private.worker._global_node
 
 
-def check_cluster(spec: RunSpec | FunctionSpec) -> str:
+def check_cluster(spec: Job[Any] | FunctionSpec) -> str:
     """Connect, and return the device type of the run's workers; ConfigError where the cluster can never hold them."""
     connect()
     scaling, most = spec.config.scaling, capacity()

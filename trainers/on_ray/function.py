@@ -63,9 +63,9 @@ def _worker(loop_config: dict[str, Any]) -> Any:
     return FunctionSpec(**loop_config).load()()
 
 
-def _fit(trainer: TorchTrainer) -> ray.train.Result:
+def fit(trainer: TorchTrainer) -> ray.train.Result:
     """Run Ray's `fit`; its own handler of Ctrl-C, which aborts the run and ends the process as if all were well, goes
-    with it: it would keep the run's controller, too.
+    with it: it would keep the run's controller, too. Raises RunFailedError.
     """
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -73,6 +73,10 @@ def _fit(trainer: TorchTrainer) -> ray.train.Result:
             return trainer.fit()
     except SystemExit:
         raise KeyboardInterrupt from None
+    except ray.train.WorkerGroupError as error:
+        raise RunFailedError.first([as_failure(rank, one) for rank, one in error.worker_failures.items()]) from None
+    except ray.train.ControllerError as error:
+        raise as_failure(0, error.controller_failure) from None
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -94,13 +98,8 @@ def run_function(spec: FunctionSpec, take: Take | None = None) -> FunctionRun:
             callbacks=[_Reports(storage, bool(spec.told))],  # type: ignore[list-item]
         ),
     )
-    try:
-        again = "the same command goes on from the newest checkpoint"
-        with ending_with_cluster(again), VitalSigns(), receiving(storage, take):
-            result = _fit(trainer)
-    except ray.train.WorkerGroupError as error:
-        raise RunFailedError.first([as_failure(rank, one) for rank, one in error.worker_failures.items()]) from None
-    except ray.train.ControllerError as error:
-        raise as_failure(0, error.controller_failure) from None
+    again = "the same command goes on from the newest checkpoint"
+    with ending_with_cluster(again), VitalSigns(), receiving(storage, take):
+        result = fit(trainer)
     metrics = storage.read_json(_NEWEST, dict[str, Any], finite=False) if storage.exists(_NEWEST) else {}
     return FunctionRun(metrics, result.checkpoint.path if result.checkpoint else None, storage.uri)

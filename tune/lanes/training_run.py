@@ -1,4 +1,5 @@
-"""A training run in the lane that a sweep has left, in place of workers of its own, which take seconds to start (Ray).
+"""A training run, or another job, in the lane that a sweep has left, in place of workers of its own, which take seconds
+to start (Ray).
 
 The lane only has to start it. Where anything befalls its workers the run is given back, and goes on from its newest
 checkpoint with workers of its own, whose policies say how often.
@@ -7,13 +8,13 @@ checkpoint with workers of its own, whose policies say how often.
 import contextlib
 import logging
 import time
-from typing import Any
+from typing import Any, cast
 
 import ray
 
 from trainers.errors import RunFailedError, Status
 from trainers.launch.signals import StopSignals
-from trainers.launch.spec import RunSpec
+from trainers.launch.spec import Job, R, RunSpec
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster_end import ending_with_cluster
@@ -23,6 +24,7 @@ from trainers.on_ray.failures import budget_of
 from trainers.on_ray.records import receiving
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Take
+from tune.lanes.alone import run_alone
 from tune.lanes.kept import Kept
 from tune.lanes.lanes import Lanes
 from tune.lanes.messages import Assignment, new_ticket
@@ -39,22 +41,23 @@ class GivenBack(BaseException):
     """What trackers are told, until it goes on."""
 
 
-def run_in_lane(kept: Kept, spec: RunSpec, take: Take | None) -> RunResult:
-    """Train in a lane of the run's scaling; lanes of any other end, and free what they hold. `take` is given the run's
-    records.
+def do_in_lane(kept: Kept, job: Job[R], take: Take | None = None) -> R:
+    """Train, or do another job, in a lane of its scaling; lanes of any other end, and free what they hold. `take` is
+    given a run's records.
 
-    Raises GivenBack where there is none, or where the run goes on elsewhere; RunFailedError where the task failed.
+    Raises GivenBack where there is none, or where a run goes on elsewhere; RunFailedError where the task failed.
     """
-    key = spec.config.scaling, wants_gpu(spec.config, capacity()), False
-    if not isinstance(spec.config.scaling.num_workers, int):  # a group of its own grows with the cluster
+    key = job.config.scaling, wants_gpu(job.config, capacity()), False
+    if not isinstance(job.config.scaling.num_workers, int):  # a group of its own grows with the cluster
         kept.end()
     lanes = kept.take(key)
     if lanes is None:
         raise GivenBack
+    run = job if isinstance(job, RunSpec) else None
+    again = "the same command goes on from the newest checkpoint" if run else "nothing was changed"
     try:
-        again = "the same command goes on from the newest checkpoint"
-        with ending_with_cluster(again), VitalSigns(True), receiving(spec.storage, take):
-            outcome = _outcome(lanes, spec)
+        with ending_with_cluster(again), VitalSigns(True), receiving(job.storage, take):
+            outcome = _outcome(lanes, run) if run else _outcome_of_job(lanes, job)
     except ray.exceptions.RayError as error:
         outcome = {"status": "node_lost", "message": f"the mailbox, an actor, has died: {error}"}
     except BaseException:  # a second Ctrl-C
@@ -62,7 +65,7 @@ def run_in_lane(kept: Kept, spec: RunSpec, take: Take | None) -> RunResult:
         raise
     status, message = outcome["status"], outcome.get("message", "")
     is_over = status in ("done", "stopped")
-    if not is_over and (status == "out_of_memory" or budget_of(spec.config.failure, status) != 0):
+    if not is_over and run and (status == "out_of_memory" or budget_of(run.config.failure, status) != 0):
         logger.warning("%s (%s); going on from the newest checkpoint with workers of its own", message, status)
         lanes.end()
         with contextlib.suppress(ray.exceptions.RayError):
@@ -73,7 +76,17 @@ def run_in_lane(kept: Kept, spec: RunSpec, take: Take | None) -> RunResult:
         if trace := outcome.get("traceback"):
             logger.error("%s", trace.rstrip())
         raise RunFailedError(status, message, time.time())
-    return spec.storage.read_json("result.json", RunResult, finite=False)
+    if run:
+        return cast("R", run.storage.read_json("result.json", RunResult, finite=False))
+    return job.read_result(outcome["answer"].encode())
+
+
+def _outcome_of_job(lanes: Lanes, job: Job[Any]) -> dict[str, Any]:
+    """Have a lane do it, and return how it has ended."""
+    mailbox = lanes.mailbox
+    ray.get(mailbox.begin.remote(None, job.path, False))
+    assignment = Assignment(new_ticket(job.storage.name), job.source, job.tree, job=job)
+    return run_alone(mailbox, assignment, lambda: None)[1]
 
 
 def _outcome(lanes: Lanes, spec: RunSpec) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from typing import Any
 from trainers.config.model import build
 from trainers.config.train import TrainConfig
 from trainers.explain.job import ExplainJob
+from tune.lanes.alone import await_quiet, run_alone
 from tune.lanes.messages import Assignment, new_ticket
 from tune.report.answer import answer
 from tune.report.explained import FILE, Explained, read_explained
 from tune.search.space import trial_tree
-from tune.sweeps.alone import await_quiet, run_alone
 from tune.sweeps.spec import SweepSpec
 from tune.trials.record import TrialRecord
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
+from tune.lanes.alone import await_quiet, run_alone
 from tune.lanes.messages import Assignment, new_ticket
 from tune.report.words import in_short, labels
 from tune.search.finalists import repeats_to_run
-from tune.sweeps.alone import await_quiet, run_alone
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import SweepSpec
 from tune.trials.journal import Journal, trial_id

@@ -27,7 +27,7 @@ from trainers.on_ray.connect import connect, disconnect
 from trainers.start import in_lane
 from tune.lanes.kept import Kept, resident
 from tune.lanes.module_state import is_of_users
-from tune.lanes.training_run import GivenBack, run_in_lane
+from tune.lanes.training_run import GivenBack, do_in_lane
 
 _LOOK_S = 1.0
 
@@ -155,7 +155,7 @@ def serve(place: Path, run: Callable[[list[str]], int]) -> None:
     """Run commands by their arguments, until there is nothing to keep."""
     kept = Kept()
     resident.append(kept)
-    in_lane.append(partial(run_in_lane, kept))
+    in_lane.append(partial(do_in_lane, kept))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     server = Server(place, kept)
     try:

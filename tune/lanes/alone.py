@@ -1,4 +1,4 @@
-"""One thing at a time on the lanes of a sweep whose search has ended (Ray)."""
+"""One thing at a time on lanes that no search uses any more (Ray)."""
 
 import time
 from collections.abc import Callable
