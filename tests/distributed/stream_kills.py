@@ -30,7 +30,7 @@ FIXED = [".tar", ".parquet", "lines with a state"]
 differ in how their bytes are read.
 """
 _SUITE = 2
-IN_SUITE = [".tar", ".jsonl.gz", ".parquet", *LINES]
+IN_SUITE = [".tar", ".parquet", *LINES]
 """Without those of which only the reading of bytes is another: unit tests read each format in any order."""
 SIZES = [17, 30, 2, 25, 25]
 BYTES_PER_S = 200_000.0

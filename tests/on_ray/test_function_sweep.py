@@ -138,6 +138,7 @@ def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> N
     assert len({record.metrics["process"] for record in of_tune}) == 1
 
 
+@pytest.mark.campaign  # test_drop_in.py has one that draws
 def test_a_function_that_remembers_has_a_process_for_each_trial(tmp_path: Path, driver: Any) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()

@@ -81,7 +81,7 @@ def test_a_killed_actor_of_a_population(tmp_path: Path, driver: Any) -> None:
     assert all(record.curve[-1]["epoch"] == 3 for record in records)
 
 
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.campaign), signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.campaign)])
 def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_on(
     tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, how: int
 ) -> None:

@@ -161,7 +161,7 @@ def _equal(ours: Any, theirs: Any) -> None:
 
 def test_a_killed_run_goes_on(place: Place, tmp_path: Path, command: Command) -> None:
     """A run alone, sharded, its checkpoints in parts; without Ray."""
-    task = {"task": "tests.on_ray.test_s3:Wide", "task_args": {"file": str(tmp_path / "ran")}}
+    task = {"task": "tests.commands.test_s3:Wide", "task_args": {"file": str(tmp_path / "ran")}}
     file = tmp_path / "train.yaml"
     file.write_text(dump_yaml({**BASE, **task}))
     train_killed(str(file), place, tmp_path, command)
@@ -173,7 +173,7 @@ def test_a_killed_run_goes_on(place: Place, tmp_path: Path, command: Command) ->
 def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place: Place, tmp_path: Path, command: Command) -> None:
     ran, file = tmp_path / "ran", tmp_path / "sweep.yaml"
     keys = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint", "evaluate")}
-    task = {"task": "tests.on_ray.test_s3:Wide", "task_args": {"file": str(ran), "pause_s": 0.02}}
+    task = {"task": "tests.commands.test_s3:Wide", "task_args": {"file": str(ran), "pause_s": 0.02}}
     tree = {
         "name": "sweep",
         "storage_path": place.noisy,
