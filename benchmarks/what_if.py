@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import save
+from tune.what_if.shapes import MEASURED
 from tune.what_if.step_time import Array, Link, Measured, Roofline, StepTimes, Where, learn
 
 _BUCKET_BYTES = 25 * 2**20
@@ -64,7 +65,7 @@ class World:
             launches,
             rng.uniform(1, 1.6),
             gradient_bytes=10 ** rng.uniform(6, 9),
-            bytes_per_s=10 ** rng.uniform(8, 10),
+            bytes_per_s=10 ** rng.uniform(7.3, 10.5),
             latency_s=10 ** rng.uniform(-5, -3.7),
             slowed=rng.uniform(0, 0.6),
             joined_s=10 ** rng.uniform(-4, -3),
@@ -101,7 +102,9 @@ def cases(world: World, rng: np.random.Generator) -> Iterator[tuple[str, StepTim
     """Yield the kind of a prediction, what was learned, the place, and the step time there."""
     sizes = [int(size) for size in 2 ** rng.choice(np.arange(4, 10), rng.integers(2, 5), replace=False)]
     most = int(rng.integers(1, 3))
-    link = {"link": Link(world.bytes_per_s * math.exp(_DOUBT * rng.standard_normal()), world.latency_s, _DOUBT)}
+    named = Link(world.bytes_per_s * math.exp(_DOUBT * rng.standard_normal()), world.latency_s, _DOUBT)
+    # Where it was measured nobody has to name it.
+    link = {"link": MEASURED if most > 1 and rng.random() < 0.5 else named}
 
     def place(device: str, workers: int, size: int) -> Where:
         return Where(device, workers, -(-size // workers), link="link")

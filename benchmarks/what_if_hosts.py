@@ -1,6 +1,6 @@
 """What-if on hosts that are there: learn on one or two, predict more, and run those as well.
 
-Run as: python -m benchmarks.what_if_hosts [--learn 2] [--most 6] [--share 0.25] [--mbit 200] [--short] [--keep]
+Run as: python -m benchmarks.what_if_hosts [--learn 2] [--most 6] [--share 0.25] [--mbit 200] [--other-seeds] [--keep]
 Linux, as root. A host is a process in a network namespace of its own, with a share of a processor (a CFS quota) and a
 link that `tc` shapes (a token bucket). The machine must have `--most` times `--share` processors, and be quiet: what is
 measured is time. All that a host is made of is gone at the end.
@@ -41,7 +41,7 @@ _QUOTA_US = 1_000
 # few cores, which no cluster has.
 _TRAIN: dict[str, Any] = {
     "task": "examples.digits.task:Digits",
-    "task_args": {"channels": 160},
+    "task_args": {"channels": 96},
     "max_steps": 72,
     "precision": "fp32",
     "optimizer": {"name": "adamw", "lr": 0.002},
@@ -138,9 +138,13 @@ def _work(runs: list[dict[str, Any]], group: Path) -> None:
         train(run, fresh=True)
 
 
-def measured(hosts: Hosts, count: int, spec: SweepSpec, sizes: Sequence[int]) -> list[TrialRecord]:
-    """Run every batch size on so many hosts, with that seed; return their records, as a sweep would have them."""
-    place = {"storage_path": spec.storage.parent.uri, "seed": count}
+def measured(hosts: Hosts, count: int, spec: SweepSpec, sizes: Sequence[int], other_seeds: bool) -> list[TrialRecord]:
+    """Run every batch size on so many hosts; return their records, as a sweep would have them.
+
+    The curve of a run is the same on any number of workers, but for rounding; with `other_seeds` each number of hosts
+    has a seed of its own.
+    """
+    place = {"storage_path": spec.storage.parent.uri, "seed": count if other_seeds else 0}
     runs = [_TRAIN | place | {"name": f"{count}-{size}", "global_batch_size": size} for size in sizes]
     hosts.train(count, runs)
     records = []
@@ -155,12 +159,14 @@ def measured(hosts: Hosts, count: int, spec: SweepSpec, sizes: Sequence[int]) ->
     return records
 
 
-def campaign(learn: int, most: int, share: float, mbit: float, sizes: Sequence[int]) -> dict[str, Any]:
+def campaign(
+    learn: int, most: int, share: float, mbit: float, sizes: Sequence[int], other_seeds: bool
+) -> dict[str, Any]:
     """Learn on 1 to `learn` hosts, predict and measure `learn` + 1 to `most`."""
     with tempfile.TemporaryDirectory(prefix="what-if-") as directory, Hosts(most, share, mbit) as hosts:
         specs, learned = [_sweep(Path(directory), count, sizes) for count in range(1, learn + 1)], []
         for count, spec in enumerate(specs, 1):
-            for record in measured(hosts, count, spec, sizes):
+            for record in measured(hosts, count, spec, sizes, other_seeds):
                 Journal(spec.storage).append(record)
                 times = {"step_time_s": record.step_time_s, "time_to_target_s": record.time_to_target_s}
                 learned.append({"hosts": count} | record.config | times)
@@ -168,9 +174,18 @@ def campaign(learn: int, most: int, share: float, mbit: float, sizes: Sequence[i
         link = "" if learn > 1 else f"@{mbit / 1000:g}Gbit"
         shapes = read_shapes(",".join(f"{count}xcpu{link}" for count in counts))
         found = what_if(specs[0], shapes, [spec.uri for spec in specs[1:]])
-        rows = list(_compared(found.found, {count: measured(hosts, count, specs[0], sizes) for count in counts}))
+        rows = list(
+            _compared(found.found, {count: measured(hosts, count, specs[0], sizes, other_seeds) for count in counts})
+        )
     figures = {name: [row for row in rows if row["figure"] == name] for name in ("step time", "time to target")}
-    given = {"learn": learn, "most": most, "share": share, "mbit": mbit, "sizes": list(sizes)}
+    given = {
+        "learn": learn,
+        "most": most,
+        "share": share,
+        "mbit": mbit,
+        "sizes": list(sizes),
+        "other_seeds": other_seeds,
+    }
     return {"given": given, "learned": learned, "rows": rows} | {
         name: summarize([(name, row["predicted"], row["measured"]) for row in those])
         for name, those in figures.items()
@@ -215,6 +230,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--most", type=int, default=6, help="hosts that are predicted, and run")
     parser.add_argument("--share", type=float, default=0.25, help="of a processor, a host")
     parser.add_argument("--mbit", type=float, default=200.0, help="of a link, a second")
+    parser.add_argument("--other-seeds", action="store_true", help="each number of hosts trains with its own")
     parser.add_argument("--short", action="store_true", help="two batch sizes and three hosts")
     parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -228,7 +244,7 @@ def main(argv: list[str] | None = None) -> None:
     if most * given.share > math.floor(os.cpu_count() or 1):
         parser.error(f"{most} hosts with {given.share:g} of a processor each are more than there are")
     sizes = [32, 128] if given.short else [32, 64, 128, 256]
-    found = campaign(given.learn, most, given.share, given.mbit, sizes)
+    found = campaign(given.learn, most, given.share, given.mbit, sizes, given.other_seeds)
     for row in found["learned"]:
         place = f"{row['hosts']} hosts, batch {row['global_batch_size']:4}, step time"
         print(f"  {place}     : learned from {row['step_time_s']:.4g} s")

@@ -12,8 +12,9 @@ two thirds of the compute, lies between none and full. `fixed` and `each` of a d
 roofline by operator (Williams et al. 2009): `each` the roofline's over an efficiency, `fixed` the host's part and the
 launches of its kernels, with what does not grow with the batch. Efficiency and launch time are learned where such a
 device was measured, and carried to others with a doubt; of a measured device `fixed` and `each` are what it shows. All
-that is unknown has a prior, a judgement that is written down here. The posterior is drawn by the stretch move of
-Goodman and Weare (2010); every figure is a quantile of its draws.
+that is unknown has a prior, a judgement that is written down here. Draws of the prior become draws of the posterior as
+the measurements are made to count by and by (Del Moral, Doucet and Jasra 2006), and are moved by the stretch move of
+Goodman and Weare (2010); every figure is a quantile of them.
 """
 
 import math
@@ -42,7 +43,8 @@ _CARRIED = 0.2  # of efficiency and launches, from one device to another
 _UNKNOWN = 1.5
 _AWAY = 0.04  # an octave of samples or workers beyond measured ones
 _BACKWARD = 2 / 3
-_WALKERS, _STEPS, _THINNING = 96, 1000, 16
+_WALKERS, _MOVES, _LAST_MOVES, _KEPT = 1000, 8, 120, 3
+_COUNTING = 0.5  # of the walkers, that still do after a step towards the posterior
 
 
 @dataclass(frozen=True)
@@ -152,22 +154,41 @@ def learn(
         shares = [one.where.share for one in measured if one.where.device == device]
         priors[f"each {device}"] = (float(np.median(times) / np.median(shares)) / 2, _UNKNOWN)
         priors[f"fixed {device}"] = (min(times) / 4, _UNKNOWN)
+    rng = np.random.default_rng(seed)
     names = [*dict.fromkeys([*priors, *_SHARES, *told])]
     of_told = np.array([told[name] for name in told]) if told else np.zeros((0, 2))
     mean, precision = of_told.mean(axis=1), np.linalg.pinv(np.atleast_2d(np.cov(of_told))) if told else np.zeros((0, 0))
 
+    centres = {name: math.log(median) for name, (median, _) in priors.items()}
+
+    def of_prior(count: int) -> Array:
+        """Return draws [W, P] of the prior, those of what is told as they belong together."""
+        rows, points = rng.integers(of_told.shape[1], size=count), dict[str, Array]()
+        for index, name in enumerate(told):
+            points[name] = of_told[index, rows]
+        for name in names:
+            if name in _SHARES and name not in told:
+                points[name] = rng.logistic(size=count)
+            elif name not in told:
+                points[name] = centres[name] + priors[name][1] * rng.standard_normal(count)
+        for device, roofline in rooflines.items():
+            if f"each {device}" in points:
+                for name, centre in _by_roofline(device, roofline, points).items():
+                    points[name] = centre + _CARRIED * rng.standard_normal(count)
+        return np.stack([points[name] for name in names], axis=1)
+
     at, logs = [one.where for one in measured], np.log([one.step_time_s for one in measured])
     errors = np.array([one.error for one in measured])
 
-    def density(points: Array) -> Array:
-        """Return the logarithm [W] of the posterior's density, but for a constant, at points [W, P]."""
+    def prior(points: Array) -> Array:
+        """Return the logarithm [W] of the prior's density, but for a constant, at points [W, P]."""
         values = dict(zip(names, points.T, strict=True))
         found = np.zeros(len(points))
         for name, value in values.items():
             if name not in told and name in _SHARES:  # uniform
                 found += -value - 2 * np.logaddexp(0, -value)
             elif name not in told and name.partition(" ")[2] not in rooflines:
-                found -= ((value - math.log(priors[name][0])) / priors[name][1]) ** 2 / 2
+                found -= ((value - centres[name]) / priors[name][1]) ** 2 / 2
         for device, roofline in rooflines.items():
             if f"each {device}" in values:
                 for name, centre in _by_roofline(device, roofline, values).items():
@@ -175,21 +196,16 @@ def learn(
         if told:
             off = np.array([values[name] for name in told]).T - mean
             found -= np.einsum("wp,pq,wq->w", off, precision, off) / 2
+        return found
+
+    def likelihood(points: Array) -> Array:
+        """Return the logarithm [W] of the likelihood of what was measured, but for a constant, at points [W, P]."""
+        values = dict(zip(names, points.T, strict=True))
         variance = errors**2 + np.exp(2 * values["noise"])[:, None]
         off = logs - _log_times(at, gradient_bytes, values)
-        return np.asarray(found - (off**2 / variance + np.log(variance)).sum(axis=1) / 2)
+        return np.asarray(-(off**2 / variance + np.log(variance)).sum(axis=1) / 2)
 
-    rng = np.random.default_rng(seed)
-    start = np.zeros((40 * _WALKERS, len(names)))
-    for index, name in enumerate(names):
-        if name in told:
-            start[:, index] = rng.choice(told[name], len(start))
-        elif name in _SHARES:
-            start[:, index] = rng.logistic(size=len(start))
-        else:
-            start[:, index] = math.log(priors[name][0]) + min(1.0, priors[name][1]) * rng.standard_normal(len(start))
-    best = start[np.argsort(density(start))[-_WALKERS:]]
-    drawn = _stretched(density, best, rng)
+    drawn = _annealed(prior, likelihood, of_prior(_WALKERS), rng)
     return StepTimes(measured, gradient_bytes, links, rooflines, dict(zip(names, drawn.T, strict=True)))
 
 
@@ -228,13 +244,62 @@ def _share(logit: Array) -> Array:
     return np.asarray(1 / (1 + np.exp(-logit)))
 
 
-def _stretched(density: Callable[[Array], Array], walkers: Array, rng: np.random.Generator) -> Array:
-    """Return draws [D, P] of a density, by Goodman and Weare's stretch move from walkers [W, P]; the first half of the
-    steps is left out.
+def _annealed(
+    prior: Callable[[Array], Array], likelihood: Callable[[Array], Array], walkers: Array, rng: np.random.Generator
+) -> Array:
+    """Return draws [D, P] of the product of prior and likelihood, by walkers [W, P] that are draws of the prior.
+
+    A mode far from the prior's middle is found: when the measurements count little, walkers are still everywhere.
     """
+    counts = 0.0
+    while counts < 1:
+        likely = likelihood(walkers)
+        more = _step(likely, 1 - counts)
+        weights = np.exp(more * (likely - likely.max()))
+        places = np.cumsum(weights / weights.sum())
+        chosen = np.searchsorted(places, (np.arange(len(walkers)) + rng.random()) / len(walkers))
+        walkers, counts = rng.permutation(walkers[np.minimum(chosen, len(walkers) - 1)]), min(1.0, counts + more)
+        walkers = _stretched(prior, likelihood, counts, walkers, _MOVES, rng)
+    kept = []
+    for _ in range(_KEPT):
+        walkers = _stretched(prior, likelihood, 1.0, walkers, _LAST_MOVES // _KEPT, rng)
+        kept.append(walkers)
+    return np.concatenate(kept)
+
+
+def _step(likely: Array, most: float) -> float:
+    """Return how much more the measurements may count at once, by their likelihoods at the walkers."""
+
+    def counting(step: float) -> float:
+        weights = np.exp(step * (likely - likely.max()))
+        return float(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+
+    low, high = 0.0, most
+    if counting(most) >= _COUNTING:
+        return most
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if counting(middle) >= _COUNTING else (low, middle)
+    return max(low, 1e-9)
+
+
+def _stretched(
+    prior: Callable[[Array], Array],
+    likelihood: Callable[[Array], Array],
+    counts: float,
+    walkers: Array,
+    steps: int,
+    rng: np.random.Generator,
+) -> Array:
+    """Return walkers [W, P] after steps of Goodman and Weare's stretch move, in which the likelihood `counts`."""
+
+    def density(points: Array) -> Array:
+        return prior(points) + counts * likelihood(points)
+
+    walkers = walkers.copy()
     half, dimensions = len(walkers) // 2, walkers.shape[1]
-    at, kept = density(walkers), []
-    for step in range(_STEPS):
+    at = density(walkers)
+    for _ in range(steps):
         for own, other in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
             stretch = (1 + rng.random(half)) ** 2 / 2  # density proportional to 1 / sqrt(z) in [1/2, 2]
             partners = walkers[other][rng.integers(half, size=half)]
@@ -243,6 +308,4 @@ def _stretched(density: Callable[[Array], Array], walkers: Array, rng: np.random
             taken = np.log(rng.random(half)) < (dimensions - 1) * np.log(stretch) + there - at[own]
             walkers[own] = np.where(taken[:, None], moved, walkers[own])
             at[own] = np.where(taken, there, at[own])
-        if step >= _STEPS // 2 and step % _THINNING == 0:
-            kept.append(walkers.copy())
-    return np.concatenate(kept)
+    return walkers
