@@ -12,8 +12,9 @@ from typing import Any
 
 from examples.digits.task import Digits
 from tests.lab.held_sweep import BATCH, DIRECTORY, RATES, STEPS
+from tests.lab.hosts import REPOSITORY
 
-COMMAND = "python -m benchmarks.head_plain"
+COMMAND = f"env PYTHONPATH={REPOSITORY} python -m benchmarks.head_plain"  # .rayignore leaves it out of a job
 RECORDS = "held/ended/*"
 _STORAGE = f"{DIRECTORY}/runs"
 

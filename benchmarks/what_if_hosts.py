@@ -1,6 +1,6 @@
 """What-if on hosts that are there: learn on one or two, predict more, and run those as well.
 
-Run as: python -m benchmarks.what_if_hosts [--learn 2] [--most 6] [--share 0.25] [--mbit 200] [--other-seeds] [--keep]
+Run as: python -m benchmarks.what_if_hosts [--learn 2] [--most 6] [--share 0.2] [--mbit 100] [--other-seeds] [--keep]
 Linux, as root. A host is a process in a network namespace of its own, with a share of a processor (a CFS quota) and a
 link that `tc` shapes (a token bucket). The machine must have `--most` times `--share` processors, and be quiet: what is
 measured is time. All that a host is made of is gone at the end.
@@ -228,8 +228,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learn", type=int, default=2, choices=(1, 2), help="hosts that are learned from")
     parser.add_argument("--most", type=int, default=6, help="hosts that are predicted, and run")
-    parser.add_argument("--share", type=float, default=0.25, help="of a processor, a host")
-    parser.add_argument("--mbit", type=float, default=200.0, help="of a link, a second")
+    parser.add_argument("--share", type=float, default=0.2, help="of a processor, a host")
+    parser.add_argument("--mbit", type=float, default=100.0, help="of a link, a second")
     parser.add_argument("--other-seeds", action="store_true", help="each number of hosts trains with its own")
     parser.add_argument("--short", action="store_true", help="two batch sizes and three hosts")
     parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
