@@ -101,13 +101,13 @@ def main() -> None:
     given = parser.parse_args()
     if why := missing():
         raise SystemExit(f"there can be no lab here: {why}")
-    found: dict[str, list[dict[str, Any]]] = {}
+    rows: list[dict[str, Any]] = []
     for number in range(given.rounds):
         for name in [given.only] if given.only else WAYS:
             outcome = cut(WAYS[name], given.off_s)
-            found.setdefault(name, []).append(asdict(outcome))
+            rows.append({"way": name, **asdict(outcome)})
             print(f"round {number + 1}: {name:15} {outcome}", flush=True)
-    print(f"kept in {save('head', {'off_s': given.off_s, 'cuts': found}, given.keep)}")
+    print(f"kept in {save('head', {'off_s': given.off_s, 'rows': rows}, given.keep)}")
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def campaign(
         "other_seeds": other_seeds,
     }
     return {"given": given, "learned": learned, "rows": rows} | {
-        name: summarize([(name, row["predicted"], row["measured"]) for row in those])
+        name: summarize([(name, [row["low"], row["predicted"], row["high"]], row["measured"]) for row in those])
         for name, those in figures.items()
         if those
     }
@@ -212,15 +212,8 @@ def _compared(found: Sequence[Any], there: Mapping[int, Sequence[TrialRecord]]) 
         }
         for name, (interval, value) in pairs.items():
             if interval is not None and value is not None:
-                predicted = [interval.low, interval.value, interval.high]
-                yield (
-                    {"figure": name, "hosts": one.shape.workers}
-                    | one.config
-                    | {
-                        "predicted": predicted,
-                        "measured": value,
-                    }
-                )
+                of_interval = {"predicted": interval.value, "low": interval.low, "high": interval.high}
+                yield {"figure": name, "hosts": one.shape.workers, **one.config, "measured": value, **of_interval}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -249,10 +242,9 @@ def main(argv: list[str] | None = None) -> None:
         place = f"{row['hosts']} hosts, batch {row['global_batch_size']:4}, step time"
         print(f"  {place}     : learned from {row['step_time_s']:.4g} s")
     for row in found["rows"]:
-        low, middle, high = row["predicted"]
         print(
             f"  {row['hosts']} hosts, batch {row['global_batch_size']:4}, {row['figure']:14}: measured "
-            f"{row['measured']:.4g} s, predicted {middle:.4g} s [{low:.4g}, {high:.4g}]"
+            f"{row['measured']:.4g} s, predicted {row['predicted']:.4g} s [{row['low']:.4g}, {row['high']:.4g}]"
         )
     for name in ("step time", "time to target"):
         if name in found:

@@ -84,7 +84,9 @@ def _tables(work: dict[str, Any], unit: str) -> Iterator[str]:
         flat = {key: _flat(value) for key, value in tree.items() if isinstance(value, dict) and "median" not in value}
         if any(flat.values()):
             yield _table({_words(name): _words(key), **row} for key, row in flat.items() if row)
-    yield from (_table(_records(value)) for value in work.values() if isinstance(value, list))
+    for value in work.values():
+        if isinstance(value, list) and all(isinstance(row, dict) for row in value):
+            yield _table(_records(value))
 
 
 def _is_table(tree: dict[str, Any]) -> bool:
