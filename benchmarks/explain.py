@@ -210,12 +210,12 @@ class Bench:
     step_s: dict[str, float]
     """Of a healthy step, by task."""
 
-    def spec(self, task: str, changes: Changes) -> RunSpec:
-        """A run of a task with changes."""
+    def spec(self, task: str, changes: Changes, steps: int | None = None) -> RunSpec:
+        """A run of a task with changes; where nothing is said of its steps, as many as fill the time."""
         slower = (
             1 + sum(v for k, v in changes.items() if k.startswith("plant.") and k.endswith("_s")) / self.step_s[task]
         )
-        steps = max(40, int(self.seconds / self.step_s[task] / slower))
+        steps = steps or max(40, int(self.seconds / self.step_s[task] / slower))
         return replace(make_spec(tree(task, changes, self.directory, steps), "benchmark", None), quiet=True)
 
     def case(self, task: str, plant: Plant | None, slow: Changes, around: Changes) -> dict[str, Any]:
@@ -244,7 +244,8 @@ class Bench:
 
     def removed(self, task: str, slow: Changes, around: Changes) -> float:
         """The gain of the run without its plant, measured side by side."""
-        old, new = self.spec(task, slow | around), self.spec(task, around)
+        old = self.spec(task, slow | around)
+        new = self.spec(task, around, old.config.max_steps)
         job = CompareJob(**asdict(old), new=new.tree, seconds=self.seconds, step_s=self.step_s[task])
         return run_spawn(job).gain.value
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainers.config import TrainConfig
@@ -87,7 +87,9 @@ class CompareJob(Job[Verified]):
         place = self.storage.parent.child(f"{self.storage.name}-{group.first(uuid.uuid4().hex)}")
         try:
             result = fit(
-                self.load_task(), short, RunContext(place, context.launcher, *of_all, *of_host, context.device_index)
+                replace(self, tree=tree).load_task(),
+                short,
+                RunContext(place, context.launcher, *of_all, *of_host, context.device_index),
             )
             log = read_log(place)
             group.barrier()
