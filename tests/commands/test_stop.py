@@ -90,7 +90,7 @@ def test_told_while_its_workers_start_it_leaves_nothing(start: Start, number: si
     ("launcher", "stuck"),
     [
         ("spawn", True),
-        ("torchrun", False),
+        pytest.param("torchrun", False, marks=pytest.mark.campaign),
         pytest.param("spawn", False, marks=pytest.mark.campaign),
         pytest.param("torchrun", True, marks=pytest.mark.campaign),
     ],

@@ -23,7 +23,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.campaign] * (name == "torchrun agent")) for name in CASES]
+)
 def test_it_holds(name: str) -> None:
     row = run_case(Case("short", SCENARIOS[name.partition(" ")[0]], CASES[name]), WORKSPACE)
     assert row.landed, "the fault did not happen"

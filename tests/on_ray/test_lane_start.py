@@ -102,6 +102,7 @@ def watching(title: str) -> Iterator[set[int]]:
 
 
 @pytest.mark.full
+@pytest.mark.campaign
 def test_equal_trials_of_a_random_search_end_at_once(tmp_path: Path, driver: Any) -> None:
     """One configuration is drawn again and again, and trained once; both lanes end their trials at the same time."""
     before = {actor.actor_id for actor in actors()}

@@ -77,6 +77,7 @@ def test_what_cannot_be_put_back_costs_a_restart_and_nothing_else(tmp_path: Path
 
 
 @pytest.mark.full
+@pytest.mark.campaign
 def test_a_lane_does_not_grow(tmp_path: Path, driver: Any) -> None:
     """Resident memory of the worker after 200 trials, beside that after 10."""
     memory = tmp_path / "memory"

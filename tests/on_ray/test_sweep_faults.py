@@ -103,6 +103,7 @@ def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_
     assert first in again
 
 
+@pytest.mark.campaign
 def test_records_that_vanish_are_written_again(tmp_path: Path, driver: Any) -> None:
     pids = tmp_path / "pids"
     spec = sweep(tmp_path, {"seed": [1, 2, 3]}, {"task_args": {"pids": str(pids), "pause_s": 0.1}})
