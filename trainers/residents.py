@@ -82,6 +82,7 @@ def join_cluster() -> None:
     """Let this process, where no RAY_ADDRESS says otherwise, use the cluster of this machine where there is one."""
     if not os.environ.get("RAY_ADDRESS") and (known := cluster()) is not None:
         os.environ["RAY_ADDRESS"] = known["address"]
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # as it was started, see trainers/on_ray/environment.py
 
 
 def has_cluster() -> bool:

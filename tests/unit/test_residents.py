@@ -56,7 +56,9 @@ def test_a_cluster_that_has_died_is_none(temporary: Path, monkeypatch: pytest.Mo
     residents.join_cluster()
     assert os.environ["RAY_ADDRESS"] == "there:6379", "the user's own wins"
     monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.delenv("RAY_AUTH_MODE")
     residents.join_cluster()
+    assert os.environ.pop("RAY_AUTH_MODE") == "token", "Ray would not let it in"
     assert os.environ.pop("RAY_ADDRESS") == "127.0.0.1:1"
 
     place = temporary / f"paceline-{os.getuid()}" / "cluster.json"
