@@ -23,9 +23,9 @@ sweep: install
 # What a change is likely to break, in less than ten minutes on two cores; `test-all` is all there is.
 test: install
 	@echo "=== 1 of 2: plain Python, in two processes"
-	$(BIN)/python -m pytest -m "not full" -n 2 --dist worksteal tests/unit
+	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist worksteal tests/unit
 	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands
+	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands
 
 WAITING := tests/lab/test_aws_hosts.py tests/lab/test_slurm.py
 
