@@ -246,8 +246,9 @@ class Bench:
         """The gain of the run without its plant, measured side by side."""
         old = self.spec(task, slow | around)
         new = self.spec(task, around, old.config.max_steps)
-        job = CompareJob(**asdict(old), new=new.tree, seconds=self.seconds, step_s=self.step_s[task])
-        return run_spawn(job).gain.value
+        with old.storage.beside() as place:
+            given = {"seconds": self.seconds, "step_s": self.step_s[task], "place": place.uri}
+            return run_spawn(CompareJob(**asdict(old), new=new.tree, **given)).gain.value
 
 
 def main() -> None:

@@ -176,6 +176,15 @@ class Storage:
         """The last part of the path."""
         return self._place.rpartition("/")[2]
 
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Storage]:
+        """A directory of its own beside this one for a block, after which it is deleted with all below it."""
+        place = self.parent.child(f"{self.name}-{uuid.uuid4().hex}")
+        try:
+            yield place
+        finally:
+            place.delete("")
+
     def locate(self, name: str) -> str:
         """Where a user finds the file `name`."""
         return f"{self._place.rstrip('/')}/{name}{self._options}"

@@ -131,8 +131,9 @@ def _verified(advice: Advice, spec: RunSpec, seconds: float, step_s: float, work
         return advice
     try:
         new = changed(spec.tree, advice.changes, spec.source)
-        job = CompareJob(**asdict(spec), new=new, seconds=seconds, step_s=step_s)
-        return replace(advice, verified=workers(job).gain)
+        with spec.storage.beside() as place:
+            job = CompareJob(**asdict(spec), new=new, seconds=seconds, step_s=step_s, place=place.uri)
+            return replace(advice, verified=workers(job).gain)
     except (ConfigError, PacelineError) as error:
         logger.warning("%s could not be run: %s", advice.changes, first_line(error))
         return advice

@@ -7,7 +7,6 @@ what one of them takes and how often the whole run would have it.
 from __future__ import annotations
 
 import json
-import uuid
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from trainers.loop.fit import fit
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.result import Pauses, RunResult
 from trainers.measure.run_log import read_log
+from trainers.storage import Storage
 
 _ROUNDS = 3
 _FEWEST = 30
@@ -44,8 +44,8 @@ class Verified:
 
 @dataclass(frozen=True)
 class CompareJob(Job[Verified]):
-    """Trains both configurations in turn, from the start each time, in directories beside the run's that are deleted:
-    a checkpoint takes as long as on the run's own storage.
+    """Trains both configurations in turn, from the start each time, on the run's own storage, as whose checkpoints
+    theirs take as long.
     """
 
     new: dict[str, Any]
@@ -54,6 +54,8 @@ class CompareJob(Job[Verified]):
     """Of one turn."""
     step_s: float
     """What a step of the old one takes."""
+    place: str
+    """Directory for what the turns write; who has made the job deletes it, for a worker may be killed."""
 
     def read_result(self, text: bytes) -> Verified:
         """Parse what `execute` returned on rank 0."""
@@ -66,11 +68,12 @@ class CompareJob(Job[Verified]):
         for number in range(_ROUNDS):
             found = {}
             for name in ("old", "new") if number % 2 == 0 else ("new", "old"):
-                found[name] = self._sample_s(self.tree if name == "old" else self.new, context)
+                tree = self.tree if name == "old" else self.new
+                found[name] = self._sample_s(tree, context, Storage(self.place).child(f"{number}-{name}"))
             rounds.append((found["old"], found["new"]))
         return Verified(Pair(rounds).gain)
 
-    def _sample_s(self, tree: dict[str, Any], context: RunContext) -> float:
+    def _sample_s(self, tree: dict[str, Any], context: RunContext, place: Storage) -> float:
         """Seconds that a sample takes in one turn."""
         whole = build(TrainConfig, tree, self.source)
         group = Group(context.rank, context.world_size, resolve_device(whole.device, context.device_index))
@@ -84,18 +87,12 @@ class CompareJob(Job[Verified]):
         }
         short = build(TrainConfig, override(TrainConfig, tree, changes), self.source)
         of_all, of_host = (context.rank, context.world_size), (context.local_rank, context.local_world_size)
-        place = self.storage.parent.child(f"{self.storage.name}-{group.first(uuid.uuid4().hex)}")
-        try:
-            result = fit(
-                replace(self, tree=tree).load_task(),
-                short,
-                RunContext(place, context.launcher, *of_all, *of_host, context.device_index),
-            )
-            log = read_log(place)
-            group.barrier()
-        finally:
-            if context.rank == 0:
-                place.delete("")
+        worker = RunContext(place, context.launcher, *of_all, *of_host, context.device_index)
+        result = fit(replace(self, tree=tree).load_task(), short, worker)
+        log = read_log(place)
+        group.barrier()
+        if context.rank == 0:
+            place.delete("")
         return sample_s(result, log, whole)
 
 

@@ -2,7 +2,6 @@
 
 import sys
 import traceback
-import uuid
 from typing import Any
 
 import ray.train
@@ -42,17 +41,13 @@ def run_job(job: Job[R]) -> R:
     Raises ConfigError where the cluster can never hold the group, RunFailedError where a worker failed.
     """
     gpu = check_cluster(job) == "cuda"
-    place = job.storage.parent.child(f"{job.storage.name}-{uuid.uuid4().hex}")
-    trainer = TorchTrainer(
-        _worker,
-        train_loop_config={"job": job},
-        torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]
-        scaling_config=ray_scaling(job.config.scaling, gpu),
-        run_config=ray.train.RunConfig(name=place.name, storage_path=place.parent.uri),
-    )
-    try:
-        with ending_with_cluster("nothing was changed"), VitalSigns():
-            answer: str = fit(trainer).return_value  # type: ignore[attr-defined]
-    finally:
-        place.delete("")
+    with job.storage.beside() as place, ending_with_cluster("nothing was changed"), VitalSigns():
+        trainer = TorchTrainer(
+            _worker,
+            train_loop_config={"job": job},
+            torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]
+            scaling_config=ray_scaling(job.config.scaling, gpu),
+            run_config=ray.train.RunConfig(name=place.name, storage_path=place.parent.uri),
+        )
+        answer: str = fit(trainer).return_value  # type: ignore[attr-defined]
     return job.read_result(answer.encode())
