@@ -56,7 +56,6 @@ CASES: dict[str, tuple[Readings, dict[str, Any], dict[str, Any]]] = {
     "slow loader": (readings(rank(loader=9.0)), {}, {"data.num_workers": 2}),
     "slow transform": (readings(rank(transform=4.0), hand_over_s=0.3e-3), {}, {}),
     "hidden synchronisation": (readings(rank(blocked={"forward": 6.0}, forward=9.0)), {}, {}),
-    "recompiles": (readings(rank(recompiles=4.0)), {"compile": "default"}, {"compile": "off"}),
     "straggling rank": (readings(rank(waiting_for_ranks=4.0), rank(1, forward=7.0), all_reduce_s=0.0), {}, {}),
     "small all-reduce buckets": (
         readings(rank(communication=4.0), rank(1, communication=4.0), all_reduce_s=1e-3),
@@ -168,12 +167,12 @@ def machine(gpu: Any = None, **figures: float) -> Any:
 
 SLOW_WINDOWS = [{"step": 50 + at, "step_time_s": 0.01 if at < 30 else 0.02} for at in range(100)]
 RECORDED: dict[str, tuple[RunResult, list[dict[str, Any]], dict[str, Any]]] = {
-    "evaluation too often": (result(pauses=Pauses(20, 8.0, 2, 0.1)), [], {"evaluate.every_epochs": 40}),
+    "evaluation too often": (result(pauses=Pauses(20, 8.0, 2, 0.1, 0.4)), [], {"evaluate.every_epochs": 40}),
     "checkpoint stalls": (result(pauses=Pauses(20, 0.5, 20, 8.0)), [], {"checkpoint.every_epochs": 40}),
     "recompiles": (
         result(compile={"graphs": 9, "graph_breaks": 0, "recompiles": 8}, first_step_s=1.0, train_time_s=18.0),
         [],
-        {"compile": "off"},
+        {},
     ),
     "thermal throttling": (
         result(ranks=[machine({"slowed_by": ["heat"], "temperature_c": 91.0})]),
@@ -201,6 +200,17 @@ def test_a_healthy_run_has_nothing_to_gain_and_shares_add_up_without_a_profile()
     shares = run_shares(recorded, None)
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["evaluation"] == pytest.approx(0.05)
+
+
+def test_what_compiles_again_is_counted_once_for_the_whole_run() -> None:
+    compiling = Profile(readings(recompiled_share=0.2), [])
+    (found,) = advise(Recorded(config(compile="default")), compiling)
+    assert (found.kind, found.predicted.value) == ("recompiles", 0.2)
+    shares = run_shares(Recorded(config(compile="default")), compiling)
+    assert (shares["recompiles"], sum(shares.values())) == pytest.approx((0.2, 1))
+    compiled = {"graphs": 3, "graph_breaks": 0, "recompiles": 2}
+    without = result(compile=compiled, first_step_s=0.01)
+    assert list(advise(Recorded(config(compile="default"), without), compiling)) == [], "the run took no time for it"
 
 
 def test_a_gain_of_steps_is_one_of_the_runs_time() -> None:
@@ -233,16 +243,23 @@ def test_it_is_measured_by_workers_of_the_cluster(tmp_path: Path) -> None:
 
 def test_what_is_due_seldom_is_counted_by_the_whole_run() -> None:
     log = [{"step": step, "train_loss": 1.0, "train_time_s": step / 100} for step in (5, 55)]
-    short = result(steps=55, epochs=55 / 50, pauses=Pauses(2, 1.0, 1, 2.0))
+    short = result(steps=55, epochs=55 / 50, pauses=Pauses(3, 9.0, 1, 2.0, first_evaluation_s=8.0))
     whole = config(evaluate={"every_steps": 100}, checkpoint={"every_steps": 500})
     assert sample_s(short, log, whole) == pytest.approx((0.01 + 0.5 / 100 + 2.0 / 500) / 64)
+
+
+def test_a_short_run_of_a_compiled_one_compiles_once() -> None:
+    log = [{"step": step, "train_loss": 1.0, "train_time_s": 5 + step / 20} for step in (5, 55)]
+    compiled = {"graphs": 3, "graph_breaks": 0, "recompiles": 2}
+    short = result(steps=50, train_time_s=6.0, compile=compiled, pauses=None)
+    assert sample_s(short, log, config(max_steps=1000, epochs=None)) == pytest.approx((0.01 + 5.5 / 1000) / 64)
 
 
 def test_a_run_counts_its_pauses(tmp_path: Path) -> None:
     found = run_local(make(tmp_path))
     assert found.pauses is not None
     assert (found.pauses.evaluations, found.pauses.checkpoints) == (3, 3)
-    assert found.pauses.evaluation_s > 0
+    assert found.pauses.evaluation_s > found.pauses.first_evaluation_s > 0
     assert found.ranks[0]["machine"]["cpu_s"] > 0
 
 

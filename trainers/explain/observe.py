@@ -69,6 +69,13 @@ class Stepper:
         self.samples = parts.sampler.step_size(0) * pieces
         """Of a step, over all ranks."""
 
+    @property
+    def prepared(self) -> int:
+        """Steps whose batches loader processes have ready when nobody takes any."""
+        loader = self.parts.train_feed._loader
+        batches = loader.num_workers * (loader.prefetch_factor or 2) if loader is not None else 0
+        return -(-batches // self.parts.accumulation)
+
     def step(self) -> None:
         """Take one; where the device is asynchronous it is not waited for."""
         sizes = next(self._sizes)
@@ -96,10 +103,12 @@ def observe(parts: Replica, config: TrainConfig, inspection: Inspection | None, 
     """Return the readings of steps that take about `seconds`."""
     stepper = Stepper(parts)
     count = warm(stepper, seconds, _FEWEST)
-    rows, reads, spins = _segmented(stepper, count, inspection, spinning=config.data.num_workers == 0)
+    rows, reads, spins, recompiled = _segmented(stepper, count, inspection, spinning=config.data.num_workers == 0)
     ready_s = _batch_ready_s(parts) if parts.train_feed.resident is None else (0.0, 0.0, 0.0)
     if any(parts.group.gather(sum(reads.values()) > _MANY_READS)):
         _without_watching(rows, stepper.time_s(max(1, count // 4)))
+    usual_s, recompiled_s = (statistics.fmean(map(_wall_s, some)) if some else 0.0 for some in (rows, recompiled))
+    lost_s = len(recompiled) * max(0.0, recompiled_s - usual_s)
     own = RankReadings(parts.group.rank, *_means(rows), stolen=spins, reads=reads)
     every = _with_waiting(parts.group.gather(own), reduced := _all_reduce_s(parts))
     return parts.group.first(
@@ -114,6 +123,7 @@ def observe(parts: Replica, config: TrainConfig, inspection: Inspection | None, 
             device=parts.device.type,
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             fixed_share=_fixed_share(stepper, config),
+            recompiled_share=lost_s / (lost_s + parts.total_steps * usual_s),
             hand_over_s=ready_s[2],
             all_reduce_s=reduced,
             reads_gain=_reads_gain(stepper) if any(parts.group.gather(bool(reads))) else None,
@@ -129,39 +139,44 @@ def observe(parts: Replica, config: TrainConfig, inspection: Inspection | None, 
 Row = tuple[dict[str, float], dict[str, float]]
 
 
+def _wall_s(row: Row) -> float:
+    return sum(row[0].values())
+
+
 def _segmented(
     stepper: Stepper, count: int, inspection: Inspection | None, spinning: bool
-) -> tuple[list[Row], dict[str, int], float]:
-    """Return wall and waited time of each of `count` steps by segment, host reads a step, and the share stolen."""
+) -> tuple[list[Row], dict[str, int], float, list[Row]]:
+    """Return wall and waited time of each of `count` steps by segment, host reads a step, and the share stolen; last
+    the steps that compiled again, which the others leave out.
+    """
     parts = stepper.parts
-    segments, rows, spun = Segments(parts.device), list[Row](), [0.0, 0.0]
+    segments, rows, recompiled, spun = Segments(parts.device), list[Row](), list[Row](), [0.0, 0.0]
     watch = inspection.compile_watch if inspection is not None else None
     if watch is not None:
         watch.compiled_since()
     every, batches = max(1, count // _SPINS), stepper.batches
     stepper.batches = _charged(batches, segments)
-    spare = count // 4 if parts.train_feed._loader is not None else 0  # what its processes have prepared is no measure
+    spare = stepper.prepared  # what is ready is no measure
     with parts_timed(parts, segments):
         for number in range(count + spare):
             segments.take()
             with segments.within("forward"):
                 stepper.step()
-            row = segments.take()
-            if watch is not None and watch.compiled_since():
-                row = {"recompiles": sum(row[0].values())}, {}
-            rows += [row] if number >= spare else []
+            row, compiled = segments.take(), watch is not None and watch.compiled_since()
+            if number >= spare:
+                (recompiled if compiled else rows).append(row)
             if spinning and number % every == 0:
                 spin(spun)
     stepper.batches = batches
     for _ in range(0 if spinning else _SPINS):
         spin(spun)
     reads = {place: round(times / count) for place, times in segments.read_at.items() if times >= count / 2}
-    return rows, reads, max(0.0, 1 - spun[1] / spun[0])
+    return rows or recompiled, reads, max(0.0, 1 - spun[1] / spun[0]), recompiled if rows else []
 
 
 def _without_watching(rows: Sequence[Row], plain_s: float) -> None:
     """Take out of the forward pass what watching so many host reads costs, by the time of steps without it."""
-    watched_s = statistics.fmean(sum(wall.values()) for wall, _ in rows)
+    watched_s = statistics.fmean(map(_wall_s, rows))
     for wall, _ in rows:
         wall["forward"] = max(0.0, wall.get("forward", 0.0) - max(0.0, watched_s - plain_s))
 

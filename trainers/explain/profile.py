@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_PROBES = 4
 _SLICE_S = 0.1
+_REFILL = 3
+"""Steps of a replica that fetches its own batches, in which the processes of another one have fetched two each."""
 
 
 def changed(tree: dict[str, Any], changes: dict[str, Any], source: str) -> dict[str, Any]:
@@ -86,12 +88,20 @@ class ProfileJob(Job[Profile]):
 
 
 def side_by_side(old: Replica, new: Replica, slice_s: float) -> Pair:
-    """Time slices of steps of two replicas in turn: seconds a sample. Every rank must call it."""
-    first, second = Stepper(old), Stepper(new)
-    counts = warm(first, slice_s), warm(second, slice_s)
+    """Time slices of steps of two replicas in turn: seconds a sample. Every rank must call it.
 
-    def one(stepper: Stepper, steps: int) -> float:
+    Where loader processes prepare batches during the other's slice, the slice begins when those are used up, and the
+    other's when they are made again.
+    """
+    steppers = Stepper(old), Stepper(new)
+    ahead = [one.prepared for one in steppers]
+    counts = [warm(one, slice_s, fewest=2 * some) for one, some in zip(steppers, ahead, strict=True)]
+
+    def one(number: int) -> float:
+        stepper = steppers[number]
         apply_matmul(stepper.parts.spec)
-        return stepper.time_s(steps) / stepper.samples
+        for _ in range(ahead[number] or (_REFILL if any(ahead) else 0)):
+            stepper.step()
+        return stepper.time_s(counts[number]) / stepper.samples
 
-    return Pair(paired(lambda: one(first, counts[0]), lambda: one(second, counts[1])))
+    return Pair(paired(lambda: one(0), lambda: one(1)))

@@ -20,7 +20,6 @@ SEGMENTS = (
     "communication",
     "waiting for ranks",
     "optimizer",
-    "recompiles",
     "other",
 )
 """What a step consists of; `loader` has the copy to the device in it."""
@@ -83,6 +82,9 @@ class Readings:
     """That this machine has for all ranks."""
     fixed_share: float | None = None
     """Share of a step that does not grow with its samples; None where that was not measured."""
+    recompiled_share: float = 0.0
+    """Share of the whole run's time that steps have taken here which compiled again; the other figures leave them out.
+    """
     hand_over_s: float = 0.0
     """Time in which a batch of a loader's process is taken over."""
     all_reduce_s: float | None = None

@@ -57,7 +57,8 @@ def run_shares(recorded: Recorded, profile: Profile | None) -> dict[str, float]:
     result = recorded.result
     inside = profile.readings.shares() if profile is not None else {}
     if result is None:
-        return inside
+        lost = profile.readings.recompiled_share if profile is not None else 0.0
+        return {name: share * (1 - lost) for name, share in inside.items()} | ({"recompiles": lost} if lost else {})
     wall_s, training_s = recorded.wall_s, recorded.training_s
     if not inside:
         waited = result.throughput.data_wait_share if result.throughput is not None else 0.0
@@ -78,11 +79,9 @@ def run_shares(recorded: Recorded, profile: Profile | None) -> dict[str, float]:
 
 def suspect_records(recorded: Recorded, readings: Readings | None) -> list[Suspicion]:
     """Return what the records show; gains are shares of the run's time."""
-    if recorded.result is None:
-        return []
     found = [
         *_pauses(recorded),
-        *_recompiled(recorded),
+        *_recompiled(recorded, readings),
         *_slowed(recorded, readings),
         *(_unprofiled(recorded) if readings is None else ()),
     ]
@@ -94,17 +93,18 @@ def _pauses(recorded: Recorded) -> Iterator[Suspicion]:
     if result is None or (pauses := result.pauses) is None:
         return
     evaluate, checkpoint = config.evaluate, config.checkpoint
-    for kind, count, seconds, section, every in (
-        ("evaluation too often", pauses.evaluations, pauses.evaluation_s, "evaluate", evaluate),
-        ("checkpoint stalls", pauses.checkpoints, pauses.checkpoint_s, "checkpoint", checkpoint),
+    each_checkpoint_s = pauses.checkpoint_s / max(1, pauses.checkpoints)
+    for kind, count, each_s, section, every in (
+        ("evaluation too often", pauses.evaluations, pauses.each_evaluation_s, "evaluate", evaluate),
+        ("checkpoint stalls", pauses.checkpoints, each_checkpoint_s, "checkpoint", checkpoint),
     ):
-        share = seconds / recorded.wall_s
+        share = count * each_s / recorded.wall_s
         if count < 2 or share <= WORTH:
             continue
         # The last one is always made.
         factor = max(2, round(share / _ENOUGH))
         kept = max(1, count // factor)
-        each = f"{seconds / count * 1e3:.3g} ms each"
+        each = f"{each_s * 1e3:.3g} ms each"
         words = f"{count} of them, {each}, took {share:.0%} of the run's time"
         key, value = next(
             (name, value)
@@ -121,15 +121,19 @@ def _pauses(recorded: Recorded) -> Iterator[Suspicion]:
         yield Suspicion(kind, words, Span(gain, 0.9 * gain, min(1.0, 1.1 * gain)), changes, fix, of_run=True)
 
 
-def _recompiled(recorded: Recorded) -> Iterator[Suspicion]:
+def _recompiled(recorded: Recorded, readings: Readings | None) -> Iterator[Suspicion]:
+    """By the records, and where there are none by the profile."""
     result = recorded.result
-    if result is None or not (result.compile or {}).get("recompiles"):
-        return
-    share = recorded.excess_s() / recorded.wall_s
-    times = (result.compile or {})["recompiles"]
-    words = f"{times} graphs were compiled again in mid-training, which took {share:.0%} of the run's time"
+    if result is not None:
+        share, times = recorded.excess_s() / recorded.wall_s, (result.compile or {}).get("recompiles", 0)
+        words = f"{times} graphs were compiled again in mid-training, which took {share:.0%} of the run's time"
+    else:
+        share, times = (readings.recompiled_share, 1) if readings is not None else (0.0, 0)
+        words = f"steps after the warm-up compiled again, which is {share:.0%} of the whole run's time"
     fix = "give the model batches of one shape (`drop_last: true`, padding), and no Python numbers that change"
-    yield Suspicion("recompiles", words, Span(share, 0.8 * share, share), {"compile": "off"}, fix, of_run=True)
+    if times:
+        fix = f"{fix}; or `compile: off`"
+        yield Suspicion("recompiles", words, Span(share, 0.8 * share, share), fix=fix, of_run=True)
 
 
 def _slowed(recorded: Recorded, readings: Readings | None) -> Iterator[Suspicion]:

@@ -27,7 +27,6 @@ def suspect(readings: Readings, config: TrainConfig) -> list[Suspicion]:
         *_loader(readings, config),
         *_transform(readings),
         *_blocked(readings),
-        *_recompiles(readings),
         *_straggler(readings),
         *_communication(readings, config),
         *_small_batch(readings, config),
@@ -94,14 +93,6 @@ def _blocked(readings: Readings) -> Iterator[Suspicion]:
         share = Span(*readings.reads_gain)
         words = f"steps whose reads wait for nothing take {share.value:.0%} less: it reads values at {places}"
     yield Suspicion("hidden synchronisation", words, share, fix=fix)
-
-
-def _recompiles(readings: Readings) -> Iterator[Suspicion]:
-    taken = readings.segment("recompiles")
-    words = f"steps after the warm-up compile again, which takes {taken / readings.step_s:.0%} of their time"
-    fix = "give the model batches of one shape (`drop_last: true`, padding), and no Python numbers that change"
-    share = _share(readings, taken, "recompiles")
-    yield Suspicion("recompiles", words, share, {"compile": "off"}, fix)
 
 
 def _own(rank: RankReadings) -> float:

@@ -1,7 +1,7 @@
 """Run a changed configuration beside the old one, in turn, and say how much less time a sample takes.
 
 The whole loop runs, with evaluations and checkpoints as each configuration has them; what is due seldom is counted by
-what one of them takes and how often the whole run would have it.
+what one of them takes and how often the whole run would have it, and what compiles is counted once.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import torch
 
 from trainers.config import TrainConfig
 from trainers.config.model import build
@@ -82,11 +84,14 @@ class CompareJob(Job[Verified]):
             "epochs": None,
             "max_steps": steps,
             "log_every_steps": WARMUP_STEPS,
+            "evaluate.every_epochs": None,
+            "evaluate.every_steps": min(steps // 2, whole.evaluate.every_steps or steps),  # two: the first says little
             "tracking": [],
             "profile_steps": 0,
         }
         short = build(TrainConfig, override(TrainConfig, tree, changes), self.source)
         of_all, of_host = (context.rank, context.world_size), (context.local_rank, context.local_world_size)
+        torch.compiler.reset()  # each turn compiles as a run does
         worker = RunContext(place, context.launcher, *of_all, *of_host, context.device_index)
         result = fit(replace(self, tree=tree).load_task(), short, worker)
         log = read_log(place)
@@ -101,6 +106,10 @@ def sample_s(result: RunResult, log: list[dict[str, Any]], whole: TrainConfig) -
     windows = [record for record in log if "train_loss" in record]
     first, last = windows[0], windows[-1]
     step_s: float = (last["train_time_s"] - first["train_time_s"]) / (last["step"] - first["step"])
+    once_s = 0.0
+    if result.compile is not None and result.throughput is not None:
+        step_s = result.throughput.step_time_s
+        once_s = result.train_time_s - result.steps * step_s
     per_epoch = round(result.steps / result.epochs) if result.epochs else 2**31
     total = whole.max_steps or (whole.epochs or 1) * per_epoch
     evaluate, checkpoint, paused = whole.evaluate, whole.checkpoint, result.pauses or Pauses()
@@ -110,7 +119,7 @@ def sample_s(result: RunResult, log: list[dict[str, Any]], whole: TrainConfig) -
         interval = section.every_steps or (section.every_epochs or 1) * per_epoch
         return -(-total // interval) / total
 
-    evaluated_s = paused.evaluation_s / max(1, paused.evaluations) * every(evaluate)
+    evaluated_s = paused.each_evaluation_s * every(evaluate)
     each_s = paused.checkpoint_s / max(1, paused.checkpoints)
     kept_s = each_s * (step_s / checkpoint.every_s if checkpoint.every_s else every(checkpoint))
-    return (step_s + evaluated_s + kept_s) / whole.batch_size
+    return (step_s + once_s / total + evaluated_s + kept_s) / whole.batch_size

@@ -24,8 +24,7 @@ def validate(attempt: Attempt) -> dict[str, float]:
     attempt.metrics |= figures
     attempt.evaluated_step = attempt.step
     if figures:
-        attempt.pauses.evaluations += 1
-        attempt.pauses.evaluation_s += time.perf_counter() - began
+        attempt.pauses.evaluated(time.perf_counter() - began)
     if figures and attempt.log is not None:
         attempt.log.add({**attempt.position(), **figures})
     if figures:
