@@ -44,7 +44,7 @@ def readings(*ranks: RankReadings, **changes: Any) -> Readings:
         "device": "cpu",
         "cores": 4,
     }
-    return Readings(list(ranks), step_s, 100, **(known | changes))
+    return Readings(list(ranks), step_s, step_s, 100, **(known | changes))
 
 
 def config(**changes: Any) -> TrainConfig:
@@ -186,11 +186,21 @@ RECORDED: dict[str, tuple[RunResult, list[dict[str, Any]], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", RECORDED)
 def test_records_show_what_lies_outside_a_step(kind: str) -> None:
     of_run, log, expected = RECORDED[kind]
-    measured = Profile(replace(readings(), step_s=0.01), [])
+    measured = Profile(replace(readings(), plain_step_s=0.01), [])
     recorded = Recorded(config(), of_run, log)
     (found,) = advise(recorded, measured)
     assert (found.kind, found.changes) == (kind, expected)
     assert sum(run_shares(recorded, measured).values()) == pytest.approx(1)
+
+
+def test_what_is_written_beside_the_steps_costs_what_they_take_longer() -> None:
+    often = result(train_time_s=19.0, pauses=Pauses(0, 0.0, 20, 1.0, written_s=18.0))
+    now = replace(readings(), plain_step_s=0.008)  # the run's took 0.01 s
+    (found,) = advise(Recorded(config(), often), Profile(now, []))
+    assert found.kind == "checkpoint stalls"
+    assert found.predicted.value == pytest.approx((1.0 + 0.2 * 19.0) / 20 * 19 / 20)
+    seldom = replace(often, pauses=Pauses(0, 0.0, 20, 1.0, written_s=0.1))
+    assert list(advise(Recorded(config(), seldom), Profile(now, []))) == []
 
 
 def test_a_healthy_run_has_nothing_to_gain_and_shares_add_up_without_a_profile() -> None:

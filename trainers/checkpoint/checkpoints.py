@@ -24,6 +24,7 @@ steps anyway, so nothing polls storage, and an error is met by all ranks in the 
 
 import logging
 import platform
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ class Checkpoints:
         # Kept from one checkpoint to the next: to start a thread takes milliseconds where cores are busy.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
+        self.written_s = 0.0
+        """Time that this rank's thread has been at work."""
 
     def save(
         self,
@@ -120,8 +123,18 @@ class Checkpoints:
         assert self._pending is None
         self._remember(metrics or {})
         copied = self._host.take({"state": state if self.group.rank == 0 else {}, "rows": rows})
-        job = self._thread.submit(self._files, step, copied["state"], rank_state, first, copied["rows"])
+        job = self._submit(self._files, step, copied["state"], rank_state, first, copied["rows"])
         self._pending = _Pending(step, dict(metrics or {}), job)
+
+    def _submit(self, write: Callable[..., Any], *args: Any) -> Future[Any]:
+        def timed() -> Any:
+            began = time.perf_counter()
+            try:
+                return write(*args)
+            finally:
+                self.written_s += time.perf_counter() - began
+
+        return self._thread.submit(timed)
 
     @property
     def pending(self) -> bool:
@@ -144,7 +157,7 @@ class Checkpoints:
             self._raise(pending.step, self.group.first(pending.job.result()))
             return self.locate(pending.step)
         files = self._gather(pending.step, *pending.job.result())
-        job = self._thread.submit(self._seal, pending.step, files, pending.metrics)
+        job = self._submit(self._seal, pending.step, files, pending.metrics)
         self._pending = _Pending(pending.step, pending.metrics, job, gathered=True)
         return None
 

@@ -105,8 +105,11 @@ def observe(parts: Replica, config: TrainConfig, inspection: Inspection | None, 
     count = warm(stepper, seconds, _FEWEST)
     rows, reads, spins, recompiled = _segmented(stepper, count, inspection, spinning=config.data.num_workers == 0)
     ready_s = _batch_ready_s(parts) if parts.train_feed.resident is None else (0.0, 0.0, 0.0)
+    for _ in range(stepper.prepared):
+        stepper.step()
+    plain_s = stepper.time_s(max(1, count // 2))
     if any(parts.group.gather(sum(reads.values()) > _MANY_READS)):
-        _without_watching(rows, stepper.time_s(max(1, count // 4)))
+        _without_watching(rows, plain_s)
     usual_s, recompiled_s = (statistics.fmean(map(_wall_s, some)) if some else 0.0 for some in (rows, recompiled))
     lost_s = len(recompiled) * max(0.0, recompiled_s - usual_s)
     own = RankReadings(parts.group.rank, *_means(rows), stolen=spins, reads=reads)
@@ -115,6 +118,7 @@ def observe(parts: Replica, config: TrainConfig, inspection: Inspection | None, 
         Readings(
             ranks=every,
             step_s=statistics.fmean(sum(one.wall_s.values()) for one in every),
+            plain_step_s=plain_s,
             steps=len(rows),
             samples=-(-config.batch_size // parts.group.world_size),
             microbatch_size=parts.microbatch_size,

@@ -70,7 +70,9 @@ class Readings:
 
     ranks: list[RankReadings]
     step_s: float
-    """Mean time of a step."""
+    """Mean time of a step, with what it takes to watch it."""
+    plain_step_s: float
+    """The same without."""
     steps: int
     samples: int
     """Of one rank's share of a step."""

@@ -80,7 +80,7 @@ def run_shares(recorded: Recorded, profile: Profile | None) -> dict[str, float]:
 def suspect_records(recorded: Recorded, readings: Readings | None) -> list[Suspicion]:
     """Return what the records show; gains are shares of the run's time."""
     found = [
-        *_pauses(recorded),
+        *_pauses(recorded, readings),
         *_recompiled(recorded, readings),
         *_slowed(recorded, readings),
         *(_unprofiled(recorded) if readings is None else ()),
@@ -88,12 +88,22 @@ def suspect_records(recorded: Recorded, readings: Readings | None) -> list[Suspi
     return [one for one in found if one.gain.value > WORTH]
 
 
-def _pauses(recorded: Recorded) -> Iterator[Suspicion]:
+def _slower(recorded: Recorded, readings: Readings | None) -> float:
+    """Share of their time by which the run's steps took longer than they do now."""
+    result = recorded.result
+    if readings is None or result is None or result.throughput is None:
+        return 0.0
+    return max(0.0, 1 - readings.plain_step_s / result.throughput.step_time_s)
+
+
+def _pauses(recorded: Recorded, readings: Readings | None) -> Iterator[Suspicion]:
     result, config = recorded.result, recorded.config
     if result is None or (pauses := result.pauses) is None:
         return
     evaluate, checkpoint = config.evaluate, config.checkpoint
-    each_checkpoint_s = pauses.checkpoint_s / max(1, pauses.checkpoints)
+    # What is written beside the steps slows them where cores are few.
+    beside_s = min(pauses.written_s, _slower(recorded, readings) * recorded.training_s)
+    each_checkpoint_s = (pauses.checkpoint_s + beside_s) / max(1, pauses.checkpoints)
     for kind, count, each_s, section, every in (
         ("evaluation too often", pauses.evaluations, pauses.each_evaluation_s, "evaluate", evaluate),
         ("checkpoint stalls", pauses.checkpoints, each_checkpoint_s, "checkpoint", checkpoint),
@@ -145,8 +155,7 @@ def _slowed(recorded: Recorded, readings: Readings | None) -> Iterator[Suspicion
         return
     windows = [one["step_time_s"] for one in recorded.log if one.get("step", 0) > WARMUP_STEPS and "step_time_s" in one]
     lost = _lost(windows)
-    if readings is not None:
-        lost = max(lost, 1 - readings.step_s / result.throughput.step_time_s)
+    lost = max(lost, _slower(recorded, readings))
     gain = Span(lost, 0.5 * lost, lost).scaled(recorded.training_s / recorded.wall_s)
     machines = [row.get("machine") or {} for row in result.ranks]
     reasons = sorted({reason for row in result.ranks for reason in (row["gpu"] or {}).get("slowed_by", [])})  # type: ignore[union-attr]

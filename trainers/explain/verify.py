@@ -7,6 +7,7 @@ what one of them takes and how often the whole run would have it, and what compi
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,7 +30,8 @@ from trainers.measure.result import Pauses, RunResult
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
-_ROUNDS = 3
+_ROUNDS, _FEWEST_ROUNDS = 3, 2
+_MUCH_LONGER = 3
 _FEWEST = 30
 
 
@@ -66,14 +68,20 @@ class CompareJob(Job[Verified]):
     def execute(self, context: RunContext) -> Verified:
         """Measure as one worker; the result is rank 0's."""
         end_at_once()
-        rounds = []
-        for number in range(_ROUNDS):
+        rounds, began = list[tuple[float, float]](), time.perf_counter()
+        while len(rounds) < _FEWEST_ROUNDS or (len(rounds) < _ROUNDS and self._has_time(began, context)):
+            number = len(rounds)
             found = {}
             for name in ("old", "new") if number % 2 == 0 else ("new", "old"):
                 tree = self.tree if name == "old" else self.new
                 found[name] = self._sample_s(tree, context, Storage(self.place).child(f"{number}-{name}"))
             rounds.append((found["old"], found["new"]))
         return Verified(Pair(rounds).gain)
+
+    def _has_time(self, began: float, context: RunContext) -> bool:
+        """Whether turns have not taken much longer than they were to, as those that compile: as rank 0 has it."""
+        group = Group(context.rank, context.world_size, resolve_device(self.config.device, context.device_index))
+        return group.first(time.perf_counter() - began < _MUCH_LONGER * 2 * _FEWEST_ROUNDS * self.seconds)
 
     def _sample_s(self, tree: dict[str, Any], context: RunContext, place: Storage) -> float:
         """Seconds that a sample takes in one turn."""
@@ -106,13 +114,13 @@ def sample_s(result: RunResult, log: list[dict[str, Any]], whole: TrainConfig) -
     windows = [record for record in log if "train_loss" in record]
     first, last = windows[0], windows[-1]
     step_s: float = (last["train_time_s"] - first["train_time_s"]) / (last["step"] - first["step"])
-    once_s = 0.0
+    once_s, paused = 0.0, result.pauses or Pauses()
     if result.compile is not None and result.throughput is not None:
         step_s = result.throughput.step_time_s
-        once_s = result.train_time_s - result.steps * step_s
+        once_s = result.train_time_s - result.steps * step_s + paused.first_evaluation_s - paused.each_evaluation_s
     per_epoch = round(result.steps / result.epochs) if result.epochs else 2**31
     total = whole.max_steps or (whole.epochs or 1) * per_epoch
-    evaluate, checkpoint, paused = whole.evaluate, whole.checkpoint, result.pauses or Pauses()
+    evaluate, checkpoint = whole.evaluate, whole.checkpoint
 
     def every(section: EvaluateConfig | CheckpointConfig) -> float:
         """Share of the steps after which one is due; the last one always is."""

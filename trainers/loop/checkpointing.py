@@ -104,6 +104,7 @@ class Checkpointing:
         if self._keeper is not None:
             self.attempt.watchdog.enter("checkpoint")
             self._keeper.settle()
+            self.attempt.pauses.written_s = self._keeper.checkpoints.written_s
 
     def keep_end(self) -> None:
         """Keep the last step, and wait until it is."""

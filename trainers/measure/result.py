@@ -22,6 +22,8 @@ class Pauses:
     """Until training could go on: with `checkpoint.async` the copy to host memory, and waiting for the one before."""
     first_evaluation_s: float = 0.0
     """Of evaluation_s, the first one, which starts loader processes and compiles."""
+    written_s: float = 0.0
+    """Time in which checkpoints were written by a thread beside the steps."""
 
     @property
     def each_evaluation_s(self) -> float:
