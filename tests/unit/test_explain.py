@@ -288,7 +288,7 @@ def test_a_profile_takes_steps_and_leaves_nothing(tmp_path: Path) -> None:
 def test_both_configurations_are_run(tmp_path: Path) -> None:
     spec = make(tmp_path, max_steps=1000)
     new = {**spec.tree, "global_batch_size": 48}
-    job = CompareJob(**asdict(spec), new=new, seconds=0.01, step_s=1.0, place=str(tmp_path / "turns"))
+    job = CompareJob(**asdict(spec), new=new, seconds=1.0, step_s=100.0, place=str(tmp_path / "turns"))
     found = job.read_result(job.execute(LocalContext(spec.storage, "local")).to_json().encode())
     assert found.gain.low <= found.gain.value <= found.gain.high < 1
     assert not spec.storage.exists("")
@@ -297,7 +297,7 @@ def test_both_configurations_are_run(tmp_path: Path) -> None:
 def test_a_configuration_s_own_task_is_run(tmp_path: Path) -> None:
     spec = make(tmp_path, max_steps=1000, task_args={"pids": str(tmp_path / "old")})
     new = {**spec.tree, "task_args": {"pids": str(tmp_path / "new")}}
-    CompareJob(**asdict(spec), new=new, seconds=0.01, step_s=1.0, place=str(tmp_path / "turns")).execute(
+    CompareJob(**asdict(spec), new=new, seconds=1.0, step_s=100.0, place=str(tmp_path / "turns")).execute(
         LocalContext(spec.storage, "local")
     )
     assert [len((tmp_path / name).read_text().split()) for name in ("old", "new")] == [3, 3]
