@@ -87,8 +87,8 @@ PLANTS: dict[str, Plant] = {
     "small microbatch": Plant(
         "microbatch too small", lambda rng, s: {"microbatch_size": rng.choice((2, 4))}, tasks=("digits", "images")
     ),
-    "evaluations": Plant("evaluation too often", lambda rng, s: {"evaluate.every_steps": rng.randint(2, 10)}),
-    "checkpoints": Plant("checkpoint stalls", lambda rng, s: {"checkpoint.every_steps": rng.randint(1, 6)}),
+    "evaluations": Plant("evaluation too often", lambda rng, s: {"evaluate.every_steps": rng.randint(2, 5)}),
+    "checkpoints": Plant("checkpoint stalls", lambda rng, s: {"checkpoint.every_steps": rng.randint(1, 2)}),
     "precision": Plant("wrong precision", lambda rng, s: {"precision": rng.choice(("bf16", "fp16"))}),
     "neighbour": Plant("busy neighbour", lambda rng, s: {"neighbours": 2 * (os.cpu_count() or 1)}),
     "straggler": Plant("straggling rank", _seconds("slow_rank_s", 0.4, 2), lambda rng: {"workers": 2}),

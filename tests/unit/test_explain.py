@@ -300,4 +300,4 @@ def test_a_configuration_s_own_task_is_run(tmp_path: Path) -> None:
     CompareJob(**asdict(spec), new=new, seconds=1.0, step_s=100.0, place=str(tmp_path / "turns")).execute(
         LocalContext(spec.storage, "local")
     )
-    assert [len((tmp_path / name).read_text().split()) for name in ("old", "new")] == [3, 3]
+    assert [len((tmp_path / name).read_text().split()) for name in ("old", "new")] == [4, 4]
