@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -215,7 +216,12 @@ class Bench:
         slower = (
             1 + sum(v for k, v in changes.items() if k.startswith("plant.") and k.endswith("_s")) / self.step_s[task]
         )
-        steps = steps or max(40, int(self.seconds / self.step_s[task] / slower))
+        faster = (
+            1.0
+            if "workers" in changes
+            else math.sqrt(TASKS[task]["batch"] / changes.get("batch", TASKS[task]["batch"]))
+        )
+        steps = steps or max(40, int(self.seconds / self.step_s[task] / slower * faster))
         return replace(make_spec(tree(task, changes, self.directory, steps), "benchmark", None), quiet=True)
 
     def case(self, task: str, plant: Plant | None, slow: Changes, around: Changes) -> dict[str, Any]:

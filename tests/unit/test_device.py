@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import platform
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -58,6 +61,26 @@ def test_flags_are_set_whatever_they_were() -> None:
     assert torch.get_num_threads() == 1
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.benchmark
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep memory by other rules")
+def test_a_step_on_a_cpu_does_not_fetch_its_memory_anew() -> None:
+    code = f"""
+import resource, torch
+from trainers.devices.device import set_flags
+
+def faults():
+    for _ in range(5):
+        activations = [torch.ones(2**19) for _ in range(30)]
+        while activations:
+            activations.pop()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+set_flags(torch.device("cpu"), 1, False)
+before = faults()
+assert faults() - before < 2**21 // {mmap.PAGESIZE}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_memory_figures_are_of_this_process() -> None:

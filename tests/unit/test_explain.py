@@ -227,6 +227,8 @@ def test_a_gain_of_steps_is_one_of_the_runs_time() -> None:
     of_steps = Suspicion("slow loader", "", Span(0.4, 0.3, 0.5))
     (found,) = advise(Recorded(config(), result()), Profile(readings(), [of_steps]))
     assert found.predicted == Span(0.2, 0.15, 0.25)  # half of the run is training
+    (found,) = advise(Recorded(config(), result()), Profile(readings(), [replace(of_steps, in_evaluation=True)]))
+    assert found.predicted.value == pytest.approx(0.4 * (10 + 1) / 20)
 
 
 def test_it_is_measured_by_workers_of_the_cluster(tmp_path: Path) -> None:
@@ -255,14 +257,23 @@ def test_what_is_due_seldom_is_counted_by_the_whole_run() -> None:
     log = [{"step": step, "train_loss": 1.0, "train_time_s": step / 100} for step in (5, 55)]
     short = result(steps=55, epochs=55 / 50, pauses=Pauses(3, 9.0, 1, 2.0, first_evaluation_s=8.0))
     whole = config(evaluate={"every_steps": 100}, checkpoint={"every_steps": 500})
-    assert sample_s(short, log, whole) == pytest.approx((0.01 + 0.5 / 100 + 2.0 / 500) / 64)
+    assert sample_s(short, log, whole, whole) == pytest.approx((0.01 + 0.5 / 100 + 2.0 / 500) / 64)
+
+
+def test_a_larger_batch_does_not_make_what_is_done_at_the_end_cheaper() -> None:
+    log = [{"step": step, "train_loss": 1.0, "train_time_s": step / 100} for step in (5, 55)]
+    keys = {"max_steps": 100, "epochs": None, "evaluate": {"every_steps": 1000}}
+    old, new = (config(global_batch_size=size, **keys) for size in (64, 256))
+    short = result(steps=55, pauses=Pauses(3, 3.0, first_evaluation_s=1.0))
+    assert sample_s(short, log, new, old) * 6400 == pytest.approx(25 * 0.01 + 1.0)
 
 
 def test_a_short_run_of_a_compiled_one_compiles_once() -> None:
     log = [{"step": step, "train_loss": 1.0, "train_time_s": 5 + step / 20} for step in (5, 55)]
     compiled = {"graphs": 3, "graph_breaks": 0, "recompiles": 2}
     short = result(steps=50, train_time_s=6.0, compile=compiled, pauses=None)
-    assert sample_s(short, log, config(max_steps=1000, epochs=None)) == pytest.approx((0.01 + 5.5 / 1000) / 64)
+    whole = config(max_steps=1000, epochs=None)
+    assert sample_s(short, log, whole, whole) == pytest.approx((0.01 + 5.5 / 1000) / 64)
 
 
 def test_a_run_counts_its_pauses(tmp_path: Path) -> None:

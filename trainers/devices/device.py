@@ -23,6 +23,7 @@ from trainers.versions import package_versions
 
 _SPARE_SHARE = 0.03
 """Of the memory that a process may use: for cuBLAS's and NCCL's buffers, and for fragments."""
+_KEPT_BYTES = 2**25 - 2**16
 
 
 def resolve_device(name: str, index: int = 0) -> torch.device:
@@ -56,6 +57,9 @@ def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
     # What half-precision products sum in: torch's own choice. fp32 products follow the precision (apply_matmul).
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    if device.type == "cpu":
+        # glibc gives freed memory back, to fetch it page by page in the next step, until it has seen a block of 32 MiB.
+        torch.empty(_KEPT_BYTES, dtype=torch.uint8)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         if deterministic:

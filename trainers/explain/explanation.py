@@ -96,12 +96,11 @@ def explanation_of(name: str, config: TrainConfig, measured: Profile) -> Explana
 
 def advise(recorded: Recorded, measured: Profile | None) -> Iterable[Advice]:
     """Return what is worth a change, the largest gain first; of a cause that both show, what is larger."""
-    part = 1.0 if recorded.result is None else recorded.training_s / recorded.wall_s
     readings = measured.readings if measured is not None else None
     found: dict[str, Suspicion] = {}
     steps = measured.suspicions if measured is not None else []
     for one in (*steps, *suspect_records(recorded, readings)):
-        gain = one.gain if one.of_run else one.gain.scaled(part)
+        gain = one.gain.scaled(recorded.part(one))
         if gain.value > WORTH and (one.kind not in found or gain.value > found[one.kind].gain.value):
             found[one.kind] = replace(one, gain=gain)
     for one in sorted(found.values(), key=lambda one: -one.gain.value):

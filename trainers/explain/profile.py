@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_PROBES = 4
 _SLICE_S = 0.1
-_REFILL = 3
-"""Steps of a replica that fetches its own batches, in which the processes of another one have fetched two each."""
+_LEAD = 3
+"""Steps that are not timed; in as many the processes of another replica have fetched two batches each."""
 
 
 def changed(tree: dict[str, Any], changes: dict[str, Any], source: str) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class ProfileJob(Job[Profile]):
 def side_by_side(old: Replica, new: Replica, slice_s: float) -> Pair:
     """Time slices of steps of two replicas in turn: seconds a sample. Every rank must call it.
 
-    Where loader processes prepare batches during the other's slice, the slice begins when those are used up, and the
-    other's when they are made again.
+    A slice begins with steps that are not timed: the first ones find neither caches nor memory as they need them, and
+    where loader processes prepare batches during the other's slice, those are to be used up, or made again.
     """
     steppers = Stepper(old), Stepper(new)
     ahead = [one.prepared for one in steppers]
@@ -100,7 +100,7 @@ def side_by_side(old: Replica, new: Replica, slice_s: float) -> Pair:
     def one(number: int) -> float:
         stepper = steppers[number]
         apply_matmul(stepper.parts.spec)
-        for _ in range(ahead[number] or (_REFILL if any(ahead) else 0)):
+        for _ in range(ahead[number] or min(_LEAD, counts[number])):
             stepper.step()
         return stepper.time_s(counts[number]) / stepper.samples
 

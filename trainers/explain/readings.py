@@ -128,6 +128,8 @@ class Suspicion:
     probe: bool = False
     """Whether steps of the changed configuration say more than the readings."""
     of_run: bool = False
+    in_evaluation: bool = False
+    """Whether an evaluation gains as much as a step."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from trainers.explain.readings import Profile, Readings, Span, Suspicion
 from trainers.explain.suspect import WORTH
 from trainers.measure.clock import WARMUP_STEPS
 from trainers.measure.ranks import findings
-from trainers.measure.result import RunResult
+from trainers.measure.result import Pauses, RunResult
 
 _SWAPPING = 10.0
 _WAITS_FOR_CORE = 0.1
@@ -40,6 +40,13 @@ class Recorded:
         """In steps of the last launch."""
         assert self.result is not None
         return self.result.train_time_s - self.result.earlier_time_s
+
+    def part(self, one: Suspicion) -> float:
+        """Share of the run's time of which a suspicion's gain is a share."""
+        if self.result is None or one.of_run:
+            return 1.0
+        pauses = self.result.pauses or Pauses()
+        return (self.training_s + pauses.evaluation_s * one.in_evaluation) / self.wall_s
 
     def excess_s(self) -> float:
         """Time of steps that the throughput leaves out, beyond what as many usual ones take: they compiled."""

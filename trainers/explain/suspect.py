@@ -157,10 +157,14 @@ def _precision(readings: Readings, config: TrainConfig) -> Iterator[Suspicion]:
     precision, peaks = config.precision, readings.device_peaks
     if readings.device == "cpu" and precision != "fp32":
         words = f"{precision} on a CPU: casts cost time, and few have arithmetic for it"
-        yield Suspicion("wrong precision", words, Span(0.1, 0.0, 1.0), {"precision": "fp32"}, probe=True)
+        yield Suspicion(
+            "wrong precision", words, Span(0.1, 0.0, 1.0), {"precision": "fp32"}, probe=True, in_evaluation=True
+        )
     elif precision == "fp32" and peaks.get("bf16", 0.0) > _FASTER_FORMAT * peaks.get("fp32", math.inf):
         words = f"fp32 on a device that multiplies {peaks['bf16'] / peaks['fp32']:.1f} times as fast in bf16"
-        yield Suspicion("wrong precision", words, Span(0.3, 0.0, 1.0), {"precision": "bf16"}, probe=True)
+        yield Suspicion(
+            "wrong precision", words, Span(0.3, 0.0, 1.0), {"precision": "bf16"}, probe=True, in_evaluation=True
+        )
 
 
 def _neighbour(readings: Readings) -> Iterator[Suspicion]:

@@ -106,11 +106,13 @@ class CompareJob(Job[Verified]):
         group.barrier()
         if context.rank == 0:
             place.delete("")
-        return sample_s(result, log, whole)
+        return sample_s(result, log, whole, self.config)
 
 
-def sample_s(result: RunResult, log: list[dict[str, Any]], whole: TrainConfig) -> float:
-    """Return the seconds a sample of the run that `whole` describes, by a short run of it."""
+def sample_s(result: RunResult, log: list[dict[str, Any]], whole: TrainConfig, old: TrainConfig) -> float:
+    """Return the seconds a sample of the run that `whole` describes, by a short run of it: over as many samples as
+    that of `old` has.
+    """
     windows = [record for record in log if "train_loss" in record]
     first, last = windows[0], windows[-1]
     step_s: float = (last["train_time_s"] - first["train_time_s"]) / (last["step"] - first["step"])
@@ -119,7 +121,9 @@ def sample_s(result: RunResult, log: list[dict[str, Any]], whole: TrainConfig) -
         step_s = result.throughput.step_time_s
         once_s = result.train_time_s - result.steps * step_s + paused.first_evaluation_s - paused.each_evaluation_s
     per_epoch = round(result.steps / result.epochs) if result.epochs else 2**31
-    total = whole.max_steps or (whole.epochs or 1) * per_epoch
+    total = (whole.epochs or 1) * per_epoch
+    if whole.max_steps:
+        total = -(-whole.max_steps * old.batch_size // whole.batch_size)
     evaluate, checkpoint = whole.evaluate, whole.checkpoint
 
     def every(section: EvaluateConfig | CheckpointConfig) -> float:
