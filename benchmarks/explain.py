@@ -1,6 +1,6 @@
 """Does `python -m trainers explain` name what slows a run, and how much its removal gains?
 
-Run as: python -m benchmarks.explain [--seed N] [--cases N] [--healthy N] [--short] [--keep]
+Run as: python -m benchmarks.explain [--seed N] [--cases N] [--healthy N] [--go-on] [--short] [--keep]
 Slowdowns (PLANTS) are planted in small tasks (benchmarks/planted.py), with sizes drawn from the seed. Each case trains
 for some seconds, is explained, and is right where the planted kind comes first. The predicted gain is held against a
 measured one: the advised configuration beside the old one, or, where no key changes it, the task without the plant. A
@@ -27,12 +27,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure import save
+from benchmarks.measure import SCRATCH, save
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.context import RunContext
+from trainers.devices.device import environment
 from trainers.explain.explanation import explain, read_subject
 from trainers.explain.observe import Stepper, spin, warm
 from trainers.explain.profile import ProfileJob
@@ -243,7 +245,8 @@ class Bench:
             row["verified"] = of_change if of_change is not None else self.removed(task, slow, around)
             row["within_20_percent"] = abs(row["predicted"] - row["verified"]) <= 0.2 * abs(row["verified"])
         elif is_run:
-            row["void"] = self.removed(task, slow, around) < WORTH
+            row["removed"] = self.removed(task, slow, around)
+            row["void"] = row["removed"] < WORTH
         table = run_spawn(TableJob(**asdict(spec)))
         told = next((one for name, one in NAMES.items() if name in table.names[0]), None)
         return row | {"profiler": table.names[0], "profiler_right": told == kind}
@@ -264,6 +267,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--healthy", type=int, default=12)
     parser.add_argument("--only", nargs="*", help="plants to draw from")
+    parser.add_argument("--go-on", action="store_true", help="after the cases that a run of this seed and commit had")
     parser.add_argument("--short", action="store_true", help="a second each, four cases, two healthy ones")
     parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
@@ -278,17 +282,29 @@ def main() -> None:
             bench.step_s[task] = run_spawn(job).readings.step_s
         plants = given.only or list(PLANTS)
         rng.shuffle(plants)
-        rows = []
+        rows = earlier(given.seed) if given.go_on else []
         for number in range(num_cases + num_healthy):
             name = plants[number % len(plants)] if number < num_cases else "healthy"
             plant = PLANTS.get(name)
             task = rng.choice(plant.tasks) if plant is not None else list(TASKS)[number % len(TASKS)]
             slow, around = (plant.draw(rng, bench.step_s[task]), plant.around(rng)) if plant is not None else ({}, {})
-            rows.append({"plant": name, **bench.case(task, plant, slow, around)})
-            print(_line(rows[-1]), flush=True)
+            if number >= len(rows):
+                rows.append({"plant": name, **bench.case(task, plant, slow, around)})
+                save("explain", {"seed": given.seed, "score": summary(rows), "rows": rows}, keep=False)
+            print(_line(rows[number]), flush=True)
     score = summary(rows)
     print(json.dumps(score, indent=2))
     print(f"\nkept in {save('explain', {'seed': given.seed, 'score': score, 'rows': rows}, given.keep)}")
+
+
+def earlier(seed: int) -> list[dict[str, Any]]:
+    """The rows of the newest run, where it had the same seed and code."""
+    for path in sorted(SCRATCH.glob("explain-*.json"))[-1:]:
+        found = json.loads(path.read_text())
+        commit = environment(torch.device("cpu")).get("git_commit")
+        if found["results"]["seed"] == seed and found["environment"].get("git_commit") == commit:
+            return list(found["results"]["rows"])
+    return []
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -315,6 +331,7 @@ def _share(values: list[bool]) -> float:
 def _line(row: dict[str, Any]) -> str:
     gain = f"predicted {row['predicted']:.0%}, measured {row['verified']:.0%}" if "verified" in row else ""
     verdict = "right" if row["right"] else "void" if row.get("void") else f"WRONG: {row['all']}"
+    gain = f"without it {row['removed']:.0%} less" if "removed" in row else gain
     busy = f"(the machine was busy: {row['busy']:.0%})" if row["busy"] > WORTH else ""
     return f"{row['task']:8} {row['plant']:18} {verdict}  {gain}  profiler: {row['profiler']}  {busy}"
 

@@ -67,6 +67,8 @@ def watch_page(
 
 def _browse(visit: Callable[[Path], Coroutine[Any, Any, Page]]) -> Page:
     """Run a visit with a browser of its own, which knows no name but the loopback's number."""
+    import psutil
+
     program = chromium()
     assert program is not None
     with tempfile.TemporaryDirectory() as profile:
@@ -82,11 +84,15 @@ def _browse(visit: Callable[[Path], Coroutine[Any, Any, Page]]) -> Page:
         try:
             return asyncio.run(asyncio.wait_for(visit(Path(profile)), 120))
         finally:
+            # Its processes write to the profile for as long as they live.
+            family = [*psutil.Process(browser.pid).children(recursive=True), psutil.Process(browser.pid)]
             browser.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                browser.wait(10)
-            browser.kill()
+            _, alive = psutil.wait_procs(family, timeout=10)
+            for process in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             browser.wait()
+            psutil.wait_procs(alive)
 
 
 @contextlib.asynccontextmanager

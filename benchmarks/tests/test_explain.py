@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.explain import PLANTS, TASKS, summary, tree
+from benchmarks import explain, measure
+from benchmarks.explain import PLANTS, TASKS, earlier, summary, tree
 from benchmarks.planted import SlowData, work
 from trainers.config import TrainConfig
 from trainers.config.model import build
@@ -48,3 +49,11 @@ def test_a_slow_dataset_gives_the_samples_of_the_task(tmp_path: Path) -> None:
     assert len(slow) == len(plain)
     assert all((one == other).all() for one, other in zip(slow.__getitems__([3, 1]), plain[[3, 1]], strict=True))
     work(0.0)
+
+
+def test_a_run_goes_on_after_the_cases_of_one_with_its_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "SCRATCH", tmp_path)
+    monkeypatch.setattr(measure, "SCRATCH", tmp_path)
+    assert earlier(7) == []
+    measure.save("explain", {"seed": 7, "rows": [{"plant": "transform"}]}, keep=False)
+    assert (earlier(7), earlier(8)) == ([{"plant": "transform"}], [])

@@ -15,7 +15,7 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.yaml import dump_yaml
 from trainers.explain.explanation import advise, explain, read_subject
-from trainers.explain.profile import ProfileJob
+from trainers.explain.profile import ProfileJob, side_by_side
 from trainers.explain.readings import Profile, RankReadings, Readings, Span, Suspicion
 from trainers.explain.recorded import Recorded, run_shares
 from trainers.explain.segments import Segments, stale_reads
@@ -121,6 +121,11 @@ def test_a_healthy_step_has_no_cause() -> None:
 def test_a_cause_that_is_the_same_for_any_batch_is_no_small_batch(one: RankReadings) -> None:
     found = suspect(readings(one, fixed_share=0.7), config())
     assert "host-bound small batches" not in [cause.kind for cause in found]
+
+
+def test_what_one_rank_takes_longer_for_any_batch_is_a_straggler_alone() -> None:
+    late = readings(rank(waiting_for_ranks=6.0), rank(1, forward=9.0), all_reduce_s=0.0, fixed_share=0.6)
+    assert [one.kind for one in suspect(late, config())] == ["straggling rank"]
 
 
 def test_what_all_ranks_wait_for_is_no_straggler_and_a_straggler_no_common_cause() -> None:
@@ -294,6 +299,14 @@ def test_a_profile_takes_steps_and_leaves_nothing(tmp_path: Path) -> None:
     assert sum(found.readings.shares().values()) == pytest.approx(1)
     assert not spec.storage.exists("")
     assert "item" not in vars(torch.Tensor)
+
+
+def test_steps_that_take_longer_than_a_slice_are_compared(tmp_path: Path) -> None:
+    spec = make(tmp_path)
+    job = ProfileJob(**asdict(spec), seconds=0.01)
+    with job.replica(spec.config, LocalContext(None, "local")) as parts:
+        pair = side_by_side(parts, parts, 0.0)
+    assert all(second > 0 for round_ in pair.rounds for second in round_)
 
 
 def test_both_configurations_are_run(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def side_by_side(old: Replica, new: Replica, slice_s: float) -> Pair:
     """
     steppers = Stepper(old), Stepper(new)
     ahead = [one.prepared for one in steppers]
-    counts = [warm(one, slice_s, fewest=2 * some) for one, some in zip(steppers, ahead, strict=True)]
+    counts = [warm(one, slice_s, fewest=max(1, 2 * some)) for one, some in zip(steppers, ahead, strict=True)]
 
     def one(number: int) -> float:
         stepper = steppers[number]

@@ -99,11 +99,16 @@ def _own(rank: RankReadings) -> float:
     return sum(rank.wall_s.get(name, 0.0) for name in _OWN)
 
 
+def _last_and_usual(readings: Readings) -> tuple[RankReadings, RankReadings]:
+    """Return the rank whose own part of a step takes longest, and the median one."""
+    ordered = sorted(readings.ranks, key=_own)
+    return ordered[-1], ordered[(len(ordered) - 1) // 2]
+
+
 def _straggler(readings: Readings) -> Iterator[Suspicion]:
     if len(readings.ranks) < 2:
         return
-    ordered = sorted(readings.ranks, key=_own)
-    last, usual = ordered[-1], ordered[(len(ordered) - 1) // 2]
+    last, usual = _last_and_usual(readings)
     late = _own(last) - _own(usual)
     where = max(_OWN, key=lambda name: last.wall_s.get(name, 0.0) - usual.wall_s.get(name, 0.0))
     words = f"rank {last.rank} takes {_ms(late)} longer than the others for its own part of a step, most in {where}"
@@ -129,8 +134,10 @@ def _communication(readings: Readings, config: TrainConfig) -> Iterator[Suspicio
 def _small_batch(readings: Readings, config: TrainConfig) -> Iterator[Suspicion]:
     fixed, shares = readings.fixed_share, readings.shares()
     if fixed is not None:  # what has a cause of its own may be the same for any batch
-        others = ("communication", "waiting for ranks", "host reads", "loader", "transform")
-        fixed -= sum(share for name in others if (share := shares.get(name, 0.0)) > WORTH)
+        last, usual = _last_and_usual(readings)
+        others = [shares.get(name, 0.0) for name in ("communication", "host reads", "loader", "transform")]
+        others.append((_own(last) - _own(usual)) / readings.step_s)
+        fixed -= sum(share for share in others if share > WORTH)
         fixed -= _waited_s(readings) / readings.step_s
     if readings.host_bound and len(readings.ranks) == 1 and not config.cuda_graphs and config.compile == "off":
         words = "the device is done as soon as the host has issued a step: it waits for the host"
