@@ -215,15 +215,11 @@ class Bench:
 
     def spec(self, task: str, changes: Changes, steps: int | None = None) -> RunSpec:
         """A run of a task with changes; where nothing is said of its steps, as many as fill the time."""
-        slower = (
-            1 + sum(v for k, v in changes.items() if k.startswith("plant.") and k.endswith("_s")) / self.step_s[task]
-        )
-        faster = (
-            1.0
-            if "workers" in changes
-            else math.sqrt(TASKS[task]["batch"] / changes.get("batch", TASKS[task]["batch"]))
-        )
-        steps = steps or max(40, int(self.seconds / self.step_s[task] / slower * faster))
+        planted_s = sum(v for k, v in changes.items() if k.startswith("plant.") and k.endswith("_s"))
+        step_s, usual = self.step_s[task] + planted_s, TASKS[task]["batch"]
+        if "workers" not in changes:  # a small batch's steps are short, but by how much nobody knows
+            step_s /= math.sqrt(usual / changes.get("batch", usual))
+        steps = steps or max(40, int(self.seconds / step_s))
         return replace(make_spec(tree(task, changes, self.directory, steps), "benchmark", None), quiet=True)
 
     def case(self, task: str, plant: Plant | None, slow: Changes, around: Changes) -> dict[str, Any]:
@@ -267,7 +263,9 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=30)
     parser.add_argument("--healthy", type=int, default=12)
     parser.add_argument("--only", nargs="*", help="plants to draw from")
-    parser.add_argument("--go-on", action="store_true", help="after the cases that a run of this seed and commit had")
+    parser.add_argument(
+        "--go-on", action="store_true", help="after the cases that the last run had, if of the same code"
+    )
     parser.add_argument("--short", action="store_true", help="a second each, four cases, two healthy ones")
     parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
@@ -282,7 +280,8 @@ def main() -> None:
             bench.step_s[task] = run_spawn(job).readings.step_s
         plants = given.only or list(PLANTS)
         rng.shuffle(plants)
-        rows = earlier(given.seed) if given.go_on else []
+        asked = {name: getattr(given, name) for name in ("seed", "cases", "healthy", "only", "short")}
+        rows = earlier(asked) if given.go_on else []
         for number in range(num_cases + num_healthy):
             name = plants[number % len(plants)] if number < num_cases else "healthy"
             plant = PLANTS.get(name)
@@ -290,20 +289,21 @@ def main() -> None:
             slow, around = (plant.draw(rng, bench.step_s[task]), plant.around(rng)) if plant is not None else ({}, {})
             if number >= len(rows):
                 rows.append({"plant": name, **bench.case(task, plant, slow, around)})
-                save("explain", {"seed": given.seed, "score": summary(rows), "rows": rows}, keep=False)
+                save("explain", {**asked, "score": summary(rows), "rows": rows}, keep=False)
             print(_line(rows[number]), flush=True)
     score = summary(rows)
     print(json.dumps(score, indent=2))
-    print(f"\nkept in {save('explain', {'seed': given.seed, 'score': score, 'rows': rows}, given.keep)}")
+    print(f"\nkept in {save('explain', {**asked, 'score': score, 'rows': rows}, given.keep)}")
 
 
-def earlier(seed: int) -> list[dict[str, Any]]:
-    """The rows of the newest run, where it had the same seed and code."""
+def earlier(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the newest run, where it was asked the same of the same code."""
     for path in sorted(SCRATCH.glob("explain-*.json"))[-1:]:
         found = json.loads(path.read_text())
         commit = environment(torch.device("cpu")).get("git_commit")
-        if found["results"]["seed"] == seed and found["environment"].get("git_commit") == commit:
-            return list(found["results"]["rows"])
+        results = found["results"]
+        if found["environment"].get("git_commit") == commit and asked.items() <= results.items():
+            return list(results["rows"])
     return []
 
 

@@ -51,9 +51,11 @@ def test_a_slow_dataset_gives_the_samples_of_the_task(tmp_path: Path) -> None:
     work(0.0)
 
 
-def test_a_run_goes_on_after_the_cases_of_one_with_its_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_after_the_cases_of_the_same_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "SCRATCH", tmp_path)
     monkeypatch.setattr(measure, "SCRATCH", tmp_path)
-    assert earlier(7) == []
-    measure.save("explain", {"seed": 7, "rows": [{"plant": "transform"}]}, keep=False)
-    assert (earlier(7), earlier(8)) == ([{"plant": "transform"}], [])
+    asked = {"seed": 7, "cases": 30, "only": None}
+    assert earlier(asked) == []
+    measure.save("explain", {**asked, "rows": [{"plant": "transform"}]}, keep=False)
+    assert earlier(asked) == [{"plant": "transform"}]
+    assert earlier({**asked, "seed": 8}) == earlier({**asked, "only": ["lengths"]}) == []

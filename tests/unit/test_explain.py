@@ -310,7 +310,7 @@ def test_steps_that_take_longer_than_a_slice_are_compared(tmp_path: Path) -> Non
 
 
 def test_both_configurations_are_run(tmp_path: Path) -> None:
-    spec = make(tmp_path, max_steps=1000)
+    spec = make(tmp_path, max_steps=1000, evaluate__every_epochs=1)
     new = {**spec.tree, "global_batch_size": 48}
     job = CompareJob(**asdict(spec), new=new, seconds=1.0, step_s=100.0, place=str(tmp_path / "turns"))
     found = job.read_result(job.execute(LocalContext(spec.storage, "local")).to_json().encode())

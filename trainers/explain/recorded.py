@@ -140,17 +140,15 @@ def _pauses(recorded: Recorded, readings: Readings | None) -> Iterator[Suspicion
 
 def _recompiled(recorded: Recorded, readings: Readings | None) -> Iterator[Suspicion]:
     """By the records, and where there are none by the profile."""
-    result = recorded.result
-    if result is not None:
-        share, times = recorded.excess_s() / recorded.wall_s, (result.compile or {}).get("recompiles", 0)
+    share = readings.recompiled_share if readings is not None else 0.0
+    words = f"steps after the warm-up compiled again, which is {share:.0%} of the whole run's time"
+    if recorded.result is not None:
+        times = (recorded.result.compile or {}).get("recompiles", 0)
+        share = recorded.excess_s() / recorded.wall_s if times else 0.0
         words = f"{times} graphs were compiled again in mid-training, which took {share:.0%} of the run's time"
-    else:
-        share, times = (readings.recompiled_share, 1) if readings is not None else (0.0, 0)
-        words = f"steps after the warm-up compiled again, which is {share:.0%} of the whole run's time"
-    fix = "give the model batches of one shape (`drop_last: true`, padding), and no Python numbers that change"
-    if times:
-        fix = f"{fix}; or `compile: off`"
-        yield Suspicion("recompiles", words, Span(share, 0.8 * share, share), fix=fix, of_run=True)
+    fix = "give the model batches of one shape (`drop_last: true`, padding) and no Python numbers that change; or set "
+    fix += "`compile: off`"
+    yield Suspicion("recompiles", words, Span(share, 0.8 * share, share), fix=fix, of_run=True)
 
 
 def _slowed(recorded: Recorded, readings: Readings | None) -> Iterator[Suspicion]:
@@ -161,8 +159,7 @@ def _slowed(recorded: Recorded, readings: Readings | None) -> Iterator[Suspicion
     if result is None or result.throughput is None:
         return
     windows = [one["step_time_s"] for one in recorded.log if one.get("step", 0) > WARMUP_STEPS and "step_time_s" in one]
-    lost = _lost(windows)
-    lost = max(lost, _slower(recorded, readings))
+    lost = max(_lost(windows), _slower(recorded, readings))
     gain = Span(lost, 0.5 * lost, lost).scaled(recorded.training_s / recorded.wall_s)
     machines = [row.get("machine") or {} for row in result.ranks]
     reasons = sorted({reason for row in result.ranks for reason in (row["gpu"] or {}).get("slowed_by", [])})  # type: ignore[union-attr]

@@ -30,8 +30,9 @@ from trainers.measure.result import Pauses, RunResult
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
-_ROUNDS, _FEWEST_ROUNDS = 4, 2  # even numbers: a machine that slows down slows both alike
+_ROUNDS, _FEWEST_ROUNDS = 4, 2
 _MUCH_LONGER = 3
+"""Than they were to take: then rounds end early."""
 _FEWEST = 30
 
 
@@ -68,25 +69,22 @@ class CompareJob(Job[Verified]):
     def execute(self, context: RunContext) -> Verified:
         """Measure as one worker; the result is rank 0's."""
         end_at_once()
+        group = Group(context.rank, context.world_size, resolve_device(self.config.device, context.device_index))
         rounds, began = list[tuple[float, float]](), time.perf_counter()
-        while len(rounds) < _FEWEST_ROUNDS or (len(rounds) < _ROUNDS and self._has_time(began, context)):
-            number = len(rounds)
+        for number in range(_ROUNDS):
+            took_s = group.first(time.perf_counter() - began)
+            if number >= _FEWEST_ROUNDS and took_s > _MUCH_LONGER * 2 * number * self.seconds:
+                break  # as of turns that compile
             found = {}
             for name in ("old", "new") if number % 2 == 0 else ("new", "old"):
                 tree = self.tree if name == "old" else self.new
-                found[name] = self._sample_s(tree, context, Storage(self.place).child(f"{number}-{name}"))
+                found[name] = self._sample_s(tree, context, group, Storage(self.place).child(f"{number}-{name}"))
             rounds.append((found["old"], found["new"]))
         return Verified(Pair(rounds).gain)
 
-    def _has_time(self, began: float, context: RunContext) -> bool:
-        """Whether turns have not taken much longer than they were to, as those that compile: as rank 0 has it."""
-        group = Group(context.rank, context.world_size, resolve_device(self.config.device, context.device_index))
-        return group.first(time.perf_counter() - began < _MUCH_LONGER * 2 * _FEWEST_ROUNDS * self.seconds)
-
-    def _sample_s(self, tree: dict[str, Any], context: RunContext, place: Storage) -> float:
+    def _sample_s(self, tree: dict[str, Any], context: RunContext, group: Group, place: Storage) -> float:
         """Seconds that a sample takes in one turn."""
         whole = build(TrainConfig, tree, self.source)
-        group = Group(context.rank, context.world_size, resolve_device(whole.device, context.device_index))
         steps = max(_FEWEST, int(self.seconds / self.step_s * self.config.batch_size / whole.batch_size))
         changes: dict[str, Any] = {
             "epochs": None,
