@@ -22,7 +22,7 @@ from trainers.data.sampler import StepSampler
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
 from trainers.measure.run_log import read_log
-from trainers.model.optimizer import lr_factor, scaled_lr
+from trainers.model.optimizer import built_lr, lr_factor, lr_scale
 from trainers.storage import Storage
 
 Counted = tuple[int, int, int, int, int, int]
@@ -149,7 +149,8 @@ def test_it_stands_in_place_of_a_size() -> None:
 def test_learning_rate_and_course_follow() -> None:
     rule = {"rule": "linear", "base_batch_size": 16}
     made = config(batch_schedule=SCHEDULE, lr_scaling=rule)
-    assert [scaled_lr(made), scaled_lr(made, 32)] == pytest.approx([0.05, 0.2])
+    assert built_lr(made) == 0.1
+    assert [lr_scale(made, 8), lr_scale(made, 32)] == [0.5, 2.0]
     batches = BatchSchedule(made.batch_sizes, 96)
     total = batches.first_step(2)
     assert total == 10 + 1 + 3
@@ -195,10 +196,12 @@ def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
     assert result.samples == rows[-1]["samples"]
 
 
-def test_one_size_in_a_schedule_is_that_size(tmp_path: Path) -> None:
-    run(tmp_path / "schedule", batch_schedule=[{"size": 5}])
-    run(tmp_path / "size", batch_schedule=None, global_batch_size=5)
-    assert curve(tmp_path / "schedule") == curve(tmp_path / "size")
+def test_one_size_in_a_schedule_is_that_size_where_no_step_is_short(tmp_path: Path) -> None:
+    """Else the learning rate's course goes by samples, as that of any schedule."""
+    run(tmp_path / "schedule", batch_schedule=[{"size": 11}])
+    run(tmp_path / "size", batch_schedule=None, global_batch_size=11)
+    schedule, size = (sum(curve(tmp_path / one), ()) for one in ("schedule", "size"))
+    assert schedule == pytest.approx(size, rel=1e-6)
 
 
 def test_a_run_does_not_go_on_under_another_schedule(tmp_path: Path) -> None:

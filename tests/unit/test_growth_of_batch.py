@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from tests.specs import losses, make
-from tests.unit.test_loop import Context, Power, Tiny, assert_same_run, curve
+from tests.unit.test_loop import SAMPLES, Context, Power, Tiny, assert_same_run, curve
 from tests.unit.test_loop import config as tiny_config
 from trainers.errors import CheckpointError, ConfigError
 from trainers.launch.local import run_local
@@ -137,6 +137,39 @@ def test_sizes_of_a_checkpoint_that_do_not_follow_one_another_are_refused(
         fit(Stateful(), tiny_config(**given), Context(tmp_path, cut_at_step=3))
     with pytest.raises(CheckpointError, match="batch sizes do not follow one another"):
         run(tmp_path, **AUTO)
+
+
+@pytest.mark.parametrize(
+    ("times_s", "largest", "first"),
+    [
+        ([1.0, 1.1, 1.9], 8, 4),
+        ([1.0, 1.9], 8, 2),
+        ([1.0, 1.1, 1.2], 8, 8),
+        ([1.0, 1.1], 7, 4),
+    ],
+    ids=["saturated", "at once", "never", "no more are allowed"],
+)
+def test_it_begins_with_the_size_from_which_on_larger_ones_gain_little(
+    times_s: list[float], largest: int, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growth, "FIRST", 2)
+    monkeypatch.setattr(growth, "STEPS", 1)
+    monkeypatch.setattr(growth.Growth, "due", False)
+    real, script = growth.Growth._step_s, iter(times_s)
+    monkeypatch.setattr(growth.Growth, "_step_s", lambda self, size: next(script) if real(self, size) > 0 else 0.0)
+    auto = {"global_batch_size": "auto", "auto_batch": {"largest": largest}}
+    found = run(tmp_path / "auto", **auto).batch_schedule
+    assert found == [{"size": first}]
+    assert next(script, None) is None
+    run(tmp_path / "again", global_batch_size=None, batch_schedule=found)
+    assert_same_run(tmp_path / "again", tmp_path / "auto")
+
+
+def test_nor_with_one_that_leaves_it_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "STEPS", 9 * SAMPLES // 16)
+    monkeypatch.setattr(growth.Growth, "due", False)
+    monkeypatch.setattr(growth.Growth, "_step_s", lambda self, size: 1.0)
+    assert run(tmp_path, global_batch_size="auto").batch_schedule == [{"size": 16}]
 
 
 def test_it_is_measured_and_said_without_a_script(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.sections import ScheduleConfig
-from trainers.model.optimizer import build_optimizer, lr_factor, scaled_lr
+from trainers.model.optimizer import build_optimizer, built_lr, lr_factor
 
 
 def config(optimizer: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
@@ -33,14 +33,14 @@ def config(optimizer: dict[str, Any] | None = None, **changes: Any) -> TrainConf
 )
 def test_the_learning_rate_follows_the_batch_size(rule: str, batch: int, expected: float) -> None:
     scaling = {"rule": rule, "base_batch_size": 64}
-    assert scaled_lr(config(global_batch_size=batch, lr_scaling=scaling)) == pytest.approx(expected)
+    assert built_lr(config(global_batch_size=batch, lr_scaling=scaling)) == pytest.approx(expected)
 
 
 def test_it_follows_the_global_batch_also_when_that_is_given_by_worker() -> None:
     tree = config(lr_scaling={"rule": "linear", "base_batch_size": 64}).tree()
     del tree["global_batch_size"]
     by_worker = build(TrainConfig, tree | {"batch_size_per_worker": 64, "scaling": {"num_workers": 2}}, "f")
-    assert scaled_lr(by_worker) == scaled_lr(by_worker.with_global_batch()) == pytest.approx(0.2)
+    assert built_lr(by_worker) == built_lr(by_worker.with_global_batch()) == pytest.approx(0.2)
 
 
 def factors(total: int, **schedule: Any) -> list[float]:

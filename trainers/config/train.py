@@ -280,9 +280,14 @@ class TrainConfig(Settings):
         return self.grows_batch or len(self.batch_sizes) > 1
 
     @property
+    def schedules_batch(self) -> bool:
+        """Whether there is a schedule of batch sizes, given or to be found: one of one size is treated as any other."""
+        return self.grows_batch or self.batch_schedule is not None
+
+    @property
     def counts_samples(self) -> bool:
         """Whether the learning rate's course goes by samples, not by steps: those of a changing size are not alike."""
-        return self.changes_batch and self.epochs is not None
+        return self.schedules_batch and self.epochs is not None
 
     @property
     def writes_events(self) -> bool:

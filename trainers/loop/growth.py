@@ -1,5 +1,8 @@
 """A batch that grows by measurement: `global_batch_size: auto`.
 
+It begins with the size from which on larger steps gain little speed: how much the gradients' noise allows, nobody knows
+before the first step, and what is lost by steps that are somewhat too small or too large is less than by slow ones.
+
 Now and then the steps that come next are taken twice from the state in memory, once with the size that the run has and
 once with twice as many samples in a step, and both are thrown away: the run itself is one of the `batch_schedule` that
 was found, to the bit. The larger batch is taken where
@@ -26,7 +29,7 @@ from trainers.loop.attempt import Attempt
 from trainers.measure.clock import StepClock
 from trainers.measure.step_times import student_t95
 from trainers.model.optimizer import warmup_steps
-from trainers.step.noise_scale import estimate
+from trainers.step.noise_scale import NoiseScale, estimate
 from trainers.step.throwaway import throwaway
 
 logger = logging.getLogger(__name__)
@@ -34,13 +37,23 @@ logger = logging.getLogger(__name__)
 PARTS = 16
 """Parts of a branch, each a step of the larger batch. The first half warms up, and measures the gradient noise scale;
 the second is timed and compared."""
-WAIT = 16
+WAIT = 32
 """Branches' samples until the first comparison, so that a run whose target is near pays for none, and at least so many
 after one that was refused: then twice as many as before. A batch that has grown is compared again at once."""
 LEFT = 32
 """The same that must be left of a run: a comparison takes two branches, so no more than 6 % of what is left."""
 MARGIN = 1.05
 """A smaller advantage is of no interest."""
+
+FIRST = 8
+"""The smallest size that a run begins with, where none is given."""
+TIMED = 4
+"""Steps by which a size is timed before that."""
+ENOUGH = 1.25
+"""A run begins with the size from which on twice as many samples in a step train less than so much faster: where steps
+take a fixed time and one that grows with their samples, the former is two fifths of the latter or less."""
+STEPS = 256
+"""A run does not begin with a size that leaves it fewer steps."""
 
 Steps = Callable[[int], Iterator[tuple[int, list[int]]]]
 """Trains the rest of the epoch, at most to a step of the run; yields the samples of each step, and this rank's."""
@@ -93,9 +106,12 @@ class Growth:
 
     def __init__(self, attempt: Attempt, steps: Steps) -> None:
         self.attempt, self._steps = attempt, steps
-        config, parts = attempt.config, attempt.parts
-        batches = parts.sampler.batches
-        wait = WAIT * self._samples
+        self._wait()
+
+    def _wait(self) -> None:
+        """Set when sizes are compared first."""
+        attempt, config, parts = self.attempt, self.attempt.config, self.attempt.parts
+        batches, wait = parts.sampler.batches, WAIT * self._samples
         # Growth amid a warm-up that is a share of all samples would change the steps of which it consists.
         course = batches if config.counts_samples else None
         warm = batches.samples(warmup_steps(config.lr_schedule, parts.total_steps, course))
@@ -126,6 +142,33 @@ class Growth:
         fits = 2 * self.size <= min(most, sampler.length)
         return fits and attempt.samples >= attempt.growth[0] and left >= LEFT * self._samples
 
+    def begin(self) -> None:
+        """Choose the first size of a run that names none. Sizes are not timed where each would be compiled."""
+        attempt, parts, auto = self.attempt, self.attempt.parts, self.attempt.config.auto_batch
+        if attempt.step or attempt.compiles or auto.start is not None:
+            return
+        began, batches = time.perf_counter(), parts.sampler.batches
+        most = min(auto.most, batches.length, batches.samples(parts.total_steps) // STEPS)
+        with attempt.watchdog.phase("timing batch sizes", steps=True):
+            size = min(FIRST, auto.most)
+            step_s = self._step_s(size)
+            while 2 * size <= most:
+                larger_s = self._step_s(2 * size)
+                if 2 * step_s < ENOUGH * larger_s:
+                    break
+                size, step_s = 2 * size, larger_s
+        attempt.take_sizes(batches.grown(size, 0))
+        self._wait()
+        took_s = time.perf_counter() - began
+        attempt.clock.train_time_s += took_s
+        if attempt.context.rank == 0:
+            logger.info("the batch begins at %d (%.1f s): a step of it takes %.3g ms", size, took_s, 1e3 * step_s)
+
+    def _step_s(self, size: int) -> float:
+        """Return what a step of a size takes."""
+        times_s = self._branch(size, size, TIMED).times_s
+        return self.attempt.parts.group.first(median(times_s[1:]))
+
     def compare(self) -> bool:
         """Compare the batch size with twice as large a one; return whether the run goes on with that."""
         attempt, parts = self.attempt, self.attempt.parts
@@ -134,7 +177,8 @@ class Growth:
             noise = parts.noise
             if noise is not None:
                 noise.windows.clear()
-            smaller, larger = self._branch(size), self._branch(2 * size)
+            smaller = self._branch(size, 2 * size, PARTS, noise)
+            larger = self._branch(2 * size, 2 * size, PARTS)
             found = None if noise is None else estimate(noise.windows)
             verdict = judge(size, smaller, larger, None if found is None else found.noise_scale)
         verdict = parts.group.first(verdict)
@@ -152,29 +196,29 @@ class Growth:
             logger.info("%s %d from sample %d on (%.1f s): %s", words, self.size, samples, took_s, verdict.words)
         return verdict.grows
 
-    def _branch(self, size: int) -> Branch:
+    def _branch(self, size: int, part: int, count: int, measured: NoiseScale | None = None) -> Branch:
+        """Train `count` parts of `part` samples with steps of a size; of the first half the noise may be `measured`."""
         attempt, parts = self.attempt, self.attempt.parts
-        start, part, step, group = attempt.samples, self._samples // PARTS, parts.step, parts.group
-        measured = parts.noise if size == self.size else None
+        start, step, group = attempt.samples, parts.step, parts.group
         times_s: list[float] = []
         losses: list[torch.Tensor] = []
         with self._thrown_away():
             parts.sampler.batches = parts.sampler.batches.grown(size, start)
             step.noise = measured
-            end = parts.sampler.batches.step_at(start + PARTS * part)
-            lost, count, began = torch.zeros_like(step.loss_sum), 0, time.perf_counter()
+            end = parts.sampler.batches.step_at(start + count * part)
+            lost, trained, began = torch.zeros_like(step.loss_sum), 0, time.perf_counter()
             while attempt.step < end:
                 for samples, _ in self._steps(end):
                     lost += step.loss_sum * samples
                     step.loss_sum.zero_()
-                    count += samples
+                    trained += samples
                     if attempt.samples - start < (len(losses) + 1) * part:
                         continue
-                    losses.append(lost / count)
-                    lost, count = torch.zeros_like(lost), 0
+                    losses.append(lost / trained)
+                    lost, trained = torch.zeros_like(lost), 0
                     synchronize(parts.device)
                     times_s.append(time.perf_counter() - began)
-                    if measured is not None and len(losses) == PARTS // 2:
+                    if measured is not None and len(losses) == count // 2:
                         measured.take()
                         step.noise = None
                         step.resized()

@@ -30,7 +30,7 @@ from trainers.loop.step_batches import step_batches
 from trainers.loop.validation import validate
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
-from trainers.model.optimizer import lr_factor, scaled_lr
+from trainers.model.optimizer import lr_factor, lr_scale
 from trainers.model.strategy import shorten, unused_parameters
 from trainers.step.ceiling import OUT_OF_MEMORY, refuse_microbatch
 from trainers.step.phased_step import PhasedStep
@@ -47,9 +47,9 @@ class Training:
         task = attempt.task
         self.task_after_step = None if type(task).after_step is Task.after_step else task.after_step
         self.batch_size: int | None = None
-        """Of the last step, where it changes."""
+        """Of the last step, where there is a schedule."""
         self.lr_scale = 1.0
-        """What `lr_scaling` makes of a batch size other than the first."""
+        """What `lr_scaling` makes of that size, where there is a schedule."""
         self.growth = Growth(attempt, self.steps) if attempt.config.grows_batch else None
         self.slow_start = attempt.compiles  # the first steps may take as long as a phase
         self.monitor = Monitor(attempt.parts, attempt.clock, attempt.config.cuda_graphs)
@@ -69,6 +69,8 @@ class Training:
         if isinstance(stream := parts.train_feed.dataset, Stream):
             stream.beat = watchdog.beat
             self.slow_start |= attempt.step > 0  # what was trained may have to be read again
+        if self.growth is not None:
+            self.growth.begin()
         if attempt.context.rank == 0:
             self.say_start()
         watchdog.enter("the first steps" if self.slow_start else "training", steps=not self.slow_start)
@@ -124,7 +126,8 @@ class Training:
             of_epoch = f"{counted(batches.steps_in(0), 'step')} an epoch"
             of_epoch = f"{of_epoch} at first" if batches.changes else of_epoch
             steps = f"{counted(size, 'training sample')}, {of_epoch}, {steps}"
-        logger.info("%s; learning rate %g", steps, scaled_lr(config))
+        first = config.optimizer.lr * lr_scale(config, batches.sizes[0][1])
+        logger.info("%s; learning rate %g", steps, first)
         if parts.val_feed is None:
             logger.info("no validation split: nothing is evaluated")
 
@@ -177,10 +180,10 @@ class Training:
         """Set the learning rates of the next step, and note where it has another batch size than the last one."""
         attempt, parts, config = self.attempt, self.attempt.parts, self.attempt.config
         batches = parts.sampler.batches
-        if config.changes_batch and (size := batches.size(attempt.step)) != self.batch_size:
+        if config.schedules_batch and (size := batches.size(attempt.step)) != self.batch_size:
             if self.batch_size is not None:
                 parts.step.resized()
-            self.batch_size, self.lr_scale = size, scaled_lr(config, size) / scaled_lr(config)
+            self.batch_size, self.lr_scale = size, lr_scale(config, size)
         if parts.schedule is not None:
             parts.step.follow(parts.schedule, attempt.step, self.lr_scale)
             return

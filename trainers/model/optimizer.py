@@ -23,17 +23,23 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps")
 _WIDENED = {"torch.float32", "torch.bfloat16", "torch.float16"}
 
 
-def scaled_lr(config: TrainConfig, size: int | None = None) -> float:
-    """Return the learning rate at a global batch size, by default the one that the run begins with.
+def lr_scale(config: TrainConfig, size: int) -> float:
+    """Return by what `lr_scaling` multiplies the learning rate at a global batch size.
 
-    linear: lr x k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt: lr x sqrt(k) (Malladi et al. 2022,
-    arXiv 2205.10287, section 4), with k = global batch size / base batch size.
+    linear: k (Goyal et al. 2017, arXiv 1706.02677, section 2.1); sqrt: sqrt(k) (Malladi et al. 2022, arXiv 2205.10287,
+    section 4), with k = global batch size / base batch size.
     """
     rule, base = config.lr_scaling.rule, config.lr_scaling.base_batch_size
     if rule == "none" or base is None:
-        return config.optimizer.lr
-    ratio = (size or config.batch_sizes[0][1]) / base
-    return config.optimizer.lr * (ratio if rule == "linear" else math.sqrt(ratio))
+        return 1.0
+    return size / base if rule == "linear" else math.sqrt(size / base)
+
+
+def built_lr(config: TrainConfig) -> float:
+    """Return the learning rate that an optimizer is built with: that of the batch size, or of the base batch size where
+    there is a schedule, whose steps multiply it: so it does not depend on how the schedule came about.
+    """
+    return config.optimizer.lr * (1.0 if config.schedules_batch else lr_scale(config, config.batch_size))
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -43,7 +49,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """
     chosen = config.optimizer
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options = chosen.model_dump(exclude={"name", "state"}, exclude_none=True) | {"lr": scaled_lr(config)}
+    options = chosen.model_dump(exclude={"name", "state"}, exclude_none=True) | {"lr": built_lr(config)}
     if chosen.betas is not None:
         options["betas"] = tuple(chosen.betas)
     fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
