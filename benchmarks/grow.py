@@ -1,7 +1,7 @@
 """Does a batch that grows by measurement reach the target sooner than the best fixed one, and than known schedules?
 
-Run as: python -m benchmarks.grow [digits | gpt | tabular ...] [--seeds 5] [--short] [--keep]
-Peers, of one seed in an order of its own, on the examples' train.yaml:
+Run as: python -m benchmarks.grow [digits | gpt | tabular | bert ...] [--seeds 5] [--bound] [--short] [--keep]
+Peers, of one seed in an order of its own, on the examples' train.yaml (gpt and bert made smaller, bert on made texts):
 
     a number   that batch size throughout, with the example's learning rate rule
     auto       `global_batch_size: auto` from the smallest size of the grid to the largest
@@ -9,6 +9,9 @@ Peers, of one seed in an order of its own, on the examples' train.yaml:
                and 80 % of the samples, where others divide the rate by five
     cabs       the rule of Balles et al. 2017 (CABS, arXiv 1612.05086), a batch in proportion to tr(Sigma) / loss, as
                the schedule that follows from a pilot run; from the smallest size on, in powers of two of it
+
+With `--bound` also every schedule of two sizes of the grid that changes after one of SHARES of the best fixed one's
+samples: what the best of them needs, which nobody knows before, is about what can be gained by any growth.
 
 The result of `auto` has the schedules that it found. The target is met between two evaluations: where the line between
 them meets it. Times are processor times of one thread, those of comparisons and of trained steps, without evaluations.
@@ -18,12 +21,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import random
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,6 +51,7 @@ from trainers.step.noise_scale import NoiseScale
 EXAMPLES = Path(__file__).parents[1] / "examples"
 _STRETCHES = 12  # of a pilot run, each of one batch size
 _SMITH = ((0.3, 1), (0.6, 5), (0.8, 25), (None, 125))
+SHARES = (0.1, 0.3, 0.6)
 
 Row = Mapping[str, float]
 
@@ -60,6 +65,8 @@ class Work:
     metric: str
     target: float
     epochs: int
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Of the example's file."""
     most_evaluations: int = 200
 
     def config(self, changes: Mapping[str, Any]) -> tuple[TrainConfig, Path]:
@@ -67,13 +74,30 @@ class Work:
         file = EXAMPLES / self.name / "train.yaml"
         tree = parse_mapping(file.read_text(encoding="utf-8"), str(file))
         same = {"launcher": "local", "device": "cpu", "epochs": self.epochs}
-        return build(TrainConfig, override(TrainConfig, tree, {**same, **changes}), str(file)), file
+        return build(TrainConfig, override(TrainConfig, tree, {**same, **self.changes, **changes}), str(file)), file
 
 
+_SMALL_GPT = {
+    "task_args.packed": True,
+    "task_args.context": 32,
+    "task_args.width": 32,
+    "task_args.layers": 1,
+    "task_args.heads": 2,
+    "task_args.lines": 4000,
+}
+_SMALL_BERT = {
+    "task_args.synthetic": True,
+    "task_args.geometry": "tiny",
+    "task_args.length": 32,
+    "task_args.samples": 8192,
+    "precision": "fp32",
+    "optimizer.lr": 3e-4,
+}
 WORKS = [
     Work("digits", [16, 32, 64, 128, 256], "val_accuracy", 0.97, 15),
-    Work("gpt", [16, 32, 64, 128, 256], "val_loss", 0.15, 3),
-    Work("tabular", [64, 128, 256, 512, 1024], "val_accuracy", 0.95, 5),
+    Work("gpt", [8, 16, 32, 64, 128], "val_loss", 0.45, 6, _SMALL_GPT),
+    Work("tabular", [64, 128, 256, 512, 1024], "val_accuracy", 0.97, 8),
+    Work("bert", [16, 32, 64, 128, 256], "val_accuracy", 0.95, 6, _SMALL_BERT),
 ]
 
 
@@ -179,7 +203,7 @@ def peers_of(work: Work) -> dict[str, dict[str, Any]]:
     pilot, _, length = train(work, {**pieces, "log_every_steps": 20})
     samples = work.epochs * length
     constant = {"lr_scaling.rule": "none", "lr_schedule.name": "constant"}
-    auto = {"global_batch_size": "auto", "auto_batch.start": start, "auto_batch.largest": largest}
+    auto = {"global_batch_size": "auto", "auto_batch.largest": largest}
     return {
         **{str(size): {"global_batch_size": size} for size in work.sizes},
         "auto": auto,
@@ -188,30 +212,64 @@ def peers_of(work: Work) -> dict[str, dict[str, Any]]:
     }
 
 
-def compare(work: Work, seeds: int) -> dict[str, Any]:
-    """Train every peer under every seed; return samples and times to the target, and auto's against the others."""
-    peers = peers_of(work)
-    samples: dict[str, list[float]] = {name: [] for name in peers}
-    times: dict[str, list[float]] = {name: [] for name in peers}
-    found = []
+@dataclass
+class Needed:
+    """What each peer needs to the target, in the order of the seeds: inf where it was not met."""
+
+    samples: dict[str, list[float]]
+    times_s: dict[str, list[float]]
+    schedules: list[Any]
+    """Those that `auto` found."""
+
+
+def needed(work: Work, peers: Mapping[str, dict[str, Any]], seeds: int) -> Needed:
+    """Train every peer under every seed."""
+    needs = Needed({name: [] for name in peers}, {name: [] for name in peers}, [])
     for seed in range(seeds):
         order = list(peers)
         random.Random(seed).shuffle(order)
         for name in order:
             context, result, length = train(work, {**peers[name], "seed": seed})
             met = to_target(context.rows, work.metric, work.target, length)
-            samples[name].append(math.inf if met is None else met[0])
-            times[name].append(math.inf if met is None else met[1])
+            samples, time_s = met or (math.inf, math.inf)
+            needs.samples[name].append(samples)
+            needs.times_s[name].append(time_s)
             if name == "auto" and result is not None:
-                found.append(result.batch_schedule)
-            told = "not met" if met is None else f"{met[0]:,.0f} samples, {met[1]:.2f} s"
+                needs.schedules.append(result.batch_schedule)
+            told = "not met" if met is None else f"{samples:,.0f} samples, {time_s:.2f} s"
             print(f"{work.name} seed {seed} {name}: {told}", flush=True)
-    return {
+    return needs
+
+
+def compare(work: Work, seeds: int, bound: bool) -> dict[str, Any]:
+    """Return what every peer needs to the target, and auto against the others; also of the best of two sizes."""
+    peers = peers_of(work)
+    needs = needed(work, peers, seeds)
+    found = {
         "target": {work.metric: work.target},
         "epochs": work.epochs,
-        "schedules": {name: peers[name]["batch_schedule"] for name in ("smith", "cabs")} | {"auto": found},
-        "samples": _figures(samples),
-        "time_s": _figures(times),
+        "schedules": {name: peers[name]["batch_schedule"] for name in ("smith", "cabs")} | {"auto": needs.schedules},
+        "samples": _figures(needs.samples),
+        "time_s": _figures(needs.times_s),
+    }
+    if bound:
+        best = found["time_s"]["best_fixed"]
+        of_two = needed(work, two_sizes(work, statistics.median(needs.samples[best])), seeds).times_s
+        medians = {name: statistics.median(values) for name, values in of_two.items()}
+        first = min(medians, key=medians.__getitem__)
+        ratio = medians[first] / statistics.median(needs.times_s[best])
+        found["bound"] = {"schedule": first, "of_best_fixed": ratio if math.isfinite(ratio) else None}
+    return found
+
+
+def two_sizes(work: Work, samples: float) -> dict[str, dict[str, Any]]:
+    """Return all schedules of two sizes, the larger of which comes after one of SHARES of so many samples."""
+    return {
+        f"{small}-{large} at {share:.0%}": {
+            "batch_schedule": [{"until_samples": round(share * samples), "size": small}, {"size": large}]
+        }
+        for small, large in itertools.combinations(work.sizes, 2)
+        for share in SHARES
     }
 
 
@@ -238,6 +296,8 @@ def show(work: Work, found: dict[str, Any]) -> None:
             told = "" if ratio is None else f"   auto {ratio['ratio']:.2f} x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
             mark = "   the best fixed" if name == best else ""
             print(f"  {what:8} {name:6} {median}   met {len(met)} of {len(values)}{told}{mark}")
+    if bound := found.get("bound"):
+        print(f"  of all schedules of two sizes {bound['schedule']} is the fastest: {bound['of_best_fixed']} x")
 
 
 def main() -> None:
@@ -245,6 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="*", choices=[work.name for work in WORKS], metavar="WORK")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--bound", action="store_true", help="also all schedules of two sizes")
     parser.add_argument("--short", action="store_true", help="one seed, and two fixed sizes")
     parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
     given = parser.parse_args()
@@ -253,8 +314,8 @@ def main() -> None:
     for work in WORKS:
         if given.works and work.name not in given.works:
             continue
-        short = Work(work.name, [work.sizes[0], work.sizes[-1]], work.metric, work.target, work.epochs)
-        results[work.name] = compare(short if given.short else work, 1 if given.short else given.seeds)
+        short = replace(work, sizes=[work.sizes[0], work.sizes[-1]])
+        results[work.name] = compare(short if given.short else work, 1 if given.short else given.seeds, given.bound)
         show(work, results[work.name])
     print(f"\nwritten to {save('grow', results, given.keep)}")
 

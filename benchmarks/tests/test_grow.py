@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.grow import Work, cabs, smith, to_target, train
+from benchmarks.grow import SHARES, Work, cabs, smith, to_target, train, two_sizes
 from trainers.config.batch import ScheduledSize, check_schedule
 
 ROWS = [
@@ -44,6 +44,15 @@ def test_the_schedules_of_the_literature_are_schedules() -> None:
     assert found == [{"until_samples": 400, "size": 16}, {"until_samples": 800, "size": 32}, {"size": 16}]
     for schedule in (found, cabs([], [16, 64], 1200)):
         check_schedule([ScheduledSize(**one) for one in schedule])
+
+
+def test_the_bound_is_of_every_growth_by_one_step() -> None:
+    schedules = [
+        one["batch_schedule"] for one in two_sizes(Work("digits", [8, 16, 64], "val_accuracy", 0.5, 2), 1000).values()
+    ]
+    grown = [(8, 16), (8, 64), (16, 64)]
+    assert [(first["size"], then["size"]) for first, then in schedules] == [pair for pair in grown for _ in SHARES]
+    assert {first["until_samples"] for first, _ in schedules} == {1000 * share for share in SHARES}
 
 
 def test_a_pilot_run_measures_what_cabs_goes_by() -> None:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 PARTS = 16
 """Parts of a branch, each a step of the larger batch. The first half warms up, and measures the gradient noise scale;
 the second is timed and compared."""
-WAIT = 32
+WAIT = 16
 """Branches' samples until the first comparison, so that a run whose target is near pays for none, and at least so many
 after one that was refused: then twice as many as before. A batch that has grown is compared again at once."""
 LEFT = 32
