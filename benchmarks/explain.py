@@ -27,14 +27,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure import SCRATCH, save
+from benchmarks.measure import earlier, save
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.context import RunContext
-from trainers.devices.device import environment
 from trainers.explain.explanation import explain, read_subject
 from trainers.explain.observe import Stepper, spin, warm
 from trainers.explain.profile import ProfileJob
@@ -281,7 +279,7 @@ def main() -> None:
         plants = given.only or list(PLANTS)
         rng.shuffle(plants)
         asked = {name: getattr(given, name) for name in ("seed", "cases", "healthy", "only", "short")}
-        rows = earlier(asked) if given.go_on else []
+        rows = earlier("explain", asked).get("rows", []) if given.go_on else []
         for number in range(num_cases + num_healthy):
             name = plants[number % len(plants)] if number < num_cases else "healthy"
             plant = PLANTS.get(name)
@@ -294,17 +292,6 @@ def main() -> None:
     score = summary(rows)
     print(json.dumps(score, indent=2))
     print(f"\nkept in {save('explain', {**asked, 'score': score, 'rows': rows}, given.keep)}")
-
-
-def earlier(asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of the newest run, where it was asked the same of the same code."""
-    for path in sorted(SCRATCH.glob("explain-*.json"))[-1:]:
-        found = json.loads(path.read_text())
-        commit = environment(torch.device("cpu")).get("git_commit")
-        results = found["results"]
-        if found["environment"].get("git_commit") == commit and asked.items() <= results.items():
-            return list(results["rows"])
-    return []
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -106,6 +106,19 @@ def show(title: str, unit: str, summary: dict[str, Any]) -> None:
         )
 
 
+def earlier(name: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the newest results of a benchmark that were not kept, where the same code was `asked` the same: it goes on
+    with them.
+    """
+    for path in sorted(SCRATCH.glob(f"{name}-[0-9]*.json"))[-1:]:
+        found = json.loads(path.read_text())
+        results: dict[str, Any] = found["results"]
+        commit = environment(torch.device("cpu")).get("git_commit")
+        if found["environment"].get("git_commit") == commit and asked.items() <= results.items():
+            return results
+    return {}
+
+
 def save(name: str, results: dict[str, Any], keep: bool) -> Path:
     """Write the figures with date, hardware and versions; `keep` puts them where documents quote from."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

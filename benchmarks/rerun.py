@@ -1,7 +1,9 @@
 """Does a sweep that runs again name the same winner, or call both equal? Are its claims true?
 
 Run as: python -m benchmarks.answer --table FILE [FILE ...]     replays over tables of curves: nothing is trained
-        python -m benchmarks.rerun [--sweeps 10] [--repeats 15] [--tasks digits ...] [--keep]     on a quiet machine
+        python -m benchmarks.rerun [--sweeps 10] [--repeats 15] [--tasks digits ...] [--go-on] [--keep]
+The latter is for a quiet machine.
+
 A replayed sweep is a sweep's own code (its search, its race of finalists, its answer) over records that are drawn: the
 samples to the target of a configuration are log-normal, about the geometric mean of the table's seeds and with the
 spread that they have within configurations; the throughput is a seed's. The curve is a seed's, stretched to that. The
@@ -23,7 +25,7 @@ from typing import Any
 
 from benchmarks.answer import Table, look_up, read
 from benchmarks.ground_truth import WORK
-from benchmarks.measure import save
+from benchmarks.measure import earlier, save
 from trainers.config.yaml import dump_yaml
 from tune.config import SweepConfig
 from tune.report.answer import Answer, answer
@@ -296,33 +298,45 @@ def main() -> None:
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=list(SEARCHES))
     parser.add_argument("--sweeps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=15, help="of every configuration, alone, for the truth")
+    parser.add_argument(
+        "--go-on", action="store_true", help="after the sweeps that the last run had, if of the same code"
+    )
     parser.add_argument("--keep", action="store_true")
-    args, results = parser.parse_args(), dict[str, Any]()
+    args = parser.parse_args()
+    asked = {name: getattr(args, name) for name in ("tasks", "searches", "sweeps", "repeats")}
+    results = {"truth": {}, "rows": {}, **(earlier("rerun", asked) if args.go_on else {}), **asked}
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.tasks:
-            truth = measure(Path(scratch), name, args.repeats)
+            truth = results["truth"].get(name) or measure(Path(scratch), name, args.repeats)
+            results["truth"][name] = truth
             for search in args.searches:
-                sweeps = []
-                for number in range(args.sweeps):
-                    again = f"{name}-{search}-{number}"
-                    spec, records = run(Path(scratch), name, again, {"search": search}, seed=1000 * number)
-                    tried = frozenset(record.id for record in records if record.purpose == "trial")
-                    found = answer(spec.config, records, spec.train)
-                    sweeps.append(Sweep(found, sum(r.samples or 0 for r in records), len(records), tried, found.ended))
-                regrets = [truth.get(one.pick or "", math.inf) / min(truth.values()) for one in sweeps]
-                claims = [
-                    regret <= 1 + EQUAL
-                    for regret, one in zip(regrets, sweeps, strict=True)
-                    if (one.answer.most_ahead or math.inf) <= 1 + EQUAL
-                ]
-                results[f"{name} {search}"] = row = judged(sweeps) | {
-                    "regret_median": statistics.median(regrets),
-                    "regret_worst": max(regrets),
-                    "claims_5_percent": len(claims),
-                    "claims_true": sum(claims),
-                }
+                row = results["rows"].get(f"{name} {search}") or again(Path(scratch), name, search, args.sweeps, truth)
+                results["rows"][f"{name} {search}"] = row
+                save("rerun", results, keep=False)
                 print(name, search, row, flush=True)
     print(f"kept in {save('rerun', results, args.keep)}")
+
+
+def again(directory: Path, task: str, search: str, count: int, truth: dict[str, float]) -> dict[str, Any]:
+    """Run `count` sweeps of a task; return what they say, and how often that is true."""
+    sweeps = []
+    for number in range(count):
+        spec, records = run(directory, task, f"{task}-{search}-{number}", {"search": search}, seed=1000 * number)
+        tried = frozenset(record.id for record in records if record.purpose == "trial")
+        found = answer(spec.config, records, spec.train)
+        sweeps.append(Sweep(found, sum(r.samples or 0 for r in records), len(records), tried, found.ended))
+    regrets = [truth.get(one.pick or "", math.inf) / min(truth.values()) for one in sweeps]
+    claims = [
+        regret <= 1 + EQUAL
+        for regret, one in zip(regrets, sweeps, strict=True)
+        if (one.answer.most_ahead or math.inf) <= 1 + EQUAL
+    ]
+    return judged(sweeps) | {
+        "regret_median": statistics.median(regrets),
+        "regret_worst": max(regrets),
+        "claims_5_percent": len(claims),
+        "claims_true": sum(claims),
+    }
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import explain, measure
-from benchmarks.explain import PLANTS, TASKS, earlier, summary, tree
+from benchmarks.explain import PLANTS, TASKS, summary, tree
 from benchmarks.planted import SlowData, work
 from trainers.config import TrainConfig
 from trainers.config.model import build
@@ -49,13 +48,3 @@ def test_a_slow_dataset_gives_the_samples_of_the_task(tmp_path: Path) -> None:
     assert len(slow) == len(plain)
     assert all((one == other).all() for one, other in zip(slow.__getitems__([3, 1]), plain[[3, 1]], strict=True))
     work(0.0)
-
-
-def test_a_run_goes_on_after_the_cases_of_the_same_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "SCRATCH", tmp_path)
-    monkeypatch.setattr(measure, "SCRATCH", tmp_path)
-    asked = {"seed": 7, "cases": 30, "only": None}
-    assert earlier(asked) == []
-    measure.save("explain", {**asked, "rows": [{"plant": "transform"}]}, keep=False)
-    assert earlier(asked) == [{"plant": "transform"}]
-    assert earlier({**asked, "seed": 8}) == earlier({**asked, "only": ["lengths"]}) == []

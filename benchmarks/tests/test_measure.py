@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.measure import aa_floor, ahead, interleave, summarize
+from benchmarks import measure
+from benchmarks.measure import aa_floor, ahead, earlier, interleave, summarize
 
 
 def test_rounds_are_interleaved_and_the_first_is_a_warm_up() -> None:
@@ -70,3 +72,14 @@ def test_the_interval_of_a_lead_holds_what_it_says() -> None:
     pairs = generator.normal(1, 0.1, (400, 2, 15))
     leads = [ahead({"ours": list(ours), "peer": list(peer)}, "ours")["peer"] for ours, peer in pairs]
     assert 0.01 < np.mean([lead["low"] > 1 or lead["high"] < 1 for lead in leads]) < 0.12
+
+
+def test_a_benchmark_goes_on_with_what_was_asked_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "SCRATCH", tmp_path)
+    asked = {"seed": 7, "cases": 30, "only": None}
+    assert earlier("what", asked) == {}
+    measure.save("what", {**asked, "rows": [{"plant": "transform"}]}, keep=False)
+    measure.save("what-if", asked, keep=False)
+    assert earlier("what", asked)["rows"] == [{"plant": "transform"}]
+    assert earlier("what", {**asked, "seed": 8}) == earlier("what", {**asked, "only": ["lengths"]}) == {}
+    assert earlier("if", asked) == {}
