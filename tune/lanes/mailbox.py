@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from trainers.storage import Storage
 from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
+from tune.lanes.roll import Roll
 from tune.trials.microbatch_bounds import PastBound
 
 logger = logging.getLogger(__name__)
@@ -47,15 +48,8 @@ class Mailbox:
         `past` is what earlier sweeps have found to fit.
         """
         show_life()
-        self._starts: dict[str, dict[int, Any]] = defaultdict(dict)
         self._arrived = asyncio.Condition()
-        self._devices: dict[int, str] = {}
-        """Of the lanes that are up."""
-        self._known: dict[int, str] = {}
-        """Of those that are down, too, for as long as they come back."""
-        self._down: dict[int, tuple[float, str]] = {}
-        self._renewed: set[int] = set()
-        """Lanes that are to start again for the next sweep, or do so."""
+        self._lanes = Roll()
         self._closed = False
         self._begin(sweep, path, compares, past)
 
@@ -70,7 +64,7 @@ class Mailbox:
     async def renew(self) -> None:
         """Have lanes that have run a training function start again, so that the next sweep finds fresh processes."""
         async with self._arrived:
-            self._renewed |= self._comparison.used & self._devices.keys()
+            self._lanes.renew(self._comparison.used)
             self._arrived.notify_all()
 
     def _begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound]) -> None:
@@ -80,18 +74,18 @@ class Mailbox:
         self._queue: deque[str] = deque()
         self._running: dict[int, str] = {}
         self._comparison = Comparison(compares)
-        self._restarts: list[tuple[float, str]] = []
+        self._lanes.restarts = []
         self._expected = 0
         self._notes: list[str] = []
         self._broken: str | None = None
 
     async def note_start(self, lane: int, fact: str, value: Any = True) -> None:
         """Note a fact of a lane's start: its "controller", that it has "workers", or their "reservation"."""
-        self._starts[fact][lane] = value
+        self._lanes.starts[fact][lane] = value
 
     async def starts(self, fact: str) -> dict[int, Any]:
         """One fact of every lane that has got so far, by lane; the controller or the reservation may be gone."""
-        return self._starts[fact]
+        return self._lanes.starts[fact]
 
     async def submit(self, assignment: Assignment) -> str:
         """Queue a trial, or go on with what an actor of it that died has submitted; returns the ticket of either."""
@@ -114,19 +108,14 @@ class Mailbox:
         """Note that a lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that the
         lane ran before was lost with the old group.
         """
-        self._devices.pop(lane, None)
+        self._lanes.up.pop(lane, None)
         await self.lost(lane)
-        self._devices[lane] = self._known[lane] = device
+        self._lanes.comes(lane, device)
         self._comparison.used.discard(lane)
-        self._renewed.discard(lane)
-        if lane in self._down:
-            since, why = self._down.pop(lane)
-            self._restarts.append((time.monotonic() - since, why))
 
     async def lost(self, lane: int, cause: RunFailedError | None = None) -> None:
         """Note that a lane's worker group is gone, of what is known, and queue its trial again, before the others."""
-        if self._devices.pop(lane, None) is not None and lane not in self._renewed:
-            self._down.setdefault(lane, (time.monotonic(), cause.message if cause else "its workers died"))
+        self._lanes.goes(lane, cause.message if cause else "its workers died")
         trial = self._trials.get(self._running.pop(lane, ""))
         if trial is None or trial.ended:
             return
@@ -164,8 +153,7 @@ class Mailbox:
 
     async def leave(self, lane: int) -> None:
         """Note that the node of a lane is about to be taken away: it takes no trial any more."""
-        if self._devices.pop(lane, None) is not None:
-            self._down.setdefault(lane, (time.monotonic(), "its node is taken away"))
+        self._lanes.goes(lane, "its node is taken away")
 
     async def await_close(self, wait_s: float) -> bool:
         """Wait until no lane is needed any more, at most so long; returns whether that is so."""
@@ -182,9 +170,9 @@ class Mailbox:
         async with self._arrived:
             while True:
                 if self._closed or self._is_needless(lane):
-                    self._known.pop(lane, None)
+                    self._lanes.ends(lane)
                     return "close"
-                if lane in self._renewed:
+                if lane in self._lanes.renewed:
                     return "anew"
                 trial = self._next(lane)
                 if isinstance(trial, str):
@@ -215,7 +203,7 @@ class Mailbox:
         """The first trial in the queue that may run and fit on a lane, with what is known of its microbatches; one for
         comparison; or why the lane has to start again first.
         """
-        device = self._devices.get(lane, "")
+        device = self._lanes.up.get(lane, "")
         queued = [self._trials[ticket] for ticket in self._queue]
         # Since they came, lanes may have come back with another device.
         live = [one.assignment.ticket for one in queued if not (one.cancelled or one.ended or self._refused(one))]
@@ -241,7 +229,7 @@ class Mailbox:
 
     def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""
-        reasons = [self._microbatches.why_not(trial, device) for device in sorted(set(self._known.values()))]
+        reasons = [self._microbatches.why_not(trial, device) for device in self._lanes.devices]
         if not reasons or None in reasons:
             return False
         trial.tell(Event(outcome={"status": "out_of_memory", "message": str(reasons[0])}))
@@ -249,7 +237,7 @@ class Mailbox:
 
     async def observe(self, lane: int, ticket: str, size: int, fits: bool) -> None:
         """Keep whether a microbatch fits, as a running trial has found out; returns when that is durable."""
-        device, trial = self._known.get(lane), self._trials[ticket]
+        device, trial = self._lanes.device(lane), self._trials[ticket]
         if not device:
             return
         is_news, contradiction = self._microbatches.observe(trial, device, size, fits)
@@ -398,14 +386,13 @@ class Mailbox:
 
     async def starts_again(self, lane: int, why: str, trial: str = "") -> None:
         """Note that a lane starts again; `trial` is named for what it has left behind. Each reason is said once."""
-        if all(why != known for _, known in (*self._restarts, *self._down.values())):
+        if self._lanes.starts_again(lane, why):
             words = f"trial {trial} has left behind: {why}" if trial else why
             self.say(f"lane {lane} starts again: {words} (from now on only counted)")
-        self._down[lane] = time.monotonic(), why
 
     async def restarts(self) -> list[tuple[float, str]]:
         """How long lanes that started again took no trials, s, and why they had to."""
-        return self._restarts
+        return self._lanes.restarts
 
     async def orphan(self, trial: str) -> None:
         """Note that a trial's Tune actor has died; what runs for it goes on."""
@@ -466,5 +453,5 @@ class Mailbox:
             newest = next((event.metrics for event in reversed(trial.events) if event.outcome is None), {})
             running[lane] = {"trial": trial.assignment.trial, "started": trial.started, "metrics": newest}
         boundary = self._microbatches.shown()
-        lanes = {"lanes": sorted(self._devices), "renewed": sorted(self._renewed)}
+        lanes = {"lanes": sorted(self._lanes.up), "renewed": sorted(self._lanes.renewed)}
         return {**lanes, "running": running, "boundary": boundary, "notes": self._notes[notes:]}
