@@ -77,8 +77,9 @@ class Hasty(Blobs):
 
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
-        growth.PARTS, growth.WAIT, growth.LEFT = 4, 1, 2
-        growth.judge = lambda size, smaller, larger, noise_scale: Verdict(noise_scale is not None, "")
+        growth.LOOK, growth.PARTS, growth.WAIT, growth.LEFT = 4, 4, 8, 8
+        growth.judge = lambda size, to, smaller, larger, noise_scale: Verdict(noise_scale is not None, "")
+        growth.Growth._promising = lambda self, noise_scale: 2 * self.size  # type: ignore[method-assign]
 
 
 def test_the_batch_that_two_workers_have_grown_is_a_schedule_that_runs_again_to_the_bit(tmp_path: Path) -> None:
@@ -86,7 +87,8 @@ def test_the_batch_that_two_workers_have_grown_is_a_schedule_that_runs_again_to_
     changes: dict[str, Any] = {"max_steps": None, "epochs": 1, "task": f"{__name__}:Hasty"}
     auto = spec(tmp_path, "auto", 2, **changes, global_batch_size="auto", auto_batch__start=2)
     result = run_spawn(auto)
-    assert result.batch_schedule == [{"until_samples": 16, "size": 2}, {"size": 16}]
+    found = [{"until_samples": 16, "size": 2}, {"until_samples": 48, "size": 4}, {"until_samples": 112, "size": 8}]
+    assert result.batch_schedule == [*found, {"size": 16}]
     again = spec(tmp_path, "again", 2, **changes, global_batch_size=None, batch_schedule=result.batch_schedule)
     run_spawn(again)
     assert losses(again) == losses(auto)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -47,12 +49,12 @@ def test_the_larger_batch_is_taken_where_it_gains_more_than_it_wastes(
 ) -> None:
     """The loss falls from 1.9 to 1, 0.9 in half of a branch: a larger batch may lag 1.35 x (gain - 1) behind."""
     smaller, larger = branch(gain, 1.9, SPREAD), branch(1.0, 1.9, [loss + lag for loss in SPREAD])
-    assert judge(32, smaller, larger, noise_scale).grows is grows
+    assert judge(32, 64, smaller, larger, noise_scale).grows is grows
 
 
 def test_a_difference_within_the_noise_refutes_nothing() -> None:
     larger = branch(1.0, 1.0, [loss + lag for loss, lag in zip(SPREAD, [3.0, -2.9] * (HALF // 2), strict=True)])
-    assert judge(32, branch(1.5, 1.0, SPREAD), larger, None).grows
+    assert judge(32, 64, branch(1.5, 1.0, SPREAD), larger, None).grows
 
 
 class Stateful(Tiny):
@@ -67,7 +69,7 @@ class Stateful(Tiny):
 
 @pytest.fixture(autouse=True)
 def _short_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"PARTS": 4, "WAIT": 1, "LEFT": 2}.items():
+    for name, value in {"LOOK": 4, "PARTS": 4, "WAIT": 8, "LEFT": 8}.items():
         monkeypatch.setattr(growth, name, value)
 
 
@@ -77,13 +79,14 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[bool]]
 
     def script(decided: dict[int, list[bool]]) -> None:
         monkeypatch.setattr(growth, "judge", lambda size, *_: Verdict(decided[size].pop(0), "by a script"))
+        monkeypatch.setattr(growth.Growth, "_promising", lambda self, noise_scale: 2 * self.size)
 
     return script
 
 
 AUTO = {"global_batch_size": "auto", "auto_batch": {"start": 2, "largest": 8}}
-DECIDED = {2: [False, True], 4: [False, True]}
-FOUND = [{"until_samples": 48, "size": 2}, {"until_samples": 114, "size": 4}, {"size": 8}]
+DECIDED = {2: [False, True], 4: [True]}
+FOUND = [{"until_samples": 80, "size": 2}, {"until_samples": 114, "size": 4}, {"size": 8}]
 PLAIN: dict[str, Any] = {"epochs": 9, "lr_scaling": {"rule": "linear", "base_batch_size": 2}}
 RUNS: dict[str, dict[str, Any]] = {
     "cosine": {},
@@ -142,27 +145,67 @@ def test_sizes_of_a_checkpoint_that_do_not_follow_one_another_are_refused(
 @pytest.mark.parametrize(
     ("times_s", "largest", "first"),
     [
-        ([1.0, 1.1, 1.9], 8, 4),
-        ([1.0, 1.9], 8, 2),
-        ([1.0, 1.1, 1.2], 8, 8),
-        ([1.0, 1.1], 7, 4),
+        ({2: 1.0, 4: 1.1, 8: 1.9}, 8, 4),
+        ({2: 1.0, 4: 1.9}, 8, 2),
+        ({2: 1.0, 4: 1.1, 8: 1.2}, 8, 8),
+        ({2: 1, 4: 1}, 7, 4),
     ],
     ids=["saturated", "at once", "never", "no more are allowed"],
 )
 def test_it_begins_with_the_size_from_which_on_larger_ones_gain_little(
-    times_s: list[float], largest: int, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    times_s: dict[int, float], largest: int, first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Sizes are timed, and then taken to have been faster or slower."""
     monkeypatch.setattr(growth, "FIRST", 2)
     monkeypatch.setattr(growth, "STEPS", 1)
     monkeypatch.setattr(growth.Growth, "due", False)
-    real, script = growth.Growth._step_s, iter(times_s)
-    monkeypatch.setattr(growth.Growth, "_step_s", lambda self, size: next(script) if real(self, size) > 0 else 0.0)
-    auto = {"global_batch_size": "auto", "auto_batch": {"largest": largest}}
-    found = run(tmp_path / "auto", **auto).batch_schedule
+    real, timed = growth.Growth._step_s, set[int]()
+
+    def step_s(self: growth.Growth, size: int) -> float:
+        assert real(self, size) > 0
+        timed.add(size)
+        return times_s[size]
+
+    monkeypatch.setattr(growth.Growth, "_step_s", step_s)
+    found = run(tmp_path / "auto", global_batch_size="auto", auto_batch={"largest": largest}).batch_schedule
     assert found == [{"size": first}]
-    assert next(script, None) is None
+    assert timed == times_s.keys()
     run(tmp_path / "again", global_batch_size=None, batch_schedule=found)
     assert_same_run(tmp_path / "again", tmp_path / "auto")
+
+
+@pytest.mark.parametrize(
+    ("noise_scale", "times_s", "steps", "to"),
+    [
+        (1000.0, {8: 1.0, 16: 1.1, 32: 1.3}, 10_000, 32),
+        (8.0, {8: 1.0, 16: 1.1, 32: 1.5}, 10_000, 16),
+        (0.0, {8: 1.0, 16: 1.1, 32: 1.3}, 10_000, 8),
+        (math.inf, {8: 1.0, 16: 1.1, 32: 2.0}, 10_000, 32),
+        (math.inf, {8: 1.0, 16: 1.95, 32: 3.0}, 10_000, 8),
+        (1000.0, {8: 1.0, 16: 1.6, 32: 3.1}, 10_000, 16),
+        (1000.0, {8: 1.0, 16: 1.6, 32: 3.1}, 100, 8),
+        (None, {}, 10_000, 16),
+    ],
+    ids=[
+        "as far as branches reach",
+        "noise allows less",
+        "no noise",
+        "all noise",
+        "no speed",
+        "saturated",
+        "late",
+        "unknown",
+    ],
+)
+def test_the_size_that_promises_most(
+    noise_scale: float | None, times_s: dict[int, float], steps: int, to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = object.__new__(growth.Growth)
+    one.attempt = mock.Mock(compiles=False)
+    for name, value in {"size": 8, "_most": 1000, "_left": 8 * steps}.items():
+        monkeypatch.setattr(growth.Growth, name, value)
+    monkeypatch.setattr(growth.Growth, "_step_s", lambda self, size: times_s[size])
+    assert one._promising(noise_scale) == to
 
 
 def test_nor_with_one_that_leaves_it_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +222,7 @@ def test_it_is_measured_and_said_without_a_script(tmp_path: Path, caplog: pytest
     found = run_local(spec).batch_schedule
     told = [record.getMessage() for record in caplog.records if record.name == "trainers.loop.growth"]
     assert len(told) >= 2
-    assert all("times as fast" in words and "at a gradient noise scale of" in words for words in told)
+    assert all("at a gradient noise scale of" in words for words in told)
     again = make(tmp_path / "again", global_batch_size=None, batch_schedule=found, max_steps=60)
     run_local(again)
     assert losses(again) == losses(spec)

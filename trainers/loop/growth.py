@@ -3,14 +3,12 @@
 It begins with the size from which on larger steps gain little speed: how much the gradients' noise allows, nobody knows
 before the first step, and what is lost by steps that are somewhat too small or too large is less than by slow ones.
 
-Now and then the steps that come next are taken twice from the state in memory, once with the size that the run has and
-once with twice as many samples in a step, and both are thrown away: the run itself is one of the `batch_schedule` that
-was found, to the bit. The larger batch is taken where
-
-- it gains more speed than it wastes: of two sizes B and 2B, in a gradient of noise scale N, the larger needs
-  (2B + N) / (B + N) times as many samples (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11), and
-- its losses on the samples of the branch confirm that (as Merrill et al. 2025, arXiv 2505.23971, branch): what it lags
-  behind with as many samples is no more than it makes up for by its speed.
+Now and then some steps are taken from the state in memory and thrown away: the run itself is one of the
+`batch_schedule` that was found, to the bit. They measure the gradient noise scale N, and what a step of each larger
+size takes. Where one gains more speed than it wastes (of sizes A and B the latter needs (B + N) / (A + N) times as many
+samples: McCandlish et al. 2018, arXiv 1812.06162, equation 2.11), the samples that come next are trained on twice, with
+steps of either size. The larger one is taken if its losses confirm it (as Merrill et al. 2025, arXiv 2505.23971,
+branch): what it lags behind with as many samples is no more than it makes up for by its speed.
 """
 
 import contextlib
@@ -34,21 +32,23 @@ from trainers.step.throwaway import throwaway
 
 logger = logging.getLogger(__name__)
 
-PARTS = 16
-"""Parts of a branch, each a step of the larger batch. The first half warms up, and measures the gradient noise scale;
-the second is timed and compared."""
-WAIT = 16
-"""Branches' samples until the first comparison, so that a run whose target is near pays for none, and at least so many
-after one that was refused: then twice as many as before. A batch that has grown is compared again at once."""
-LEFT = 32
-"""The same that must be left of a run: a comparison takes two branches, so no more than 6 % of what is left."""
+LOOK = 16
+"""Steps by which the noise scale is measured."""
+PARTS = 8
+"""Parts of a branch, each a step of the larger batch. The first half warms up; the second is timed and compared."""
+WAIT = 64
+"""Steps of a size until larger ones are looked at; after one that was refused four times as many as before."""
+LEFT = 512
+"""Steps that must be left of a run: a look takes no more than 5 % of that, and branches half of what they promise."""
+REACH = 4
+"""How many times as large as the size at hand one may be that is looked at."""
 MARGIN = 1.05
 """A smaller advantage is of no interest."""
 
 FIRST = 8
 """The smallest size that a run begins with, where none is given."""
 TIMED = 4
-"""Steps by which a size is timed before that."""
+"""Steps by which a size is timed."""
 ENOUGH = 1.25
 """A run begins with the size from which on twice as many samples in a step train less than so much faster: where steps
 take a fixed time and one that grows with their samples, the former is two fifths of the latter or less."""
@@ -75,19 +75,23 @@ class Verdict:
     words: str
 
 
-def judge(size: int, smaller: Branch, larger: Branch, noise_scale: float | None) -> Verdict:
-    """Compare two branches over the same samples, with steps of `size` and of twice as many.
+def samples_needed(size: int, noise_scale: float) -> float:
+    """Return how many samples steps of a size need, as a multiple of what all sizes have in common."""
+    return 1.0 if math.isinf(noise_scale) else size + max(0.0, noise_scale)
+
+
+def judge(size: int, to: int, smaller: Branch, larger: Branch, noise_scale: float | None) -> Verdict:
+    """Compare two branches over the same samples, with steps of `size` and of `to` samples.
 
     Without a `noise_scale` (in samples) the branches alone decide.
     """
     half = len(smaller.times_s) // 2
     gain = median(smaller.times_s[half:]) / median(larger.times_s[half:])
-    told = f"steps of {2 * size} samples train {gain:.3g} times as fast as those of {size}"
+    told = f"steps of {to} samples train {gain:.3g} times as fast as those of {size}"
     waste = 1.0
     if noise_scale is not None:
-        noise = max(0.0, noise_scale)
-        waste = 1.0 if math.isinf(noise) else (2 * size + noise) / (size + noise)
-        told += f", at a gradient noise scale of {noise:.3g} samples they need {waste:.3g} times as many"
+        waste = samples_needed(to, noise_scale) / samples_needed(size, noise_scale)
+        told += f", at a gradient noise scale of {noise_scale:.3g} samples they need {waste:.3g} times as many"
     if gain <= MARGIN * waste:
         return Verdict(False, told)
     lags = [theirs - ours for ours, theirs in zip(smaller.losses[half:], larger.losses[half:], strict=True)]
@@ -106,12 +110,14 @@ class Growth:
 
     def __init__(self, attempt: Attempt, steps: Steps) -> None:
         self.attempt, self._steps = attempt, steps
+        self._times_s: dict[int, float] = {}
+        """What a step of each size takes that was timed."""
         self._wait()
 
     def _wait(self) -> None:
-        """Set when sizes are compared first."""
+        """Set when larger sizes are looked at first."""
         attempt, config, parts = self.attempt, self.attempt.config, self.attempt.parts
-        batches, wait = parts.sampler.batches, WAIT * self._samples
+        batches, wait = parts.sampler.batches, WAIT * self.size
         # Growth amid a warm-up that is a share of all samples would change the steps of which it consists.
         course = batches if config.counts_samples else None
         warm = batches.samples(warmup_steps(config.lr_schedule, parts.total_steps, course))
@@ -123,72 +129,63 @@ class Growth:
         return self.attempt.parts.sampler.batches.sizes[-1][1]
 
     @property
-    def _samples(self) -> int:
-        """Samples of one branch."""
-        return PARTS * 2 * self.size
+    def _most(self) -> int:
+        """The largest size that there may be."""
+        return min(self.attempt.config.auto_batch.most, self.attempt.parts.sampler.length)
+
+    @property
+    def _left(self) -> int:
+        """Samples that are left of the run."""
+        attempt = self.attempt
+        return attempt.parts.sampler.batches.samples(attempt.parts.total_steps) - attempt.samples
 
     @property
     def end(self) -> int:
-        """The step before which sizes are compared next, or the last one."""
+        """The step before which larger sizes are looked at next, or the last one."""
         attempt = self.attempt
         at, _ = attempt.growth
         return min(attempt.end, attempt.parts.sampler.batches.step_at(at)) if at > attempt.samples else attempt.end
 
     @property
     def due(self) -> bool:
-        """Whether to compare now; not so late that nothing can be gained by it any more."""
-        attempt, sampler, most = self.attempt, self.attempt.parts.sampler, self.attempt.config.auto_batch.most
-        left = sampler.batches.samples(attempt.parts.total_steps) - attempt.samples
-        fits = 2 * self.size <= min(most, sampler.length)
-        return fits and attempt.samples >= attempt.growth[0] and left >= LEFT * self._samples
+        """Whether to look at larger sizes now; not so late that nothing can be gained by them any more."""
+        size, attempt = self.size, self.attempt
+        return 2 * size <= self._most and attempt.samples >= attempt.growth[0] and self._left >= LEFT * size
 
     def begin(self) -> None:
         """Choose the first size of a run that names none. Sizes are not timed where each would be compiled."""
         attempt, parts, auto = self.attempt, self.attempt.parts, self.attempt.config.auto_batch
         if attempt.step or attempt.compiles or auto.start is not None:
             return
-        began, batches = time.perf_counter(), parts.sampler.batches
-        most = min(auto.most, batches.length, batches.samples(parts.total_steps) // STEPS)
+        began, batches, most = time.perf_counter(), parts.sampler.batches, min(self._most, self._left // STEPS)
         with attempt.watchdog.phase("timing batch sizes", steps=True):
             size = min(FIRST, auto.most)
-            step_s = self._step_s(size)
-            while 2 * size <= most:
-                larger_s = self._step_s(2 * size)
-                if 2 * step_s < ENOUGH * larger_s:
-                    break
-                size, step_s = 2 * size, larger_s
+            while 2 * size <= most and 2 * self._step_s(size) >= ENOUGH * self._step_s(2 * size):
+                size *= 2
         attempt.take_sizes(batches.grown(size, 0))
         self._wait()
         took_s = time.perf_counter() - began
         attempt.clock.train_time_s += took_s
         if attempt.context.rank == 0:
-            logger.info("the batch begins at %d (%.1f s): a step of it takes %.3g ms", size, took_s, 1e3 * step_s)
-
-    def _step_s(self, size: int) -> float:
-        """Return what a step of a size takes."""
-        times_s = self._branch(size, size, TIMED).times_s
-        return self.attempt.parts.group.first(median(times_s[1:]))
+            logger.info("the batch begins at %d (%.1f s)", size, took_s)
 
     def compare(self) -> bool:
-        """Compare the batch size with twice as large a one; return whether the run goes on with that."""
+        """Look for a larger size that trains faster; return whether the run goes on with one."""
         attempt, parts = self.attempt, self.attempt.parts
         began, size, samples = time.perf_counter(), self.size, attempt.samples
         with attempt.watchdog.phase("comparing batch sizes", steps=not attempt.compiles):
-            noise = parts.noise
-            if noise is not None:
-                noise.windows.clear()
-            smaller = self._branch(size, 2 * size, PARTS, noise)
-            larger = self._branch(2 * size, 2 * size, PARTS)
-            found = None if noise is None else estimate(noise.windows)
-            verdict = judge(size, smaller, larger, None if found is None else found.noise_scale)
+            noise_scale = self._noise_scale()
+            to = self._promising(noise_scale)
+            if to == size:
+                told = "" if noise_scale is None else f"at a gradient noise scale of {noise_scale:.3g} samples "
+                verdict = Verdict(False, f"{told}no larger one promises to be faster")
+            else:
+                verdict = judge(size, to, self._branch(size, to, PARTS), self._branch(to, to, PARTS), noise_scale)
         verdict = parts.group.first(verdict)
         if verdict.grows:
-            attempt.take_sizes(parts.sampler.batches.grown(2 * size, samples))
-        if verdict.grows:
-            attempt.growth = (samples, attempt.growth[1])
-        else:
-            wait = max(2 * attempt.growth[1], WAIT * self._samples)
-            attempt.growth = (samples + wait, wait)
+            attempt.take_sizes(parts.sampler.batches.grown(to, samples))
+        wait = WAIT * to if verdict.grows else 4 * attempt.growth[1]
+        attempt.growth = (samples + wait, wait)
         took_s = time.perf_counter() - began
         attempt.clock.train_time_s += took_s
         if attempt.context.rank == 0:
@@ -196,8 +193,38 @@ class Growth:
             logger.info("%s %d from sample %d on (%.1f s): %s", words, self.size, samples, took_s, verdict.words)
         return verdict.grows
 
+    def _noise_scale(self) -> float | None:
+        """Measure the gradient noise scale, in samples; None where that cannot be."""
+        noise = self.attempt.parts.noise
+        if noise is None:
+            return None
+        noise.windows.clear()
+        self._branch(self.size, self.size, LOOK, noise)
+        found = estimate(noise.windows)
+        return None if found is None else max(0.0, found.noise_scale)
+
+    def _promising(self, noise_scale: float | None) -> int:
+        """Return the size that should train fastest, or the one at hand where that would gain too little."""
+        size, step_s, sizes = self.size, self._step_s, [self.size]
+        if noise_scale is None or self.attempt.compiles:
+            return 2 * size  # only branches can tell
+        while 2 * sizes[-1] <= min(self._most, REACH * size) and 2 * step_s(sizes[-1]) > MARGIN * step_s(2 * sizes[-1]):
+            sizes.append(2 * sizes[-1])
+        needs = {one: step_s(one) / one * samples_needed(one, noise_scale) for one in sizes}
+        best = min(needs, key=needs.__getitem__)
+        gain, branches_s = needs[size] / needs[best], PARTS * (step_s(best) + best // size * step_s(size))
+        saves_s = (1 - 1 / gain) * self._left / size * step_s(size)
+        return best if gain > MARGIN and saves_s > 2 * branches_s else size
+
+    def _step_s(self, size: int) -> float:
+        """Return what a step of a size takes, the same on every rank."""
+        if size not in self._times_s:
+            times_s = self._branch(size, size, TIMED).times_s
+            self._times_s[size] = self.attempt.parts.group.first(median(times_s[1:]))
+        return self._times_s[size]
+
     def _branch(self, size: int, part: int, count: int, measured: NoiseScale | None = None) -> Branch:
-        """Train `count` parts of `part` samples with steps of a size; of the first half the noise may be `measured`."""
+        """Train `count` parts of `part` samples with steps of a size, thrown away; their noise may be `measured`."""
         attempt, parts = self.attempt, self.attempt.parts
         start, step, group = attempt.samples, parts.step, parts.group
         times_s: list[float] = []
@@ -218,11 +245,9 @@ class Growth:
                     lost, trained = torch.zeros_like(lost), 0
                     synchronize(parts.device)
                     times_s.append(time.perf_counter() - began)
-                    if measured is not None and len(losses) == count // 2:
-                        measured.take()
-                        step.noise = None
-                        step.resized()
                     began = time.perf_counter()
+            if measured is not None:
+                measured.take()
         return Branch(times_s, group.sum(torch.stack(losses)).tolist())
 
     @contextlib.contextmanager
