@@ -47,7 +47,7 @@ class AutoBatchConfig(Settings):
     """The sizes of a batch that grows by measurement."""
 
     start: Positive | None = Field(default=None, examples=[32])
-    """The size that the run begins with; it doubles from there. Not set: the first one from 8 on of which twice as many
+    """The size that the run begins with; it grows from there. Not set: the first one from 8 on of which twice as many
     samples in a step train less than 1.25 times as fast, as timed before the first step (32 with `compile` or
     `cuda_graphs`)."""
     largest: Positive | None = Field(default=None, examples=[1024])

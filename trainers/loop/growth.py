@@ -53,7 +53,7 @@ ENOUGH = 1.25
 """A run begins with the size from which on twice as many samples in a step train less than so much faster: where steps
 take a fixed time and one that grows with their samples, the former is two fifths of the latter or less."""
 STEPS = 256
-"""A run does not begin with a size that leaves it fewer steps."""
+"""A run of epochs does not begin with a size that leaves it fewer steps."""
 
 Steps = Callable[[int], Iterator[tuple[int, list[int]]]]
 """Trains the rest of the epoch, at most to a step of the run; yields the samples of each step, and this rank's."""
@@ -157,7 +157,9 @@ class Growth:
         attempt, parts, auto = self.attempt, self.attempt.parts, self.attempt.config.auto_batch
         if attempt.step or attempt.compiles or auto.start is not None:
             return
-        began, batches, most = time.perf_counter(), parts.sampler.batches, min(self._most, self._left // STEPS)
+        began, batches, most = time.perf_counter(), parts.sampler.batches, self._most
+        if attempt.config.epochs is not None:
+            most = min(most, self._left // STEPS)
         with attempt.watchdog.phase("timing batch sizes", steps=True):
             size = min(FIRST, auto.most)
             while 2 * size <= most and 2 * self._step_s(size) >= ENOUGH * self._step_s(2 * size):
