@@ -128,6 +128,20 @@ def test_what_one_rank_takes_longer_for_any_batch_is_a_straggler_alone() -> None
     assert [one.kind for one in suspect(late, config())] == ["straggling rank"]
 
 
+def test_a_larger_batch_is_for_whatever_most_of_a_step_is_the_same_by() -> None:
+    """Gradients are 6 of 14 ms; of the rest, calls are less, or more."""
+    slow = [rank(number, communication=6.0) for number in (0, 1)]
+    less, more = (suspect(readings(*slow, all_reduce_s=6e-3, fixed_share=share), config()) for share in (0.8, 0.95))
+    assert [(one.kind, *one.changes) for one in less] == [
+        ("slow all-reduce", "global_batch_size"),
+        ("slow all-reduce", "ddp.compression"),
+    ]
+    assert [(one.kind, *one.changes) for one in more] == [
+        ("host-bound small batches", "global_batch_size"),
+        ("slow all-reduce", "ddp.compression"),
+    ]
+
+
 def test_what_all_ranks_wait_for_is_no_straggler_and_a_straggler_no_common_cause() -> None:
     both = readings(*(rank(number, blocked={"forward": 6.0}, forward=9.0) for number in (0, 1)), all_reduce_s=0.0)
     assert [one.kind for one in suspect(both, config())] == ["hidden synchronisation"]

@@ -18,6 +18,7 @@ _FIXED = 1 / 3
 """Share of a step that may be the same for any batch, before a larger one is tried."""
 _MOST_LOADERS, _LARGER = 8, 4
 _FASTER_FORMAT = 1.5
+_LEARNS = "the learning rate follows by `lr_scaling`; what is learned in an epoch changes"
 _OWN = ("loader", "transform", "forward", "host reads", "backward", "optimizer", "other")
 
 
@@ -125,30 +126,49 @@ def _communication(readings: Readings, config: TrainConfig) -> Iterator[Suspicio
         words = f"{spent}; all of them at once take {_ms(readings.all_reduce_s)}"
         share = _share(readings, taken - readings.all_reduce_s, "communication")
         yield Suspicion("small all-reduce buckets", words, share, {"ddp.bucket_cap_mb": 25}, probe=True)
-    elif config.ddp.compression == "none":
+        return
+    if config.ddp.compression == "none":
         share = _share(readings, taken / 2, "communication")
         fix = "a larger global_batch_size sends them less often"
         yield Suspicion("slow all-reduce", spent, share, {"ddp.compression": "bf16"}, fix, probe=True)
+    calls = _fixed_by_calls(readings)
+    if calls is not None and taken / readings.step_s > calls and _may_be_larger(readings, config):
+        share = _share(readings, (1 - 1 / _LARGER) * taken, "communication")
+        fix = f"`ddp.compression: bf16` halves what is sent; {_LEARNS}"
+        larger = {"global_batch_size": _LARGER * config.batch_size}
+        yield Suspicion("slow all-reduce", spent, share, larger, fix, probe=True)
+
+
+def _fixed_by_calls(readings: Readings) -> float | None:
+    """The share of a step that is the same for any batch, and has no other cause; None where it was not measured."""
+    fixed, shares = readings.fixed_share, readings.shares()
+    if fixed is None:
+        return None
+    last, usual = _last_and_usual(readings)
+    others = [shares.get(name, 0.0) for name in ("communication", "host reads", "loader", "transform")]
+    others.append((_own(last) - _own(usual)) / readings.step_s)
+    return fixed - sum(share for share in others if share > WORTH) - _waited_s(readings) / readings.step_s
+
+
+def _may_be_larger(readings: Readings, config: TrainConfig) -> bool:
+    return readings.train_samples >= _LARGER * config.batch_size
 
 
 def _small_batch(readings: Readings, config: TrainConfig) -> Iterator[Suspicion]:
-    fixed, shares = readings.fixed_share, readings.shares()
-    if fixed is not None:  # what has a cause of its own may be the same for any batch
-        last, usual = _last_and_usual(readings)
-        others = [shares.get(name, 0.0) for name in ("communication", "host reads", "loader", "transform")]
-        others.append((_own(last) - _own(usual)) / readings.step_s)
-        fixed -= sum(share for share in others if share > WORTH)
-        fixed -= _waited_s(readings) / readings.step_s
+    fixed = _fixed_by_calls(readings)
     if readings.host_bound and len(readings.ranks) == 1 and not config.cuda_graphs and config.compile == "off":
         words = "the device is done as soon as the host has issued a step: it waits for the host"
         yield Suspicion("host-bound small batches", words, Span(0.5, 0.0, 1.0), {"cuda_graphs": True}, probe=True)
-    elif fixed is not None and fixed > _FIXED and readings.train_samples >= _LARGER * config.batch_size:
+    elif (
+        fixed is not None
+        and fixed > max(_FIXED, readings.shares().get("communication", 0.0))
+        and _may_be_larger(readings, config)
+    ):
         larger = _LARGER * config.batch_size
         words = f"{fixed:.0%} of a step of {config.batch_size} samples does not grow with them: calls, not arithmetic"
         gain = (1 - 1 / _LARGER) * fixed
-        fix = "the learning rate follows by `lr_scaling`; what is learned in an epoch changes"
         span = Span(gain, 0.0, 1.0)
-        yield Suspicion("host-bound small batches", words, span, {"global_batch_size": larger}, fix, probe=True)
+        yield Suspicion("host-bound small batches", words, span, {"global_batch_size": larger}, _LEARNS, probe=True)
 
 
 def _microbatch(readings: Readings, config: TrainConfig) -> Iterator[Suspicion]:
