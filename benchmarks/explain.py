@@ -82,7 +82,7 @@ PLANTS: dict[str, Plant] = {
     "transform": Plant("slow transform", _seconds("transform_s", 0.4, 2)),
     "waits in loss": Plant("hidden synchronisation", _seconds("wait_s", 0.4, 2)),
     "reads in loss": Plant(
-        "hidden synchronisation", lambda rng, s: {"plant.reads": int(s * rng.uniform(0.4, 1.5) * 1e6)}
+        "hidden synchronisation", lambda rng, s: {"plant.reads": int(s * rng.uniform(0.4, 1.5) * 2e6)}
     ),
     "small batch": Plant("host-bound small batches", lambda rng, s: {"batch": rng.choice((1, 2, 4))}),
     "small microbatch": Plant(

@@ -79,7 +79,7 @@ class Hasty(Blobs):
         super().__init__(**args)
         growth.LOOK, growth.PARTS, growth.WAIT, growth.LEFT = 4, 4, 8, 8
         growth.judge = lambda size, to, smaller, larger, noise_scale: Verdict(noise_scale is not None, "")
-        growth.Growth._promising = lambda self, noise_scale: 2 * self.size  # type: ignore[method-assign]
+        growth.Growth._promising = lambda self, size, left, noise_scale: 2 * size  # type: ignore[method-assign]
 
 
 def test_the_batch_that_two_workers_have_grown_is_a_schedule_that_runs_again_to_the_bit(tmp_path: Path) -> None:

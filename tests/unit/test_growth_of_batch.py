@@ -79,7 +79,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[bool]]
 
     def script(decided: dict[int, list[bool]]) -> None:
         monkeypatch.setattr(growth, "judge", lambda size, *_: Verdict(decided[size].pop(0), "by a script"))
-        monkeypatch.setattr(growth.Growth, "_promising", lambda self, noise_scale: 2 * self.size)
+        monkeypatch.setattr(growth.Growth, "_promising", lambda self, size, *_: 2 * size)
 
     return script
 
@@ -114,6 +114,25 @@ def test_the_run_is_that_of_the_schedule_that_was_found(
     assert_same_run(tmp_path / "again", tmp_path / "auto")
     assert result.batch_schedule == FOUND
     assert len({lr for _, lr, _ in curve(tmp_path / "auto")}) > 2
+
+
+def test_a_branch_is_judged_by_the_losses_of_its_own_steps(
+    verdicts: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by those as well that the run has not logged yet."""
+    verdicts({})
+    branches: list[Branch] = []
+
+    def judged(size: int, to: int, smaller: Branch, *_: Any) -> Verdict:
+        branches.append(smaller)
+        return Verdict(False, "")
+
+    monkeypatch.setattr(growth, "judge", judged)
+    run(tmp_path / "auto", **AUTO, log_every_steps=5, checkpoint={"every_steps": 99})
+    run(tmp_path / "plain", global_batch_size=None, batch_schedule=[{"size": 2}], log_every_steps=1)
+    steps = [loss for _, _, loss in curve(tmp_path / "plain")][8:16]
+    parts = [(one + other) / 2 for one, other in zip(steps[::2], steps[1::2], strict=True)]
+    assert branches[0].losses == pytest.approx(parts)
 
 
 def test_a_run_that_is_cut_goes_on_with_what_it_has_found(verdicts: Callable[[Any], None], tmp_path: Path) -> None:
@@ -178,7 +197,7 @@ def test_it_begins_with_the_size_from_which_on_larger_ones_gain_little(
     ("noise_scale", "times_s", "steps", "to"),
     [
         (1000.0, {8: 1.0, 16: 1.1, 32: 1.3}, 10_000, 32),
-        (8.0, {8: 1.0, 16: 1.1, 32: 1.5}, 10_000, 16),
+        (2.0, {8: 1.0, 16: 1.1, 32: 1.5}, 10_000, 16),
         (0.0, {8: 1.0, 16: 1.1, 32: 1.3}, 10_000, 8),
         (math.inf, {8: 1.0, 16: 1.1, 32: 2.0}, 10_000, 32),
         (math.inf, {8: 1.0, 16: 1.95, 32: 3.0}, 10_000, 8),
@@ -202,10 +221,9 @@ def test_the_size_that_promises_most(
 ) -> None:
     one = object.__new__(growth.Growth)
     one.attempt = mock.Mock(compiles=False)
-    for name, value in {"size": 8, "_most": 1000, "_left": 8 * steps}.items():
-        monkeypatch.setattr(growth.Growth, name, value)
+    monkeypatch.setattr(growth.Growth, "_most", 1000)
     monkeypatch.setattr(growth.Growth, "_step_s", lambda self, size: times_s[size])
-    assert one._promising(noise_scale) == to
+    assert one._promising(8, 8 * steps, noise_scale) == to
 
 
 def test_nor_with_one_that_leaves_it_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

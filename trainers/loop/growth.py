@@ -5,10 +5,11 @@ before the first step, and what is lost by steps that are somewhat too small or 
 
 Now and then some steps are taken from the state in memory and thrown away: the run itself is one of the
 `batch_schedule` that was found, to the bit. They measure the gradient noise scale N, and what a step of each larger
-size takes. Where one gains more speed than it wastes (of sizes A and B the latter needs (B + N) / (A + N) times as many
-samples: McCandlish et al. 2018, arXiv 1812.06162, equation 2.11), the samples that come next are trained on twice, with
-steps of either size. The larger one is taken if its losses confirm it (as Merrill et al. 2025, arXiv 2505.23971,
-branch): what it lags behind with as many samples is no more than it makes up for by its speed.
+size takes. Where one may gain more speed than it wastes (of sizes A and B, in a gradient of critical batch size C, the
+latter needs (B + C) / (A + C) times as many samples: McCandlish et al. 2018, arXiv 1812.06162, equation 2.11, with N
+for C; but see CRITICAL), the samples that come next are trained on twice, with steps of either size. The larger one is
+taken if its losses confirm it (as Merrill et al. 2025, arXiv 2505.23971, branch): what it lags behind with as many
+samples is no more than it makes up for by its speed.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from trainers.loop.attempt import Attempt
 from trainers.measure.clock import StepClock
 from trainers.measure.step_times import student_t95
 from trainers.model.optimizer import warmup_steps
-from trainers.step.noise_scale import NoiseScale, estimate
+from trainers.step.noise_scale import estimate
 from trainers.step.throwaway import throwaway
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ LEFT = 512
 """Steps that must be left of a run: a look takes no more than 5 % of that, and branches half of what they promise."""
 REACH = 4
 """How many times as large as the size at hand one may be that is looked at."""
+CRITICAL = 4
+"""How many times the noise scale a batch may be before it needs twice the samples of a small one, for all that it says:
+with Adam it was 1 to 10 times (digits 6, a small GPT 1, a small BERT more than 10), so branches have the last word."""
 MARGIN = 1.05
 """A smaller advantage is of no interest."""
 
@@ -76,8 +80,8 @@ class Verdict:
 
 
 def samples_needed(size: int, noise_scale: float) -> float:
-    """Return how many samples steps of a size need, as a multiple of what all sizes have in common."""
-    return 1.0 if math.isinf(noise_scale) else size + max(0.0, noise_scale)
+    """Return how many samples steps of a size need at least, as a multiple of what all sizes have in common."""
+    return 1.0 if math.isinf(noise_scale) else size + CRITICAL * max(0.0, noise_scale)
 
 
 def judge(size: int, to: int, smaller: Branch, larger: Branch, noise_scale: float | None) -> Verdict:
@@ -91,7 +95,7 @@ def judge(size: int, to: int, smaller: Branch, larger: Branch, noise_scale: floa
     waste = 1.0
     if noise_scale is not None:
         waste = samples_needed(to, noise_scale) / samples_needed(size, noise_scale)
-        told += f", at a gradient noise scale of {noise_scale:.3g} samples they need {waste:.3g} times as many"
+        told += f", at a gradient noise scale of {noise_scale:.3g} samples they need at least {waste:.3g} times as many"
     if gain <= MARGIN * waste:
         return Verdict(False, told)
     lags = [theirs - ours for ours, theirs in zip(smaller.losses[half:], larger.losses[half:], strict=True)]
@@ -160,9 +164,13 @@ class Growth:
         began, batches, most = time.perf_counter(), parts.sampler.batches, self._most
         if attempt.config.epochs is not None:
             most = min(most, self._left // STEPS)
-        with attempt.watchdog.phase("timing batch sizes", steps=True):
+        with attempt.watchdog.phase("timing batch sizes", steps=True), self._thrown_away():
             size = min(FIRST, auto.most)
-            while 2 * size <= most and 2 * self._step_s(size) >= ENOUGH * self._step_s(2 * size):
+            while (
+                2 * size <= most
+                and attempt.step + 2 * TIMED <= parts.total_steps
+                and 2 * self._step_s(size) >= ENOUGH * self._step_s(2 * size)
+            ):
                 size *= 2
         attempt.take_sizes(batches.grown(size, 0))
         self._wait()
@@ -174,15 +182,16 @@ class Growth:
     def compare(self) -> bool:
         """Look for a larger size that trains faster; return whether the run goes on with one."""
         attempt, parts = self.attempt, self.attempt.parts
-        began, size, samples = time.perf_counter(), self.size, attempt.samples
+        began, size, samples, left = time.perf_counter(), self.size, attempt.samples, self._left
         with attempt.watchdog.phase("comparing batch sizes", steps=not attempt.compiles):
-            noise_scale = self._noise_scale()
-            to = self._promising(noise_scale)
+            with self._thrown_away():
+                noise_scale = self._noise_scale(size)
+                to = self._promising(size, left, noise_scale)
             if to == size:
                 told = "" if noise_scale is None else f"at a gradient noise scale of {noise_scale:.3g} samples "
                 verdict = Verdict(False, f"{told}no larger one promises to be faster")
             else:
-                verdict = judge(size, to, self._branch(size, to, PARTS), self._branch(to, to, PARTS), noise_scale)
+                verdict = judge(size, to, self._branch(size, to), self._branch(to, to), noise_scale)
         verdict = parts.group.first(verdict)
         if verdict.grows:
             attempt.take_sizes(parts.sampler.batches.grown(to, samples))
@@ -195,19 +204,25 @@ class Growth:
             logger.info("%s %d from sample %d on (%.1f s): %s", words, self.size, samples, took_s, verdict.words)
         return verdict.grows
 
-    def _noise_scale(self) -> float | None:
+    def _noise_scale(self, size: int) -> float | None:
         """Measure the gradient noise scale, in samples; None where that cannot be."""
-        noise = self.attempt.parts.noise
+        noise, step = self.attempt.parts.noise, self.attempt.parts.step
         if noise is None:
             return None
         noise.windows.clear()
-        self._branch(self.size, self.size, LOOK, noise)
+        step.noise = noise
+        self._train(size, size, LOOK)
+        step.noise = None
+        step.resized()
+        noise.take()
         found = estimate(noise.windows)
         return None if found is None else max(0.0, found.noise_scale)
 
-    def _promising(self, noise_scale: float | None) -> int:
-        """Return the size that should train fastest, or the one at hand where that would gain too little."""
-        size, step_s, sizes = self.size, self._step_s, [self.size]
+    def _promising(self, size: int, left: int, noise_scale: float | None) -> int:
+        """Return the size that should train the samples that are left fastest; `size`, the one at hand, where another
+        one would gain too little.
+        """
+        step_s, sizes = self._step_s, [size]
         if noise_scale is None or self.attempt.compiles:
             return 2 * size  # only branches can tell
         while 2 * sizes[-1] <= min(self._most, REACH * size) and 2 * step_s(sizes[-1]) > MARGIN * step_s(2 * sizes[-1]):
@@ -215,42 +230,44 @@ class Growth:
         needs = {one: step_s(one) / one * samples_needed(one, noise_scale) for one in sizes}
         best = min(needs, key=needs.__getitem__)
         gain, branches_s = needs[size] / needs[best], PARTS * (step_s(best) + best // size * step_s(size))
-        saves_s = (1 - 1 / gain) * self._left / size * step_s(size)
+        saves_s = (1 - 1 / gain) * left / size * step_s(size)
         return best if gain > MARGIN and saves_s > 2 * branches_s else size
 
     def _step_s(self, size: int) -> float:
         """Return what a step of a size takes, the same on every rank."""
         if size not in self._times_s:
-            times_s = self._branch(size, size, TIMED).times_s
-            self._times_s[size] = self.attempt.parts.group.first(median(times_s[1:]))
+            times_s = self._train(size, size, TIMED).times_s
+            self._times_s[size] = self.attempt.parts.group.first(min(times_s[1:]))
         return self._times_s[size]
 
-    def _branch(self, size: int, part: int, count: int, measured: NoiseScale | None = None) -> Branch:
-        """Train `count` parts of `part` samples with steps of a size, thrown away; their noise may be `measured`."""
+    def _branch(self, size: int, part: int) -> Branch:
+        """Train the same samples as any other branch of these parts, with steps of a size, from where the run is."""
+        with self._thrown_away():
+            return self._train(size, part, PARTS)
+
+    def _train(self, size: int, part: int, count: int) -> Branch:
+        """Train `count` parts of at least `part` samples with steps of a size."""
         attempt, parts = self.attempt, self.attempt.parts
-        start, step, group = attempt.samples, parts.step, parts.group
+        start, step = attempt.samples, parts.step
         times_s: list[float] = []
         losses: list[torch.Tensor] = []
-        with self._thrown_away():
-            parts.sampler.batches = parts.sampler.batches.grown(size, start)
-            step.noise = measured
-            end = parts.sampler.batches.step_at(start + count * part)
-            lost, trained, began = torch.zeros_like(step.loss_sum), 0, time.perf_counter()
-            while attempt.step < end:
-                for samples, _ in self._steps(end):
-                    lost += step.loss_sum * samples
-                    step.loss_sum.zero_()
-                    trained += samples
-                    if attempt.samples - start < (len(losses) + 1) * part:
-                        continue
-                    losses.append(lost / trained)
-                    lost, trained = torch.zeros_like(lost), 0
-                    synchronize(parts.device)
-                    times_s.append(time.perf_counter() - began)
-                    began = time.perf_counter()
-            if measured is not None:
-                measured.take()
-        return Branch(times_s, group.sum(torch.stack(losses)).tolist())
+        parts.sampler.batches = parts.sampler.batches.grown(size, start)
+        end = parts.sampler.batches.step_at(start + count * part)
+        step.loss_sum.zero_()  # has what was not logged yet
+        lost, trained, began = torch.zeros_like(step.loss_sum), 0, time.perf_counter()
+        while attempt.step < end:
+            for samples, _ in self._steps(end):
+                lost += step.loss_sum * samples
+                step.loss_sum.zero_()
+                trained += samples
+                if attempt.samples - start < (len(losses) + 1) * part:
+                    continue
+                losses.append(lost / trained)
+                lost, trained = torch.zeros_like(lost), 0
+                synchronize(parts.device)
+                times_s.append(time.perf_counter() - began)
+                began = time.perf_counter()
+        return Branch(times_s, parts.group.sum(torch.stack(losses)).tolist())
 
     @contextlib.contextmanager
     def _thrown_away(self) -> Iterator[None]:
