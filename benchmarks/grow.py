@@ -91,13 +91,13 @@ _SMALL_BERT = {
     "task_args.length": 32,
     "task_args.samples": 8192,
     "precision": "fp32",
-    "optimizer.lr": 3e-4,
+    "optimizer.lr": 1e-3,
 }
 WORKS = [
-    Work("digits", [16, 32, 64, 128, 256], "val_accuracy", 0.97, 15),
+    Work("digits", [16, 32, 64, 128, 256], "val_accuracy", 0.985, 15),
     Work("gpt", [8, 16, 32, 64, 128], "val_loss", 0.45, 6, _SMALL_GPT),
     Work("tabular", [64, 128, 256, 512, 1024], "val_accuracy", 0.97, 8),
-    Work("bert", [16, 32, 64, 128, 256], "val_accuracy", 0.95, 6, _SMALL_BERT),
+    Work("bert", [16, 32, 64, 128, 256], "val_accuracy", 0.95, 6, _SMALL_BERT, 40),
 ]
 
 

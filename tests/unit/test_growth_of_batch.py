@@ -69,7 +69,7 @@ class Stateful(Tiny):
 
 @pytest.fixture(autouse=True)
 def _short_branches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LOOK": 4, "PARTS": 4, "WAIT": 8, "LEFT": 8}.items():
+    for name, value in {"LOOK": 4, "TIMED": 2, "PARTS": 4, "WAIT": 8, "LEFT": 8}.items():
         monkeypatch.setattr(growth, name, value)
 
 

@@ -51,7 +51,7 @@ MARGIN = 1.05
 
 FIRST = 8
 """The smallest size that a run begins with, where none is given."""
-TIMED = 4
+TIMED = 8
 """Steps by which a size is timed."""
 ENOUGH = 1.25
 """A run begins with the size from which on twice as many samples in a step train less than so much faster: where steps
