@@ -44,8 +44,8 @@ LEFT = 512
 REACH = 4
 """How many times as large as the size at hand one may be that is looked at."""
 CRITICAL = 4
-"""How many times the noise scale a batch may be before it needs twice the samples of a small one, for all that it says:
-with Adam it was 1 to 10 times (digits 6, a small GPT 1, a small BERT more than 10), so branches have the last word."""
+"""How many times the noise scale a batch is taken to be that needs twice the samples of a small one: with Adam it was 1
+to 10 times (digits 6, a small GPT 1, a small BERT more than 10), so branches have the last word."""
 MARGIN = 1.05
 """A smaller advantage is of no interest."""
 
@@ -80,7 +80,7 @@ class Verdict:
 
 
 def samples_needed(size: int, noise_scale: float) -> float:
-    """Return how many samples steps of a size need at least, as a multiple of what all sizes have in common."""
+    """Return how many samples steps of a size should need, as a multiple of what all sizes have in common."""
     return 1.0 if math.isinf(noise_scale) else size + CRITICAL * max(0.0, noise_scale)
 
 
@@ -95,7 +95,7 @@ def judge(size: int, to: int, smaller: Branch, larger: Branch, noise_scale: floa
     waste = 1.0
     if noise_scale is not None:
         waste = samples_needed(to, noise_scale) / samples_needed(size, noise_scale)
-        told += f", at a gradient noise scale of {noise_scale:.3g} samples they need at least {waste:.3g} times as many"
+        told += f", at a gradient noise scale of {noise_scale:.3g} samples they should need {waste:.3g} times as many"
     if gain <= MARGIN * waste:
         return Verdict(False, told)
     lags = [theirs - ours for ours, theirs in zip(smaller.losses[half:], larger.losses[half:], strict=True)]
