@@ -40,12 +40,12 @@ PARTS = 8
 WAIT = 64
 """Steps of a size until larger ones are looked at; after one that was refused four times as many as before."""
 LEFT = 512
-"""Steps that must be left of a run: a look takes no more than 5 % of that, and branches half of what they promise."""
+"""Steps that must be left of a run for a look, which takes LOOK steps, and TIMED ones of each size not timed before."""
 REACH = 4
 """How many times as large as the size at hand one may be that is looked at."""
 CRITICAL = 4
-"""How many times the noise scale a batch is taken to be that needs twice the samples of a small one: with Adam it was 1
-to 10 times (digits 6, a small GPT 1, a small BERT more than 10), so branches have the last word."""
+"""How many times the noise scale a batch is taken to be that needs twice the samples of a small one. In single runs
+with Adam it was about 6 times (digits), once (a small GPT) and more than 10 times (a small BERT): branches decide."""
 MARGIN = 1.05
 """A smaller advantage is of no interest."""
 
@@ -55,7 +55,7 @@ TIMED = 8
 """Steps by which a size is timed."""
 ENOUGH = 1.25
 """A run begins with the size from which on twice as many samples in a step train less than so much faster: where steps
-take a fixed time and one that grows with their samples, the former is two fifths of the latter or less."""
+take a fixed time and one that grows with their samples, the former is less than two thirds of the latter."""
 STEPS = 256
 """A run of epochs does not begin with a size that leaves it fewer steps."""
 
