@@ -142,6 +142,19 @@ def test_a_larger_batch_is_for_whatever_most_of_a_step_is_the_same_by() -> None:
     ]
 
 
+def test_a_larger_batch_is_placed_by_the_cause_it_is_advised_for() -> None:
+    """Steps of 80 ms, of which the task waits 60: a larger batch has a share of that, too."""
+    ranks = [rank(number, {"forward": 60.0}, forward=63.0, communication=11.0) for number in (0, 1)]
+    waits, *others = suspect(readings(*ranks, all_reduce_s=11e-3, fixed_share=0.9), config())
+    assert (waits.kind, [tuple(one.changes) for one in others]) == ("hidden synchronisation", [("ddp.compression",)])
+    small = replace(CASES["host-bound small batches"][0], fixed_share=0.5)
+    (found,) = suspect(small, config())
+    probed = replace(found, gain=Span(0.7, 0.6, 0.8))
+    assert (found.own, probed.own, probed.scaled(0.5).own) == pytest.approx((0.375, 0.375, 0.1875))
+    before = advise(Recorded(config()), Profile(small, [Suspicion("slow transform", "", Span(0.4, 0.3, 0.5)), probed]))
+    assert [one.kind for one in before] == ["slow transform", "host-bound small batches"]
+
+
 def test_what_all_ranks_wait_for_is_no_straggler_and_a_straggler_no_common_cause() -> None:
     both = readings(*(rank(number, blocked={"forward": 6.0}, forward=9.0) for number in (0, 1)), all_reduce_s=0.0)
     assert [one.kind for one in suspect(both, config())] == ["hidden synchronisation"]

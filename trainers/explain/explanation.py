@@ -100,10 +100,10 @@ def advise(recorded: Recorded, measured: Profile | None) -> Iterable[Advice]:
     found: dict[str, Suspicion] = {}
     steps = measured.suspicions if measured is not None else []
     for one in (*steps, *suspect_records(recorded, readings)):
-        gain = one.gain.scaled(recorded.part(one))
-        if gain.value > WORTH and (one.kind not in found or gain.value > found[one.kind].gain.value):
-            found[one.kind] = replace(one, gain=gain)
-    for one in sorted(found.values(), key=lambda one: -one.gain.value):
+        of_run = one.scaled(recorded.part(one))
+        if of_run.gain.value > WORTH and (one.kind not in found or of_run.own > found[one.kind].own):
+            found[one.kind] = of_run
+    for one in sorted(found.values(), key=lambda one: -one.own):
         yield Advice(one.kind, one.words, one.changes, one.fix, one.gain)
 
 

@@ -61,7 +61,7 @@ class ProfileJob(Job[Profile]):
             suspicions = parts.group.first(suspect(readings, self.config))
             probed = [self._probed(one, parts, context) if one.probe else one for one in suspicions[:_MOST_PROBES]]
             kept = [one for one in probed + suspicions[_MOST_PROBES:] if one.gain.value > WORTH]
-            return Profile(readings, sorted(kept, key=lambda one: -one.gain.value))
+            return Profile(readings, sorted(kept, key=lambda one: -one.own))
 
     def _quiet(self, config: TrainConfig) -> TrainConfig:
         return config.model_copy(update={"profile_steps": 0})

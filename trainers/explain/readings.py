@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainers.measure.step_times import student_t95
@@ -130,6 +130,17 @@ class Suspicion:
     of_run: bool = False
     in_evaluation: bool = False
     """Whether an evaluation gains as much as a step."""
+    most: float = 1.0
+    """What of the gain may be this cause's: a larger batch saves whatever does not grow with it."""
+
+    @property
+    def own(self) -> float:
+        """The gain that is this cause's: its place among the others."""
+        return min(self.gain.value, self.most)
+
+    def scaled(self, factor: float) -> Suspicion:
+        """The same as a share of a time that is longer by 1 / factor."""
+        return replace(self, gain=self.gain.scaled(factor), most=self.most * factor)
 
 
 @dataclass(frozen=True)

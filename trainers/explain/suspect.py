@@ -36,7 +36,7 @@ def suspect(readings: Readings, config: TrainConfig) -> list[Suspicion]:
         *_neighbour(readings),
     ]
     worth = [one for one in found if one.probe or (one.gain.value > WORTH and one.gain.low > WORTH / 2)]
-    return sorted(worth, key=lambda one: -one.gain.value)
+    return sorted(worth, key=lambda one: -one.own)
 
 
 def _share(readings: Readings, seconds: float, *names: str) -> Span:
@@ -131,15 +131,14 @@ def _communication(readings: Readings, config: TrainConfig) -> Iterator[Suspicio
         share = _share(readings, taken / 2, "communication")
         fix = "a larger global_batch_size sends them less often"
         yield Suspicion("slow all-reduce", spent, share, {"ddp.compression": "bf16"}, fix, probe=True)
-    calls = _fixed_by_calls(readings)
-    if calls is not None and taken / readings.step_s > calls and _may_be_larger(readings, config):
+    if _is_mostly_sending(readings) and _may_be_larger(readings, config):
         share = _share(readings, (1 - 1 / _LARGER) * taken, "communication")
         fix = f"`ddp.compression: bf16` halves what is sent; {_LEARNS}"
         larger = {"global_batch_size": _LARGER * config.batch_size}
-        yield Suspicion("slow all-reduce", spent, share, larger, fix, probe=True)
+        yield Suspicion("slow all-reduce", spent, share, larger, fix, probe=True, most=share.high)
 
 
-def _fixed_by_calls(readings: Readings) -> float | None:
+def _fixed(readings: Readings) -> float | None:
     """The share of a step that is the same for any batch, and has no other cause; None where it was not measured."""
     fixed, shares = readings.fixed_share, readings.shares()
     if fixed is None:
@@ -150,25 +149,30 @@ def _fixed_by_calls(readings: Readings) -> float | None:
     return fixed - sum(share for share in others if share > WORTH) - _waited_s(readings) / readings.step_s
 
 
+def _is_mostly_sending(readings: Readings) -> bool:
+    """Whether, of what is the same for any batch, adding up gradients takes the most; the optimizer's arithmetic comes
+    with it, as both are the parameters'.
+    """
+    fixed, shares = readings.fixed_share, readings.shares()
+    sent = shares.get("communication", 0.0)
+    return fixed is not None and sent > fixed - sent - shares.get("optimizer", 0.0)
+
+
 def _may_be_larger(readings: Readings, config: TrainConfig) -> bool:
     return readings.train_samples >= _LARGER * config.batch_size
 
 
 def _small_batch(readings: Readings, config: TrainConfig) -> Iterator[Suspicion]:
-    fixed = _fixed_by_calls(readings)
+    fixed = _fixed(readings)
     if readings.host_bound and len(readings.ranks) == 1 and not config.cuda_graphs and config.compile == "off":
         words = "the device is done as soon as the host has issued a step: it waits for the host"
         yield Suspicion("host-bound small batches", words, Span(0.5, 0.0, 1.0), {"cuda_graphs": True}, probe=True)
-    elif (
-        fixed is not None
-        and fixed > max(_FIXED, readings.shares().get("communication", 0.0))
-        and _may_be_larger(readings, config)
-    ):
+    elif fixed is not None and fixed > _FIXED and not _is_mostly_sending(readings) and _may_be_larger(readings, config):
         larger = _LARGER * config.batch_size
-        words = f"{fixed:.0%} of a step of {config.batch_size} samples does not grow with them: calls, not arithmetic"
-        gain = (1 - 1 / _LARGER) * fixed
+        words = f"{fixed:.0%} of a step of {config.batch_size} samples does not grow with them: calls, the optimizer"
+        gain, changes = (1 - 1 / _LARGER) * fixed, {"global_batch_size": larger}
         span = Span(gain, 0.0, 1.0)
-        yield Suspicion("host-bound small batches", words, span, {"global_batch_size": larger}, _LEARNS, probe=True)
+        yield Suspicion("host-bound small batches", words, span, changes, _LEARNS, probe=True, most=gain)
 
 
 def _microbatch(readings: Readings, config: TrainConfig) -> Iterator[Suspicion]:
