@@ -30,14 +30,12 @@ test: install
 WAITING := tests/lab/test_aws_hosts.py tests/lab/test_slurm.py
 
 test-all: install
-	@echo "=== 1 of 3: plain Python, in two processes"
-	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist worksteal tests/unit tests/gpu benchmarks/tests
+	@echo "=== 1 of 3: plain Python, in two processes; in a third one what waits for a cloud's machines and Slurm's time limits"
+	$(BIN)/python -m pytest -m "not campaign" -n 3 --dist worksteal $(WAITING) tests/unit tests/gpu benchmarks/tests
 	@echo "=== 2 of 3: groups of processes and commands, beside Ray"
 	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest -m "not campaign" tests/lab $(WAITING:%=--ignore=%)
-	@# These two wait most of their time, for a cloud's machines and for Slurm's time limits.
-	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile $(WAITING)
 
 # `ray up cluster/aws.yaml` against AWS's API on this machine, without a network: with hosts that only obey (36 s on two
 # cores), and with namespaces for hosts (150 s; skipped without root). Both are in `test-all`, too.

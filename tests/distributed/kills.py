@@ -25,8 +25,10 @@ from trainers.step.train_step import TrainStep
 from trainers.storage import Storage
 
 PLAN = "RECORDED_PLAN"
-SAMPLES, BATCH, EPOCHS = 99, 12, 8
+SAMPLES, BATCH = 99, 12
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)
+EPOCHS = 4
+"""Enough for five kills: each comes within seven steps, six of which may be kept."""
 
 
 class Recorded(Blobs):
@@ -71,7 +73,6 @@ def spec(directory: Path, name: str, **more: Any) -> RunSpec:
     changes: dict[str, Any] = {
         "task": "tests.distributed.kills:Recorded",
         "global_batch_size": BATCH,
-        "max_steps": EPOCHS * STEPS_PER_EPOCH,
         "checkpoint__every_steps": 3,
         "evaluate__every_steps": 9,
         "launcher": "spawn",
@@ -87,10 +88,12 @@ def newest_step(run: Storage) -> int:
     return max((int(name.removeprefix("step-")) for name in names), default=0)
 
 
-def run_killed(directory: Path, name: str, worlds: list[int], kills: int, **changes: Any) -> dict[str, Any]:
+def run_killed(
+    directory: Path, name: str, worlds: list[int], kills: int, epochs: int = EPOCHS, **changes: Any
+) -> dict[str, Any]:
     """One run, killed `kills` times, on each number of workers in turn; which samples counted in the end."""
     chance = random.Random(f"20261121 {name}")
-    run = spec(directory, name, **changes)
+    run = spec(directory, name, max_steps=epochs * STEPS_PER_EPOCH, **changes)
     counted: dict[int, list[int]] = {}
     ends = []
     for attempt in range(kills + 1):
@@ -113,7 +116,7 @@ def run_killed(directory: Path, name: str, worlds: list[int], kills: int, **chan
         for step in [known for known in counted if known > start]:
             del counted[step]  # not in the checkpoint that this attempt started from
         counted |= steps
-    per_epoch: list[Counter[int]] = [Counter() for _ in range(EPOCHS)]
+    per_epoch: list[Counter[int]] = [Counter() for _ in range(epochs)]
     for step, samples in counted.items():
         per_epoch[(step - 1) // STEPS_PER_EPOCH].update(samples)
     return {

@@ -17,7 +17,7 @@ from typing import Any
 
 from pyarrow import fs
 
-from tests.distributed.kills import Recorded, count_steps, run_killed
+from tests.distributed.kills import EPOCHS, Recorded, count_steps, run_killed
 from tests.faults.s3 import bucket
 from tests.stream_tasks import numbered, write
 from trainers.data.shards import Shards
@@ -112,18 +112,18 @@ def main(directory: Path, kills: int) -> None:
     uri = uris.get()
     count_steps()
     watchdog.CAUSE_S = 0.0  # there is no launcher to see who was first
-    found = {}
+    found, epochs = {}, EPOCHS if kills == _SUITE else 2 * EPOCHS
     for kind in [*SHARDS, *LINES] if kills > _SUITE else IN_SUITE:
         place = _below(uri, ".jsonl" if kind in LINES else kind)
         args = {"uri": place, "kind": kind, "cache": str(directory / "cache")}
         changes = {"task": "tests.distributed.stream_kills:RecordedStream", "task_args": args}
         name = kind.strip(".").replace(" ", "-").replace(".", "-")
         found[kind] = {
-            "unbroken": run_killed(directory, f"{name}-unbroken", [2], 0, **changes),
-            "moved": run_killed(directory, f"{name}-moved", [1, 2, 3], kills, **changes),
+            "unbroken": run_killed(directory, f"{name}-unbroken", [2], 0, epochs, **changes),
+            "moved": run_killed(directory, f"{name}-moved", [1, 2, 3], kills, epochs, **changes),
         }
         if kind in FIXED or kills > _SUITE:
-            found[kind]["fixed"] = run_killed(directory, f"{name}-fixed", [2], kills // 2, **changes)
+            found[kind]["fixed"] = run_killed(directory, f"{name}-fixed", [2], kills // 2, epochs, **changes)
     uris.put(None)
     server.join()
     print(json.dumps(found))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.kills import EPOCHS, STEPS_PER_EPOCH
 from tests.distributed.processes import printed_by
 
 pytestmark = pytest.mark.full
@@ -28,14 +29,14 @@ def test_each_kill_killed_and_the_run_came_to_its_end(found: Any, name: str, kil
 
 def test_every_sample_is_trained_exactly_once_an_epoch(found: Any) -> None:
     for name, run in found.items():
-        assert run["once"] == [True] * 8, name
+        assert run["once"] == [True] * EPOCHS, name
 
 
 def test_the_curve_is_the_unbroken_one(found: Any) -> None:
     unbroken = found["unbroken 1"]
     for name, run in found.items():
         assert run["losses"] == pytest.approx(unbroken["losses"], rel=1e-12), name
-        assert len(run["losses"]) == 72
+        assert len(run["losses"]) == EPOCHS * STEPS_PER_EPOCH
         for ours, theirs in zip(run["evaluations"], unbroken["evaluations"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-10), name
 

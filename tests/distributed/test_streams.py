@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.kills import SAMPLES, STEPS_PER_EPOCH
+from tests.distributed.kills import EPOCHS, SAMPLES, STEPS_PER_EPOCH
 from tests.distributed.processes import printed_by, run_processes
 from tests.distributed.stream_kills import FIXED, IN_SUITE, SHARDS
 from tests.distributed.test_collectives import run
@@ -107,7 +107,7 @@ def test_killed_over_an_object_store_each_sample_comes_once_and_the_curve_is_the
         assert all(end["codes"][end["kill_rank"]] == -9 for end in before), (name, before)
         assert set(last["codes"]) == {0}
         if kind in SHARDS:
-            assert of["once"] == [True] * 8, name
+            assert of["once"] == [True] * EPOCHS, name
         else:  # pass after pass, without a short last step
             rows = range(len(of["losses"]) * 12)
             steps = [sorted(row % SAMPLES for row in rows[start : start + 12]) for start in rows[::12]]
@@ -115,4 +115,4 @@ def test_killed_over_an_object_store_each_sample_comes_once_and_the_curve_is_the
     if kind in FIXED:
         assert found["fixed"]["losses"] == found["unbroken"]["losses"], "bit-equal on as many workers"
     assert found["moved"]["losses"] == pytest.approx(found["unbroken"]["losses"], rel=1e-12)
-    assert len(found["moved"]["losses"]) == 8 * STEPS_PER_EPOCH
+    assert len(found["moved"]["losses"]) == EPOCHS * STEPS_PER_EPOCH

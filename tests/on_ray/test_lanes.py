@@ -153,6 +153,7 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
         "hangs in setup": {"place": "setup", "failure": "sleep"},
     }
     train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"phase_timeout_s": 10.0}}
+    train["global_batch_size"] = 4  # two groups, not four, until no microbatch is left that could fit
     records = run(sweep(tmp_path, {"task_args": list(trials.values())}, train))
     by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}
     assert {name: record.status for name, record in by_name.items()} == {

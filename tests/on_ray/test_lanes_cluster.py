@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ray
 @pytest.mark.full
 def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     pids = tmp_path / "pids"
-    space = {"seed": list(range(16)), "task_args": [{"pids": str(pids), "pause_s": 0.1}]}
+    space = {"seed": list(range(12)), "task_args": [{"pids": str(pids), "pause_s": 0.1}]}
     spec = sweep(tmp_path, space, {"scaling": {"cpus_per_worker": 2}}, lanes="auto")
 
     def workers() -> set[str]:
@@ -43,11 +43,11 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
         records = run(spec)
     finally:
         thread.join(150)
-    assert len(records) == 16
+    assert len(records) == 12
     assert {record.status for record in records} == {"done"}, [record.message for record in records]
     assert len(workers()) == 2, "a second lane was there, and the first one never started again"
     assert {len(rows(record.curve)) for record in records} == {3}
-    assert len(pids.read_text().split()) == 17, "the trial that the node took with it ran again, and no other"
+    assert len(pids.read_text().split()) == 13, "the trial that the node took with it ran again, and no other"
 
 
 @pytest.mark.full
