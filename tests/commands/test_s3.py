@@ -37,7 +37,7 @@ pytestmark = [
 ]
 SEEDS = [int(seed) for seed in os.environ.get("PACELINE_S3_SEEDS", "1").split(",")]
 SHARE = 0.04
-TRIALS, STEPS, WIDTH = 6, 24, 1600
+TRIALS, STEPS, WIDTH = 6, 12, 1600
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
 RUN: dict[str, Any] = {
     "name": "trained",
