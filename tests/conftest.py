@@ -215,15 +215,13 @@ def driver(cluster: Cluster) -> Iterator[Any]:
     """This process as a driver of the session's cluster."""
     import ray
 
-    before = os.environ.get("RAY_ADDRESS")
-    os.environ["RAY_ADDRESS"] = cluster.address
-    ray.init(address=cluster.address, log_to_driver=False)
-    yield ray
-    ray.shutdown()
-    if before is None:
-        del os.environ["RAY_ADDRESS"]
-    else:
-        os.environ["RAY_ADDRESS"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        # A Python for each group of workers that only watches for drained nodes; the lab's hosts are drained.
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield ray
+        ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
