@@ -53,12 +53,12 @@ def rows(curve: list[dict[str, float]]) -> list[dict[str, float]]:
 def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None:
     trials: dict[str, dict[str, Any]] = {
         "first": {},
-        "raises": {"fail_at": 3, "failure": "raise"},
+        "raises": {"fail_at": 12, "failure": "raise"},
         "diverges": {"fail_at": 5, "failure": "nan"},
         "fits eight": {"fits": 8},
         "fits none": {"fits": 0},
-        "killed once": {"fail_at": 4, "failure": "kill", "marker": str(tmp_path / "killed")},
-        "hangs": {"fail_at": 4, "failure": "sleep"},
+        "killed once": {"fail_at": 20, "failure": "kill", "marker": str(tmp_path / "killed")},
+        "hangs": {"fail_at": 20, "failure": "sleep"},
         "last, same as first": {"samples": 203},
     }
     records = run(sweep(tmp_path, {"task_args": list(trials.values())}, {"failure": {"hang_timeout_s": 4.0}}))

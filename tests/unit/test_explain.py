@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from trainers.explain.explanation import advise, explain, read_subject
 from trainers.explain.profile import ProfileJob, side_by_side
 from trainers.explain.readings import Profile, RankReadings, Readings, Span, Suspicion
 from trainers.explain.recorded import Recorded, run_shares
-from trainers.explain.segments import Segments, stale_reads
+from trainers.explain.segments import Segments, parts_timed, stale_reads
 from trainers.explain.suspect import suspect
 from trainers.explain.verify import CompareJob, Verified, sample_s
 from trainers.launch.local import LocalContext, run_local
@@ -173,6 +174,22 @@ def test_time_is_charged_to_one_name_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     wall, _ = segments.take()
     assert wall == {"other": 2, "forward": 3, "backward": 1, "communication": 1, "optimizer": 1}
     assert segments.take()[0] == {"other": 1}
+
+
+def test_a_host_read_is_charged_without_what_it_takes_to_time_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of the clock takes 1 s, and 100 reads nothing."""
+    ticks = itertools.count()
+    monkeypatch.setattr("trainers.explain.segments.time.perf_counter", lambda: float(next(ticks)))
+    step = SimpleNamespace(forward=SimpleNamespace(model=None))
+    parts: Any = SimpleNamespace(
+        train_feed=SimpleNamespace(_transform=None), optimizer=SimpleNamespace(step=None), step=step
+    )
+    segments = Segments(torch.device("cpu"))
+    with parts_timed(parts, segments):
+        assert [torch.tensor(2.0).item() for _ in range(3)] == [2.0] * 3
+    wall, _ = segments.take()
+    assert wall["host reads"] == pytest.approx(3 * 1 / 100)
+    assert [*segments.read_at.values()] == [3]
 
 
 def result(**changes: Any) -> RunResult:
