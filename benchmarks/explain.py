@@ -35,7 +35,7 @@ from trainers.config.overrides import override
 from trainers.context import RunContext
 from trainers.explain.explanation import explain, read_subject
 from trainers.explain.observe import Stepper, spin, warm
-from trainers.explain.profile import ProfileJob
+from trainers.explain.profile import ProfileJob, changed
 from trainers.explain.suspect import WORTH
 from trainers.explain.verify import CompareJob
 from trainers.launch.local import run_spawn, setup_logging
@@ -228,7 +228,7 @@ class Bench:
         is_run = kind not in (None, "busy neighbour")
         with neighbours(slow.get("neighbours", 0)):
             run_training(spec, fresh=True, output=Output(quiet=True))
-            found = explain(read_subject(spec.uri), self.seconds, verify=is_run)
+            found = explain(read_subject(spec.uri), self.seconds)
         excused = "busy neighbour" if busy > WORTH and kind != "busy neighbour" else None
         judged = [one for one in found.advice if one.kind != excused]
         first = judged[0] if judged else None
@@ -236,9 +236,12 @@ class Bench:
         row |= {"first": first.kind if first else None, "all": [(one.kind, one.predicted.value) for one in judged]}
         row["right"] = row["first"] == kind
         if first is not None and row["right"] and is_run:
-            of_change = first.verified.value if first.verified is not None else None
             row["predicted"] = first.predicted.value
-            row["verified"] = of_change if of_change is not None else self.removed(task, slow, around)
+            if first.changes:
+                new = changed(spec.tree, first.changes, spec.source)
+                row["verified"] = self.gain(spec, new, found.step_s or self.step_s[task])
+            else:
+                row["verified"] = self.removed(task, slow, around)
             row["within_20_percent"] = abs(row["predicted"] - row["verified"]) <= 0.2 * abs(row["verified"])
         elif is_run and slow:
             row["removed"] = self.removed(task, slow, around)
@@ -250,10 +253,13 @@ class Bench:
     def removed(self, task: str, slow: Changes, around: Changes) -> float:
         """The gain of the run without its plant, measured side by side."""
         old = self.spec(task, slow | around)
-        new = self.spec(task, around, old.config.max_steps)
+        return self.gain(old, self.spec(task, around, old.config.max_steps).tree, self.step_s[task])
+
+    def gain(self, old: RunSpec, new: dict[str, Any], step_s: float) -> float:
+        """The gain of another configuration, measured side by side, as `--verify` does."""
         with old.storage.beside() as place:
-            given = {"seconds": self.seconds, "step_s": self.step_s[task], "place": place.uri}
-            return run_spawn(CompareJob(**asdict(old), new=new.tree, **given)).gain.value
+            given = {"seconds": self.seconds, "step_s": step_s, "place": place.uri}
+            return run_spawn(CompareJob(**asdict(old), new=new, **given)).gain.value
 
 
 def main() -> None:
