@@ -34,8 +34,9 @@ from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.context import RunContext
 from trainers.explain.explanation import explain, read_subject
-from trainers.explain.observe import Stepper, spin, warm
+from trainers.explain.observe import spin
 from trainers.explain.profile import ProfileJob, changed
+from trainers.explain.stepper import Stepper, warm
 from trainers.explain.suspect import WORTH
 from trainers.explain.verify import CompareJob
 from trainers.launch.local import run_spawn, setup_logging

@@ -143,6 +143,16 @@ def test_a_larger_batch_is_for_whatever_most_of_a_step_is_the_same_by() -> None:
     ]
 
 
+def test_gradients_that_are_added_up_beside_the_backward_pass_take_time_too() -> None:
+    """Nothing of it is left after the backward pass, which it slows from 5 to 13 ms."""
+    ranks = [rank(number, backward=13.0) for number in (0, 1)]
+    measured = readings(*ranks, all_reduce_s=6e-3, sent_share=0.48, fixed_share=0.8)
+    assert [(one.kind, *one.changes) for one in suspect(measured, config())] == [
+        ("slow all-reduce", "global_batch_size"),
+        ("slow all-reduce", "ddp.compression"),
+    ]
+
+
 def test_a_larger_batch_is_placed_by_the_cause_it_is_advised_for() -> None:
     """Steps of 80 ms, of which the task waits 60: a larger batch has a share of that, too."""
     ranks = [rank(number, {"forward": 60.0}, forward=63.0, communication=11.0) for number in (0, 1)]

@@ -2,101 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.config import TrainConfig
 from trainers.data.batch import fetch
 from trainers.data.stream import Stream
 from trainers.devices.device import synchronize
+from trainers.explain.pairs import ROUNDS, fixed_share, is_host_bound, reads_gain, sent_share
 from trainers.explain.readings import RankReadings, Readings, Span
-from trainers.explain.segments import Segments, parts_timed, stale_reads
-from trainers.measure.clock import WARMUP_STEPS
+from trainers.explain.segments import Segments, parts_timed
+from trainers.explain.stepper import Stepper, warm
 from trainers.measure.profiler import Inspection
 from trainers.step.flops import device_peak
 from trainers.step.replica import Replica
 
-_FEWEST, _MOST = 12, 400
+_FEWEST = 12
 _SPIN_S, _SPINS = 0.003, 20
-_SLICE_S = 0.1
 _MANY_READS = 50
-_ROUNDS = 8
-
-Plan = tuple[list[Tensor], list[int]]
-
-
-def plans(parts: Replica, pieces: int = 1) -> Iterator[list[Plan]]:
-    """Yield the microbatches of the whole steps of each epoch; with `pieces` that many steps' samples as one step of as
-    many microbatches as one has.
-    """
-    sampler, size = parts.sampler, parts.microbatch_size
-    whole = max(1, sampler.length // sampler.batches.size(0))
-    for epoch in itertools.count():
-        sampler.set_epoch(epoch)
-        steps = [sampler.plan(step, size, parts.even) for step in range(min(whole, _MOST))]
-        found = []
-        for group in zip(*(steps[one::pieces] for one in range(pieces)), strict=False):
-            joined = [torch.cat(rows) for rows in zip(*(rows for rows, _ in group), strict=True)]
-            found.append((joined, [sum(sizes) for sizes in zip(*(sizes for _, sizes in group), strict=True)]))
-        yield found
-
-
-class Stepper:
-    """Takes steps of a replica as training does, without what is due between them."""
-
-    def __init__(self, parts: Replica, pieces: int = 1) -> None:
-        self.parts = parts
-        if isinstance(stream := parts.train_feed.dataset, Stream):
-            stream.begin(0, None, None)
-        epochs, again = itertools.tee(plans(parts, pieces))
-        self._sizes = (sizes for steps in again for _, sizes in steps)
-        rows = ([one for rows, _ in steps for one in rows] for steps in epochs)
-        self.batches: Iterator[Any] = itertools.chain.from_iterable(
-            parts.train_feed.batches(one, training=True) for one in rows
-        )
-        self.samples = parts.sampler.step_size(0) * pieces
-        """Of a step, over all ranks."""
-
-    @property
-    def prepared(self) -> int:
-        """Steps whose batches loader processes have ready when nobody takes any."""
-        loader = self.parts.train_feed._loader
-        batches = loader.num_workers * (loader.prefetch_factor or 2) if loader is not None else 0
-        return -(-batches // self.parts.accumulation)
-
-    def step(self) -> None:
-        """Take one; where the device is asynchronous it is not waited for."""
-        sizes = next(self._sizes)
-        self.parts.step(self.batches, sizes, self.samples, idle=not any(sizes))
-
-    def time_s(self, steps: int) -> float:
-        """Return the mean time of some steps."""
-        synchronize(self.parts.device)
-        began = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        synchronize(self.parts.device)
-        return (time.perf_counter() - began) / steps
-
-
-def warm(stepper: Stepper, seconds: float, fewest: int = 1) -> int:
-    """Take the first steps, and return how many take `seconds`, `fewest` at least: as many on every rank."""
-    for _ in range(WARMUP_STEPS):
-        stepper.step()
-    each = stepper.time_s(2)
-    return stepper.parts.group.first(min(_MOST, max(fewest, int(seconds / each))))
 
 
 def observe(parts: Replica, config: TrainConfig, inspection: Inspection | None, seconds: float) -> Readings:
@@ -126,12 +57,13 @@ def observe(parts: Replica, config: TrainConfig, inspection: Inspection | None, 
             train_samples=parts.sampler.length,
             device=parts.device.type,
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            fixed_share=_fixed_share(stepper, config),
+            fixed_share=fixed_share(stepper, config),
             recompiled_share=lost_s / (lost_s + parts.total_steps * usual_s),
             hand_over_s=ready_s[2],
             all_reduce_s=reduced,
-            reads_gain=_reads_gain(stepper) if any(parts.group.gather(bool(reads))) else None,
-            host_bound=_is_host_bound(stepper),
+            sent_share=sent_share(stepper) if reduced is not None else None,
+            reads_gain=reads_gain(stepper) if any(parts.group.gather(bool(reads))) else None,
+            host_bound=is_host_bound(stepper),
             loader_busy=ready_s[1] / ready_s[0] if ready_s[0] else 0.0,
             device_peaks={
                 name: peak for name in ("fp32", "tf32", "bf16") if (peak := device_peak(parts.device, name)) is not None
@@ -235,7 +167,7 @@ def _all_reduce_s(parts: Replica) -> float | None:
         return None
     size = sum(one.numel() for one in parts.model.parameters() if one.requires_grad)
     buffer, found = torch.zeros(size, device=parts.device), list[float]()
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         dist.barrier()
         synchronize(parts.device)
         began = time.perf_counter()
@@ -263,81 +195,3 @@ def _batch_ready_s(parts: Replica) -> tuple[float, float, float]:
         ForkingPickler.loads(ForkingPickler.dumps(batch))
         hands.append(time.perf_counter() - wall)
     return statistics.median(walls), statistics.median(cpus), statistics.median(hands)
-
-
-def _fixed_share(stepper: Stepper, config: TrainConfig) -> float | None:
-    """Return the share of a step that stays when its samples double, from pairs of both; None where steps of another
-    size are compiled anew, or cannot be had.
-    """
-    parts = stepper.parts
-    whole = parts.sampler.length // parts.sampler.batches.size(0)
-    fixed_shape = config.compile != "off" or config.cuda_graphs or isinstance(parts.train_feed.dataset, Stream)
-    if fixed_shape or whole < 2 or parts.accumulation > 1 or parts.train_feed._loader is not None:
-        return None
-    doubled = Stepper(parts, pieces=2)
-    slice_steps = parts.group.first(max(1, min(4, int(_SLICE_S / doubled.time_s(3)))))
-    pairs = paired(lambda: stepper.time_s(slice_steps), lambda: doubled.time_s(slice_steps))
-    return min(1.0, max(0.0, statistics.median(2 - double / single for single, double in pairs)))
-
-
-def paired(first: Callable[[], float], second: Callable[[], float], rounds: int = _ROUNDS) -> list[tuple[float, float]]:
-    """Return both figures of each round, taken right after each other, the first of them in turn."""
-    found = []
-    for number in range(rounds):
-        if number % 2:
-            late = second()
-            found.append((first(), late))
-        else:
-            found.append((first(), second()))
-    return found
-
-
-def _is_host_bound(stepper: Stepper) -> bool:
-    """Return whether an asynchronous device is done as soon as the host has issued its steps."""
-    device = stepper.parts.device
-    if device.type == "cpu":
-        return False
-    synchronize(device)
-    began = time.perf_counter()
-    for _ in range(2 * _ROUNDS):
-        stepper.step()
-    issued = time.perf_counter() - began
-    synchronize(device)
-    return issued > 0.9 * (time.perf_counter() - began)
-
-
-def _reads_gain(stepper: Stepper) -> list[float] | None:
-    """Return the gain, with its interval, of steps whose host reads wait for nothing; None on a CPU, which has no queue
-    that a read would empty.
-    """
-    if stepper.parts.device.type == "cpu":
-        return None
-    known: dict[tuple[str, int], Any] = {}
-
-    def stale() -> float:
-        with stale_reads(known) as begin:
-            begin()
-            stepper.step()  # to know what is read
-            synchronize(stepper.parts.device)
-            began = time.perf_counter()
-            for _ in range(4):
-                begin()
-                stepper.step()
-            synchronize(stepper.parts.device)
-            return (time.perf_counter() - began) / 4
-
-    gain = Pair(paired(lambda: stepper.time_s(4), stale)).gain
-    return [gain.value, gain.low, gain.high]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two configurations side by side: seconds a sample of each round."""
-
-    rounds: list[tuple[float, float]]
-
-    @property
-    def gain(self) -> Span:
-        """Share of the time of the first that the second saves, by the geometric mean of the rounds: below 1."""
-        of_rounds = Span.of([math.log(new / old) for old, new in self.rounds])
-        return Span(*(1 - math.exp(one) for one in (of_rounds.value, of_rounds.high, of_rounds.low)))

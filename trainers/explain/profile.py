@@ -14,8 +14,10 @@ from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.context import RunContext
 from trainers.errors import PacelineError
-from trainers.explain.observe import Pair, Stepper, observe, paired, warm
+from trainers.explain.observe import observe
+from trainers.explain.pairs import Pair, paired
 from trainers.explain.readings import Profile, RankReadings, Readings, Span, Suspicion
+from trainers.explain.stepper import Stepper, warm
 from trainers.explain.suspect import WORTH, suspect
 from trainers.launch.signals import end_at_once
 from trainers.launch.spec import Job

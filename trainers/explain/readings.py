@@ -91,6 +91,8 @@ class Readings:
     """Time in which a batch of a loader's process is taken over."""
     all_reduce_s: float | None = None
     """Of all gradients at once, ranks in step; None with one rank."""
+    sent_share: float | None = None
+    """Share of a step that is gone where gradients are not added up; None with one rank."""
     reads_gain: list[float] | None = None
     """Of an asynchronous device: share of a step that its task's host reads cost, with low and high; None without any.
     """
@@ -104,6 +106,11 @@ class Readings:
     def segment(self, name: str) -> float:
         """Mean seconds of a step that the fastest rank spends on a segment: more than that is that of one rank."""
         return min(rank.wall_s.get(name, 0.0) for rank in self.ranks)
+
+    @property
+    def sending_s(self) -> float:
+        """Mean seconds of a step that adding up gradients costs."""
+        return max(self.segment("communication"), (self.sent_share or 0.0) * self.step_s)
 
     def shares(self) -> dict[str, float]:
         """Share of a step by segment, of all ranks together: they add up to 1."""

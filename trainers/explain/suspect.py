@@ -118,7 +118,7 @@ def _straggler(readings: Readings) -> Iterator[Suspicion]:
 
 
 def _communication(readings: Readings, config: TrainConfig) -> Iterator[Suspicion]:
-    taken = readings.segment("communication")
+    taken = readings.sending_s
     if readings.all_reduce_s is None or taken / readings.step_s <= WORTH:
         return
     spent = f"a step spends {_ms(taken)} of {_ms(readings.step_s)} on adding up gradients"
@@ -144,8 +144,8 @@ def _fixed(readings: Readings) -> float | None:
     if fixed is None:
         return None
     last, usual = _last_and_usual(readings)
-    others = [shares.get(name, 0.0) for name in ("communication", "host reads", "loader", "transform")]
-    others.append((_own(last) - _own(usual)) / readings.step_s)
+    others = [shares.get(name, 0.0) for name in ("host reads", "loader", "transform")]
+    others += [readings.sending_s / readings.step_s, (_own(last) - _own(usual)) / readings.step_s]
     return fixed - sum(share for share in others if share > WORTH) - _waited_s(readings) / readings.step_s
 
 
@@ -153,9 +153,8 @@ def _is_mostly_sending(readings: Readings) -> bool:
     """Whether, of what is the same for any batch, adding up gradients takes the most; the optimizer's arithmetic comes
     with it, as both are the parameters'.
     """
-    fixed, shares = readings.fixed_share, readings.shares()
-    sent = shares.get("communication", 0.0)
-    return fixed is not None and sent > fixed - sent - shares.get("optimizer", 0.0)
+    fixed, sent = readings.fixed_share, readings.sending_s / readings.step_s
+    return fixed is not None and sent > fixed - sent - readings.shares().get("optimizer", 0.0)
 
 
 def _may_be_larger(readings: Readings, config: TrainConfig) -> bool:

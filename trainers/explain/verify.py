@@ -20,7 +20,7 @@ from trainers.config.sections import CheckpointConfig, EvaluateConfig
 from trainers.context import RunContext
 from trainers.devices.device import resolve_device
 from trainers.devices.group import Group
-from trainers.explain.observe import Pair
+from trainers.explain.pairs import Pair
 from trainers.explain.readings import Span
 from trainers.launch.signals import end_at_once
 from trainers.launch.spec import Job
