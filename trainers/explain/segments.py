@@ -118,35 +118,36 @@ def parts_timed(parts: Replica, segments: Segments) -> Iterator[None]:
             _patch(stack, feed, "_transform", segments.timed("transform", feed._transform))
         _patch(stack, torch.autograd, "backward", segments.timed("backward", torch.autograd.backward))
         _patch(stack, parts.optimizer, "step", segments.timed("optimizer", parts.optimizer.step))
+        clock_s = _clock_s(segments.device)
 
-        clock_s = _clock_s()
+        def charge(place: str, seconds: float) -> None:
+            segments.read(place, max(0.0, seconds - clock_s))
 
-        def timed(place: str, read: Callable[[], Any]) -> Any:
-            synchronize(segments.device)
-            began = time.perf_counter()
-            found = read()
-            segments.read(place, max(0.0, time.perf_counter() - began - clock_s))
-            return found
-
-        stack.enter_context(_reads_through(timed))
+        stack.enter_context(_reads_through(_timing(segments.device, charge)))
         if isinstance(parts.step.forward.model, DistributedDataParallel):
             first = next(one for one in parts.model.parameters() if one.requires_grad)
             stack.callback(first.register_hook(lambda _: segments.become("communication")).remove)
         yield
 
 
-def _clock_s() -> float:
+def _timing(device: torch.device, tell: Callable[[str, float], None]) -> Callable[[str, Callable[[], Any]], Any]:
+    """Return what answers a host read, and tells its place and the seconds that it took, once the device is done."""
+
+    def take(place: str, read: Callable[[], Any]) -> Any:
+        synchronize(device)
+        began = time.perf_counter()
+        found = read()
+        tell(place, time.perf_counter() - began)
+        return found
+
+    return take
+
+
+def _clock_s(device: torch.device) -> float:
     """What it adds to a read to time it, found by reads that wait for nothing: on a CPU nearly as much as they take."""
     scalar, timed = torch.zeros(()), list[float]()
     of_task = types.FunctionType(_read_often.__code__, {**globals(), "__name__": "task"})
-
-    def took_s(_: str, read: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        found = read()
-        timed.append(time.perf_counter() - began)
-        return found
-
-    with _reads_through(took_s):
+    with _reads_through(_timing(device, lambda _, seconds: timed.append(seconds))):
         of_task(scalar)
     plain = list[float]()
     for _ in range(_ROUNDS):
