@@ -33,10 +33,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils.data import Dataset, Subset
 
 import trainers.loop.growth
 from benchmarks.ground_truth import processor_time
 from benchmarks.measure import ahead, save
+from examples.bert.task import Bert
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
@@ -85,7 +87,19 @@ _SMALL_GPT = {
     "task_args.heads": 2,
     "task_args.lines": 4000,
 }
+
+
+class FewTexts(Bert):
+    """BERT that is evaluated on an eighth of as many texts as it is trained on."""
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        """Token ids [length] and label of each text."""
+        texts = super().dataset(split)
+        return texts if split == "train" else Subset(texts, range(self.samples // 8))
+
+
 _SMALL_BERT = {
+    "task": "benchmarks.grow:FewTexts",
     "task_args.synthetic": True,
     "task_args.geometry": "tiny",
     "task_args.length": 32,

@@ -66,8 +66,8 @@ class Position:
         default_factory=list
     )
     """Of a batch schedule; nothing where the size does not change."""
-    growth: tuple[_Count, _Count] = (0, 0)
-    """Of a batch that grows: the samples at which sizes are compared next, and how many it has waited for that."""
+    growth: _Count = 0
+    """Of a batch that grows: the samples at which a larger size is tried next."""
 
 
 def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> Position:

@@ -230,7 +230,6 @@ class TrainConfig(Settings):
                 "set `rule: none`",
             ),
             (grows and self.drop_last, "drop_last", f"{auto}, under which no sample is left out", "remove it"),
-            (grows and self.noise_scale, "noise_scale", f"{auto}, which measures it by itself", "remove it"),
             (grows and moves, "strategy", auto, ddp),
             (too_many, "batch_size_per_worker", f"makes {self.batch_size} samples of all workers", "write fewer"),
         ):

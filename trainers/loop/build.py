@@ -117,7 +117,6 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         schedule=_make_schedule(task, optimizer, config, sampler.batches, total_steps, evaluates=val is not None),
         ema=ema,
         frozen=trained.frozen,
-        noise=noise,
         even=even,
     )
     if isinstance(step.forward.model, DistributedDataParallel):
@@ -234,7 +233,7 @@ def _make_step(
     else:
         kind = GraphedStep if config.cuda_graphs else JointStep if joint else TrainStep
         step = kind(of, probed.optimizer, group, config.clip_grad_norm)
-    step.noise, step.copies_gradients = (noise if config.noise_scale else None), captures
+    step.noise, step.copies_gradients = noise, captures
     return step
 
 

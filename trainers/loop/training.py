@@ -139,6 +139,8 @@ class Training:
             if clock.first_step_s is None:
                 self.say_unused()
             clock.step(size, sum(sizes))
+            if self.growth is not None:
+                self.growth.stepped(size)
             if self.inspection is not None:
                 self.inspection.step(clock)
             if self.after_step():

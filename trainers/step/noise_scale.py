@@ -169,22 +169,19 @@ class NoiseScale:
 
 
 def noise_scale(config: TrainConfig, group: Group, model: nn.Module, accumulation: int) -> NoiseScale | None:
-    """Return what `noise_scale: true` or a batch that grows asks for, the latter of every step; None, with a warning,
-    where there is nothing to measure.
-    """
-    grows = config.grows_batch
-    if not (config.noise_scale or grows):
+    """Return what `noise_scale: true` asks for; None, with a warning, where there is nothing to measure."""
+    if not config.noise_scale:
         return None
     if is_sharded(model):
         reason = "strategy fsdp averages gradients before a hook can read them"
     elif group.world_size > 1 or accumulation > 1:
-        return NoiseScale(group, 1 if config.cuda_graphs or grows else 10)
+        return NoiseScale(group, 1 if config.cuda_graphs else 10)
     elif config.compile != "off" or config.cuda_graphs:
         reason = "one microbatch of one worker has no pieces, and halves would be compiled or captured anew"
     elif any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         reason = "one microbatch of one worker has no pieces, and halves would change BatchNorm's statistics"
     else:
-        return NoiseScale(group, 1, 1 if grows else _HALVES_EVERY_STEPS)
+        return NoiseScale(group, 1, _HALVES_EVERY_STEPS)
     logger.warning("no gradient noise scale: %s", reason)
     return None
 

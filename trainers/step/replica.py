@@ -12,7 +12,6 @@ from trainers.devices.group import Group
 from trainers.model.moving_average import MovingAverage
 from trainers.model.precision import PrecisionSpec
 from trainers.model.schedule import Schedule
-from trainers.step.noise_scale import NoiseScale
 from trainers.step.train_step import TrainStep
 
 
@@ -40,8 +39,6 @@ class Replica:
     ema: MovingAverage | None
     frozen: dict[str, str] | None
     """Digests of the parameters that checkpoints leave out; None where they have them all."""
-    noise: NoiseScale | None = None
-    """What measures the gradient noise scale, in some steps of the run or beside it."""
     even: bool = False
     """Whether forward is a collective, FSDP's or one of the task's: every rank takes as many microbatches."""
 
