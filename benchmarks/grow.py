@@ -1,17 +1,21 @@
 """Does a batch that grows by measurement reach the target sooner than the best fixed one, and than known schedules?
 
 Run as: python -m benchmarks.grow [digits | gpt | tabular | bert ...] [--seeds 5] [--bound] [--short] [--keep]
-Peers, of one seed in an order of its own, on the examples' train.yaml (gpt and bert made smaller, bert on made texts):
+Peers, of one seed in an order of its own, on the examples' train.yaml (gpt and bert made smaller, bert on made texts;
+digits and bert at a lower rate, as a run of some hundred steps is over before anything can be learned from it):
 
-    a number   that batch size throughout, with the example's learning rate rule
-    auto       `global_batch_size: auto` from the smallest size of the grid to the largest
+    a number   that batch size throughout, at a constant learning rate that is the same for all sizes
+    falling    that batch size throughout, with the example's learning rate schedule and rule
+    auto       `global_batch_size: auto` with neither, up to the largest size of the grid
     smith      Smith et al. 2018 (arXiv 1711.00489): the rate stays, and the batch is five times as large after 30, 60
                and 80 % of the samples, where others divide the rate by five
     cabs       the rule of Balles et al. 2017 (CABS, arXiv 1612.05086), a batch in proportion to tr(Sigma) / loss, as
-               the schedule that follows from a pilot run; from the smallest size on, in powers of two of it
+               the schedule that follows from a pilot run; from the smallest size on, in powers of two of it; the rate
+               stays
 
-With `--bound` also every schedule of two sizes of the grid that changes after one of SHARES of the best fixed one's
-samples: what the best of them needs, which nobody knows before, is about what can be gained by any growth.
+A run ends when it has met the target. The best fixed peer is that of both kinds. With `--bound` also every schedule of
+two sizes of the grid that changes after one of SHARES of the best fixed one's samples, at the constant rate: what the
+best of them needs, which nobody knows before, is about what can be gained by growth.
 
 The result of `auto` has the schedules that it found. The target is met between two evaluations: where the line between
 them meets it. Times are processor times of one thread, those of comparisons and of trained steps, without evaluations.
@@ -54,6 +58,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 _STRETCHES = 12  # of a pilot run, each of one batch size
 _SMITH = ((0.3, 1), (0.6, 5), (0.8, 25), (None, 125))
 SHARES = (0.1, 0.3, 0.6)
+CONSTANT = {"lr_scaling.rule": "none", "lr_schedule.name": "constant"}
 
 Row = Mapping[str, float]
 
@@ -70,6 +75,11 @@ class Work:
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Of the example's file."""
     most_evaluations: int = 200
+
+    def meets(self, rows: Sequence[Row]) -> bool:
+        """Whether the newest evaluation meets the target."""
+        value = rows[-1].get(self.metric) if rows else None
+        return value is not None and (value <= self.target if self.metric.endswith("loss") else value >= self.target)
 
     def config(self, changes: Mapping[str, Any]) -> tuple[TrainConfig, Path]:
         """Return a run's configuration, and the file that it comes from."""
@@ -105,21 +115,23 @@ _SMALL_BERT = {
     "task_args.length": 32,
     "task_args.samples": 8192,
     "precision": "fp32",
-    "optimizer.lr": 1e-3,
+    "optimizer.lr": 3e-4,
 }
 WORKS = [
-    Work("digits", [16, 32, 64, 128, 256], "val_accuracy", 0.985, 15),
-    Work("gpt", [8, 16, 32, 64, 128], "val_loss", 0.45, 6, _SMALL_GPT),
-    Work("tabular", [64, 128, 256, 512, 1024], "val_accuracy", 0.97, 8),
-    Work("bert", [16, 32, 64, 128, 256], "val_accuracy", 0.95, 6, _SMALL_BERT, 40),
+    Work("digits", [8, 16, 32, 64, 128], "val_accuracy", 0.985, 30, {"optimizer.lr": 5e-4}),
+    Work("gpt", [8, 16, 32, 64, 128], "val_loss", 0.39, 6, _SMALL_GPT),
+    Work("tabular", [128, 256, 512, 1024, 2048, 4096], "val_accuracy", 0.96, 5),
+    Work("bert", [16, 32, 64, 128, 256], "val_accuracy", 0.95, 6, _SMALL_BERT, 80),
 ]
 
 
 class _Watched(LocalContext):
     """Keeps the evaluations of a run, and the noise and the loss of each of its log windows."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Work | None) -> None:
         super().__init__(None, "local")
+        self.work = work
+        """The run ends when it has met the target of this one."""
         self.rows: list[dict[str, Any]] = []
         self.windows: list[tuple[float, float, float]] = []
         """Progress, tr(Sigma) and loss."""
@@ -128,6 +140,10 @@ class _Watched(LocalContext):
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Keep an evaluation."""
         self.rows.append(dict(metrics))
+
+    def should_stop(self, elapsed_s: float) -> bool:
+        """Whether the target is met."""
+        return self.work is not None and self.work.meets(self.rows)
 
     def observe(self, figures: dict[str, float]) -> None:
         """Keep a window in which gradients were measured."""
@@ -150,10 +166,12 @@ class _Watched(LocalContext):
             yield
 
 
-def train(work: Work, changes: Mapping[str, Any]) -> tuple[_Watched, RunResult | None, int]:
-    """Train one run; return what was seen of it, its result (None: it diverged), and the samples of an epoch."""
+def train(work: Work, changes: Mapping[str, Any], whole: bool = False) -> tuple[_Watched, RunResult | None, int]:
+    """Train one run, the `whole` of it or to its target; return what was seen of it, its result (None: it diverged),
+    and the samples of an epoch.
+    """
     config, file = work.config(changes)
-    task, context = load_task(config.task, config.task_args, str(file)), _Watched()
+    task, context = load_task(config.task, config.task_args, str(file)), _Watched(None if whole else work)
     task.setup()
     length = len(task.dataset("train"))  # type: ignore[arg-type]
     least = min(size for _, size in config.batch_sizes)
@@ -214,15 +232,14 @@ def peers_of(work: Work) -> dict[str, dict[str, Any]]:
     start, largest = work.sizes[0], work.sizes[-1]
     config, _ = work.config({})
     pieces = {"global_batch_size": start, "microbatch_size": max(1, start // 2), "noise_scale": True, "seed": 99}
-    pilot, _, length = train(work, {**pieces, "log_every_steps": 20})
+    pilot, _, length = train(work, {**pieces, **CONSTANT, "log_every_steps": 20}, whole=True)
     samples = work.epochs * length
-    constant = {"lr_scaling.rule": "none", "lr_schedule.name": "constant"}
-    auto = {"global_batch_size": "auto", "auto_batch.largest": largest}
     return {
-        **{str(size): {"global_batch_size": size} for size in work.sizes},
-        "auto": auto,
-        "smith": {"batch_schedule": smith(config.batch_size, samples), **constant},
-        "cabs": {"batch_schedule": cabs(pilot.windows, work.sizes, samples)},
+        **{str(size): {"global_batch_size": size, **CONSTANT} for size in work.sizes},
+        **{f"{size} falling": {"global_batch_size": size} for size in work.sizes},
+        "auto": {"global_batch_size": "auto", "auto_batch.largest": largest, **CONSTANT},
+        "smith": {"batch_schedule": smith(config.batch_size, samples), **CONSTANT},
+        "cabs": {"batch_schedule": cabs(pilot.windows, work.sizes, samples), **CONSTANT},
     }
 
 
@@ -280,7 +297,8 @@ def two_sizes(work: Work, samples: float) -> dict[str, dict[str, Any]]:
     """Return all schedules of two sizes, the larger of which comes after one of SHARES of so many samples."""
     return {
         f"{small}-{large} at {share:.0%}": {
-            "batch_schedule": [{"until_samples": round(share * samples), "size": small}, {"size": large}]
+            "batch_schedule": [{"until_samples": round(share * samples), "size": small}, {"size": large}],
+            **CONSTANT,
         }
         for small, large in itertools.combinations(work.sizes, 2)
         for share in SHARES
@@ -289,7 +307,7 @@ def two_sizes(work: Work, samples: float) -> dict[str, dict[str, Any]]:
 
 def _figures(of: dict[str, list[float]]) -> dict[str, Any]:
     """Every value (None: not met), the best fixed size by its median, and auto against each that always met it."""
-    fixed = {name: statistics.median(values) for name, values in of.items() if name.isdecimal()}
+    fixed = {name: statistics.median(values) for name, values in of.items() if name.split()[0].isdecimal()}
     met = {name: values for name, values in of.items() if all(map(math.isfinite, values))}
     return {
         "values": {name: [one if math.isfinite(one) else None for one in values] for name, values in of.items()},
@@ -309,7 +327,7 @@ def show(work: Work, found: dict[str, Any]) -> None:
             ratio = (against or {}).get(name)
             told = "" if ratio is None else f"   auto {ratio['ratio']:.2f} x [{ratio['low']:.2f}, {ratio['high']:.2f}]"
             mark = "   the best fixed" if name == best else ""
-            print(f"  {what:8} {name:6} {median}   met {len(met)} of {len(values)}{told}{mark}")
+            print(f"  {what:8} {name:12} {median}   met {len(met)} of {len(values)}{told}{mark}")
     if bound := found.get("bound"):
         print(f"  of all schedules of two sizes {bound['schedule']} is the fastest: {bound['of_best_fixed']} x")
 

@@ -48,7 +48,7 @@ class AutoBatchConfig(Settings):
 
     start: Positive | None = Field(default=None, examples=[32])
     """The size that the run begins with; it grows from there. Not set: the first one from 8 on of which twice as many
-    samples in a step train less than 1.25 times as fast, as timed before the first step (32 with `compile` or
+    samples in a step train less than 1.3 times as fast, as timed before the first step (32 with `compile` or
     `cuda_graphs`)."""
     largest: Positive | None = Field(default=None, examples=[1024])
     """The size beyond which it does not grow, 32 times `start` or 1024 when not set; memory is probed for it."""

@@ -98,7 +98,7 @@ class TrainConfig(Settings):
         default=None, examples=[64], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
     )
     """Samples of one optimizer step over all workers. auto: it begins and grows by what is measured: the speed of
-    steps, the gradient noise scale, both sizes side by side. The result has the `batch_schedule` that was found."""
+    steps, and the loss of either size after the same samples. The result has the `batch_schedule` that was found."""
     batch_size_per_worker: Positive | None = Field(default=None, examples=[32])
     """The same for each worker; turned into global_batch_size once, at the start."""
     batch_schedule: BatchSizes | None = Field(

@@ -4,11 +4,11 @@ It begins with a size of which larger ones are not much faster: how large a step
 is lost by steps that are too small in the beginning is less than by slow ones.
 
 Now and then PARTS steps of twice the size are taken from the state in memory and thrown away: the run itself is one of
-the `batch_schedule` that was found, to the bit. It trains on the same samples next, with steps of its own size. The
-larger size is taken if the two confirm it (as Merrill et al. 2025, arXiv 2505.23971, branch): what it lags behind in
-loss is no more than it makes up for by its speed. Where neither time nor batch changes the learning rate, a larger
-batch lowers the noise, as a falling rate does otherwise (Smith et al. 2018, arXiv 1711.00489), and soon has the lower
-loss.
+the `batch_schedule` that was found, to the bit. It trains on the same samples next, with steps of its own size. Both
+confirm the larger size or refute it (as Merrill et al. 2025, arXiv 2505.23971, branch). Where neither time nor batch
+changes the learning rate, a larger batch lowers the noise, as a falling rate does otherwise (Smith et al. 2018,
+arXiv 1711.00489): its loss is lower at once, but what takes long to learn takes more samples. So it must be lower by as
+much as the run learns from a share WORTH of its samples, less what the larger batch learns in the time that it saves.
 
 The gradient noise scale is not asked: it tells what a batch wastes whose rate is tuned to it (McCandlish et al. 2018,
 arXiv 1812.06162), and was wrong by a factor of one to ten with Adam. Branches show it at the rates that the run has.
@@ -34,20 +34,26 @@ logger = logging.getLogger(__name__)
 
 PARTS = 8
 """Parts of a comparison, each a step of the larger batch. The first half warms up; the second is timed and compared."""
-WAIT = 128
-"""Steps of a size until a larger one is tried: PARTS steps of twice the size, by which WAIT are 6 to 12 % longer."""
-LATER = 0.5
-"""Of all samples so far the least share until a larger size is tried again."""
-LEFT = 256
+WAIT = 64
+"""Steps of a size until a larger one is tried, ..."""
+LATER = 0.25
+"""... which must be this share of the run's samples so far: what is thrown away is a tenth of a run at most."""
+WORTH = 0.015
+"""What is worth less than this share of the run's samples so far is of no interest."""
+LEFT = 64
 """Steps that must be left of a run for a comparison."""
+OVERFIT = 0.25
+"""Where the validation loss is above the training loss by more than this share, less noise would not help it."""
+SEEN = 2
+"""Comparisons back by which the loss falls that one is judged by."""
 
 FIRST = 8
 """The smallest size that a run begins with, where none is given."""
 TIMED = 4
 """Steps by which a size is timed."""
-ENOUGH = 1.25
+ENOUGH = 1.3
 """A run begins with the size from which on twice as many samples in a step train less than so much faster: where steps
-take a fixed time and one that grows with their samples, the former is less than two thirds of the latter."""
+take a fixed time and one that grows with their samples, the former is not much more than half of them."""
 STEPS = 256
 """A run of epochs does not begin with a size that leaves it fewer steps."""
 
@@ -71,19 +77,18 @@ class Verdict:
     words: str
 
 
-def judge(size: int, to: int, smaller: Branch, larger: Branch) -> Verdict:
-    """Compare what trained the same samples with steps of `size` and of `to` samples."""
+def judge(size: int, smaller: Branch, larger: Branch, share: float, fall: float) -> Verdict:
+    """Compare what trained the same samples, a `share` of those of the run so far, with steps of `size` and twice that.
+
+    `fall`: by how much the loss falls while the samples of the run become e times as many.
+    """
     half = len(smaller.times_s) // 2
     gain = median(smaller.times_s[half:]) / median(larger.times_s[half:])
-    lag = fmean(larger.losses[half:]) - fmean(smaller.losses[half:])
-    # From the middle of the first half to that of the second is half of a branch; to there from its start, 3/4.
-    fall = max(0.0, fmean(smaller.losses[:half]) - fmean(smaller.losses[half:])) * 1.5
-    makes_up = fall * (gain - 1)
-    told = (
-        f"steps of {to} samples train {gain:.3g} times as fast as those of {size}; after as many samples their loss is"
-    )
-    told += f" {lag:+.3g} apart, and they make up for {makes_up:.3g}"
-    return Verdict(math.isfinite(lag) and lag <= makes_up, told)
+    lower = fmean(smaller.losses[half:]) - fmean(larger.losses[half:])
+    bar = max(0.0, fall) * (WORTH - (gain - 1) * share)
+    told = f"steps of {2 * size} samples train {gain:.3g} times as fast as those of {size}, and after as many samples"
+    told += f" their loss is {lower:+.3g} lower, where {bar:+.3g} is asked"
+    return Verdict(math.isfinite(lower) and lower >= bar, told)
 
 
 class Stretch:
@@ -124,10 +129,11 @@ class Growth:
 
     def __init__(self, attempt: Attempt, steps: Steps) -> None:
         self.attempt, self._steps = attempt, steps
-        self._rival: tuple[int, Branch] | None = None
-        """The larger size that has been tried, and what its steps took."""
+        self._larger: Branch | None = None
+        """What steps of twice the size took that were thrown away."""
         self._own: Stretch | None = None
         """The run's own steps over the same samples."""
+        self._overfits = False
         self._wait()
 
     def _wait(self) -> None:
@@ -137,7 +143,7 @@ class Growth:
         # Growth amid a warm-up that is a share of all samples would change the steps of which it consists.
         course = batches if config.counts_samples else None
         warm = batches.samples(warmup_steps(config.lr_schedule, parts.total_steps, course))
-        attempt.growth = max(WAIT * self.size, warm)
+        attempt.growth = (max(WAIT * self.size, warm), [])
 
     @property
     def size(self) -> int:
@@ -159,7 +165,7 @@ class Growth:
     def end(self) -> int:
         """The step before which `compare` is due next, or the last one."""
         attempt = self.attempt
-        at = attempt.growth if self._own is None else self._own.end
+        at = attempt.growth[0] if self._own is None else self._own.end
         return min(attempt.end, attempt.parts.sampler.batches.step_at(at)) if at > attempt.samples else attempt.end
 
     @property
@@ -168,7 +174,8 @@ class Growth:
         size, attempt = self.size, self.attempt
         if self._own is not None:
             return attempt.samples >= self._own.end
-        return 2 * size <= self._most and attempt.samples >= attempt.growth and self._left >= LEFT * size
+        has_room = 2 * size <= self._most and self._left >= LEFT * size
+        return has_room and attempt.samples >= attempt.growth[0] and not self._overfits
 
     def begin(self) -> None:
         """Choose the first size of a run that names none. Sizes are not timed where each would be compiled."""
@@ -181,8 +188,10 @@ class Growth:
         with self._timed("timing batch sizes") as began, self._thrown_away():
             size = min(FIRST, auto.most)
             step_s = self._step_s(size)
-            while 2 * size <= most and attempt.step + 2 * TIMED <= parts.total_steps:
+            while 2 * size <= most and attempt.step + 4 * TIMED <= parts.total_steps:
                 twice_s = self._step_s(2 * size)
+                if 2 * step_s < ENOUGH * twice_s:  # unless one of the two was a hiccup
+                    step_s, twice_s = min(step_s, self._step_s(size)), min(twice_s, self._step_s(2 * size))
                 if 2 * step_s < ENOUGH * twice_s:
                     break
                 size, step_s = 2 * size, twice_s
@@ -192,23 +201,36 @@ class Growth:
             logger.info("the batch begins at %d (%.1f s)", size, time.perf_counter() - began)
 
     def compare(self) -> bool:
-        """Try a larger size, or end the comparison with it; return whether the run goes on with it."""
-        attempt, parts, size = self.attempt, self.attempt.parts, self.size
-        if self._rival is None or self._own is None:
-            with self._timed("trying a larger batch"), self._thrown_away():
-                self._rival = 2 * size, self._train(2 * size, 2 * size, PARTS)
+        """Begin a comparison with twice the size, or end it; return whether the run goes on with that."""
+        attempt, size, samples = self.attempt, self.size, self.attempt.samples
+        _, seen = attempt.growth
+        if self._own is None:
+            if seen:  # nothing is judged without knowing how the loss falls
+                with self._timed("trying a larger batch"), self._thrown_away():
+                    self._larger = self._train(2 * size, 2 * size, PARTS)
             self._own = Stretch(attempt, 2 * size, PARTS)
             return False
-        verdict = parts.group.first(judge(size, self._rival[0], self._own.branch(), self._rival[1]))
-        samples = attempt.samples
-        if verdict.grows:
-            attempt.take_sizes(parts.sampler.batches.grown(self._rival[0], samples))
-        self._rival = self._own = None
-        attempt.growth = samples + max(WAIT * self.size, int(LATER * samples))
-        if attempt.context.rank == 0:
-            words = "the batch grows to" if verdict.grows else "the batch stays at"
-            logger.info("%s %d from sample %d on: %s", words, self.size, samples, verdict.words)
-        return verdict.grows
+        own, larger, self._own, self._larger = self._own.branch(), self._larger, None, None
+        loss, grows = fmean(own.losses), False
+        if larger is not None:
+            before, then = seen[0]
+            fall = (then - loss) / math.log(samples / before)
+            verdict = attempt.parts.group.first(judge(size, own, larger, PARTS * 2 * size / samples, fall))
+            grows = verdict.grows
+            if grows:
+                attempt.take_sizes(attempt.parts.sampler.batches.grown(2 * size, samples))
+            if attempt.context.rank == 0:
+                words = "the batch grows to" if grows else "the batch stays at"
+                logger.info("%s %d from sample %d on: %s", words, self.size, samples, verdict.words)
+        wait = max(WAIT * self.size, int(LATER * samples))
+        attempt.growth = (samples + wait, [*seen, (samples, loss)][-SEEN:])
+        return grows
+
+    def evaluated(self) -> None:
+        """Note an evaluation, and the training loss up to it."""
+        metrics = self.attempt.metrics
+        loss = metrics.get("train_loss", math.inf)
+        self._overfits = metrics.get("val_loss", -math.inf) - loss > OVERFIT * abs(loss)
 
     def stepped(self, samples: int) -> None:
         """Note a step of the run."""

@@ -230,4 +230,7 @@ class Training:
 
     def evaluate(self) -> bool:
         """Evaluate; return whether this is the best so far, by `checkpoint.best`."""
-        return self.checkpointing.improves(validate(self.attempt))
+        found = validate(self.attempt)
+        if self.growth is not None:
+            self.growth.evaluated()
+        return self.checkpointing.improves(found)
