@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -78,7 +80,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, list[bool]]
 
 
 AUTO = {"global_batch_size": "auto", "auto_batch": {"start": 2, "largest": 8}}
-DECIDED = {2: [False, True], 4: [True]}
+DECIDED = {2: [True], 4: [True]}
 FOUND = [{"until_samples": 64, "size": 2}, {"until_samples": 130, "size": 4}, {"size": 8}]
 PLAIN: dict[str, Any] = {"epochs": 9, "lr_scaling": {"rule": "linear", "base_batch_size": 2}}
 RUNS: dict[str, dict[str, Any]] = {
@@ -124,7 +126,7 @@ def test_a_branch_is_judged_by_the_losses_of_its_own_steps(
     monkeypatch.setattr(growth, "judge", judged)
     run(tmp_path / "auto", **AUTO, log_every_steps=5, checkpoint={"every_steps": 99})
     run(tmp_path / "plain", global_batch_size=None, batch_schedule=[{"size": 2}], log_every_steps=1)
-    steps = [loss for _, _, loss in curve(tmp_path / "plain")][8:16]
+    steps = [loss for _, _, loss in curve(tmp_path / "plain")][24:32]
     parts = [(one + other) / 2 for one, other in zip(steps[::2], steps[1::2], strict=True)]
     assert branches[0].losses == pytest.approx(parts)
 
@@ -142,14 +144,41 @@ def test_a_run_that_is_cut_goes_on_with_what_it_has_found(verdicts: Callable[[An
 
 
 def test_a_comparison_that_is_cut_begins_again(verdicts: Callable[[Any], None], tmp_path: Path) -> None:
-    verdicts({2: [True], 4: [True]})
+    verdicts({size: list(one) for size, one in DECIDED.items()})
     with pytest.raises(Power):
-        run(tmp_path / "cut", 10, **AUTO)
+        run(tmp_path / "cut", 26, **AUTO)
     found = run(tmp_path / "cut", **AUTO).batch_schedule
     assert found is not None
-    assert found[0] == {"until_samples": 36, "size": 2}, "from sample 20 on, not 16"
+    assert found[0] == {"until_samples": 68, "size": 2}, "from sample 52 on, not 48"
     run(tmp_path / "again", global_batch_size=None, batch_schedule=found)
     assert_same_run(tmp_path / "again", tmp_path / "cut")
+
+
+OVERFITS = {
+    "as in training": (1.0, 1.2, False),
+    "well above": (1.0, 1.3, True),
+    "of a density": (-1.0, -0.8, False),
+    "well above a density's": (-1.0, -0.7, True),
+    "not finite": (math.nan, 1.0, False),
+}
+
+
+@pytest.mark.parametrize(("train", "val", "overfits"), OVERFITS.values(), ids=OVERFITS)
+def test_it_overfits_where_the_validation_loss_is_well_above(train: float, val: float, overfits: bool) -> None:
+    one = object.__new__(growth.Growth)
+    one.attempt = mock.Mock(metrics={"train_loss": train, "val_loss": val})
+    one.evaluated()
+    assert one._overfits is overfits
+
+
+def test_a_run_that_overfits_does_not_grow(
+    verdicts: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less noise would not help it."""
+    verdicts({size: list(one) for size, one in DECIDED.items()})
+    monkeypatch.setattr(growth, "OVERFIT", -2.0)
+    found = run(tmp_path, **AUTO, evaluate={"every_steps": 40}).batch_schedule
+    assert found == [*FOUND[:1], {"size": 4}], "not from step 40 on"
 
 
 def test_sizes_of_a_checkpoint_that_do_not_follow_one_another_are_refused(
@@ -212,7 +241,7 @@ def test_it_is_measured_and_said_without_a_script(tmp_path: Path, caplog: pytest
     found = run_local(spec).batch_schedule
     told = [record.getMessage() for record in caplog.records if record.name == "trainers.loop.growth"]
     assert len(told) >= 2
-    assert all("after as many samples" in words for words in told[1:])
+    assert all("after as many samples" in words for words in told)
     again = make(tmp_path / "again", global_batch_size=None, batch_schedule=found, max_steps=60)
     run_local(again)
     assert losses(again) == losses(spec)
