@@ -66,9 +66,8 @@ class Position:
         default_factory=list
     )
     """Of a batch schedule; nothing where the size does not change."""
-    growth: tuple[_Count, list[tuple[_Count, float]]] = field(default_factory=lambda: (0, []))
-    """Of a batch that grows: the samples at which a larger size is tried next, and those of the last comparisons with
-    the run's loss there."""
+    growth: _Count = 0
+    """Of a batch that grows: the samples at which a larger size is tried next."""
 
 
 def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> Position:

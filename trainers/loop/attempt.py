@@ -42,9 +42,8 @@ class Attempt:
         """Steps done, in earlier attempts as well."""
         self.end = 0
         """The step after which this attempt ends."""
-        self.growth: tuple[int, list[tuple[int, float]]] = (0, [])
-        """Of a batch that grows: the samples at which a larger size is tried next, and those of the last comparisons
-        with the run's loss there."""
+        self.growth = 0
+        """Of a batch that grows: the samples at which a larger size is tried next."""
         self.take_sizes(parts.sampler.batches)
         self.metrics: dict[str, float] = {}
         """The newest value of each."""

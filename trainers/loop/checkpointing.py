@@ -135,7 +135,7 @@ class Checkpointing:
         attempt.stopping.load_state_dict(position["stopping"])
         if attempt.config.grows_batch:
             attempt.take_sizes(attempt.parts.sampler.batches.with_sizes(position["batch_sizes"]))
-            attempt.growth = tuple(position["growth"])
+            attempt.growth = int(position["growth"])
         attempt.end_early()
         if keeper.kept_step == attempt.step:
             attempt.checkpoint = keeper.checkpoints.locate(attempt.step)

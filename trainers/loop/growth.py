@@ -7,8 +7,7 @@ Now and then PARTS steps of twice the size are taken from the state in memory an
 the `batch_schedule` that was found, to the bit. It trains on the same samples next, with steps of its own size. Both
 confirm the larger size or refute it (as Merrill et al. 2025, arXiv 2505.23971, branch). Where neither time nor batch
 changes the learning rate, a larger batch lowers the noise, as a falling rate does otherwise (Smith et al. 2018,
-arXiv 1711.00489): its loss is lower at once, but what takes long to learn takes more samples. So it must be lower by as
-much as the run learns from a share WORTH of its samples, less what the larger batch learns in the time that it saves.
+arXiv 1711.00489). As long as noise is not what keeps the loss up, its loss is the higher one: it has taken fewer steps.
 
 The gradient noise scale is not asked: it tells what a batch wastes whose rate is tuned to it (McCandlish et al. 2018,
 arXiv 1812.06162), and was wrong by a factor of one to ten with Adam. Branches show it at the rates that the run has.
@@ -21,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 import torch
 
@@ -33,19 +32,15 @@ from trainers.step.throwaway import throwaway
 logger = logging.getLogger(__name__)
 
 PARTS = 8
-"""Parts of a comparison, each a step of the larger batch. The first half warms up; the second is timed and compared."""
-WAIT = 64
+"""Parts of a comparison, each a step of the larger batch."""
+APART = 2
+"""The first of them, in which branches come apart, are not compared."""
+WAIT = 128
 """Steps of a size until a larger one is tried, ..."""
 LATER = 0.25
 """... which must be this share of the run's samples so far: what is thrown away is a tenth of a run at most."""
-WORTH = 0.015
-"""What is worth less than this share of the run's samples so far is of no interest."""
 LEFT = 64
 """Steps that must be left of a run for a comparison."""
-OVERFIT = 0.25
-"""Where the validation loss is above the training loss by more than this share, less noise would not help it."""
-SEEN = 2
-"""Comparisons back by which the loss falls that one is judged by."""
 
 FIRST = 8
 """The smallest size that a run begins with, where none is given."""
@@ -77,18 +72,14 @@ class Verdict:
     words: str
 
 
-def judge(size: int, smaller: Branch, larger: Branch, share: float, fall: float) -> Verdict:
-    """Compare what trained the same samples, a `share` of those of the run so far, with steps of `size` and twice that.
-
-    `fall`: by how much the loss falls while the samples of the run become e times as many.
-    """
-    half = len(smaller.times_s) // 2
-    gain = median(smaller.times_s[half:]) / median(larger.times_s[half:])
-    lower = fmean(smaller.losses[half:]) - fmean(larger.losses[half:])
-    bar = max(0.0, fall) * (WORTH - (gain - 1) * share)
+def judge(size: int, smaller: Branch, larger: Branch) -> Verdict:
+    """Compare what trained the same samples with steps of `size` and of twice that."""
+    gain = median(smaller.times_s[APART:]) / median(larger.times_s[APART:])
+    lower = [ours - theirs for ours, theirs in zip(smaller.losses[APART:], larger.losses[APART:], strict=True)]
+    error = stdev(lower) / math.sqrt(len(lower)) if all(map(math.isfinite, lower)) else math.inf
     told = f"steps of {2 * size} samples train {gain:.3g} times as fast as those of {size}, and after as many samples"
-    told += f" their loss is {lower:+.3g} lower, where {bar:+.3g} is asked"
-    return Verdict(math.isfinite(lower) and lower >= bar, told)
+    told += f" their loss is {fmean(lower):.3g} +-{error:.2g} lower"
+    return Verdict(gain >= 1 and fmean(lower) > error, told)
 
 
 class Stretch:
@@ -133,7 +124,6 @@ class Growth:
         """What steps of twice the size took that were thrown away."""
         self._own: Stretch | None = None
         """The run's own steps over the same samples."""
-        self._overfits = False
         self._wait()
 
     def _wait(self) -> None:
@@ -143,7 +133,7 @@ class Growth:
         # Growth amid a warm-up that is a share of all samples would change the steps of which it consists.
         course = batches if config.counts_samples else None
         warm = batches.samples(warmup_steps(config.lr_schedule, parts.total_steps, course))
-        attempt.growth = (max(WAIT * self.size, warm), [])
+        attempt.growth = max(WAIT * self.size, warm)
 
     @property
     def size(self) -> int:
@@ -165,7 +155,7 @@ class Growth:
     def end(self) -> int:
         """The step before which `compare` is due next, or the last one."""
         attempt = self.attempt
-        at = attempt.growth[0] if self._own is None else self._own.end
+        at = attempt.growth if self._own is None else self._own.end
         return min(attempt.end, attempt.parts.sampler.batches.step_at(at)) if at > attempt.samples else attempt.end
 
     @property
@@ -174,8 +164,7 @@ class Growth:
         size, attempt = self.size, self.attempt
         if self._own is not None:
             return attempt.samples >= self._own.end
-        has_room = 2 * size <= self._most and self._left >= LEFT * size
-        return has_room and attempt.samples >= attempt.growth[0] and not self._overfits
+        return 2 * size <= self._most and attempt.samples >= attempt.growth and self._left >= LEFT * size
 
     def begin(self) -> None:
         """Choose the first size of a run that names none. Sizes are not timed where each would be compiled."""
@@ -203,34 +192,20 @@ class Growth:
     def compare(self) -> bool:
         """Begin a comparison with twice the size, or end it; return whether the run goes on with that."""
         attempt, size, samples = self.attempt, self.size, self.attempt.samples
-        _, seen = attempt.growth
-        if self._own is None:
-            if seen:  # nothing is judged without knowing how the loss falls
-                with self._timed("trying a larger batch"), self._thrown_away():
-                    self._larger = self._train(2 * size, 2 * size, PARTS)
+        if self._own is None or self._larger is None:
+            with self._timed("trying a larger batch"), self._thrown_away():
+                self._larger = self._train(2 * size, 2 * size, PARTS)
             self._own = Stretch(attempt, 2 * size, PARTS)
             return False
-        own, larger, self._own, self._larger = self._own.branch(), self._larger, None, None
-        loss, grows = fmean(own.losses), False
-        if larger is not None:
-            before, then = seen[0]
-            fall = (then - loss) / math.log(samples / before)
-            verdict = attempt.parts.group.first(judge(size, own, larger, PARTS * 2 * size / samples, fall))
-            grows = verdict.grows
-            if grows:
-                attempt.take_sizes(attempt.parts.sampler.batches.grown(2 * size, samples))
-            if attempt.context.rank == 0:
-                words = "the batch grows to" if grows else "the batch stays at"
-                logger.info("%s %d from sample %d on: %s", words, self.size, samples, verdict.words)
-        wait = max(WAIT * self.size, int(LATER * samples))
-        attempt.growth = (samples + wait, [*seen, (samples, loss)][-SEEN:])
-        return grows
-
-    def evaluated(self) -> None:
-        """Note an evaluation, and the training loss up to it."""
-        metrics = self.attempt.metrics
-        loss = metrics.get("train_loss", math.inf)
-        self._overfits = metrics.get("val_loss", -math.inf) - loss > OVERFIT * abs(loss)
+        verdict = attempt.parts.group.first(judge(size, self._own.branch(), self._larger))
+        self._own = self._larger = None
+        if verdict.grows:
+            attempt.take_sizes(attempt.parts.sampler.batches.grown(2 * size, samples))
+        attempt.growth = samples + max(WAIT * self.size, int(LATER * samples))
+        if attempt.context.rank == 0:
+            words = "the batch grows to" if verdict.grows else "the batch stays at"
+            logger.info("%s %d from sample %d on: %s", words, self.size, samples, verdict.words)
+        return verdict.grows
 
     def stepped(self, samples: int) -> None:
         """Note a step of the run."""

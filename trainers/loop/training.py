@@ -230,7 +230,4 @@ class Training:
 
     def evaluate(self) -> bool:
         """Evaluate; return whether this is the best so far, by `checkpoint.best`."""
-        found = validate(self.attempt)
-        if self.growth is not None:
-            self.growth.evaluated()
-        return self.checkpointing.improves(found)
+        return self.checkpointing.improves(validate(self.attempt))
