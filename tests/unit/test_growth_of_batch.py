@@ -33,6 +33,7 @@ CASES = {
     "by less": (1.0, [0.1, -0.1, 0.05], False),
     "the same": (2.0, [0.0, 0.0, 0.0], False),
     "higher": (2.0, [-0.1, -0.1, -0.1], False),
+    "as fast, as clocks go": (0.96, [0.1, 0.1, 0.1], True),
     "slower": (0.9, [0.1, 0.1, 0.1], False),
     "it diverges": (2.0, [0.1, math.nan, 0.1], False),
     "the smaller one diverges": (2.0, [0.1, math.inf, 0.1], False),

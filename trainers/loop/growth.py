@@ -35,6 +35,8 @@ PARTS = 8
 """Parts of a comparison, each a step of the larger batch."""
 APART = 2
 """The first of them, in which branches come apart, are not compared."""
+SPEED = 0.95
+"""The larger batch must train at least so many times as fast: what differs by less is the same, as clocks go."""
 WAIT = 128
 """Steps of a size until a larger one is tried, ..."""
 LATER = 0.25
@@ -79,7 +81,7 @@ def judge(size: int, smaller: Branch, larger: Branch) -> Verdict:
     error = stdev(lower) / math.sqrt(len(lower)) if all(map(math.isfinite, lower)) else math.inf
     told = f"steps of {2 * size} samples train {gain:.3g} times as fast as those of {size}, and after as many samples"
     told += f" their loss is {fmean(lower):.3g} +-{error:.2g} lower"
-    return Verdict(gain >= 1 and fmean(lower) > error, told)
+    return Verdict(gain >= SPEED and fmean(lower) > error, told)
 
 
 class Stretch:
