@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.specs import losses, make
 from tests.unit.test_loop import SAMPLES, Context, Power, Tiny, assert_same_run, curve
 from tests.unit.test_loop import config as tiny_config
+from trainers.checkpoint.run_state import Keeper
 from trainers.errors import CheckpointError, ConfigError
 from trainers.launch.local import run_local
 from trainers.loop import growth
@@ -148,6 +149,26 @@ def test_a_comparison_that_is_cut_begins_again(verdicts: Callable[[Any], None], 
     assert found[0] == {"until_samples": 68, "size": 2}, "from sample 52 on, not 48"
     run(tmp_path / "again", global_batch_size=None, batch_schedule=found)
     assert_same_run(tmp_path / "again", tmp_path / "cut")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(
+    verdicts: Callable[[Any], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have another pair of figures, and not where the next comparison is: it comes at once."""
+    keep = Keeper.keep
+
+    def as_before(keeper: Keeper, position: dict[str, Any], *more: Any) -> None:
+        del position["next_look"]
+        keep(keeper, {**position, "growth": (48, 16)}, *more)
+
+    verdicts({size: list(one) for size, one in DECIDED.items()})
+    with monkeypatch.context() as patch:
+        patch.setattr(Keeper, "keep", as_before)
+        with pytest.raises(Power):
+            run(tmp_path, 3, **AUTO)
+    found = run(tmp_path, **AUTO).batch_schedule
+    assert found is not None
+    assert found[0] == {"until_samples": 54, "size": 2}, "refused after samples 6 to 22, and taken after 38 to 54"
 
 
 def test_sizes_of_a_checkpoint_that_do_not_follow_one_another_are_refused(

@@ -66,7 +66,7 @@ class Position:
         default_factory=list
     )
     """Of a batch schedule; nothing where the size does not change."""
-    growth: _Count = 0
+    next_look: _Count = 0
     """Of a batch that grows: the samples at which a larger size is tried next."""
 
 

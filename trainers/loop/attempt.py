@@ -42,7 +42,7 @@ class Attempt:
         """Steps done, in earlier attempts as well."""
         self.end = 0
         """The step after which this attempt ends."""
-        self.growth = 0
+        self.next_look = 0
         """Of a batch that grows: the samples at which a larger size is tried next."""
         self.take_sizes(parts.sampler.batches)
         self.metrics: dict[str, float] = {}

@@ -135,7 +135,7 @@ class Growth:
         # Growth amid a warm-up that is a share of all samples would change the steps of which it consists.
         course = batches if config.counts_samples else None
         warm = batches.samples(warmup_steps(config.lr_schedule, parts.total_steps, course))
-        attempt.growth = max(WAIT * self.size, warm)
+        attempt.next_look = max(WAIT * self.size, warm)
 
     @property
     def size(self) -> int:
@@ -157,7 +157,7 @@ class Growth:
     def end(self) -> int:
         """The step before which `compare` is due next, or the last one."""
         attempt = self.attempt
-        at = attempt.growth if self._own is None else self._own.end
+        at = attempt.next_look if self._own is None else self._own.end
         return min(attempt.end, attempt.parts.sampler.batches.step_at(at)) if at > attempt.samples else attempt.end
 
     @property
@@ -166,7 +166,7 @@ class Growth:
         size, attempt = self.size, self.attempt
         if self._own is not None:
             return attempt.samples >= self._own.end
-        return 2 * size <= self._most and attempt.samples >= attempt.growth and self._left >= LEFT * size
+        return 2 * size <= self._most and attempt.samples >= attempt.next_look and self._left >= LEFT * size
 
     def begin(self) -> None:
         """Choose the first size of a run that names none. Sizes are not timed where each would be compiled."""
@@ -203,7 +203,7 @@ class Growth:
         self._own = self._larger = None
         if verdict.grows:
             attempt.take_sizes(attempt.parts.sampler.batches.grown(2 * size, samples))
-        attempt.growth = samples + max(WAIT * self.size, int(LATER * samples))
+        attempt.next_look = samples + max(WAIT * self.size, int(LATER * samples))
         if attempt.context.rank == 0:
             words = "the batch grows to" if verdict.grows else "the batch stays at"
             logger.info("%s %d from sample %d on: %s", words, self.size, samples, verdict.words)
