@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.grow import SHARES, Work, cabs, smith, to_target, train, two_sizes
+from benchmarks.grow import CONSTANT, SHARES, WORKS, Work, cabs, smith, to_target, train, two_sizes
 from trainers.config.batch import ScheduledSize, check_schedule
 
 ROWS = [
@@ -58,10 +58,24 @@ def test_the_bound_is_of_every_growth_by_one_step() -> None:
 def test_a_pilot_run_measures_what_cabs_goes_by() -> None:
     work = Work("digits", [64, 256], "val_accuracy", 0.5, 2)
     pieces = {"global_batch_size": 64, "microbatch_size": 32, "noise_scale": True, "log_every_steps": 10}
-    watched, result, length = train(work, pieces)
+    watched, result, length = train(work, pieces, whole=True)
     assert result is not None
+    assert result.status == "done"
     assert length == 1438
     assert len(watched.windows) >= 3
     assert all(0 < progress <= 1 and loss > 0 for progress, _, loss in watched.windows)
     assert sum(noise for _, noise, _ in watched.windows) > 0
     assert to_target(watched.rows, work.metric, work.target, length) is not None
+
+
+def test_a_run_ends_when_it_has_met_its_target() -> None:
+    work = Work("digits", [64], "val_accuracy", 0.5, 50)
+    watched, result, length = train(work, {"global_batch_size": 64, **CONSTANT})
+    assert result is not None
+    assert result.status == "stopped"
+    assert to_target(watched.rows, work.metric, work.target, length) is not None
+
+
+def test_the_works_may_grow() -> None:
+    for work in WORKS:
+        assert work.config({"global_batch_size": "auto", **CONSTANT})[0].grows_batch
