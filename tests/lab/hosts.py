@@ -37,6 +37,8 @@ T = TypeVar("T")
 NETWORK = "10.77.0"
 CONTROL = "ctl"
 REPOSITORY = Path(__file__).parents[2]
+_FIRST = ("nice", "-n", "-10")
+"""A host has its processor before the tests that run beside it: a node that gets no turn for long counts as dead."""
 NEEDED = ("/usr/sbin/sshd", "ssh", "ssh-keygen", "rsync", "ip", "unshare", "nsenter", "setpriv", "mount")
 SSHD = """
 Port 22
@@ -317,7 +319,7 @@ class Lab:
         }
         assignments = [f"{key}={value}" for key, value in settings.items()]
         spaces = ["--mount", "--pid", "--net", "--uts", "--ipc", f"--wd={cwd}"]
-        return ["nsenter", f"--target={self._inits[name]}", *spaces, "env", "-i", *assignments]
+        return [*_FIRST, "nsenter", f"--target={self._inits[name]}", *spaces, "env", "-i", *assignments]
 
     def _ip(self, name: str, *arguments: str) -> None:
         subprocess.run(["nsenter", f"--target={self._inits[name]}", "--net", "ip", *arguments], check=True)
@@ -356,7 +358,7 @@ class Lab:
 def _unshare() -> list[str]:
     """New namespaces whose processes end with this one."""
     spaces = ["--mount", "--pid", "--net", "--uts", "--ipc", "--fork", "--kill-child=KILL", "--mount-proc"]
-    return ["setpriv", "--pdeathsig=KILL", "unshare", *spaces, "--propagation=private"]
+    return [*_FIRST, "setpriv", "--pdeathsig=KILL", "unshare", *spaces, "--propagation=private"]
 
 
 def _namespace(pid: int) -> int:
