@@ -197,7 +197,7 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
         steps[step.rate].append(step)
     assert {rate: [step.number for step in made] for rate, made in steps.items()} == {
         rate: list(range(1, STEPS + 1)) for rate in RATES
-    }, "each step of each trial once, and none before the notice again"
+    }, f"each step of each trial once, and none before the notice again:\n{cluster.log(sweep.job)[-6000:]}"
     for rate, made_steps in steps.items():
         samples = Counter(sample for step in made_steps for sample in step.samples)
         assert samples == Counter(range(STEPS * BATCH)), f"every sample of the trial with {rate} once"
