@@ -50,7 +50,7 @@ TIMED = 4
 """Steps by which a size is timed."""
 ENOUGH = 1.3
 """A run begins with the size from which on twice as many samples in a step train less than so much faster: where steps
-take a fixed time and one that grows with their samples, the former is not much more than half of them."""
+take a fixed time and one that grows with their samples, the former is less than six sevenths of the latter."""
 STEPS = 256
 """A run of epochs does not begin with a size that leaves it fewer steps."""
 
