@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from tests.specs import REPOSITORY
 from trainers.__main__ import main
@@ -92,9 +95,32 @@ def test_a_spawned_worker_ends_with_its_driver_and_takes_the_directory_along(
     directory = tmp_path / "paceline-spawn-x"
     directory.mkdir()
     job: Any = SimpleNamespace(storage=None, quiet=False, told="")
+    _prctl_pr_set_pdeathsig(signal.SIGINT)  # as torch does in each process that it spawns
     with local.multiprocessing.Pipe(duplex=False)[1] as records:
         local._spawned(1, job, 2, str(directory), records)
-    assert not directory.exists()
+    assert list(tmp_path.iterdir()) == []
+    if sys.platform == "linux":  # else each thread of a killed driver interrupts it, which a second Ctrl-C alone should
+        number, pr_get_pdeathsig = ctypes.c_int(-1), 2
+        ctypes.CDLL(None).prctl(pr_get_pdeathsig, ctypes.byref(number))
+        assert number.value == 0
+
+
+def test_a_rank_writes_nothing_into_a_directory_that_another_one_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, delete = tmp_path / "paceline-spawn-x", shutil.rmtree
+
+    def rmtree(path: Path, ignore_errors: bool) -> None:
+        with pytest.raises(FileNotFoundError):
+            (directory / "failed-0").touch()
+        delete(path, ignore_errors)
+
+    monkeypatch.setattr(local.shutil, "rmtree", rmtree)
+    directory.mkdir()
+    (directory / "rendezvous").touch()
+    local._delete(str(directory))
+    local._delete(str(directory))  # both ranks do
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("args", [["a.yaml"], ["evaluate", "run"], ["predict", "run", "--out=x"]])

@@ -30,6 +30,7 @@ import torch.distributed as dist
 # Before any group is made: its functions' defaults would be that group, and keep it, whoever imports it later
 # (torch._dynamo does). A process that ends with its group aborts now and then.
 import torch.distributed.nn.functional
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from trainers.causes import death_of, failure_of
@@ -269,7 +270,10 @@ def _beside(wanted: bool) -> Iterator[None]:
 
 def _spawned(rank: int, job: Job[Any], world_size: int, directory: str, records: Connection) -> None:
     if (driver := multiprocessing.parent_process()) is not None:
-        follow(driver.join, lambda: shutil.rmtree(directory, ignore_errors=True))
+        follow(driver.join, lambda: _delete(directory))
+    # torch asks for SIGINT when the driver dies, and the kernel sends one for each of its threads: the second would
+    # interrupt this rank, which then writes its failure into a directory that another rank is deleting.
+    _prctl_pr_set_pdeathsig(0)
     setup_logging(rank, job.quiet)
     context = LocalContext(job.storage, "spawn", rank, world_size, rank, world_size)
     context.failed = Path(directory, f"failed-{rank}")
@@ -279,6 +283,12 @@ def _spawned(rank: int, job: Job[Any], world_size: int, directory: str, records:
         else:
             records.close()
         _execute(rank, job, context, directory)
+
+
+def _delete(directory: str) -> None:
+    """Delete a group's directory, though its ranks write there: what has no path any more gets no further file."""
+    with contextlib.suppress(OSError):  # another rank was first
+        shutil.rmtree(Path(directory).rename(f"{directory}-over"), ignore_errors=True)
 
 
 def _execute(rank: int, job: Job[Any], context: LocalContext, directory: str) -> None:
