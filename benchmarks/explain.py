@@ -39,7 +39,8 @@ from trainers.explain.profile import ProfileJob, changed
 from trainers.explain.stepper import Stepper, warm
 from trainers.explain.suspect import WORTH
 from trainers.explain.verify import CompareJob
-from trainers.launch.local import run_spawn, setup_logging
+from trainers.launch.local import run_spawn
+from trainers.launch.log import setup_logging
 from trainers.launch.spec import Job, RunSpec, make_spec
 from trainers.output import Output
 from trainers.start import run_training

@@ -93,7 +93,7 @@ def export(
 
 def track(run: _Run) -> int:
     """Send what the run's trackers have not got."""
-    from trainers.launch.local import setup_logging
+    from trainers.launch.log import setup_logging
     from trainers.tracking.run import send_run
 
     setup_logging(0)
@@ -110,7 +110,7 @@ def memory(
 ) -> int:
     """Predict the memory that steps will take, and the largest microbatch; trains nothing, and takes none."""
     spec = read_spec(location, overrides, own_workers=False)
-    from trainers.launch.local import setup_logging
+    from trainers.launch.log import setup_logging
     from trainers.launch.memory_page import memory_page
 
     setup_logging(0)
@@ -134,7 +134,7 @@ def explain(
 ) -> int:
     """Say where a run's time goes, and which lines of its configuration would change that; changes nothing."""
     from trainers.explain import explanation
-    from trainers.launch.local import setup_logging
+    from trainers.launch.log import setup_logging
 
     setup_logging(0, quiet=True)
     subject = explanation.read_subject(run)
@@ -182,7 +182,7 @@ def _infer(
     location: str, overrides: dict[str, Any], output: Output, split: str, checkpoint: str, out: str | None
 ) -> int:
     from trainers.inference.passes import Inference, check_out, run_spec
-    from trainers.launch.local import setup_logging
+    from trainers.launch.log import setup_logging
 
     follow_agent()
     torchrun = torchrun_world_size()

@@ -86,7 +86,7 @@ def run_training(spec: RunSpec, fresh: bool, is_command: bool = False, output: O
     rank = int(os.environ["RANK"]) if is_torchrun else 0
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as cluster:
         with without_collection(own_process=is_command):
-            from trainers.launch.local import shown_log
+            from trainers.launch.log import shown_log
 
             if launcher == "ray":
                 from trainers.on_ray.connect import check_cluster, leaving
@@ -143,7 +143,8 @@ def train_function(
         rule = "is called by workers of Ray Train, which torchrun does not start"
         raise ConfigError("train_func", spec.config.train_func, rule, "start it without torchrun", spec.source)
     with without_collection(own_process=is_command):
-        from trainers.launch.local import failing_as_run, shown_log
+        from trainers.launch.local import failing_as_run
+        from trainers.launch.log import shown_log
         from trainers.on_ray.connect import check_cluster, leaving
         from trainers.on_ray.function import run_function
     with contextlib.ExitStack() as stack:

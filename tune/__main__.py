@@ -126,7 +126,7 @@ def knowledge(
 
 def track(directory: _Directory) -> int:
     """Send what the sweep's trackers have not got."""
-    from trainers.launch.local import setup_logging
+    from trainers.launch.log import setup_logging
     from tune.sweeps.tracking import send_sweep
 
     setup_logging(0)

@@ -212,7 +212,7 @@ def soak(hours: float, seed: int) -> tuple[dict[str, dict[str, Any]], dict[str, 
     )
     os.environ.pop("RAY_ADDRESS", None)
     tempfile.tempdir = None
-    from trainers.launch.local import setup_logging
+    from trainers.launch.log import setup_logging
     from trainers.on_ray.connect import connect, disconnect
     from tune.sweeps.run import run_sweep
     from tune.sweeps.spec import prepare, read_sweep

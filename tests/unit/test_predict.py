@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import trainers.inference.predict
-import trainers.launch.local
+import trainers.launch.log
 from tests.specs import evaluations, make
 from tests.tasks import Blobs
 from trainers.__main__ import main
@@ -318,7 +318,7 @@ def test_where_no_file_can_be_written(tmp_path: Path) -> None:
 def test_mistakes_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trainers.launch.local, "setup_logging", lambda *_: None)
+    monkeypatch.setattr(trainers.launch.log, "setup_logging", lambda *_: None)
     run = train(tmp_path).uri
     (tmp_path / "file").touch()
     cases = [

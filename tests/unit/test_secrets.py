@@ -19,6 +19,7 @@ from trainers.command_line import run
 from trainers.devices.device import environment
 from trainers.errors import ConfigError, RunFailedError, StorageError, first_line, last_line, show
 from trainers.launch import local
+from trainers.launch.log import setup_logging
 from trainers.launch.spec import read_file, read_spec
 from trainers.redaction import redact
 from trainers.storage import Storage, storage_uri
@@ -125,7 +126,7 @@ def test_the_log_and_tracebacks_hide_it(monkeypatch: pytest.MonkeyPatch, capsys:
     packages = [logging.getLogger(name) for name in ("trainers", "cluster", "tune")]
     before = [(package.handlers[:], package.level, package.propagate) for package in packages]
     try:
-        local.setup_logging(0)
+        setup_logging(0)
         for package in packages:
             package.info("read %s\x1b[2J", URI)
     finally:

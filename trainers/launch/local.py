@@ -36,6 +36,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from trainers.causes import death_of, failure_of
 from trainers.context import RunContext
 from trainers.errors import PacelineError, RunFailedError, last_line
+from trainers.launch.log import setup_logging
 from trainers.launch.signals import StopSignals, follow
 from trainers.launch.spec import Job, R
 from trainers.loop.watchdog import HUNG_EXIT_CODE
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=1800)
 """How long a rank waits for the others, in a collective or for their meeting."""
 _LOOK_S = 0.2
-_PACKAGES = ("trainers", "cluster", "tune")
 _PREFIX, _FRESH_S = "paceline-spawn-", 5.0  # a directory is not locked as soon as it is there
 
 
@@ -81,50 +81,6 @@ class LocalContext(RunContext):
     def hung(self, failure: RunFailedError, stack: str) -> None:
         """Leave it for the process that started this one."""
         _leave(failure, stack, self.failed)
-
-
-class _Redacting(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
-
-
-def setup_logging(rank: int, quiet: bool = False) -> None:
-    """Send our packages' log to standard output: rank 0's progress as it is (`quiet`: its warnings), other ranks'
-    warnings with their rank.
-    """
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_Redacting("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
-    show_log(handler, logging.INFO if rank == 0 and not quiet else logging.WARNING)
-
-
-def show_log(handler: logging.Handler, level: int) -> None:
-    """Send our packages' log to one handler alone."""
-    for name in _PACKAGES:
-        package = logging.getLogger(name)
-        package.handlers[:] = [handler]
-        package.setLevel(level)
-        package.propagate = False
-
-
-@contextlib.contextmanager
-def shown_log(rank: int, is_command: bool, quiet: bool = False) -> Iterator[None]:
-    """Show our log as a command does: for good, or (in another program) in a block, unless it shows that itself."""
-    if is_command:
-        setup_logging(rank, quiet)
-        yield
-        return
-    packages = [logging.getLogger(name) for name in _PACKAGES]
-    if all(package.isEnabledFor(logging.INFO) and package.hasHandlers() for package in packages):
-        yield
-        return
-    before = [(package.handlers[:], package.level, package.propagate) for package in packages]
-    setup_logging(rank)
-    try:
-        yield
-    finally:
-        for package, (handlers, level, propagate) in zip(packages, before, strict=True):
-            package.handlers[:], package.propagate = handlers, propagate
-            package.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from ray.train.torch import TorchTrainer
 
 from trainers.causes import failure_of
 from trainers.errors import PacelineError
-from trainers.launch.local import setup_logging
+from trainers.launch.log import setup_logging
 from trainers.launch.spec import Job, R
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, ray_scaling

@@ -16,7 +16,7 @@ from ray.train.torch import TorchTrainer
 
 from trainers.causes import failure_of
 from trainers.errors import PacelineError, PreemptedError, RunFailedError, first_line
-from trainers.launch.local import setup_logging
+from trainers.launch.log import setup_logging
 from trainers.launch.signals import StopSignals
 from trainers.launch.spec import RunSpec
 from trainers.measure.result import RunResult

@@ -21,7 +21,7 @@ from trainers.devices.device import device_name, grow_segments, total_memory_byt
 from trainers.devices.group import Group
 from trainers.errors import DivergedError, PacelineError, PreemptedError, RunFailedError
 from trainers.launch.imports import without_collection
-from trainers.launch.local import setup_logging, show_log
+from trainers.launch.log import setup_logging, show_log
 from trainers.launch.spec import RunSpec
 from trainers.on_ray.context import Gauges, RayContext, WorkerContext, own_gpu
 from trainers.on_ray.records import telling

@@ -137,7 +137,7 @@ def run_to_answer(
     collection stay as they are. `output` is what the command's user wants to be told.
     """
     output = output or Output()
-    from trainers.launch.local import shown_log
+    from trainers.launch.log import shown_log
 
     check_trackers(spec.trackers, spec.path, spec.source)
     with ExitStack() as stack:
