@@ -27,6 +27,9 @@ from tune.search.frontier import Belief, Choice, Ended, Seen, decide, past_of
 from tune.search.history import Past
 from tune.search.time_model import Place
 
+Verdicts = dict[Place | None, tuple[bool, bool, float]]
+"""Of every pick what `is_right` says."""
+
 _EASIER = {"digits": 0.955, "rows": 0.765}
 
 _QUALITIES = {
@@ -92,7 +95,7 @@ def related(table: Table) -> dict[str, tuple[Table, Table, list[str]]]:
         for place, rows in table.runs.items()
     }
     smaller, larger = sizes[:-quarter], sizes[quarter:]
-    limited = Limited(table.name, table.places, table.runs, table.target, sizes[-2])
+    limited = Limited(**vars(table), limit=sizes[-2])
     return {
         "the same again": (table, table, []),
         "an easier target": (replace(table, target=_EASIER[table.name]), table, ["the target"]),
@@ -141,6 +144,12 @@ def judge(name: str, other: str, replays: int) -> dict[str, Any]:
     table, rows = load(name), {}
     cold: dict[int, list[Found]] = {}
     firsts: dict[int, list[Found]] = {}
+    judged: dict[int, Verdicts] = {}
+
+    def verdicts(of: Table) -> Verdicts:
+        if id(of) not in judged:
+            judged[id(of)] = _verdicts(of)
+        return judged[id(of)]
 
     def once(known: dict[int, list[Found]], of: Table, seeds: range) -> list[Found]:
         if id(of) not in known:
@@ -154,22 +163,25 @@ def judge(name: str, other: str, replays: int) -> dict[str, Any]:
         if differs:  # as tune/knowledge/taken.py has it
             told = [replace(one, misfits=()) for one in told]
         found = [search(second, seed, [past]) for seed, past in enumerate(told)]
-        rows[kind] = _summary(second, found, once(cold, second, range(replays)))
+        rows[kind] = _summary(second, found, once(cold, second, range(replays)), verdicts(second))
     for kind, of in misleading(table, load(other)).items():
         told = [of(seed, one.seen) for seed, one in enumerate(once(firsts, table, before))]
         found = [search(table, seed, [past]) for seed, past in enumerate(told)]
-        rows[kind] = _summary(table, found, once(cold, table, range(replays)))
+        rows[kind] = _summary(table, found, once(cold, table, range(replays)), verdicts(table))
     return {
         "related": {kind: rows[kind] for kind in kinds},
         "misleading": {k: r for k, r in rows.items() if k not in kinds},
     }
 
 
-def _summary(table: Table, found: list[Found], cold: list[Found]) -> dict[str, Any]:
-    """Return what second sweeps cost and picked, beside searches of the same grid without a history."""
+def _verdicts(table: Table) -> Verdicts:
     places = [place for place in table.places if not isinstance(table, Limited) or place.size < table.limit]
     truth = {place: table.true_time_s(place, table.runs[place]) for place in places}
-    verdicts = {place: is_right(table, place, truth) for place in [*places, None]}
+    return {place: is_right(table, place, truth) for place in [*places, None]}
+
+
+def _summary(table: Table, found: list[Found], cold: list[Found], verdicts: Verdicts) -> dict[str, Any]:
+    """Return what second sweeps cost and picked, beside searches of the same grid without a history."""
     row: dict[str, Any] = {}
     for name, searches in (("second", found), ("without", cold)):
         final = [with_finalists(table, seed, one.seen) for seed, one in enumerate(searches)]

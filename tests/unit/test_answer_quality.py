@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import benchmarks.knowledge
 from benchmarks.answer import judge, load
 
 
@@ -20,3 +21,15 @@ def test_the_search_finds_the_best_of_the_frozen_tables(name: str) -> None:
     assert largest["right"] == 0  # the question would otherwise be none
     assert found["frontier_samples_of_grid"]["max"] <= 1 / 3
     assert found["rank_correlation"]["median"] > 0.7
+
+
+@pytest.mark.full
+def test_a_search_that_knows_an_earlier_one_takes_a_third_of_the_samples() -> None:
+    found = benchmarks.knowledge.judge("digits", "rows", replays=3)
+    for row in found["related"].values():
+        assert row["samples_ratio"] < 0.5
+        assert row["second"]["right"] >= 0.5
+        assert row["second"]["out_of_memory"] == 0
+    assert found["related"]["a small memory"]["without"]["out_of_memory"] > 0
+    for row in found["misleading"].values():
+        assert row["samples_ratio"] < 1.6
