@@ -38,7 +38,7 @@ def sweep_of(directory: Path, name: str = "first", **keys: Any) -> Any:
     objective = {"metric": "time_to_target", "target": {"val_accuracy": 0.97}}
     space = {"global_batch_size": SIZES, "precision": ["fp32", "bf16"]}
     tree = {"train": TRAIN, "space": space, "objective": objective, "search": "frontier", "name": name}
-    tree |= {"knowledge": True, **keys}
+    tree |= keys
     return sweep_with(tree, "sweep.yaml", Path.cwd(), {"storage_path": str(directory)})
 
 
