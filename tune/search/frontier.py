@@ -7,7 +7,7 @@ one's is never trained. It ends when no batch size that was not trained is faste
 than 10 % of the draws, or when a third of the samples of the whole grid is spent; the reason says which.
 
 What earlier sweeps have found (`past`, see history.py) is heard first: no place is probed whose throughput they tell,
-and none is trained that they have trained, but the one that then seems best. What disagrees with them drops them.
+and trials begin with the one that seems best by it. What disagrees with them drops them.
 """
 
 import math
@@ -25,7 +25,7 @@ from tune.trials.record import PROBE_STEPS, Purpose
 _DEAREST_PROBE = 0.15  # of a whole trial: no batch size is probed whose fewest steps cost more
 _PROBES = 3
 _DOUBT = 0.1
-_DOUBT_TOLD = 0.2  # where earlier sweeps are heard, whose trials were many
+_DOUBT_TOLD = 0.25  # where earlier sweeps are heard, whose trials were many
 _GUESSED = 0.1  # how much faster, as a logarithm, a place must seem that none has trained than one that some has
 NEVER = 30.0  # the logarithm of a time that is never over
 _SHARE = 1 / 3
@@ -196,16 +196,7 @@ class Belief:
         return [place for _, place in sorted(worth, key=lambda one: -one[0])]
 
     def is_hopeful(self, index: int) -> bool:
-        """Whether a trial of a place may change the answer. One that an earlier sweep has trained need not be trained
-        again but where it seems the fastest by all that is known.
-        """
-        if self.places[index] not in self._tried:
-            return self.may_win(index)
-        assert self.best is not None
-        return float(np.median(self._gains(index))) > -math.log(1 - EQUAL)
-
-    def may_win(self, index: int) -> bool:
-        """Whether a place could still beat the best by more than what repeats differ by."""
+        """Whether a place could still beat the best by more than what is of interest."""
         doubt = _DOUBT_TOLD if self._tried else _DOUBT
         return float(np.mean(self._gains(index) > -math.log(1 - EQUAL))) > doubt
 
