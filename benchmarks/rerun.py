@@ -273,7 +273,6 @@ def run(
         "space": {**space, **({"seed": seeds} if seeds else {})},
         "objective": {"metric": "time_to_target", "target": target},
         "lanes": 1,
-        "knowledge": False,
         **more,
     }
     file = directory / f"{name}.yaml"

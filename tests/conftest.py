@@ -183,7 +183,10 @@ def cluster() -> Iterator[Cluster]:
     # fmt: on
     try:
         _wait_for(lambda: "Ray runtime started" in (directory / "head.log").read_text(), 90, directory / "head.log")
-        yield Cluster(f"127.0.0.1:{gcs_port}", f"http://127.0.0.1:{dashboard_port}", directory)
+        with pytest.MonkeyPatch.context() as patch:
+            # A Python for each group of workers that only watches for drained nodes; the lab's hosts are drained.
+            patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+            yield Cluster(f"127.0.0.1:{gcs_port}", f"http://127.0.0.1:{dashboard_port}", directory)
     finally:
         family = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
         head.send_signal(signal.SIGTERM)
@@ -217,8 +220,6 @@ def driver(cluster: Cluster) -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", cluster.address)
-        # A Python for each group of workers that only watches for drained nodes; the lab's hosts are drained.
-        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         ray.init(address=cluster.address, log_to_driver=False)
         yield ray
         ray.shutdown()

@@ -178,7 +178,7 @@ class SweepConfig(Settings):
     trained for 20 s or more in all, and for a twentieth of that, 3 s at most."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
-    knowledge: bool = Field(default=True)
+    knowledge: bool = Field(default=False)
     """Whether what earlier sweeps of the task found (`knowledge/` below `storage_path`) is where this one begins, and
     whether it leaves there what it finds itself."""
     deadline: str | None = Field(default=None, examples=["2026-12-01T18:00+01:00"])

@@ -28,6 +28,7 @@ def test_from_the_first_probe_to_the_last_repeat_and_none_of_it_twice(tmp_path: 
         search="frontier",
         objective={"metric": "time_to_target", "target": {"val_loss": 0.26}},
         finalists={"count": 2, "repeats": 2},
+        knowledge=True,
         lanes=2,
     )
     train = {key: value for key, value in spec.train.items() if key not in ("max_steps", "evaluate")}

@@ -15,11 +15,10 @@ import numpy as np
 from tune.objective import TO_TARGET
 from tune.search.frontier import NEVER, Belief, Seen
 from tune.search.history import Past
-from tune.search.speed_model import Rates, log_speeds
-from tune.search.time_model import Draws, Place
+from tune.search.time_model import Draws, Place, log_speeds
 
 _DRAWS, _POINTS = 200, 400
-_ENOUGH = 0.97
+_ENOUGH = 0.98
 """Share of the expected hypervolume of the whole grid that ends the search."""
 _BEYOND = math.log(1.1)  # of the worst of the grid: where the hypervolume ends
 
@@ -121,5 +120,6 @@ def _line(sizes: Draws, rows: Sequence[tuple[int, float]]) -> Draws:
 
 def _log_powers(places: Sequence[Place], seen: Sequence[Seen]) -> Draws:
     """Return the logarithm of the power of places [n], W; of those without a measurement that of the others."""
-    means, _ = log_speeds(places, [Rates({one.place: (one.power_w, 0.1) for one in seen if one.power_w})])
-    return means
+    means, _ = log_speeds(places, {one.place: (one.power_w, 0.1) for one in seen if one.power_w})
+    known = np.isfinite(means)
+    return np.where(known, means, np.mean(means[known]) if known.any() else 0.0)

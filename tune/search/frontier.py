@@ -2,12 +2,12 @@
 
 First short trials (probes) measure the throughput of a few batch sizes of every setting. Then whole trials, each until
 it reaches the target, where the expected gain over the best so far is largest (Jones et al. 1998, Expected
-improvement), by the beliefs of speed_model.py and time_model.py. A setting whose throughput cannot make up for the best
-one's is never trained. It ends when no batch size that was not trained is faster than the best by more than 5 % in more
-than 10 % of the draws, or when a third of the samples of the whole grid is spent; the reason says which.
+improvement), by the beliefs of time_model.py. A setting whose throughput cannot make up for the best one's is never
+trained. It ends when no batch size that was not trained is faster than the best by more than 5 % in more than 5 % of
+the draws, or when a third of the samples of the whole grid is spent; the reason says which.
 
 What earlier sweeps have found (`past`, see history.py) is heard first: no place is probed whose throughput they tell,
-and trials begin with the one that seems best by it. What disagrees with them drops them.
+and none is trained that they have trained, but the one that then seems best. What disagrees with them drops them.
 """
 
 import math
@@ -16,16 +16,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tune.search.history import Past, believed, told
-from tune.search.speed_model import Rates, log_speeds
-from tune.search.time_model import Draws, Needed, Place, log_samples
+from tune.search.history import Past, believed, log_speeds_told, told
+from tune.search.time_model import Draws, Needed, Place, log_samples, log_speeds
 from tune.trials.interval import EQUAL, Interval
 from tune.trials.record import PROBE_STEPS, Purpose
 
 _DEAREST_PROBE = 0.15  # of a whole trial: no batch size is probed whose fewest steps cost more
 _PROBES = 3
-_DOUBT = 0.1
-_DOUBT_TOLD = 0.25  # where earlier sweeps are heard, whose trials were many
+_DOUBT = 0.05
+_DOUBT_TOLD = 0.2  # where earlier sweeps are heard, whose trials were many
 _GUESSED = 0.1  # how much faster, as a logarithm, a place must seem that none has trained than one that some has
 NEVER = 30.0  # the logarithm of a time that is never over
 _SHARE = 1 / 3
@@ -143,8 +142,12 @@ class Belief:
         needed += [word for one in kept for word in told(one)]
         if noise is None:
             noise = _mean([one.noise_scale for one in kept])
-        means, widths = log_speeds(self.places, [Rates(speeds), *(one.rates for one in kept)])
-        self._is_told, self._widths = any(one.speeds for one in kept), widths
+        is_told = any(one.speeds for one in kept)
+        means, widths = log_speeds_told(self.places, speeds, kept) if is_told else log_speeds(self.places, speeds)
+        fastest = np.nanmax(means) if np.isfinite(means).any() else 0.0
+        means = np.where(np.isnan(means), fastest, means)  # a setting without a measurement may be as fast as any
+        widths = np.where(np.isnan(widths), 0.5, widths)
+        self._is_told, self._widths = is_told, widths
         if running:
             _, guessed = log_samples(self.places, needed, noise)
             at = {place: index for index, place in enumerate(self.places)}
@@ -196,7 +199,16 @@ class Belief:
         return [place for _, place in sorted(worth, key=lambda one: -one[0])]
 
     def is_hopeful(self, index: int) -> bool:
-        """Whether a place could still beat the best by more than what is of interest."""
+        """Whether a trial of a place may change the answer. One that an earlier sweep has trained need not be trained
+        again but where it seems the fastest by all that is known.
+        """
+        if self.places[index] not in self._tried:
+            return self.may_win(index)
+        assert self.best is not None
+        return float(np.median(self._gains(index))) > -math.log(1 - EQUAL)
+
+    def may_win(self, index: int) -> bool:
+        """Whether a place could still beat the best by more than what repeats differ by."""
         doubt = _DOUBT_TOLD if self._tried else _DOUBT
         return float(np.mean(self._gains(index) > -math.log(1 - EQUAL))) > doubt
 

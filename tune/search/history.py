@@ -7,16 +7,21 @@ the noise explain, the witness is dropped, and the search goes on as if it had n
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tune.search.speed_model import Rates, Speeds, rates_told
-from tune.search.time_model import Draws, Needed, Place, predicted
+from tune.search.time_model import BENT, Draws, Needed, Place, predicted
 
-_REPEATS = 0.1  # what runs of one place may differ by in throughput, before it is known
+Speeds = Mapping[Place, tuple[float, float]]
+"""Samples/s, and the relative half width of its 95 % interval."""
+
+_UNKNOWN = 30.0  # nothing is known of how fast a device is
+_REACH = 2.0  # octaves
+_SETTING, _SLOPE, _BEND, _OWN_SLOPE, _OWN_BEND = 0.5, 0.5, 0.25, 0.15, 0.08
+_MEASURED = 0.1  # of repeats on one machine, by what else it does: 0.12 and 0.16 in benchmarks/results/ground-truth-*
 _EXCESS = 5.0  # standard deviations of a sum of squares: 1 or 2 % of true histories are dropped
 
 
@@ -32,11 +37,6 @@ class Past:
     """Places that ran out of memory on the same device: not tried again."""
     samples_off: float = 0.0
     speeds_off: float = 0.0
-
-    @property
-    def rates(self) -> Rates:
-        """Its throughputs."""
-        return Rates(self.speeds, self.name, self.speeds_off)
 
     @property
     def tried(self) -> set[Place]:
@@ -90,8 +90,8 @@ def _misled_by_speeds(one: Past, speeds: Speeds) -> Misled | None:
     if not (one.speeds and speeds):
         return None
     places = list(speeds)
-    means, covariance = rates_told(places, [one.rates], _REPEATS)
-    errors = np.array([math.hypot(_REPEATS, width / 2) for _, width in speeds.values()])
+    means, covariance = _conditioned(places, {}, [one])
+    errors = np.array([_error(width) for _, width in speeds.values()])
     logs = np.log([rate for rate, _ in speeds.values()])
     return _misled(one.name, "throughput", places, means, covariance + np.diag(errors**2), logs)
 
@@ -110,3 +110,38 @@ def _misled(
 def told(one: Past) -> list[Needed]:
     """Return what a sweep of the past says of samples, marked as its words."""
     return [Needed(seen.place, seen.samples, seen.error, one.name, one.samples_off) for seen in one.needed]
+
+
+def log_speeds_told(places: Sequence[Place], measured: Speeds, past: Sequence[Past]) -> tuple[Draws, Draws]:
+    """Return mean [n] and standard deviation [n] of log samples/s from measured ones and from those of the past."""
+    means, covariance = _conditioned(places, measured, [one for one in past if one.speeds])
+    return means, np.sqrt(np.maximum(np.diag(covariance), 1e-8))
+
+
+def _error(width: float) -> float:
+    return math.hypot(_MEASURED, width / 2)
+
+
+def _conditioned(places: Sequence[Place], measured: Speeds, past: Sequence[Past]) -> tuple[Draws, Draws]:
+    """Return mean [n] and covariance [n, n] of log samples/s, of a Gaussian process with an offset a witness."""
+    rows = [(place, rate, width, "", 0.0) for place, (rate, width) in measured.items()]
+    rows += [(p, rate, width, one.name, one.speeds_off) for one in past for p, (rate, width) in one.speeds.items()]
+    n, at = len(places), [*places, *(row[0] for row in rows)]
+    octaves = np.log2([place.size for place in at])
+    octaves = octaves - octaves.mean()
+    alike = np.exp(-(((octaves[:, None] - octaves) / _REACH) ** 2) / 2)
+    product = octaves[:, None] * octaves
+    same = np.array([[one.setting == other.setting for other in at] for one in at], dtype=float)
+    covariance = _UNKNOWN**2 + _SLOPE**2 * product + _BEND**2 * alike
+    covariance = covariance + same * (_SETTING**2 + _OWN_SLOPE**2 * product + _OWN_BEND**2 * alike)
+    names = [row[3] for row in rows]
+    of_one = np.array([[one == other and one != "" for other in names] for one in names], dtype=float)
+    offs = np.array([row[4] for row in rows])
+    inner = slice(n, None)
+    bent = 1 + BENT**2 * (product[inner, inner] + alike[inner, inner]) + (2 * BENT) ** 2 * same[inner, inner]
+    noisy = covariance[inner, inner] + of_one * offs[:, None] * offs * bent
+    noisy = noisy + np.diag([_error(width) ** 2 for _, _, width, *_ in rows])
+    gain = np.linalg.solve(noisy, covariance[inner, :n]).T
+    logs = np.log([row[1] for row in rows])
+    level = float(logs.mean())
+    return level + gain @ (logs - level), covariance[:n, :n] - gain @ covariance[inner, :n]

@@ -8,11 +8,11 @@ The fourth term is McCandlish et al. 2018 (arXiv 1812.06162, equation 2.11) with
 up to a factor: a measured one (trainers/step/noise_scale.py) is of the part of training that it was measured in. The
 bends are Gaussian processes that let the curve be something else. So the theory fills in what is not observed, and what
 is observed counts more. Settings that differ only in how fast the same training runs (precision, compile, ...) are held
-to need about as many samples; any others may need anything. Throughput is speed_model.py's.
+to need about as many samples; any others may need anything. Throughput is interpolated between measured batch sizes.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,7 @@ _REPEAT = 0.15  # runs that differ in their seed only: 0.11 and 0.20 in benchmar
 _NOISE_FACTOR = 1.2  # standard deviation of the logarithm of what a measured noise scale is off by
 _NOISES = 41
 BENT = 0.15  # of how far another sweep's figures may be off together, how much of it may depend on the batch size
+_SPEED, _SPEED_BETWEEN, _SPEED_BEYOND = 0.02, 0.04, 0.12  # as measured; an octave from measured ones; outside of them
 
 
 @dataclass(frozen=True)
@@ -123,3 +124,32 @@ def _covariance(places: Sequence[Place]) -> NDArray[np.float64]:
     same_kind = np.array([[one.kind == other.kind for other in places] for one in places], dtype=float)
     shared = _LEVEL**2 + _KIND**2 * same_kind + _BEND**2 * alike
     return np.asarray(shared + (_SETTING**2 + _OWN_BEND**2 * alike) * same_setting)
+
+
+def log_speeds(places: Sequence[Place], measured: Mapping[Place, tuple[float, float]]) -> tuple[Draws, Draws]:
+    """Return mean [n] and standard deviation [n] of log samples/s; nan at the places of a setting without any.
+
+    `measured` are samples/s and the relative half width of their 95 % interval. Between two of them it is a straight
+    line in the logarithms; outside it goes on with half the slope (on the side of the larger batches, where devices
+    saturate) or the whole one.
+    """
+    means, widths = np.full(len(places), math.nan), np.full(len(places), math.nan)
+    for setting in dict.fromkeys(place.setting for place in places):
+        known = sorted((place.size, *figures) for place, figures in measured.items() if place.setting == setting)
+        if not known:
+            continue
+        at, logs = np.log2([size for size, *_ in known]), np.log([speed for _, speed, _ in known])
+        errors = np.array([max(_SPEED, width / 2) for *_, width in known])
+        for index, place in enumerate(places):
+            if place.setting != setting:
+                continue
+            octave = math.log2(place.size)
+            nearest = int(np.argmin(np.abs(at - octave)))
+            away, slope = abs(at[nearest] - octave), 0.0
+            inside = at[0] <= octave <= at[-1]
+            if not inside and len(at) > 1:
+                first = 0 if octave < at[0] else len(at) - 2
+                slope = (logs[first + 1] - logs[first]) / (at[first + 1] - at[first]) * (1.0 if first == 0 else 0.5)
+            means[index] = np.interp(octave, at, logs) + slope * (octave - float(np.clip(octave, at[0], at[-1])))
+            widths[index] = math.hypot(errors[nearest], away * (_SPEED_BETWEEN if inside else _SPEED_BEYOND))
+    return means, widths
