@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 
-def when(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
+def when(condition: Callable[[], bool], action: Callable[[], None], within_s: float = 120) -> threading.Thread:
     """Do something in the background once something else is there."""
 
     def wait() -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + within_s
         while not condition():
             if time.monotonic() > deadline:
                 return
