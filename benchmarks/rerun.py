@@ -85,19 +85,18 @@ class Sweep:
     """That it trained on, repeats included."""
     num_repeats: int
     tried: frozenset[str] = frozenset()
-    """Ids of its trials, which are what its answer is about."""
+    """The configurations that it tried, as ids of trials: a probe may meet the target, too."""
     ended: str = ""
     """Why search frontier ended."""
 
     @property
     def pick(self) -> str | None:
-        """Id of the trial that it names."""
-        return self.answer.best.id if self.answer.best else None
+        """The configuration that it names."""
+        return trial_id(self.answer.best.config) if self.answer.best else None
 
     def excludes(self, trial: str | None) -> bool:
-        """Whether it says that a trial is slower than its own pick."""
-        slower = {final.record.id for final in self.answer.finals if not final.equal}
-        return trial in slower if self.answer.finals else False
+        """Whether it says that a configuration is slower than its own pick."""
+        return trial in {trial_id(final.record.config) for final in self.answer.finals if not final.equal}
 
 
 class Replay:
@@ -326,9 +325,13 @@ def again(directory: Path, task: str, search: str, count: int, truth: dict[str, 
     sweeps = []
     for number in range(count):
         spec, records = run(directory, task, f"{task}-{search}-{number}", {"search": search}, seed=1000 * number)
-        tried = frozenset(record.id for record in records if record.purpose == "trial")
-        found = answer(spec.config, records, spec.train)
-        sweeps.append(Sweep(found, sum(r.samples or 0 for r in records), len(records), tried, found.ended))
+        samples = sum(record.samples or 0 for record in records)
+        sweeps.append(Sweep(answer(spec.config, records, spec.train), samples, len(records)))
+    return outcome(sweeps, truth)
+
+
+def outcome(sweeps: Sequence[Sweep], truth: dict[str, float]) -> dict[str, Any]:
+    """Return what sweeps of one task say, beside the times that were measured alone."""
     regrets = [truth.get(one.pick or "", math.inf) / min(truth.values()) for one in sweeps]
     claims = [
         regret <= 1 + EQUAL

@@ -288,6 +288,12 @@ class SweepConfig(Settings):
         return self
 
     @property
+    def ends_beaten(self) -> bool:
+        """Whether a trial ends once another is certain to beat it."""
+        is_race = self.objective.ends_at_target and self.scheduler == "none" and "seed" not in self.space
+        return self.objective.metrics is not None or is_race
+
+    @property
     def num_finalists(self) -> int:
         """The most trials that are repeated."""
         return MOST_FINALISTS if self.finalists.count == "auto" else self.finalists.count

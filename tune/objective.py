@@ -33,7 +33,8 @@ class Objective(Settings):
     """The metric and the value to reach: time_to_target and usd_to_target count until then."""
     train_to: Literal["target", "end"] | None = Field(default=None)
     """Where a trial ends: at the first evaluation that meets the target, or after its last step (default: target with
-    time_to_target and usd_to_target, else end)."""
+    time_to_target and usd_to_target, else end). With these two, target also ends a trial that has trained 2.5 times as
+    long as another took."""
 
     @model_validator(mode="before")
     @classmethod

@@ -25,6 +25,7 @@ from tune.objective import Objective
 from tune.report.answer import answer
 from tune.report.page import contents, render
 from tune.report.write import write_report
+from tune.search.finalists import most_ahead
 from tune.search.front import beaten_by, beats, front, steps, unbeaten
 from tune.search.front_belief import FrontBelief
 from tune.search.frontier import Choice, Ended, Seen, decide
@@ -131,7 +132,27 @@ def test_a_running_trial_is_beaten_only_where_all_of_its_bounds_are() -> None:
     assert beaten_by(objective, met, [fast]) is None  # it met the target early, and trains on
     no_bound = several(metrics=[*METRICS, "val_loss"]).objective
     assert beaten_by(no_bound, running(99 * time_s, 9 * peak), [fast]) is None
-    assert beaten_by(config().objective, running(99 * time_s, 9 * peak), [fast]) is None
+
+
+def test_with_a_single_objective_a_trial_is_beaten_once_the_answer_excludes_it() -> None:
+    objective, fast = config().objective, done()[0]
+    time_s = 100.0
+    fast = replace(fast, time_to_target_s=time_s, curve=[])
+    assert beaten_by(objective, running(2.6 * time_s, 1.0), [fast]) == fast
+    assert beaten_by(objective, running(2.4 * time_s, 1.0), [fast]) is None
+    assert beaten_by(objective, running(2.6 * time_s, 1.0, cpu_pressure=0.1), [fast]) is None
+    assert beaten_by(objective, running(9.0, 1.0), [replace(fast, time_to_target_s=1.0)]) is None, "not worth it"
+    to_end = config(objective={**objective.model_dump(exclude_none=True), "train_to": "end"})
+    assert beaten_by(to_end.objective, running(2.6 * time_s, 1.0), [fast]) is None
+    assert (config().ends_beaten, to_end.ends_beaten) == (True, False)
+
+    stopped = [
+        replace(fast, id=str(number), status="stopped", time_to_target_s=None, curve=running(2.51 * time_s, 1.0))
+        for number in range(80)
+    ]
+    assert most_ahead(config(), [fast, *stopped], []) == pytest.approx(1.0, abs=0.01)
+    early = replace(stopped[0], curve=running(1.5 * time_s, 1.0))
+    assert (most_ahead(config(), [fast, early], []) or 0) > 1.05
 
 
 def test_dollars_and_energy_bound_a_trial_as_its_time_does() -> None:

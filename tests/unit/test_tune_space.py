@@ -13,7 +13,7 @@ from trainers.config.model import build
 from trainers.errors import ConfigError
 from tune.config import SweepConfig
 from tune.objective import Objective
-from tune.search.ray_search import FrontScheduler, as_result, searcher, tune_space
+from tune.search.ray_search import BeatenScheduler, as_result, searcher, tune_space
 from tune.search.space import Suggestion, check_space, grid, planned_trials, trial_config, unwrap, wrap
 from tune.trials.record import TrialRecord
 
@@ -227,7 +227,7 @@ def test_a_trial_is_stopped_once_a_finished_one_is_certain_to_beat_it() -> None:
     objective = Objective.model_validate({"metrics": metrics, "target": {"val_accuracy": 0.9}})
     records: dict[str, TrialRecord] = {}
     why: dict[str, str] = {}
-    scheduler, trial = FrontScheduler(objective, records, None, why), types.SimpleNamespace(trial_id="t")
+    scheduler, trial = BeatenScheduler(objective, records, None, why), types.SimpleNamespace(trial_id="t")
 
     def goes_on(time_s: float) -> bool:
         row = {"train_time_s": time_s, "peak_memory_bytes": 100, "val_accuracy": 0.5, "status": "running"}

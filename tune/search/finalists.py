@@ -193,20 +193,28 @@ def most_ahead(config: SweepConfig, records: Sequence[TrialRecord], found: Seque
     """Return how many times as fast as the best any other trial is at most, with 95 % confidence; None where none has
     met the target.
 
-    Of finalists by the race; of all others by one run each, and what repeats of one configuration differ by.
+    Of finalists by the race; of all others by one run each, and what repeats of one configuration differ by. One that
+    was stopped had not met the target until then.
     """
     trials = _fastest_first(records)
     if not trials:
         return None
     repeated = {trial_id(final.record.config) for final in found}
     others = trials[1:] if not found else [one for one in trials if trial_id(one.config) not in repeated]
+    stopped = [one for one in records if one.purpose == "trial" and one.status == "stopped" and one.curve]
+    missed = [_trained_alone_s(one) for one in stopped if one.time_to_target_s is None]
     latest = found[0].latest_s if found else time_alone(trials[0]).high
-    width = NormalDist().inv_cdf(1 - LEVEL / max(1, len(trials) - 1)) * REPEATS
+    width = NormalDist().inv_cdf(1 - LEVEL / max(1, len(trials) + len(missed) - 1)) * REPEATS
     width *= math.sqrt(1 + 1 / (found[0].repeats if found else 1))
     ratios = [1 / final.ratio.low if final.ratio.low > 0 else math.inf for final in found[1:]]
-    for earliest in (time_alone(one).low for one in others):
+    for earliest in (*(time_alone(one).low for one in others), *missed):
         ratios.append(latest / earliest * math.exp(width) if earliest > 0 else math.inf)
     return max([1.0, *ratios])
+
+
+def _trained_alone_s(record: TrialRecord) -> float:
+    """Return the least that a trial would have trained until its last evaluation, s, with nothing beside it."""
+    return record.curve[-1].get("train_time_s", 0.0) * (1 - (record.cpu_pressure or 0.0))
 
 
 def crowding(records: Sequence[TrialRecord]) -> float | None:

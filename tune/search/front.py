@@ -1,4 +1,5 @@
-"""Several objectives: which trials no other beats in all of them, how sure that is, and who is certain to be beaten.
+"""Several objectives: which trials no other beats in all of them, how sure that is, and who is certain to be beaten,
+with a single one too.
 
 Figures are counted in steps of the smallest difference that is of interest, 5 % (of a score 0.01), less being better: a
 trial beats another where it is worse by no more than one step in any metric and better by more than one in some (the
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from tune.objective import SCORES, SPENT, Objective
 from tune.search.finalists import Final, time_alone
-from tune.trials.interval import APART, EQUAL, REPEATS, Interval, dollars
+from tune.trials.interval import APART, EQUAL, FAR_APART, REPEATS, Interval, dollars
 from tune.trials.record import CPU_PRESSURE, USED, TrialRecord, time_to_target, value_of
 
 Steps = NDArray[np.float64]
@@ -26,6 +27,7 @@ _EQUAL_SCORE = 0.01
 _DRAWS = 1000
 _MOST = 60  # trials that are drawn: those nearest to the front
 _Z95 = 1.96
+_WORTH_S = 10.0  # of training: with a single objective a shorter trial is left to its end
 
 
 @dataclass(frozen=True)
@@ -184,19 +186,24 @@ def beaten_by(
     """Return a finished trial that is certain to beat a running one, by the evaluations of that so far; None: none is.
 
     What it has spent and the peak of its memory can only grow: they are lower bounds. A finished trial has to beat them
-    by more than what two runs of one configuration differ by, in 97.5 % of the cases. Other metrics have no bound.
+    by more than what two runs of one configuration differ by, in 97.5 % of the cases; with a single objective in so
+    many that the answer's bound on all other trials excludes it, too. Other metrics have no bound.
     """
-    if objective.metrics is None or not curve:
+    is_single = objective.metrics is None
+    if not curve or (is_single and not objective.ends_at_target):
+        return None
+    if is_single and curve[-1].get("train_time_s", 0.0) < _WORTH_S:
         return None
     bounds = np.array(so_far(objective, curve, usd_per_hour))
     trials = [one for one in finished if one.status == "done" and one.purpose == "trial"]
     known: list[tuple[TrialRecord, list[Any]]] = [
-        (one, [value_of(name, one) for name in objective.metrics]) for one in trials
+        (one, [value_of(name, one) for name in objective.decisive]) for one in trials
     ]
     whole = [(one, values) for one, values in known if None not in values]
     if not np.isfinite(bounds).all() or not whole:
         return None
-    apart = np.array([APART if metric in SPENT else 1.0 for metric in objective.metrics])
+    ratio = FAR_APART if is_single else APART
+    apart = np.array([ratio if metric in SPENT else 1.0 for metric in objective.decisive])
     bound, *figures = steps(objective, np.array([bounds, *(np.array(values) * apart for _, values in whole)]))
     slack = np.where(apart > 1, 0.0, 1.0)
     return next((one for (one, _), row in zip(whole, figures, strict=True) if (row <= bound + slack).all()), None)

@@ -140,8 +140,8 @@ def as_result(values: Sequence[float]) -> dict[str, float]:
     return {_objective_name(at): value for at, value in enumerate(values)}
 
 
-class FrontScheduler(FIFOScheduler):
-    """Several objectives: stops a trial as soon as a finished one is certain to beat it in all of them."""
+class BeatenScheduler(FIFOScheduler):
+    """Stops a trial as soon as a finished one is certain to beat it in all objectives."""
 
     def __init__(
         self, objective: Objective, records: Mapping[str, TrialRecord], usd_per_hour: float | None, why: dict[str, str]
@@ -166,7 +166,9 @@ class FrontScheduler(FIFOScheduler):
         found = beaten_by(self._objective, curve, list(self._records.values()), self._usd_per_hour)
         if found is None:
             return str(TrialScheduler.CONTINUE)
-        self._why[trial.trial_id] = f"certain to be beaten in all of the objective's metrics by trial {found.id}"
+        self._why[trial.trial_id] = (
+            f"certain to be beaten in {' and '.join(self._objective.decisive)} by trial {found.id}"
+        )
         return str(TrialScheduler.STOP)
 
 

@@ -255,8 +255,8 @@ def _tuner(
         {_driver_node(): 1e-4},  # Tune refuses a trial without resources; this one takes nothing from the lanes
     )
     scheduler = ray_search.population_scheduler(config) if population else None
-    if objective.metrics is not None:
-        scheduler = ray_search.FrontScheduler(objective, progress.records, plan.lane_usd_per_hour, progress.reasons)
+    if config.ends_beaten:
+        scheduler = ray_search.BeatenScheduler(objective, progress.records, plan.lane_usd_per_hour, progress.reasons)
     if config.scheduler == "asha":
         scheduler = AsyncHyperBandScheduler(metric="objective", mode=objective.direction, max_t=10_000)
     journal = Journal(spec.storage)

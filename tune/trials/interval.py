@@ -9,6 +9,8 @@ REPEATS = 0.2
 samples to the target 0.11 and 0.20 in benchmarks/results/ground-truth-*.json, of which this is the larger."""
 APART = math.exp(1.96 * math.sqrt(2) * REPEATS)
 """The ratio of two runs of one configuration is above it in 2.5 % of all cases."""
+FAR_APART = math.exp(3.24 * math.sqrt(2) * REPEATS)
+"""Above this in 0.06 %: one ratio or more of eighty is, in 5 % of all cases."""
 REPEATS_WEIGHT = 4  # degrees of freedom that `REPEATS` counts for
 EQUAL = 0.05
 """A smaller relative difference between two configurations is of no interest."""
