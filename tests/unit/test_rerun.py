@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from benchmarks.answer import Table, read
-from benchmarks.rerun import SEARCHES, replay
+from benchmarks.rerun import SEARCHES, by_others, replay
 
 NEEDED = {16: 4000, 32: 4100, 64: 5200, 128: 9000}
 
@@ -53,3 +54,11 @@ def test_a_target_may_be_one_to_fall_below(tmp_path: Path) -> None:
     interval = found.to_target(found.runs[place][0])
     assert interval is not None
     assert (interval.low, interval.high) == (8.0, 16.0)
+
+
+def test_a_pick_is_judged_by_what_all_other_sweeps_measured() -> None:
+    first = {"pick": "a", "repeats": {"a": [1.0] * 8, "b": [9.0] * 8}}
+    second = {"pick": "b", "repeats": {"a": [2.0] * 8, "b": [3.0] * 8}}
+    third = {"pick": "c", "repeats": {"a": [2.0] * 8, "c": [0.1] * 7}}
+    found = by_others([{"said": [first, second]}, {"said": [third]}])
+    assert found == [[1.0, 9.0 / 1.5], [math.inf]]
