@@ -79,6 +79,11 @@ _FEWEST = 8
 """Repeats that tell a median."""
 
 
+def values_of(config: dict[str, Any]) -> str:
+    """Return the values of a configuration, which tell it from others whatever its seed and its trial's purpose."""
+    return " ".join(str(value) for key, value in config.items() if key != "seed")
+
+
 @dataclass(frozen=True)
 class Sweep:
     """One sweep that has ended."""
@@ -88,18 +93,18 @@ class Sweep:
     """That it trained on, repeats included."""
     num_repeats: int
     tried: frozenset[str] = frozenset()
-    """The configurations that it tried, as ids of trials: a probe may meet the target, too."""
+    """The configurations that it tried, which are what its answer is about."""
     ended: str = ""
     """Why search frontier ended."""
 
     @property
     def pick(self) -> str | None:
         """The configuration that it names."""
-        return trial_id(self.answer.best.config) if self.answer.best else None
+        return values_of(self.answer.best.config) if self.answer.best else None
 
-    def excludes(self, trial: str | None) -> bool:
+    def excludes(self, configuration: str | None) -> bool:
         """Whether it says that a configuration is slower than its own pick."""
-        return trial in {trial_id(final.record.config) for final in self.answer.finals if not final.equal}
+        return configuration in {values_of(final.record.config) for final in self.answer.finals if not final.equal}
 
 
 class Replay:
@@ -126,7 +131,7 @@ class Replay:
         squares = [statistics.variance(own) for own in logs.values() if len(own) > 1]
         self.spread = math.sqrt(statistics.fmean(squares)) if squares else 0.0
         self.truth = {
-            trial_id(self.settings[place]): math.exp(mean) / statistics.median(self.rates[place])
+            values_of(self.settings[place]): math.exp(mean) / statistics.median(self.rates[place])
             for place, mean in self.means.items()
         }
 
@@ -151,7 +156,7 @@ class Replay:
                 records.append(self.record(place_of[finalist.id], rng, "repeat", number))
         probes = sum(one.samples for one in seen if one.purpose == "probe")
         samples = probes + sum(record.samples or 0.0 for record in records)
-        tried = frozenset(record.id for record in records if record.purpose == "trial")
+        tried = frozenset(values_of(record.config) for record in records if record.purpose == "trial")
         ended = step.reason if self.search == "frontier" and isinstance(step, Ended) else ""
         return Sweep(answer(self.config, records), samples, len(records) - len(tried), tried, ended)
 
@@ -289,7 +294,7 @@ def run(
 
 
 def measure(directory: Path, task: str, repeats: int) -> dict[str, float]:
-    """Return the median time to target, s, of every configuration, each run alone, by the id of its trial.
+    """Return the median time to target, s, of every configuration, each run alone.
 
     The same step is up to 1.5 times as fast in one process as in the next: the repeats are those of several lanes.
     """
@@ -297,13 +302,8 @@ def measure(directory: Path, task: str, repeats: int) -> dict[str, float]:
     for lane in range(min(_LANES, repeats)):
         seeds = [500_000 + number for number in range(lane, repeats, _LANES)]
         for record in run(directory, task, f"{task}-truth-{lane}", {}, seeds)[1]:
-            times.setdefault(_own(record), []).append(_time_s(record))
+            times.setdefault(values_of(record.config), []).append(_time_s(record))
     return {own: statistics.median(found) for own, found in times.items()}
-
-
-def _own(record: TrialRecord) -> str:
-    """Return the id of the trial of a configuration, whatever its seed and its purpose."""
-    return trial_id({key: value for key, value in record.config.items() if key != "seed"})
 
 
 def _time_s(record: TrialRecord) -> float:
@@ -354,7 +354,7 @@ def again(directory: Path, task: str, search: str, count: int, truth: dict[str, 
         repeats: dict[str, list[float]] = {}
         for record in records:
             if record.purpose == "repeat":
-                repeats.setdefault(_own(record), []).append(_time_s(record))
+                repeats.setdefault(values_of(record.config), []).append(_time_s(record))
         said.append({"pick": one.pick, "repeats": repeats})
     regrets = [truth.get(one.pick or "", math.inf) / min(truth.values()) for one in sweeps]
     claims = [
