@@ -141,6 +141,7 @@ def test_with_a_single_objective_a_trial_is_beaten_once_the_answer_excludes_it()
     assert beaten_by(objective, running(2.6 * time_s, 1.0), [fast]) == fast
     assert beaten_by(objective, running(2.4 * time_s, 1.0), [fast]) is None
     assert beaten_by(objective, running(2.6 * time_s, 1.0, cpu_pressure=0.1), [fast]) is None
+    assert beaten_by(objective, running(2.6 * time_s, 1.0, val_accuracy=0.98), [fast]) is None, "it ends by itself"
     assert beaten_by(objective, running(9.0, 1.0), [replace(fast, time_to_target_s=1.0)]) is None, "not worth it"
     to_end = config(objective={**objective.model_dump(exclude_none=True), "train_to": "end"})
     assert beaten_by(to_end.objective, running(2.6 * time_s, 1.0), [fast]) is None

@@ -192,6 +192,8 @@ def beaten_by(
     is_single = objective.metrics is None
     if not curve or (is_single and not objective.ends_at_target):
         return None
+    if objective.ends_at_target and objective.reached(curve[-1]):
+        return None  # it ends here by itself, with its result
     if is_single and curve[-1].get("train_time_s", 0.0) < _WORTH_S:
         return None
     bounds = np.array(so_far(objective, curve, usd_per_hour))
