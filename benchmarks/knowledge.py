@@ -1,6 +1,7 @@
 """What does a sweep save that begins with what an earlier one found, and what does it lose where that was wrong?
 
 Run as: python -m benchmarks.knowledge [--keep] [--replays N]
+        python -m benchmarks.knowledge --live [TASK ...] [--keep]   sweeps that run, of the tasks of benchmarks/rerun.py
 Replays `search: frontier` on the frozen tables of benchmarks/ground_truth.py, as benchmarks/answer.py does: nothing is
 trained, so the figures are counts, the same on any machine. A first sweep searches a related table; a second one begins
 with its trials (tune/search/history.py), and is compared with a search of the same grid that knows nothing, seed by
@@ -16,13 +17,17 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.answer import REPLAYS, Table, is_right, load, look_up, with_finalists
 from benchmarks.measure import save
+from benchmarks.rerun import TASKS, run, values_of
 from tune.knowledge.taken import off
+from tune.report.answer import answer
 from tune.search.frontier import Belief, Choice, Ended, Seen, decide, past_of
 from tune.search.history import Past
 from tune.search.time_model import Place
@@ -204,6 +209,39 @@ def _summary(table: Table, found: list[Found], cold: list[Found], verdicts: Verd
     return row
 
 
+def live(tasks: Sequence[str], keep: bool) -> None:
+    """Sweeps of a task by frontier: one, the same again, another range; beside one of that range that knows nothing.
+
+    Samples are those of probes and trials; repeats of finalists are as many with a history as without.
+    """
+    rows: dict[str, Any] = {}
+    for task in tasks:
+        _, space, _ = TASKS[task]
+        sizes = space["global_batch_size"]
+        kinds = {
+            "first": (sizes[:-1], True),
+            "the same again": (sizes[:-1], True),
+            "another range": (sizes[1:], True),
+            "another range, without": (sizes[1:], False),
+        }
+        with tempfile.TemporaryDirectory() as directory:
+            for number, (kind, (own, knows)) in enumerate(kinds.items()):
+                more = {"search": "frontier", "knowledge": knows, "space": {**space, "global_batch_size": own}}
+                name = f"{task}-{number}"
+                spec, records = run(Path(directory), task, name, more, seed=1000 * number)
+                searched = [one for one in records if one.purpose != "repeat"]
+                found = answer(spec.config, records, spec.train)
+                rows[f"{task}, {kind}"] = {
+                    "samples": sum(one.samples or 0 for one in searched),
+                    "probes": sum(one.purpose == "probe" for one in searched),
+                    "trials": sum(one.purpose == "trial" for one in searched),
+                    "pick": values_of(found.best.config) if found.best else None,
+                    "out_of_memory": sum(one.status == "out_of_memory" for one in searched),
+                }
+                print(f"{task}, {kind}: {rows[f'{task}, {kind}']}", flush=True)
+    print(f"\nkept in {save('knowledge-live', rows, keep)}")
+
+
 def main(replays: int, keep: bool) -> None:
     """Both tables."""
     results: dict[str, Any] = {"replays": replays}
@@ -226,4 +264,10 @@ def main(replays: int, keep: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[sys.argv.index("--replays") + 1]) if "--replays" in sys.argv else REPLAYS, "--keep" in sys.argv)
+    if "--live" in sys.argv:
+        named = [one for one in sys.argv[1:] if one in TASKS]
+        live(named or list(TASKS), "--keep" in sys.argv)
+    else:
+        main(
+            int(sys.argv[sys.argv.index("--replays") + 1]) if "--replays" in sys.argv else REPLAYS, "--keep" in sys.argv
+        )
