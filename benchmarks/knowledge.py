@@ -14,9 +14,9 @@ places drawn at random; and the other table's.
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -264,10 +264,12 @@ def main(replays: int, keep: bool) -> None:
 
 
 if __name__ == "__main__":
-    if "--live" in sys.argv:
-        named = [one for one in sys.argv[1:] if one in TASKS]
-        live(named or list(TASKS), "--keep" in sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replays", type=int, default=REPLAYS)
+    parser.add_argument("--live", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)} (default: all)")
+    parser.add_argument("--keep", action="store_true")
+    args = parser.parse_args()
+    if args.live is None:
+        main(args.replays, args.keep)
     else:
-        main(
-            int(sys.argv[sys.argv.index("--replays") + 1]) if "--replays" in sys.argv else REPLAYS, "--keep" in sys.argv
-        )
+        live(args.live or list(TASKS), args.keep)

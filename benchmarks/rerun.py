@@ -40,7 +40,7 @@ from tune.trials.record import Purpose, TrialRecord, time_to_target
 
 SEARCHES = ("grid", "frontier")
 PRECISIONS = ["fp32", "bf16"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ["fp32"]
-"""A processor that emulates bf16 takes fifty times as long in it, which no sweep has to find out ten times."""
+"""A processor that emulates bf16 takes many times as long in it, which no sweep has to find out ten times."""
 TASKS: dict[str, tuple[dict[str, Any], dict[str, list[Any]], dict[str, float]]] = {
     "digits": (
         {"task": "examples.digits.task:Digits", "epochs": 15, **WORK["digits"]["train"]},
