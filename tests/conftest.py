@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import trainers.on_ray.environment  # noqa: F401 (before anything imports Ray)
+from tests.waits import HANG_S, until
 
 if TYPE_CHECKING:
     import psutil
@@ -85,10 +85,11 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     if (processes := sys.modules.get("tests.distributed.processes")) is not None:
         processes.end_server()
-    deadline = time.monotonic() + 20
-    while (left := [p for p in psutil.Process().children(recursive=True) if _alive(p)]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left, f"processes left behind: {[(p.pid, p.cmdline()[:4]) for p in left]}"
+
+    def left() -> list[psutil.Process]:
+        return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
+
+    until(lambda: not left(), lambda: f"the end of {[(p.pid, p.cmdline()[:4]) for p in left()]}", within_s=60)
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -122,7 +123,7 @@ def command() -> Callable[..., Done]:
         cwd: Path = REPOSITORY,
         env: dict[str, str] | None = None,
         ray_address: str | None = None,
-        timeout_s: float = 500,
+        timeout_s: float = HANG_S,
         program: tuple[str, ...] = (sys.executable,),
         forked: bool = False,
     ) -> Done:
@@ -182,7 +183,8 @@ def cluster() -> Iterator[Cluster]:
     )
     # fmt: on
     try:
-        _wait_for(lambda: "Ray runtime started" in (directory / "head.log").read_text(), 90, directory / "head.log")
+        log = directory / "head.log"
+        until(lambda: "Ray runtime started" in log.read_text(), log.read_text)
         with pytest.MonkeyPatch.context() as patch:
             # A Python for each group of workers that only watches for drained nodes; the lab's hosts are drained.
             patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
@@ -205,14 +207,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_for(condition: Callable[[], bool], timeout_s: float, log: Path) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(log.read_text())
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="session")
 def driver(cluster: Cluster) -> Iterator[Any]:
     """This process as a driver of the session's cluster."""
@@ -231,7 +225,8 @@ def _cluster_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     ray: Any = sys.modules.get("ray")
     if "driver" in request.fixturenames and ray is not None and ray.is_initialized():
-        deadline = time.monotonic() + 120
-        while (free := ray.available_resources().get("CPU", 0.0)) < ray.cluster_resources()["CPU"]:
-            assert time.monotonic() < deadline, f"{free:g} of the cluster's CPUs are free, the others still reserved"
-            time.sleep(0.2)
+        until(
+            lambda: ray.available_resources().get("CPU", 0.0) == ray.cluster_resources()["CPU"],
+            lambda: f"all of the cluster's CPUs free, only {ray.available_resources().get('CPU', 0.0):g}",
+            within_s=240,
+        )

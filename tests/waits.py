@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+HANG_S = 800.0
+"""How long a test waits for what has to come: a guard against a hang, below pytest's own, and no judgement of speed."""
 
 
-def when(condition: Callable[[], bool], action: Callable[[], None], within_s: float = 120) -> threading.Thread:
+def until(
+    condition: Callable[[], object],
+    what: str | Callable[[], str] = "",
+    *,
+    process: subprocess.Popen[Any] | None = None,
+    every_s: float = 0.2,
+    within_s: float = HANG_S,
+) -> float:
+    """Wait until something is so; the seconds that it took.
+
+    Raises:
+        AssertionError: `what` does not come, or the process whose doing it is has ended before.
+    """
+    began = time.monotonic()
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        if time.monotonic() - began > within_s:
+            raise AssertionError(f"after {within_s:g} s still not: {what() if callable(what) else what}")
+        time.sleep(every_s)
+    return time.monotonic() - began
+
+
+def when(condition: Callable[[], object], action: Callable[[], None]) -> threading.Thread:
     """Do something in the background once something else is there."""
 
     def wait() -> None:
-        deadline = time.monotonic() + within_s
-        while not condition():
-            if time.monotonic() > deadline:
-                return
-            time.sleep(0.05)
+        until(condition)
         action()
 
     thread = threading.Thread(target=wait, daemon=True)

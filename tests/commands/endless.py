@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.specs import BASE, REPOSITORY
 from tests.tasks import Blobs
+from tests.waits import HANG_S, until
 from trainers.config.yaml import dump_yaml
 
 
@@ -71,12 +72,9 @@ class Command:
         """What its processes have printed."""
         return (self.directory / "out").read_text() + (self.directory / "err").read_text()
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 240) -> None:
-        """Wait; the deadline is only a guard against a hang."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, self.said
-            time.sleep(0.02)
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait, and note what it has started."""
+        until(condition, lambda: self.said, every_s=0.02)
         if self.process.poll() is None:
             self.family = psutil.Process(self.process.pid).children(recursive=True)
 
@@ -98,8 +96,8 @@ class Command:
 
     def ends(self) -> int:
         """Wait until it and all that it has started are gone; its exit code."""
-        code = self.process.wait(240)
-        _, left = psutil.wait_procs(self.family, timeout=60)
+        code = self.process.wait(HANG_S)
+        _, left = psutil.wait_procs(self.family, timeout=HANG_S)
         assert not left, f"{left} outlive the command:\n{self.said}"
         return code
 

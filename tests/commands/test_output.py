@@ -24,6 +24,7 @@ import pytest
 from tests.conftest import Done
 from tests.specs import BASE, REPOSITORY
 from tests.tasks import Blobs
+from tests.waits import HANG_S
 from trainers.config.yaml import dump_yaml
 
 DRAWN = re.compile(r"run  step \d+/\d+ \(\d+%\)  ETA \d+:\d\d:\d\d  ")
@@ -91,7 +92,7 @@ def on_terminal(
         os.execve(sys.executable, [sys.executable, *args], settings)  # noqa: S606 (the shell is what it replaces)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
     text, ended = b"", False
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + HANG_S
     while not ended:
         assert time.monotonic() < deadline, text.decode()
         if not select.select([terminal], [], [], 1)[0]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from tests.conftest import Done
 from tests.faults import s3
 from tests.lane_tasks import Signed
 from tests.specs import BASE, REPOSITORY, whole_state
+from tests.waits import HANG_S, until
 from trainers.checkpoint.store import Archive
 from trainers.config.yaml import dump_yaml
 from trainers.measure.run_log import read_log
@@ -97,16 +97,12 @@ def killed(*args: str, once: Callable[[], bool]) -> Iterator[None]:
         text=True,
     )
     try:
-        deadline = time.monotonic() + 300
-        while not once():
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(once, "the moment", process=process, every_s=0.1)
     finally:
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
-        _, alive = psutil.wait_procs(family, timeout=60)  # a worker may go on for a moment, with the next trial
+        _, alive = psutil.wait_procs(family, timeout=HANG_S)  # a worker may go on for a moment, with the next trial
     assert not alive
     yield
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from tests.specs import REPOSITORY
+from tests.waits import HANG_S
 from trainers.launch import local
 
 PRELOADED = [
@@ -81,7 +82,7 @@ def printed_by(module: str, directory: Path) -> Any:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -21,6 +21,7 @@ from torch.optim import AdamW, Optimizer
 from tests.distributed.processes import run_processes
 from tests.specs import BASE, REPOSITORY, losses, tree
 from tests.tasks import Blobs
+from tests.waits import HANG_S
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
@@ -196,7 +197,7 @@ def run_real(how: str) -> tuple[str, int, float]:
         env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # a thread's own would take 64 MiB of the limit
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

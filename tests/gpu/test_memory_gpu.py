@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.gpu.runs import CUDA, Hungry, Images, curve, train
 from tests.tasks import Blobs
+from tests.waits import HANG_S
 from trainers.causes import classify
 from trainers.devices.device import memory_figures, peak_memory_bytes, reset_peak_memory, total_memory_bytes
 
@@ -200,5 +201,5 @@ kept = [torch.empty(3 << 20, dtype=torch.uint8, device="cuda") for _ in range(64
 segments = torch.cuda.memory_snapshot()
 assert segments and all(one["is_expandable"] for one in segments), segments
 """
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr

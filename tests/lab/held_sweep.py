@@ -10,7 +10,8 @@ import subprocess
 
 from tests.documents import blocks
 from tests.lab.hosts import CONTROL, Lab, address_of
-from tests.lab.on_premises import HEAD, OnPremises, wait_for
+from tests.lab.on_premises import HEAD, OnPremises
+from tests.waits import until
 
 DIRECTORY = "/srv/nfs/held"
 RATES = [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008]
@@ -71,9 +72,9 @@ class HeldSweep:
         self.directory.mkdir()
         (self.directory / "held.py").write_text(TASK)
         (self.directory / "sweep.yaml").write_text(SWEEP)
-        wait_for(lambda: cluster.alive() == [HEAD, *sorted(LANES)], 240, "all hosts", every_s=1)
+        until(lambda: cluster.alive() == [HEAD, *sorted(LANES)], "all hosts", every_s=1)
         self.job = cluster.submit(*command.split(), wait=False, host=host)
-        wait_for(self._is_amid, 240, "two ended trials, and both lanes in mid-run")
+        until(self._is_amid, "two ended trials, and both lanes in mid-run")
         self.amid = {rate for rate, _ in self.begun()} - FIRST
         """The learning rates of the trials that are held in mid-run."""
 
@@ -104,7 +105,7 @@ class HeldSweep:
 
     def finish(self, job: str) -> str:
         """Wait for the good end of a job, and of all trials; returns what it has printed."""
-        wait_for(lambda: self.cluster.job(job) not in ("PENDING", "RUNNING"), 240, f"the end of {job}", every_s=1)
+        until(lambda: self.cluster.job(job) not in ("PENDING", "RUNNING"), f"the end of {job}", every_s=1)
         log = self.cluster.log(job)
         assert self.cluster.job(job) == "SUCCEEDED", log[-6000:]
         assert len(self.records()) == len(RATES), log[-6000:]

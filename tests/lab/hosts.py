@@ -22,17 +22,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 from tests.lab import host
-
-T = TypeVar("T")
+from tests.waits import HANG_S, until
 
 NETWORK = "10.77.0"
 CONTROL = "ctl"
@@ -231,9 +228,11 @@ class Lab:
             )
         self._outer[name] = outer
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
-        self._inits[name] = _wait(lambda: int(children.read_text() or 0), name, directory / "init.log")
+        said = (directory / "init.log").read_text
+        until(children.read_text, said, every_s=0.02)
+        self._inits[name] = int(children.read_text())
         # The child is there a moment before its namespaces are.
-        _wait(lambda: _namespace(self._inits[name]) != _namespace(os.getpid()), name, directory / "init.log")
+        until(lambda: _namespace(self._inits[name]) != _namespace(os.getpid()), said, every_s=0.02)
         self.namespaces.add(_namespace(self._inits[name]))
         if name == CONTROL:
             self._ip(CONTROL, "link", "add", "eth0", "address", site.card, "type", "bridge")
@@ -242,7 +241,7 @@ class Lab:
             self._ip(CONTROL, "link", "add", f"v{name}", "type", "veth", "peer", *card)
             self._ip(CONTROL, "link", "set", f"v{name}", "master", "eth0")
             self.heal(name)
-        _wait(lambda: (directory / "run" / "ready").exists(), name, directory / "init.log")
+        until((directory / "run" / "ready").exists, said, every_s=0.02)
 
     def power_cut(self, name: str) -> None:
         """Switch a host off at once: no process and no packet of it leaves a word."""
@@ -273,11 +272,9 @@ class Lab:
             os.kill(int(child), signal.SIGTERM)
             pulse.wait()
 
-    def run(
-        self, name: str, *command: str, timeout_s: float = 120, check: bool = True, cwd: str = "/root"
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, name: str, *command: str, check: bool = True, cwd: str = "/root") -> subprocess.CompletedProcess[str]:
         """A command on a host, with what it printed; a failing one raises with it."""
-        limited = ["timeout", "--kill-after=5", f"{timeout_s:g}", *command]
+        limited = ["timeout", "--kill-after=5", f"{HANG_S:g}", *command]
         done = subprocess.run(
             [*self._enter(name, cwd), *limited],
             stdin=subprocess.DEVNULL,
@@ -285,7 +282,7 @@ class Lab:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=timeout_s + 20,
+            timeout=HANG_S + 20,
         )
         if check and done.returncode:
             raise AssertionError(f"{name}: {' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}")
@@ -366,12 +363,3 @@ def _namespace(pid: int) -> int:
         return Path(f"/proc/{pid}/ns/net").stat().st_ino
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0
-
-
-def _wait(condition: Callable[[], T], name: str, log: Path, timeout_s: float = 20) -> T:
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{name} did not start: {log.read_text()}")
-        time.sleep(0.02)
-    return value

@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of
+from tests.waits import until
 
 FILE = "/root/onprem.yaml"
 HEAD = "h0"
@@ -80,10 +79,10 @@ class RayUp:
         self._tunnel: subprocess.Popen[str] | None = None
         self._fetching: dict[str, subprocess.Popen[str]] = {}
 
-    def type(self, *command: str, timeout_s: float = 120, check: bool = True, **settings: str) -> str:
+    def type(self, *command: str, check: bool = True, **settings: str) -> str:
         """A command of the user's; what it printed. `settings` are environment variables."""
         line = [*self._environment(**settings), *command]
-        return self.lab.run(CONTROL, *line, timeout_s=timeout_s, check=check, cwd=str(REPOSITORY)).stdout
+        return self.lab.run(CONTROL, *line, check=check, cwd=str(REPOSITORY)).stdout
 
     def _environment(self, **settings: str) -> list[str]:
         return ["env", *(f"{name}={value}" for name, value in {**self._settings, **settings}.items())]
@@ -91,18 +90,18 @@ class RayUp:
     def up(self) -> str:
         """A token, `ray up -y`, and `ray dashboard`, which stays; anew after the head's power cut."""
         self.type("ray", "get-auth-token", "--generate")
-        printed = self.type("ray", "up", "-y", self._file, timeout_s=240)
+        printed = self.type("ray", "up", "-y", self._file)
         self._hang_up()
         line = [*self._environment(), "ray", "dashboard", self._file]
         self._tunnel = self.lab.popen(
             CONTROL, *line, cwd=str(REPOSITORY), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        wait_for(lambda: self.fetch("/api/version")[0] == 200, 60, "the dashboard's tunnel")
+        until(lambda: self.fetch("/api/version")[0] == 200, "the dashboard's tunnel")
         return printed
 
     def down(self) -> str:
         """`ray down -y`, and the end of the tunnel."""
-        printed = self.type("ray", "down", "-y", self._file, timeout_s=120)
+        printed = self.type("ray", "down", "-y", self._file)
         self._hang_up()
         return printed
 
@@ -135,9 +134,7 @@ class RayUp:
         assert status == 200, body
         return json.loads(body)
 
-    def submit(
-        self, *entrypoint: str, timeout_s: float = 180, wait: bool = True, host: str = HEAD, directory: str = "."
-    ) -> str:
+    def submit(self, *entrypoint: str, wait: bool = True, host: str = HEAD, directory: str = ".") -> str:
         """`ray job submit --working-dir` through the tunnel; its log, or the id where it is not waited for.
 
         `host`: where the driver runs.
@@ -145,7 +142,7 @@ class RayUp:
         options = ["--address", DASHBOARD, "--working-dir", directory, *([] if wait else ["--no-wait"])]
         if host != HEAD:
             options += ["--entrypoint-resources", json.dumps({f"node:{address_of(host)}": 0.001})]
-        printed = self.type("ray", "job", "submit", *options, "--", *entrypoint, timeout_s=timeout_s)
+        printed = self.type("ray", "job", "submit", *options, "--", *entrypoint)
         if wait:
             return printed
         match = re.search(r"'(raysubmit_\w+)'", printed)
@@ -162,7 +159,7 @@ class RayUp:
 
     def stop(self, job_id: str) -> None:
         """`ray job stop`, which waits for the job's end."""
-        self.type("ray", "job", "stop", "--address", DASHBOARD, job_id, timeout_s=150)
+        self.type("ray", "job", "stop", "--address", DASHBOARD, job_id)
 
     def driver(self, job_id: str) -> tuple[str, int]:
         """(host, process id) of a job's driver; the id is that in the host's own process namespace."""
@@ -195,12 +192,3 @@ class OnPremises(RayUp):
         super().__init__(lab, FILE)
         tree = derived(lab.names[1:], redis)
         (lab.home(CONTROL) / Path(FILE).name).write_text(yaml.safe_dump(tree, sort_keys=False))
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float, what: str, every_s: float = 0.3) -> float:
-    """Seconds until something is so; AssertionError when that takes too long."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s, f"after {timeout_s:g} s still not: {what}"
-        time.sleep(every_s)
-    return time.monotonic() - began

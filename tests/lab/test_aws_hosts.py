@@ -18,8 +18,8 @@ from pyarrow import fs
 from tests.lab.fixtures import lab_of
 from tests.lab.hosts import CONTROL
 from tests.lab.instances import BUCKET, Instances, OnAws, instances
-from tests.lab.on_premises import wait_for
 from tests.lab.test_aws import policy
+from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
 
@@ -163,7 +163,7 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
         newest = {step.host: step.number for step in sweep.steps()}
         return sweep.runs() and len(newest) == 3 and all(10 < number < STEPS // 2 for number in newest.values())
 
-    grown_s = wait_for(are_amid, 300, "three trials in mid-run, each on its own node")
+    grown_s = until(are_amid, "three trials in mid-run, each on its own node")
     assert types(made) == ["gpu_spot"] * 3 + ["head"], "from zero"
 
     [taken, *_] = [one for one, kind in made.types().items() if kind == "gpu_spot"]
@@ -171,7 +171,7 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     ec2.has_spot = False
     made.notify(taken, NOTICE_S)
 
-    kept_s = wait_for(lambda: sweep.runs() and kept(sweep), NOTICE_S - 5, "the state of its trial in the bucket")
+    kept_s = until(lambda: sweep.runs() and kept(sweep), "the state of its trial in the bucket", within_s=NOTICE_S - 5)
     sweep.say("hold")
     [at] = kept(sweep)
     before = sweep.steps()
@@ -182,7 +182,7 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     def goes_on() -> bool:
         return sweep.runs() and any(step.rate == last.rate and step.number > at for step in sweep.steps())
 
-    again_s = wait_for(goes_on, 240, "the trial's next step, on another node")
+    again_s = until(goes_on, "the trial's next step, on another node")
     print(
         f"\nthree spot nodes train {grown_s:.0f} s after `ray job submit`; state kept {kept_s:.1f} s after the notice,"
     )
@@ -190,7 +190,7 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     assert types(made) == ["gpu_on_demand"] + ["gpu_spot"] * 2 + ["head"]
     assert ec2.refused > 0
     sweep.say("go")
-    wait_for(lambda: not sweep.runs(), 240, "the sweep's end")
+    until(lambda: not sweep.runs(), "the sweep's end")
 
     steps = defaultdict(list)
     for step in sweep.steps():

@@ -15,7 +15,8 @@ import pytest
 from tests.lab.fixtures import lab_of
 from tests.lab.held_sweep import FIRST, LANES, RATES, RESUME, HeldSweep, start_redis
 from tests.lab.hosts import Lab
-from tests.lab.on_premises import HEAD, OnPremises, wait_for
+from tests.lab.on_premises import HEAD, OnPremises
+from tests.waits import until
 
 pytestmark = [pytest.mark.campaign, pytest.mark.lab]
 
@@ -40,7 +41,7 @@ def test_with_redis_lanes_go_on(lab: Lab) -> None:
     lab.power_cut(HEAD)
     cut, before = time.monotonic(), sweep.begun()
     sweep.go()
-    wait_for(lambda: sweep.trained() >= sweep.amid, 120, "the last step of the trials in mid-run, without a head")
+    until(lambda: sweep.trained() >= sweep.amid, "the last step of the trials in mid-run, without a head")
     trained_s = time.monotonic() - cut
     lab.start(HEAD)
     cluster.up()
@@ -63,7 +64,7 @@ def test_without_redis_resume_goes_on(lab: Lab) -> None:
     lab.start(HEAD)
     cluster.up()
     sweep.go()
-    wait_for(lambda: cluster.alive() == [HEAD, *sorted(LANES)], 240, "all hosts", every_s=1)
+    until(lambda: cluster.alive() == [HEAD, *sorted(LANES)], "all hosts", every_s=1)
     sweep.finish(cluster.submit(*RESUME.split(), wait=False))
     assert_done(sweep)
     assert sweep.records().items() >= ended.items(), "what had ended is as it was"

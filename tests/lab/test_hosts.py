@@ -11,7 +11,7 @@ import pytest
 
 from tests.lab import hosts
 from tests.lab.hosts import REPOSITORY, Lab, outside
-from tests.lab.on_premises import wait_for
+from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
 
@@ -54,7 +54,7 @@ def test_a_lab_that_is_killed_leaves_no_process() -> None:
     directory, *spaces = killed.stdout.split()
     lab = Lab(num_hosts=1)
     lab.namespaces = {int(space) for space in spaces}
-    wait_for(lambda: not lab.processes(), 10, "the end of the killed lab")
+    until(lambda: not lab.processes(), "the end of the killed lab")
     shutil.rmtree(directory)
     assert outside() == before
 

@@ -25,7 +25,8 @@ import pytest
 
 from tests.lab.fixtures import lab_of
 from tests.lab.hosts import REPOSITORY, Lab, address_of
-from tests.lab.on_premises import DASHBOARD, HEAD, OWN, OnPremises, derived, wait_for
+from tests.lab.on_premises import DASHBOARD, HEAD, OWN, OnPremises, derived
+from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
 
@@ -63,8 +64,8 @@ def elastic(cluster: OnPremises) -> str:
     every = ("--checkpoint.every_steps", str(INTERVAL), "--log_every_steps", "50")
     size = ("--scaling.num_workers", "[1, 2]")
     job = cluster.submit(*DIGITS, "--name", "elastic", *long, *every, *size, wait=False)
-    wait_for(lambda: "worker group of size 2" in cluster.log(job), 120, "both workers")
-    wait_for(lambda: steps_of(cluster.log(job))[-1:] > [INTERVAL], 120, "steps after a checkpoint")
+    until(lambda: "worker group of size 2" in cluster.log(job), "both workers")
+    until(lambda: steps_of(cluster.log(job))[-1:] > [INTERVAL], "steps after a checkpoint")
     return job
 
 
@@ -93,9 +94,9 @@ def resumed_at(log: str) -> list[int]:
     return [int(step) for step in re.findall(r"resumed at step (\d+) ", log)]
 
 
-def finish(cluster: OnPremises, job: str, timeout_s: float = 120) -> str:
+def finish(cluster: OnPremises, job: str) -> str:
     """A job's log, once it has ended well."""
-    wait_for(lambda: cluster.job(job) not in ("PENDING", "RUNNING"), timeout_s, f"the end of {job}", every_s=1)
+    until(lambda: cluster.job(job) not in ("PENDING", "RUNNING"), f"the end of {job}", every_s=1)
     log = cluster.log(job)
     assert cluster.job(job) == "SUCCEEDED", log[-6000:]
     return log
@@ -138,7 +139,7 @@ def test_a_cluster_in_order_raises_no_alarm(cluster: OnPremises) -> None:
 
 
 def test_a_job_trains_on_two_hosts(cluster: OnPremises) -> None:
-    wait_for(lambda: cluster.alive() == ["h0", "h1", "h2"], 90, "all hosts", every_s=1)
+    until(lambda: cluster.alive() == ["h0", "h1", "h2"], "all hosts", every_s=1)
     began = time.monotonic()
     log = cluster.submit(*DIGITS, "--epochs", "6", "--scaling.num_workers", "2")
     print(f"\na run of six epochs on two hosts: {time.monotonic() - began:.1f} s")
@@ -176,7 +177,7 @@ def test_a_sweep_trains_in_two_lanes_which_are_processes_of_their_own(cluster: O
         seen.update(cluster.actors())
         return cluster.job(job) not in ("PENDING", "RUNNING")
 
-    wait_for(ended, 240, "the end of the sweep", every_s=2)
+    until(ended, "the end of the sweep", every_s=2)
     driver, log = cluster.driver(job), finish(cluster, job)
     print(f"\na sweep of four trials in two lanes: {time.monotonic() - began:.1f} s")
     assert "4 trials in 2 lanes of 1 worker" in log
@@ -246,7 +247,7 @@ def test_a_drained_host_loses_nothing(cluster: OnPremises, elastic: str) -> None
     last = steps_of(cluster.log(elastic))[-1]
     cluster.lab.power_cut("h2")
     cluster.lab.start("h2")
-    wait_for(lambda: resumed_at(cluster.log(elastic)), 100, "the run's return")
+    until(lambda: resumed_at(cluster.log(elastic)), "the run's return")
     [at] = resumed_at(cluster.log(elastic))
     print(f"\ndrained in {notice_s} s: went on {time.monotonic() - ended:.1f} s after them, at step {at}")
     assert f"a node is being taken away; step {at} is kept" in cluster.log(elastic)
@@ -254,15 +255,15 @@ def test_a_drained_host_loses_nothing(cluster: OnPremises, elastic: str) -> None
 
 
 def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster: OnPremises, elastic: str) -> None:
-    wait_for(lambda: cluster.alive() == ["h0", "h1", "h2"], 90, "the host's return", every_s=1)
+    until(lambda: cluster.alive() == ["h0", "h1", "h2"], "the host's return", every_s=1)
     before = resumed_at(cluster.log(elastic))
-    wait_for(lambda: steps_of(cluster.log(elastic))[-1] > before[-1] + INTERVAL, 60, "a checkpoint since then")
+    until(lambda: steps_of(cluster.log(elastic))[-1] > before[-1] + INTERVAL, "a checkpoint since then")
     cluster.lab.power_cut("h1")
     cut = time.monotonic()
-    wait_for(lambda: cluster.nodes()["h1"]["state"] == "DEAD", 60, "the node's death")
+    until(lambda: cluster.nodes()["h1"]["state"] == "DEAD", "the node's death")
     noticed_s = time.monotonic() - cut
     last = steps_of(cluster.log(elastic))[-1]
-    wait_for(lambda: len(resumed_at(cluster.log(elastic))) > len(before), 100, "the run's return")
+    until(lambda: len(resumed_at(cluster.log(elastic))) > len(before), "the run's return")
     resumed_s = time.monotonic() - cut
     at = resumed_at(cluster.log(elastic))[-1]
     print(
@@ -272,7 +273,7 @@ def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster: OnPremises, 
 
 
 def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(cluster: OnPremises, elastic: str) -> None:
-    wait_for(lambda: steps_of(cluster.log(elastic))[-1] > resumed_at(cluster.log(elastic))[-1], 60, "a step")
+    until(lambda: steps_of(cluster.log(elastic))[-1] > resumed_at(cluster.log(elastic))[-1], "a step")
     cluster.stop(elastic)
     assert cluster.job(elastic) == "STOPPED"
     log, run = cluster.log(elastic), cluster.lab.shared / "paceline" / "elastic"
@@ -294,7 +295,7 @@ def test_check_names_a_host_that_is_off_and_one_out_of_reach(cluster: OnPremises
         cluster.lab.start("h1")
     print(f"\ncheck with a host off and one out of reach: {time.monotonic() - began:.1f} s")
     assert (code, named(report)) == (1, {("h1", "node"), ("h2", "node")})
-    back_s = wait_for(lambda: cluster.alive() == ["h0", "h1", "h2"], 120, "the hosts' return", every_s=1)
+    back_s = until(lambda: cluster.alive() == ["h0", "h1", "h2"], "the hosts' return", every_s=1)
     print(f"both back in the cluster after {back_s:.1f} s")
 
 
@@ -309,7 +310,7 @@ def test_ray_down_leaves_nothing(cluster: OnPremises) -> None:
         return [line for line in "\n".join(outputs).splitlines() if re.search(r"raylet|gcs_server|ray::|/ray/", line)]
 
     with contextlib.suppress(AssertionError):
-        after_s = wait_for(lambda: not left(), 60, "the workers' end", every_s=1)
+        after_s = until(lambda: not left(), "the workers' end", every_s=1)
         print(f"nothing of Ray is left on any host {after_s:.1f} s later")
     assert left() == []
     cluster.lab.close()

@@ -11,6 +11,7 @@ import yaml
 
 from tests.lab.fixtures import lab_of
 from tests.lab.hosts import REPOSITORY, Lab, address_of
+from tests.waits import HANG_S
 
 pytestmark = [pytest.mark.campaign, pytest.mark.lab]
 
@@ -38,7 +39,7 @@ def run_on_both(lab: Lab, script: str, settings: dict[str, str], rank: str) -> l
         lab.popen(name, "env", *assignments, f"{rank}={number}", "bash", "-c", script, cwd=str(REPOSITORY), **pipes)
         for number, name in enumerate(NODES)
     ]
-    outputs = [process.communicate(timeout=240)[0] for process in started]
+    outputs = [process.communicate(timeout=HANG_S)[0] for process in started]
     return [(process.returncode, output) for process, output in zip(started, outputs, strict=True)]
 
 

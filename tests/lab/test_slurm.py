@@ -13,7 +13,7 @@ import pytest
 
 from tests.lab.fixtures import lab_of
 from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of
-from tests.lab.on_premises import wait_for
+from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
 
@@ -58,7 +58,7 @@ from examples.digits.task import Digits
 class Unhurried(Digits):
     def transform(self, batch, training):
         if training and "SLURM_RESTART_COUNT" not in os.environ:
-            time.sleep(0.1)
+            time.sleep(0.3)
         return super().transform(batch, training)
 """
 TRAIN = """
@@ -72,7 +72,7 @@ evaluate: {every_steps: 500}
 checkpoint: {every_steps: 500}
 scaling: {num_workers: 2}
 """
-"""A run that has no checkpoint of its own before its end: a minute in the first try, seconds in the next."""
+"""A run that has no checkpoint of its own before its end: minutes in the first try, seconds in the next."""
 
 
 class Slurm:
@@ -93,7 +93,7 @@ class Slurm:
         self.type("slurmctld")
         for name in NODES:
             lab.run(name, "env", SLURM_CONF, "slurmd", "-N", name)
-        wait_for(lambda: self.type("sinfo", "--noheader", "--format=%T").split() == ["idle"], 30, "idle nodes")
+        until(lambda: self.type("sinfo", "--noheader", "--format=%T").split() == ["idle"], "idle nodes")
 
     def type(self, *command: str) -> str:
         """A command of the user's, in the repository."""
@@ -122,10 +122,10 @@ class Slurm:
         file = self.home / f"paceline-{job}.log"
         return file.read_text() if file.exists() else ""
 
-    def wait(self, job: str, condition: Callable[[], object], timeout_s: float, what: str) -> None:
+    def wait(self, job: str, condition: Callable[[], object], what: str) -> None:
         """Until something is so, or the job has failed; with what it has printed where it is not so."""
         try:
-            wait_for(lambda: condition() or self.state(job)["JobState"] == "FAILED", timeout_s, what, every_s=1)
+            until(lambda: condition() or self.state(job)["JobState"] in ("FAILED", "TIMEOUT"), what, every_s=1)
             assert condition(), what
         except AssertionError:
             print(*(line[:300] for line in self.log(job).splitlines()[-80:]), sep="\n")
@@ -148,17 +148,17 @@ def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm: Slurm) ->
     (own / "train.yaml").write_text(TRAIN)
     began = time.monotonic()
     job = slurm.submit("python", "-m", "trainers", "/srv/nfs/own/train.yaml")
-    slurm.wait(job, lambda: "worker group of size 2" in slurm.log(job), 180, "both workers")
+    slurm.wait(job, lambda: "worker group of size 2" in slurm.log(job), "both workers")
     started_s = time.monotonic() - began
     hours, minutes, seconds = map(int, slurm.state(job)["RunTime"].split(":"))
     # 90 to 150 s from now; --signal is for 120 s before it, and Slurm looks every 30 s.
     slurm.limit(job, 60 * hours + minutes + (seconds >= 30) + 2)
-    slurm.wait(job, lambda: "asked to stop" in slurm.log(job), 90, "the signal")
+    slurm.wait(job, lambda: "asked to stop" in slurm.log(job), "the signal")
     told_s = time.monotonic() - began
-    slurm.wait(job, lambda: slurm.state(job)["JobState"] == "PENDING", 150, "the requeue")
+    slurm.wait(job, lambda: slurm.state(job)["JobState"] == "PENDING", "the requeue")
     back_s = time.monotonic() - began
     slurm.limit(job, 60)
-    slurm.wait(job, lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING"), 240, "the end")
+    slurm.wait(job, lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING"), "the end")
     print(
         f"\nSlurm: both workers after {started_s:.1f} s, the signal after {told_s:.1f} s, requeued after "
         f"{back_s:.1f} s, ended after {time.monotonic() - began:.1f} s"

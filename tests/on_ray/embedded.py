@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import psutil
 
 from tests.on_ray.test_lanes import run, sweep
-from tests.waits import when
+from tests.waits import until, when
 from trainers.on_ray.connect import connect, disconnect
 
 
@@ -32,10 +31,11 @@ def actors(*filters: tuple[str, str, str]) -> list[Any]:
 
 def await_end_of_trials() -> None:
     """Until the actors of a killed driver are gone, which may still have written a record."""
-    kinds, deadline = {"Mailbox", "ResourceTrainable", "TrainController", "RayTrainWorker"}, time.monotonic() + 120
-    while left := [one for one in actors(("state", "=", "ALIVE")) if one.class_name.rpartition(".")[2] in kinds]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    kinds = {"Mailbox", "ResourceTrainable", "TrainController", "RayTrainWorker"}
+    until(
+        lambda: not any(one.class_name.rpartition(".")[2] in kinds for one in actors(("state", "=", "ALIVE"))),
+        "the actors' end",
+    )
 
 
 def kill_controller() -> None:

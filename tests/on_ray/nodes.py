@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import psutil
 
 from tests.conftest import Cluster, free_port
+from tests.waits import until
 
 RAY = str(Path(sys.executable).parent / "ray")
 
@@ -48,20 +48,15 @@ def another_node(cluster: Cluster, driver: Any, cpus: int) -> Iterator[Node]:
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     raylet = subprocess.Popen(command, start_new_session=True, **quiet)
     try:
-        deadline = time.monotonic() + 60
-        while not (new := _alive(driver) - known):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        yield Node(new.pop(), raylet)
+        until(lambda: _alive(driver) - known, "the node")
+        [new] = _alive(driver) - known
+        yield Node(new, raylet)
     finally:
         raylet.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             raylet.wait(20)
         Node("", raylet).cut_power()
-        deadline = time.monotonic() + 60
-        while _alive(driver) - known:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: not _alive(driver) - known, "the node's end")
 
 
 def _alive(driver: Any) -> set[str]:

@@ -18,7 +18,7 @@ from tests.conftest import Cluster
 from tests.metadata_service import metadata_service
 from tests.on_ray.nodes import Node, another_node
 from tests.specs import evaluations, losses, make
-from tests.waits import when
+from tests.waits import HANG_S, when
 from trainers.launch.local import run_local
 from trainers.launch.spec import RunSpec
 from trainers.measure.run_log import read_log
@@ -129,7 +129,7 @@ def test_a_drained_node_costs_no_step(tmp_path: Path, second_node: Node, monkeyp
 
         when(started.exists, take_away)
         result = run_on_ray(spec)
-        assert "Ray drains the node" in watcher.communicate(timeout=30)[0]
+        assert "Ray drains the node" in watcher.communicate(timeout=HANG_S)[0]
     assert (result.status, result.world_size) == ("done", 1)
     records = [record["step"] for record in read_log(spec.storage) if "train_loss" in record]
     assert records == sorted(set(records)), "no step is logged twice"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.on_ray.embedded import await_end_of_trials
 from tests.on_ray.test_lanes import run
 from tests.on_ray.test_tune_killed import names, start
 from tests.specs import REPOSITORY
+from tests.waits import until
 from trainers.__main__ import main as train
 from tune.__main__ import main as tune
 from tune.sweeps.run import run_sweep
@@ -58,12 +58,9 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
         objective={"metric": "loss"},
     )
     killed = start([file], cluster)
-    deadline = time.monotonic() + 120
     trials = tmp_path / "sweep" / "trials"
-    while not [*trials.glob("*.json")]:  # a record that is being written lies beside its place
-        assert killed.poll() is None, killed.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    # A record that is being written lies beside its place.
+    until(lambda: [*trials.glob("*.json")], "a record", process=killed, every_s=0.01)
     kill(killed)
     before = {path.name: path.read_text() for path in trials.glob("*.json")}
     monkeypatch.setattr("trainers.on_ray.connect.disconnect", lambda: None)  # this process stays in the cluster

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import Cluster
 from tests.on_ray.nodes import another_node
 from tests.on_ray.test_lanes import rows, run, sweep
-from tests.waits import when
+from tests.waits import HANG_S, until, when
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.storage import Storage
@@ -32,9 +32,7 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
 
     def come_and_go() -> None:
         with another_node(cluster, driver, cpus=2) as node:
-            deadline = time.monotonic() + 120
-            while len(workers()) < 2 and time.monotonic() < deadline:
-                time.sleep(0.1)
+            until(lambda: len(workers()) == 2, "its trial")
             time.sleep(1)  # in the middle of its first trial
             node.cut_power()
 
@@ -116,20 +114,17 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     lanes = Lanes(mailbox, config.scaling, False, False, spec.storage, at_once, is_patient=False)
     threads = {thread for thread in threading.enumerate() if thread.name.startswith("lane-")}
     lanes.grow(3)
-    deadline = time.monotonic() + 30
-    while len(driver.get(mailbox.starts.remote("controller"))) < at_once and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: len(driver.get(mailbox.starts.remote("controller"))) == at_once, "the controllers", every_s=0.05)
     assert driver.get(mailbox.watch.remote())["lanes"] == [], "no workers yet"
-    while driver.available_resources().get("CPU", 0) == driver.cluster_resources()["CPU"]:
-        assert time.monotonic() < deadline, "no lane has reserved its processors"
-        time.sleep(0.05)
+    until(
+        lambda: driver.available_resources().get("CPU", 0) < driver.cluster_resources()["CPU"],
+        "a lane's reservation",
+        every_s=0.05,
+    )
     lanes.close()
     assert {thread for thread in threading.enumerate() if thread.name.startswith("lane-")} <= threads
     free = driver.cluster_resources()["CPU"]
-    deadline = time.monotonic() + 20
-    while driver.available_resources().get("CPU", 0) < free:
-        assert time.monotonic() < deadline, "a lane's reservation is left"
-        time.sleep(0.1)
+    until(lambda: driver.available_resources().get("CPU", 0) == free, "the end of a lane's reservation")
 
 
 def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(tmp_path: Path, driver: Any) -> None:
@@ -140,11 +135,8 @@ def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(tmp_path:
         driver.util.remove_placement_group(driver.util.placement_group([{"nowhere": 1}]))
     foreign = driver.util.placement_group([{"memory": 1}])
     for _ in range(2):
-        driver.get(driver.util.placement_group([{"CPU": 1}]).ready(), timeout=60)
-    deadline = time.monotonic() + 30
-    while driver.available_resources().get("CPU", 0):  # Ray hears of it a little later
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+        driver.get(driver.util.placement_group([{"CPU": 1}]).ready(), timeout=HANG_S)
+    until(lambda: not driver.available_resources().get("CPU", 0), "what Ray hears a little later")
     config = build(TrainConfig, sweep(tmp_path, {"seed": [1]}).train, "test")
     Lanes(None, config.scaling, False, False, Storage(str(tmp_path)), 1, is_patient=False).end()
     assert driver.util.placement_group_table(foreign)["state"] == "CREATED"

@@ -13,6 +13,7 @@ import pytest
 
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.specs import BASE, REPOSITORY
+from tests.waits import HANG_S
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 from tune.trials.record import TrialRecord
@@ -39,7 +40,7 @@ def alone(tmp_path: Path, args: dict[str, Any]) -> list[dict[str, float]]:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

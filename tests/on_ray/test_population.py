@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +14,7 @@ from tests.on_ray.embedded import await_end_of_trials
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.on_ray.test_tune_killed import start
 from tests.specs import BASE, REPOSITORY
+from tests.waits import HANG_S, until
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.launch.local import LocalContext
@@ -137,11 +137,7 @@ def test_a_killed_driver_loses_no_trial_of_a_population(tmp_path: Path, cluster:
     file.write_text(yaml.safe_dump(tree))
     journal = Journal(sweep_directory)
     killed = start([str(file)], cluster)
-    deadline = time.monotonic() + 120
-    while len(journal.records()) < 2:
-        assert killed.poll() is None, killed.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: len(journal.records()) >= 2, "two records", process=killed, every_s=0.05)
     killed.kill()
     killed.communicate()
     await_end_of_trials()
@@ -150,7 +146,7 @@ def test_a_killed_driver_loses_no_trial_of_a_population(tmp_path: Path, cluster:
     assert len(before) < 6
 
     last = start(["resume", str(tmp_path / "sweep")], cluster)
-    out, _ = last.communicate(timeout=500)
+    out, _ = last.communicate(timeout=HANG_S)
     assert last.returncode == 0, out
     after = {record.id: record for record in journal.records()}
     assert len(after) == 6

@@ -19,6 +19,7 @@ from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator impor
 
 from tests.conftest import Cluster, Done
 from tests.specs import BASE, REPOSITORY
+from tests.waits import HANG_S, until
 from trainers import residents
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
@@ -82,13 +83,6 @@ def status() -> dict[str, Any] | None:
     return next(iter(residents.drivers().values()), None)
 
 
-def wait(condition: Callable[[], bool], most_s: float) -> None:
-    deadline = time.monotonic() + most_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def gone() -> bool:
     return status() is None and not residents.sockets()
 
@@ -126,11 +120,11 @@ def test_the_next_sweep_takes_the_lanes_over_and_anybody_else_gets_what_they_hol
         env=os.environ | {"RAY_ADDRESS": cluster.address},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert job.stdout.strip() == "7", job.stderr
-    wait(gone, 30)
+    until(gone)
 
 
 def test_a_sweep_of_another_function_takes_them_over_in_a_fresh_process(
@@ -147,17 +141,17 @@ def test_a_sweep_of_another_function_takes_them_over_in_a_fresh_process(
         assert "lanes started again" not in done.out + done.err
     [first], [second] = found(tmp_path, "first", "process"), found(tmp_path, "second", "process")
     assert first != second
-    wait(gone, 60)  # also while they start again
+    until(gone)  # also while they start again
 
 
 def test_an_elastic_run_that_reserves_nothing_yet_gets_what_they_hold(sweep: Callable[..., Done]) -> None:
     assert sweep().code == 0
     assert status() is not None
     coordinator = get_or_create_autoscaling_coordinator()
-    ask = {"requester_id": "an elastic run", "resources": [{"CPU": 1}], "expire_after_s": 60}
+    ask = {"requester_id": "an elastic run", "resources": [{"CPU": 1}], "expire_after_s": HANG_S}
     ray.get(coordinator.request_resources.remote(**ask))
     try:
-        wait(gone, 30)
+        until(gone)
     finally:
         ray.get(coordinator.cancel_request.remote("an elastic run"))
 
@@ -165,7 +159,7 @@ def test_an_elastic_run_that_reserves_nothing_yet_gets_what_they_hold(sweep: Cal
 def test_they_end_after_their_time(sweep: Callable[..., Done]) -> None:
     done = sweep("--keep_lanes_s", "1")
     assert done.code == 0, done.err
-    wait(gone, 60)
+    until(gone)
     assert sweep("--name", "other", "--keep_lanes_s", "0").code == 0
     assert gone()
 
@@ -185,13 +179,13 @@ def test_a_command_that_is_interrupted_or_killed_interrupts_its_sweep(
         text=True,
     )
     trials = tmp_path / "runs" / "first" / "trials"
-    wait(lambda: trials.exists() and any(trials.iterdir()), 120)
+    until(lambda: trials.exists() and any(trials.iterdir()))
     process.send_signal(number)
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=HANG_S)
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert "resume" in out
-    wait(gone, 60)
+    until(gone)
     ended = len(list(trials.iterdir()))
     time.sleep(1.0)
     assert len(list(trials.iterdir())) == ended < 8
@@ -247,4 +241,4 @@ def test_a_run_takes_the_lane_over_and_gives_it_back(tmp_path: Path, train: Call
     again = json.loads((tmp_path / "runs" / "killed" / "result.json").read_text())
     assert {again["metrics"]["val_process"]} != process
     assert again["metrics"]["val_loss"] == result["metrics"]["val_loss"]
-    wait(gone, 60)
+    until(gone)

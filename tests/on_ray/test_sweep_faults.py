@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import yaml
 from tests.on_ray.embedded import actors
 from tests.on_ray.test_lanes import TRAIN, run, sweep
 from tests.specs import REPOSITORY
-from tests.waits import when
+from tests.waits import HANG_S, until, when
 from trainers.errors import PacelineError
 from trainers.on_ray import vital_signs
 from trainers.storage import Storage
@@ -132,20 +131,16 @@ def test_a_dead_embedded_cluster_ends_the_command_in_a_sentence(tmp_path: Path, 
     running = subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 120
-    while lines(pids) < 2:
-        assert running.poll() is None, running.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: lines(pids) >= 2, "two trials", process=running)
     family = psutil.Process(running.pid).children(recursive=True)
     [victim] = [process for process in family if process.name() == kind]
     victim.kill()
-    _, err = running.communicate(timeout=60)
+    _, err = running.communicate(timeout=HANG_S)
     assert running.returncode == 1
     said = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(said) == 1, err
     assert f"Ray's {kind} was killed by SIGKILL" in said[0]
     assert said[0].endswith(f"`python -m tune resume {tmp_path}/sweep` goes on")
     assert len(Journal(Storage(str(tmp_path / "sweep"))).records()) == 1
-    _, alive = psutil.wait_procs(family, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=HANG_S)
     assert not alive

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 
 from tests.conftest import Cluster
 from tests.specs import REPOSITORY, losses, make, tree
+from tests.waits import until
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.local import run_local
 
@@ -87,12 +87,9 @@ def test_elastic_workers_though_a_killed_driver_had_them(
     file.write_text(yaml.safe_dump(endless))
     environment = os.environ | {"RAY_ADDRESS": cluster.address}
     killed = subprocess.Popen([sys.executable, "-m", "trainers", str(file)], cwd=REPOSITORY, env=environment)
-    deadline = time.monotonic() + 300
+    kept = "checkpoints/step-000000000020/manifest.json"
     try:
-        while not spec.storage.exists("checkpoints/step-000000000020/manifest.json"):
-            assert killed.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: spec.storage.exists(kept), "a checkpoint", process=killed)
     finally:
         killed.kill()
         killed.wait()

@@ -17,6 +17,7 @@ import yaml
 from tests.conftest import Cluster
 from tests.on_ray.embedded import await_end_of_trials
 from tests.specs import BASE, REPOSITORY
+from tests.waits import HANG_S, until
 
 pytestmark = pytest.mark.ray
 
@@ -45,11 +46,7 @@ def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluste
     for _ in range(kills):
         killed = start(command, cluster)
         wanted = len(finished) + draw.randint(1, 3)
-        deadline = time.monotonic() + 120
-        while len(names(journal)) < wanted:
-            assert killed.poll() is None, killed.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda number=wanted: len(names(journal)) >= number, "its records", process=killed, every_s=0.01)
         time.sleep(draw.random() * 0.5)
         killed.kill()
         killed.communicate()
@@ -60,7 +57,7 @@ def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluste
     kept = {json.loads(text)["config"]["seed"] for text in finished.values()}
     runs_before = ran.read_text().split()
     last = start(command, cluster)
-    out, _ = last.communicate(timeout=500)
+    out, _ = last.communicate(timeout=HANG_S)
     assert last.returncode == 0, out
     assert len(names(journal)) == TRIALS
     assert all((journal / name).read_text() == text for name, text in finished.items())

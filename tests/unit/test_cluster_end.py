@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.waits import HANG_S
 
 # A driver's process without Ray: its cluster is what the node says.
 SCRIPT = """
@@ -50,7 +51,7 @@ print("alive")
 ])  # fmt: skip
 def test_a_cluster_that_is_gone(kind: str, code: int, out: str, err: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SCRIPT, kind], cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S
     )
     assert (done.returncode, done.stdout) == (code, out), done.stderr
     assert done.stderr.endswith(err)

@@ -15,6 +15,7 @@ from cluster.__main__ import main
 from cluster.health import local
 from cluster.health.local import Driver, LocalReport, ProductRate, Remark, judge_gpus, judge_rates, size_for
 from cluster.health.matmul import measure
+from tests.waits import HANG_S
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TWO = Driver("570.124.06", (12, 8), 2)
@@ -186,7 +187,7 @@ def test_the_command_fails_where_torch_cannot_use_the_gpu(
 def test_the_command_measures_this_machine_without_ray() -> None:
     code = "import sys; sys.modules['ray'] = None; from cluster.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, "check", "--local", "--json"], cwd=REPOSITORY, capture_output=True, timeout=120
+        [sys.executable, "-c", code, "check", "--local", "--json"], cwd=REPOSITORY, capture_output=True, timeout=HANG_S
     )
     report = json.loads(done.stdout)
     assert done.returncode == any(verdict["level"] == "error" for verdict in report["verdicts"])

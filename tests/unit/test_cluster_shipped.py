@@ -21,6 +21,7 @@ from cluster.__main__ import main
 from cluster.files.ray_up import load_cluster, load_clusters
 from cluster.rules.versions import expected_versions
 from tests.specs import REPOSITORY
+from tests.waits import HANG_S
 
 RAY_UP = ("aws", "gcp", "azure", "onprem")
 ALL = (*RAY_UP, "kuberay")
@@ -192,7 +193,7 @@ def test_what_runs_beside_ray_is_started_and_nobody_waits_for_it(name: str, fiel
         program.chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_HEAD_IP": "10.0.0.1", "HOME": "/root"}
     told = tmp_path / "log"
-    subprocess.run(["bash", "-c", command.replace(str(log), str(told))], env=environ, check=True, timeout=30)
+    subprocess.run(["bash", "-c", command.replace(str(log), str(told))], env=environ, check=True, timeout=HANG_S)
     asked = (tmp_path / "ray.asked").read_text().split()
     assert asked[1:3] == (["--head", "--no-monitor"] if is_head else ["--address=10.0.0.1:6379"])
     while not told.exists() or not told.read_text():

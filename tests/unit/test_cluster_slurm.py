@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from cluster.__main__ import main
 from cluster.files.slurm import load_slurm
 from cluster.rules.slurm import slurm_findings
 from tests.specs import REPOSITORY
+from tests.waits import until
 from trainers.errors import ConfigError
 
 FILE = REPOSITORY / "cluster" / "slurm.sbatch"
@@ -188,10 +188,8 @@ def test_the_commands_exit_code_is_the_jobs(faked: Path, monkeypatch: pytest.Mon
 
 def test_a_signal_stops_the_command_and_puts_the_job_back(faked: Path) -> None:
     heeds = "import pathlib, signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); "
-    job = start(faked, sys.executable, "-c", f"{heeds}pathlib.Path('up').touch(); time.sleep(60)")
-    deadline = time.monotonic() + 30
-    while not (faked / "up").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    job = start(faked, sys.executable, "-c", f"{heeds}pathlib.Path('up').touch(); time.sleep(3600)")
+    until((faked / "up").exists, "the command", every_s=0.02)
     job.send_signal(signal.SIGUSR1)
     assert (job.communicate()[0], job.returncode) == ("", 0)
     assert (faked / "scontrol").read_text().split() == ["requeue", str(10**8 + os.getpid())]

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cluster.health.actors import Probe
 from tests.specs import make
 from tests.tasks import Blobs
+from tests.waits import HANG_S
 from trainers.context import RunContext
 from trainers.devices.device import grow_segments
 from trainers.devices.group import Group
@@ -193,7 +194,7 @@ def test_torch_takes_the_allocators_setting() -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
 

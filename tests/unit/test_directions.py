@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.rooms import REPOSITORY, source_files
+from tests.waits import HANG_S
 
 FILES = source_files()
 
@@ -37,7 +38,7 @@ def test_nothing_unpickles_and_nothing_evaluates(path: Path) -> None:
 def run(script: str, path: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], cwd=path, env={"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.waits import HANG_S
+
 REPOSITORY = Path(__file__).parents[2]
 PARCEL = {
     "core.py": "from parcel.registry import REGISTRY\nREGISTRY.append('core')\n",
@@ -157,7 +159,7 @@ def run(directory: Path, names: list[str]) -> dict[str, Any]:
         [sys.executable, "-c", SCRIPT, str(REPOSITORY), str(site), *names],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         cwd=directory,
     )
     assert done.returncode == 0, done.stderr

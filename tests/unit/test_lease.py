@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
+from tests.waits import until
 from trainers import lease
 from trainers.errors import ConfigError, LeaseError, StorageError
 from trainers.lease import LEASE, SETTLE_S, STALE_S, Fence, Holder, _Lease, fenced, held
@@ -315,19 +316,12 @@ def test_without_a_token_nobody_asks(tmp_path: Path) -> None:
     storage.delete("file")
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_the_holder_renews_it(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.01)
     monkeypatch.setattr(lease, "SETTLE_S", 0.0)
     with held(storage, MARK):
         storage.write(MARK, b"")
-        wait_for(lambda: on_storage(storage).count > 2)
+        until(lambda: on_storage(storage).count > 2, every_s=0.005)
 
 
 @pytest.mark.parametrize("change", [take, empty])
@@ -340,7 +334,7 @@ def test_the_holder_hears_that_it_has_lost_it_and_says_so(
         storage.write(MARK, b"")
         change(storage)
         left = storage.names()
-        wait_for(lambda: False)  # SIGTERM ends this
+        until(lambda: False, every_s=0.005)  # SIGTERM ends this
     assert storage.names() == left, "what is another's is not deleted"
 
 

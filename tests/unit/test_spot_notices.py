@@ -17,7 +17,7 @@ from cluster.spot import notices
 from cluster.spot.notices import SERVICES, Notice, wait_for_notice
 from tests.metadata_service import Machine, hang, hang_up, metadata_service, respond
 from tests.specs import REPOSITORY
-from tests.waits import when
+from tests.waits import HANG_S, until, when
 
 CLOUDS = ("aws", "gcp", "azure")
 AT, AT_UNIX = "2031-09-18T08:22:00Z", 1947486120.0
@@ -254,7 +254,6 @@ def test_the_autoscaler_ends_with_ray(raylet: subprocess.Popen[bytes], tmp_path:
     command = [sys.executable, "-m", "cluster", "autoscale", config, "--node", NODE]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as autoscaler:
         log = tmp_path / "logs" / "monitor.log"
-        while autoscaler.poll() is None and not (log.exists() and "--gcs-address=127.0.0.1:9" in log.read_text()):
-            time.sleep(0.05)
+        until(lambda: log.exists() and "--gcs-address=127.0.0.1:9" in log.read_text(), "its log", process=autoscaler)
         raylet.kill()
-        assert autoscaler.wait(30) == 0
+        assert autoscaler.wait(HANG_S) == 0

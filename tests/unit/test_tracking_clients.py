@@ -25,7 +25,7 @@ from pyarrow import BufferReader, parquet
 from tests.conftest import free_port
 from tests.specs import BASE, REPOSITORY, tree
 from tests.trackers import Curves, Kept, mlflow_runs, trackio_runs, wandb_runs
-from tests.waits import when
+from tests.waits import until, when
 from trainers.config.yaml import dump_yaml
 from trainers.measure.run_log import read_log, scalars
 from trainers.storage import Storage
@@ -108,14 +108,11 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
     (tmp_path / "train.yaml").write_text(dump_yaml(tree(tmp_path, tracking=[*tracking, "tensorboard"], task_args=args)))
     start = ("-m", "trainers", str(tmp_path / "train.yaml"))
     thread = when(  # however long they take to be imported
-        lambda: len(run.names("tracking")) == len(tracking),
-        lambda: os.kill(int(pid.read_text()), signal.SIGKILL),
-        within_s=500,
+        lambda: len(run.names("tracking")) == len(tracking), lambda: os.kill(int(pid.read_text()), signal.SIGKILL)
     )
     assert command(*start, cwd=tmp_path, env=environment, forked=True).code != 0
     thread.join()
-    while is_sent_from(tmp_path):  # the sender ends by itself
-        time.sleep(0.1)
+    until(lambda: not is_sent_from(tmp_path), "the sender's own end")
     before = {name: run.read_json(f"tracking/{name}", dict[str, Any])[""]["id"] for name in run.names("tracking")}
     done = command(*start, cwd=tmp_path, env=environment, forked=True)
     assert (done.code, done.err) == (0, "")

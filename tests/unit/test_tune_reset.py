@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.waits import HANG_S
+
 REPOSITORY = Path(__file__).parents[2]
 
 # A process of its own: what is poisoned here must not reach the suite.
@@ -87,7 +89,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, objec
         [sys.executable, "-c", SCRIPT, str(REPOSITORY), str(directory)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         cwd=directory,
     )
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.specs import REPOSITORY
+from tests.waits import HANG_S
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
 from trainers.errors import RunFailedError
@@ -57,7 +58,7 @@ def run(
         env={"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -149,7 +150,7 @@ class Clock:
         while not self._looks.empty():
             self._looks.get()
         for _ in range(2):
-            self._looks.get(timeout=60)
+            self._looks.get(timeout=HANG_S)
 
 
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -251,7 +252,7 @@ def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> Non
     done = run(tmp_path, f"import multiprocessing, os, signal; {fork}; {stop}; time.sleep(3600)")
     assert done.returncode == HUNG_EXIT_CODE
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(int(done.stdout.split()[0])).wait(timeout=60)
+        psutil.Process(int(done.stdout.split()[0])).wait(timeout=HANG_S)
 
 
 @pytest.mark.parametrize("waits", ["", ", waiting for other ranks"])
