@@ -14,8 +14,8 @@ digits and bert at a lower rate, as a run of some hundred steps is over before a
                stays
 
 A run ends when it has met the target. The best fixed peer is that of both kinds. With `--bound` also every schedule of
-two sizes of the grid that changes after one of SHARES of the best fixed one's samples, at the constant rate: what the
-best of them needs, which nobody knows before, is about what can be gained by growth.
+two sizes of the grid that changes after one of SHARES of the best fixed one's samples, of both kinds: what the best of
+them needs, which nobody knows before, is about what can be gained by growth.
 
 The result of `auto` has the schedules that it found. The target is met between two evaluations: where the line between
 them meets it. Times are processor times of one thread, those of comparisons and of trained steps, without evaluations.
@@ -294,12 +294,15 @@ def compare(work: Work, seeds: int, bound: bool) -> dict[str, Any]:
 
 
 def two_sizes(work: Work, samples: float) -> dict[str, dict[str, Any]]:
-    """Return all schedules of two sizes, the larger of which comes after one of SHARES of so many samples."""
+    """Return all schedules of two sizes, the larger of which comes after one of SHARES of so many samples; at the
+    constant rate, and with the example's.
+    """
     return {
-        f"{small}-{large} at {share:.0%}": {
+        f"{small}-{large} at {share:.0%}{kind}": {
             "batch_schedule": [{"until_samples": round(share * samples), "size": small}, {"size": large}],
-            **CONSTANT,
+            **changes,
         }
+        for kind, changes in (("", CONSTANT), (" falling", {}))
         for small, large in itertools.combinations(work.sizes, 2)
         for share in SHARES
     }

@@ -51,7 +51,7 @@ def test_the_bound_is_of_every_growth_by_one_step() -> None:
         one["batch_schedule"] for one in two_sizes(Work("digits", [8, 16, 64], "val_accuracy", 0.5, 2), 1000).values()
     ]
     grown = [(8, 16), (8, 64), (16, 64)]
-    assert [(first["size"], then["size"]) for first, then in schedules] == [pair for pair in grown for _ in SHARES]
+    assert [(first["size"], then["size"]) for first, then in schedules] == 2 * [pair for pair in grown for _ in SHARES]
     assert {first["until_samples"] for first, _ in schedules} == {1000 * share for share in SHARES}
 
 
