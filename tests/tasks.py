@@ -23,7 +23,7 @@ class Blobs(Task):
     """Four noisy clusters in D dimensions; an MLP. Every argument is one thing that a test needs to go wrong.
 
     `fail_at` counts the forward passes of training on one rank, over restarts; of several, with `marker`, each fails
-    once.
+    once. From `company_from` set-ups on that `pids` notes, training waits for one in a second process.
     """
 
     def __init__(
@@ -36,13 +36,14 @@ class Blobs(Task):
         fits: int | None = None,
         marker: str | None = None,
         pids: str | None = None,
+        company_from: int | None = None,
         pause_s: float = 0.0,
     ) -> None:
         self.samples, self.features, self.dtype = samples, features, _DTYPES[dtype]
         self.fail_at = [fail_at] if isinstance(fail_at, int) else fail_at or []
         self.failure, self.fits = failure, fits
         self.marker = Path(marker) if marker else None
-        self.pids = Path(pids) if pids else None
+        self.pids, self.company_from = Path(pids) if pids else None, company_from
         self.forwards, self.pause_s = 0, pause_s
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,10 +74,18 @@ class Blobs(Task):
             raise torch.OutOfMemoryError(f"injected: {len(batch[0])} samples, {self.fits} fit")
         if model.training:
             time.sleep(self.pause_s)
+            while self.company_from is not None and self._is_alone(self.company_from):
+                time.sleep(0.05)
             self.forwards += 1
             if self.forwards in self.fail_at:
                 self._fail()
         return model(batch[0])
+
+    def _is_alone(self, count: int) -> bool:
+        """Whether one process has set up so many tasks, and no other any."""
+        assert self.pids is not None
+        found = self.pids.read_text().split()
+        return len(found) >= count and len(set(found)) == 1
 
     def _fail(self) -> None:
         if self.failure == "oom on rank 1" and os.environ.get("RANK") != "1":

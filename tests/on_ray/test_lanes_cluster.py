@@ -24,7 +24,8 @@ pytestmark = pytest.mark.ray
 @pytest.mark.full
 def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     pids = tmp_path / "pids"
-    space = {"seed": list(range(12)), "task_args": [{"pids": str(pids), "pause_s": 0.1}]}
+    task_args = {"pids": str(pids), "pause_s": 0.1, "company_from": 6}  # however long the second lane takes to start
+    space = {"seed": list(range(12)), "task_args": [task_args]}
     spec = sweep(tmp_path, space, {"scaling": {"cpus_per_worker": 2}}, lanes="auto")
 
     def workers() -> set[str]:
@@ -40,7 +41,7 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
     try:
         records = run(spec)
     finally:
-        thread.join(150)
+        thread.join()
     assert len(records) == 12
     assert {record.status for record in records} == {"done"}, [record.message for record in records]
     assert len(workers()) == 2, "a second lane was there, and the first one never started again"
