@@ -89,7 +89,7 @@ def nothing_left_behind() -> Iterator[None]:
     def left() -> list[psutil.Process]:
         return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
 
-    until(lambda: not left(), lambda: f"the end of {[(p.pid, p.cmdline()[:4]) for p in left()]}", within_s=60)
+    until(lambda: not left(), lambda: f"the end of {[(p.pid, p.cmdline()[:4]) for p in left()]}", within_s=20)
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -228,5 +228,5 @@ def _cluster_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
         until(
             lambda: ray.available_resources().get("CPU", 0.0) == ray.cluster_resources()["CPU"],
             lambda: f"all of the cluster's CPUs free, only {ray.available_resources().get('CPU', 0.0):g}",
-            within_s=240,
+            within_s=120,
         )

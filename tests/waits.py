@@ -20,7 +20,7 @@ def until(
     every_s: float = 0.2,
     within_s: float = HANG_S,
 ) -> float:
-    """Wait until something is so; the seconds that it took.
+    """Wait until something is so; the seconds that it took. `within_s` is for what would come by itself later.
 
     Raises:
         AssertionError: `what` does not come, or the process whose doing it is has ended before.

@@ -97,7 +97,7 @@ class Command:
     def ends(self) -> int:
         """Wait until it and all that it has started are gone; its exit code."""
         code = self.process.wait(HANG_S)
-        _, left = psutil.wait_procs(self.family, timeout=HANG_S)
+        _, left = psutil.wait_procs(self.family, timeout=60)
         assert not left, f"{left} outlive the command:\n{self.said}"
         return code
 

@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from tests.conftest import REPOSITORY, Done
-from tests.waits import HANG_S
 
 SWEEP = "examples/digits/sweep.yaml"
 
@@ -52,7 +51,7 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Do
     assert sweep.returncode == 130
     assert "trials are kept; go on with" in rest
     assert f"-m tune resume {tmp_path}/digits-sweep" in rest
-    _, alive = psutil.wait_procs(family, timeout=HANG_S)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, f"left behind: {alive}"
 
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "digits-sweep/trials").iterdir()}

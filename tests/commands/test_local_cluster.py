@@ -13,7 +13,6 @@ import yaml
 
 from tests.conftest import Done
 from tests.specs import BASE, REPOSITORY
-from tests.waits import HANG_S
 
 pytestmark = pytest.mark.full
 
@@ -53,6 +52,6 @@ def test_a_cluster_that_stays_up(tmp_path: Path, command: Callable[..., Done]) -
         finally:
             stopped = run("cluster", "stop")
         assert stopped.out == "it has ended\n"
-        assert psutil.wait_procs(family, timeout=HANG_S)[1] == []
+        assert psutil.wait_procs(family, timeout=30)[1] == []
         assert list(Path(temporary).glob("paceline-*")) == []
         assert run("cluster", "stop").out == "there was none\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -13,7 +12,6 @@ import signal
 import struct
 import sys
 import termios
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,7 @@ import pytest
 from tests.conftest import Done
 from tests.specs import BASE, REPOSITORY
 from tests.tasks import Blobs
-from tests.waits import HANG_S
+from tests.waits import until
 from trainers.config.yaml import dump_yaml
 
 DRAWN = re.compile(r"run  step \d+/\d+ \(\d+%\)  ETA \d+:\d\d:\d\d  ")
@@ -91,19 +89,22 @@ def on_terminal(
         os.chdir(REPOSITORY)
         os.execve(sys.executable, [sys.executable, *args], settings)  # noqa: S606 (the shell is what it replaces)
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
-    text, ended = b"", False
-    deadline = time.monotonic() + HANG_S
-    while not ended:
-        assert time.monotonic() < deadline, text.decode()
+    text = b""
+
+    def has_ended() -> bool:
+        nonlocal text, number
         if not select.select([terminal], [], [], 1)[0]:
-            continue
-        with contextlib.suppress(OSError):  # nobody has it open any more
+            return False
+        try:
             text += os.read(terminal, 65536)
-            if number is not None and at.encode() in text:
-                os.kill(pid, number)
-                number = None
-            continue
-        ended = True
+        except OSError:  # nobody has it open any more
+            return True
+        if number is not None and at.encode() in text:
+            os.kill(pid, number)
+            number = None
+        return False
+
+    until(has_ended, lambda: text.decode(), every_s=0)
     os.close(terminal)
     return Seen(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text.decode())
 

@@ -24,7 +24,7 @@ from tests.conftest import Done
 from tests.faults import s3
 from tests.lane_tasks import Signed
 from tests.specs import BASE, REPOSITORY, whole_state
-from tests.waits import HANG_S, until
+from tests.waits import until
 from trainers.checkpoint.store import Archive
 from trainers.config.yaml import dump_yaml
 from trainers.measure.run_log import read_log
@@ -102,7 +102,7 @@ def killed(*args: str, once: Callable[[], bool]) -> Iterator[None]:
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
-        _, alive = psutil.wait_procs(family, timeout=HANG_S)  # a worker may go on for a moment, with the next trial
+        _, alive = psutil.wait_procs(family, timeout=60)  # a worker may go on for a moment, with the next trial
     assert not alive
     yield
 

@@ -310,7 +310,7 @@ def test_ray_down_leaves_nothing(cluster: OnPremises) -> None:
         return [line for line in "\n".join(outputs).splitlines() if re.search(r"raylet|gcs_server|ray::|/ray/", line)]
 
     with contextlib.suppress(AssertionError):
-        after_s = until(lambda: not left(), "the workers' end", every_s=1)
+        after_s = until(lambda: not left(), "the workers' end", every_s=1, within_s=60)
         print(f"nothing of Ray is left on any host {after_s:.1f} s later")
     assert left() == []
     cluster.lab.close()

@@ -178,7 +178,7 @@ NODE = f"unit-test-{os.getpid()}"
 @pytest.fixture
 def raylet(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that looks like the raylet of the node NODE."""
-    command = ["/anywhere/raylet/raylet", "-c", "import time; time.sleep(60)"]
+    command = ["/anywhere/raylet/raylet", "-c", "import time; time.sleep(3600)"]
     flags = [f"--node_id={NODE}", "--gcs-address=127.0.0.1:9", f"--raylet_socket_name={tmp_path}/sockets/raylet"]
     with subprocess.Popen([*command, *flags], executable=sys.executable) as process:
         while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
