@@ -24,8 +24,8 @@ from trainers import residents
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
-KEPT_S = 3600.0
-"""Longer than any wait: lanes that are gone sooner did not end by themselves."""
+GONE_S = 100.0
+"""How long lanes may take to be gone: by themselves they would be after 300."""
 
 MINE = """
 import os
@@ -64,7 +64,6 @@ def sweep(tmp_path: Path, command: Callable[..., Done], cluster: Cluster, driver
         "space": {"seed": [0, 1]},
         "objective": {"metric": "val_loss"},
         "lanes": 1,
-        "keep_lanes_s": KEPT_S,
     }
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(tree))
 
@@ -100,7 +99,7 @@ def test_the_next_sweep_takes_the_lanes_over_and_anybody_else_gets_what_they_hol
     known = status()
     assert known is not None
     assert (known["busy"], known["lanes"]) == (False, 1)
-    assert KEPT_S - HANG_S < known["for_s"] <= KEPT_S
+    assert 200 < known["for_s"] <= 300
 
     (tmp_path / "mine.py").write_text(MINE.replace("torch.ones(shape)", "2 * torch.ones(shape)"))
     done = sweep("--name", "second")
@@ -128,7 +127,7 @@ def test_the_next_sweep_takes_the_lanes_over_and_anybody_else_gets_what_they_hol
         check=False,
     )
     assert job.stdout.strip() == "7", job.stderr
-    until(gone)
+    until(gone, within_s=GONE_S)
 
 
 def test_a_sweep_of_another_function_takes_them_over_in_a_fresh_process(
@@ -145,7 +144,7 @@ def test_a_sweep_of_another_function_takes_them_over_in_a_fresh_process(
         assert "lanes started again" not in done.out + done.err
     [first], [second] = found(tmp_path, "first", "process"), found(tmp_path, "second", "process")
     assert first != second
-    until(gone)  # also while they start again
+    until(gone, within_s=GONE_S)  # also while they start again
 
 
 def test_an_elastic_run_that_reserves_nothing_yet_gets_what_they_hold(sweep: Callable[..., Done]) -> None:
@@ -155,7 +154,7 @@ def test_an_elastic_run_that_reserves_nothing_yet_gets_what_they_hold(sweep: Cal
     ask = {"requester_id": "an elastic run", "resources": [{"CPU": 1}], "expire_after_s": HANG_S}
     ray.get(coordinator.request_resources.remote(**ask))
     try:
-        until(gone)
+        until(gone, within_s=GONE_S)
     finally:
         ray.get(coordinator.cancel_request.remote("an elastic run"))
 
@@ -163,7 +162,7 @@ def test_an_elastic_run_that_reserves_nothing_yet_gets_what_they_hold(sweep: Cal
 def test_they_end_after_their_time(sweep: Callable[..., Done]) -> None:
     done = sweep("--keep_lanes_s", "1")
     assert done.code == 0, done.err
-    until(gone)
+    until(gone, within_s=GONE_S)
     assert sweep("--name", "other", "--keep_lanes_s", "0").code == 0
     assert gone()
 
@@ -189,7 +188,7 @@ def test_a_command_that_is_interrupted_or_killed_interrupts_its_sweep(
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert "resume" in out
-    until(gone)
+    until(gone, within_s=GONE_S)
     ended = len(list(trials.iterdir()))
     time.sleep(1.0)
     assert len(list(trials.iterdir())) == ended < 8
@@ -245,4 +244,4 @@ def test_a_run_takes_the_lane_over_and_gives_it_back(tmp_path: Path, train: Call
     again = json.loads((tmp_path / "runs" / "killed" / "result.json").read_text())
     assert {again["metrics"]["val_process"]} != process
     assert again["metrics"]["val_loss"] == result["metrics"]["val_loss"]
-    until(gone)
+    until(gone, within_s=GONE_S)
