@@ -125,7 +125,7 @@ def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver
     lanes.close()
     assert {thread for thread in threading.enumerate() if thread.name.startswith("lane-")} <= threads
     free = driver.cluster_resources()["CPU"]
-    until(lambda: driver.available_resources().get("CPU", 0) == free, "the end of a lane's reservation")
+    until(lambda: driver.available_resources().get("CPU", 0) >= free, "the end of a lane's reservation")
 
 
 def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(tmp_path: Path, driver: Any) -> None:
