@@ -171,6 +171,7 @@ def cluster() -> Iterator[Cluster]:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
+        "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # look for new files twice a second, not always
     }
     # fmt: off
     head = subprocess.Popen(

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_origin, get_type_hints
 
-from pydantic import create_model
+from pydantic import ConfigDict, create_model
 
 from trainers.config.model import Settings, build, child_model, keys_of
 from trainers.config.reference import reference
@@ -24,6 +24,12 @@ from trainers.redaction import redact
 
 _SOURCE = "command line"
 _LONGEST = 2**15
+
+
+class _Options(Settings):
+    """Their descriptions are in their types: pydantic need not look for source, through every module there is."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
 
 
 class Command:
@@ -42,7 +48,7 @@ class Command:
         hints = get_type_hints(function, include_extras=True)
         fields = {name: (hints[name], ... if p.default is p.empty else p.default) for name, p in parameters.items()}
         fields |= {"quiet": (Quiet, False), "as_json": (Json, False)} if self.tells else {}
-        self.model = create_model(function.__name__, __base__=Settings, **fields)  # type: ignore[call-overload]
+        self.model = create_model(function.__name__, __base__=_Options, **fields)  # type: ignore[call-overload]
         self.fields = keys_of(self.model)
         self.argument = next((name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY), "")
         self.options = {_option(name): name for name in self.fields if name != self.argument}

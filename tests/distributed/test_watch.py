@@ -40,7 +40,7 @@ MARKS: dict[str, Any] = {"setup": (), "checkpoint": (), "import": pytest.mark.fu
 
 def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSpec:
     args = {"place": place, "failure": "sleep", **changes.pop("args", {})}
-    budgets = {"failure__hang_timeout_s": 6.0, "failure__phase_timeout_s": 6.0, "scaling__num_workers": workers}
+    budgets = {"failure__hang_timeout_s": 15.0, "failure__phase_timeout_s": 15.0, "scaling__num_workers": workers}
     made = tree(tmp_path, task="tests.tasks:Stuck", task_args=args, **{**budgets, **changes})
     return make_spec(made, "test", REPOSITORY, own_workers=False)
 

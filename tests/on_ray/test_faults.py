@@ -62,7 +62,7 @@ def test_a_hang_is_noticed_and_the_group_starts_again(tmp_path: Path, driver: An
     from trainers.on_ray.trainer import run_on_ray
 
     args = {"fail_at": 17, "failure": "sleep", "marker": str(tmp_path / "hung")}
-    spec = make(tmp_path, name="hung", launcher="ray", task_args=args, failure__hang_timeout_s=3.0)
+    spec = make(tmp_path, name="hung", launcher="ray", task_args=args, failure__hang_timeout_s=20.0)
     result = run_on_ray(spec)
     assert (tmp_path / "hung").exists()
     assert result.status == "done"

@@ -61,7 +61,7 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None
         "hangs": {"fail_at": 20, "failure": "sleep"},
         "last, same as first": {"samples": 203},
     }
-    records = run(sweep(tmp_path, {"task_args": list(trials.values())}, {"failure": {"hang_timeout_s": 4.0}}))
+    records = run(sweep(tmp_path, {"task_args": list(trials.values())}, {"failure": {"hang_timeout_s": 20.0}}))
     by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}
 
     assert {name: record.status for name, record in by_name.items()} == {
@@ -152,7 +152,7 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
         "runs out": {**at, "failure": "oom"},
         "hangs in setup": {"place": "setup", "failure": "sleep"},
     }
-    train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"phase_timeout_s": 10.0}}
+    train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"phase_timeout_s": 20.0}}
     train["global_batch_size"] = 4  # two groups, not four, until no microbatch is left that could fit
     records = run(sweep(tmp_path, {"task_args": list(trials.values())}, train))
     by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}
