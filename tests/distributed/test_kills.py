@@ -17,7 +17,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return printed_by("tests.distributed.kills", tmp_path_factory.mktemp("kills"))
 
 
-@pytest.mark.parametrize(("name", "kills"), [("moved", 5), ("fixed 2", 2), ("fixed 3", 2)])
+@pytest.mark.parametrize(("name", "kills"), [("moved", 3), ("fixed 2", 2)])
 def test_each_kill_killed_and_the_run_came_to_its_end(found: Any, name: str, kills: int) -> None:
     *killed, last = found[name]["ends"]
     assert len(killed) == kills
@@ -41,8 +41,7 @@ def test_the_curve_is_the_unbroken_one(found: Any) -> None:
             assert ours == pytest.approx(theirs, rel=1e-10), name
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_at_a_fixed_number_of_workers_it_is_bit_equal(found: Any, workers: int) -> None:
-    broken, unbroken = found[f"fixed {workers}"], found[f"unbroken {workers}"]
+def test_at_a_fixed_number_of_workers_it_is_bit_equal(found: Any) -> None:
+    broken, unbroken = found["fixed 2"], found["unbroken 2"]
     assert broken["losses"] == unbroken["losses"]
     assert broken["evaluations"] == unbroken["evaluations"]
