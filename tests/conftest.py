@@ -171,7 +171,9 @@ def cluster() -> Iterator[Cluster]:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
-        "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",  # look for new files twice a second, not always
+        # What looks at all files and processes does so twice a second and once a minute, not always.
+        "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+        "REPORTER_UPDATE_INTERVAL_MS": "60000",
     }
     # fmt: off
     head = subprocess.Popen(

@@ -100,7 +100,7 @@ def train_all(rank: int, world_size: int) -> list[tuple[int, float, float]]:
     return [plain, *(train(Limited(*case), rank, world_size) for case in cases(world_size))]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.campaign), 3])
 def test_no_hang_the_largest_size_and_the_same_result(world_size: int, tmp_path: Path) -> None:
     plain, *found = run_processes(world_size, train_all, tmp_path)[0]
     share = -(-BATCH // world_size)

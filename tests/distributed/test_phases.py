@@ -53,7 +53,7 @@ class Chosen(Adversarial):
         return super().training_step(model, batch, phase)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.campaign), 4])
 @pytest.mark.parametrize(
     "task", [Adversarial(), Wasserstein(), Weighed(), Halves()], ids=lambda task: type(task).__name__
 )

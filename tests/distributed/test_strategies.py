@@ -497,7 +497,7 @@ def compiled(rank: int, world_size: int, backend: str) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)])
 def test_a_sharded_model_compiles_without_a_graph_break(backend: str, tmp_path: Path) -> None:
     eager, fast = run_processes(2, compiled, tmp_path, backend)[0]
     assert len(eager) == 6

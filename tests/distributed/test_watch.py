@@ -136,7 +136,7 @@ def test_a_stopped_rank_is_a_hang(tmp_path: Path) -> None:
     ("failure", "words"),
     [
         ("raise", "error: the run ended as `error`: rank 1: ValueError: injected: the task fails here (tasks.py:"),
-        ("kill", "Signal 9 (SIGKILL) received by PID"),
+        pytest.param("kill", "Signal 9 (SIGKILL) received by PID", marks=pytest.mark.campaign),
     ],
 )
 def test_torchrun_shows_the_first_cause(tmp_path: Path, command: Callable[..., Done], failure: str, words: str) -> None:

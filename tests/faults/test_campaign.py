@@ -22,10 +22,10 @@ CASES = {
     "torchrun agent": (Fault("SIGKILL: torchrun", "signal", "torchrun", "SIGKILL", **_AT),),
 }
 
+LONG = ("local killed at a storage operation", "torchrun agent")
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.campaign] * (name == "torchrun agent")) for name in CASES]
-)
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.campaign] * (name in LONG)) for name in CASES])
 def test_it_holds(name: str) -> None:
     row = run_case(Case("short", SCENARIOS[name.partition(" ")[0]], CASES[name]), WORKSPACE)
     assert row.landed, "the fault did not happen"

@@ -59,6 +59,7 @@ def test_a_broken_build_is_noticed(name: str) -> None:
     assert any(words.startswith(f"{check_of(name)}: ") for words in row.violations), row.violations
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("fault", [KILLED, STOPPED, RAISED, STARTED], ids=lambda fault: fault.name)
 def test_the_sound_build_passes(fault: Fault) -> None:
     row = run_case(Case("sound", SCENARIOS["local"], (fault,)), WORKSPACE)

@@ -22,7 +22,7 @@ def test_the_best_trials_steps_are_profiled_and_the_lane_is_clean_after_it(
     from tune.sweeps.run import run_sweep
 
     monkeypatch.setattr(explained, "_LEAST_S", 0.0)
-    train = {"task_args": {"pause_s": 0.01}, "scaling": {"num_workers": 2}}
+    train = {"task_args": {"pause_s": 0.1}, "scaling": {"num_workers": 2}}
     spec = sweep(tmp_path, {"optimizer.lr": [0.05, 1e-9]}, train, explain=True)
     prepare(spec, fresh=False)
     facts: dict[str, str] = {}

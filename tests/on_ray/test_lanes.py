@@ -179,7 +179,7 @@ def test_a_lane_of_two_workers_and_asha(tmp_path: Path, driver: Any) -> None:
     train = {"scaling": {"num_workers": 2}, "max_steps": 60, "evaluate": {"every_steps": 5}}
     spec = sweep(
         tmp_path,
-        {"optimizer.lr": [1e-2, 1e-9, 1e-8, 1e-7], "task_args": [{}, {"fail_at": 30, "failure": "raise"}]},
+        {"optimizer.lr": [1e-2, 1e-9, 1e-8], "task_args": [{}, {"fail_at": 30, "failure": "raise"}]},
         train,
         scheduler="asha",
         lanes="auto",
@@ -187,7 +187,7 @@ def test_a_lane_of_two_workers_and_asha(tmp_path: Path, driver: Any) -> None:
     records = run(spec)
     failing = [record for record in records if record.config["task_args"]]
     healthy = [record for record in records if not record.config["task_args"]]
-    assert len(records) == 8
+    assert len(records) == 6
     assert {record.status for record in failing} <= {"error", "stopped"}
     assert "error" in {record.status for record in failing}
     best = min((record for record in healthy if record.status == "done"), key=lambda r: r.metrics["val_loss"])
