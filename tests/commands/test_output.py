@@ -196,7 +196,7 @@ def records_of(done: Done) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("launcher", ["local", pytest.param("spawn", marks=pytest.mark.full)])
 def test_json_is_all_that_comes_on_standard_output(launcher: str, tmp_path: Path, command: Callable[..., Done]) -> None:
     file = write(tmp_path, launcher=launcher, scaling={"num_workers": 1 if launcher == "local" else 2})
-    done = command("-m", "trainers", file, "--json")
+    done = command("-m", "trainers", file, "--json", forked=True)
     assert done.code == 0, done.err
     first, *between, last = records_of(done)
     assert (first["record"], first["total_steps"], first["step"]) == ("start", 60, 0)

@@ -119,10 +119,10 @@ def train_killed(location: str, place: Place, tmp_path: Path, command: Command) 
 
     with killed(*args, "--storage_path", place.noisy, once=is_amid):
         kept = Archive(run).newest()
-    done = command(*args, "--storage_path", place.noisy)
+    done = command(*args, "--storage_path", place.noisy, forked=True)
     assert done.code == 0, done.out + done.err
     assert "resumed at step" in done.out
-    unbroken = command(*args, "--storage_path", str(tmp_path / "unbroken"))
+    unbroken = command(*args, "--storage_path", str(tmp_path / "unbroken"), forked=True)
     assert unbroken.code == 0, unbroken.out + unbroken.err
 
     def curve(of: Storage) -> list[tuple[int, float]]:

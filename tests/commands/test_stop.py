@@ -40,7 +40,7 @@ STOPS = [
     ("spawn", [signal.SIGTERM]),
     pytest.param("spawn", [signal.SIGTERM, signal.SIGTERM], marks=pytest.mark.campaign),
     pytest.param("spawn", [signal.SIGINT], marks=pytest.mark.full),
-    pytest.param("spawn", [signal.SIGHUP], marks=pytest.mark.full),
+    pytest.param("spawn", [signal.SIGHUP], marks=pytest.mark.campaign),
     pytest.param("local", [signal.SIGTERM, signal.SIGTERM], marks=pytest.mark.full),
     pytest.param("local", [signal.SIGHUP], marks=pytest.mark.campaign),
     pytest.param("torchrun", [signal.SIGTERM], marks=pytest.mark.full),
@@ -119,7 +119,11 @@ def test_workers_end_with_the_process_that_has_started_them(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "options"),
-    [("local", []), pytest.param("spawn", ["--fresh"], marks=pytest.mark.campaign), ("torchrun", [])],
+    [
+        ("local", []),
+        pytest.param("spawn", ["--fresh"], marks=pytest.mark.campaign),
+        pytest.param("torchrun", [], marks=pytest.mark.campaign),
+    ],
 )
 def test_a_second_start_is_refused_and_the_first_goes_on(start: Start, launcher: str, options: list[str]) -> None:
     first = start(launcher).trains()

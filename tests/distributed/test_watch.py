@@ -35,7 +35,7 @@ PHASES = {
     "checkpoint": "checkpoint",
 }
 """Where a task hangs, and the phase that its watchdog names."""
-MARKS: dict[str, Any] = {"setup": (), "checkpoint": (), "import": pytest.mark.full, "training 5": pytest.mark.full}
+MARKS: dict[str, Any] = {"setup": (), "checkpoint": (), "training 5": pytest.mark.full}
 
 
 def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSpec:

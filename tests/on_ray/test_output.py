@@ -27,7 +27,7 @@ def test_the_driver_draws_the_line_of_a_run_on_ray(tmp_path: Path, cluster: Clus
 
 def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path: Path, command: Callable[..., Done], cluster: Cluster) -> None:
     file = write(tmp_path, **TWO)
-    done = command("-m", "trainers", file, "--json", ray_address=cluster.address)
+    done = command("-m", "trainers", file, "--json", ray_address=cluster.address, forked=True)
     assert done.code == 0, done.err
     found = records_of(done)
     assert [one["step"] for one in found if one["record"] == "train"] == list(range(1, 121))
@@ -35,13 +35,15 @@ def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path: Path, command: Callable
     train = {"task": "tests.tasks:Blobs", "task_dir": str(REPOSITORY), "max_steps": 10, "optimizer": {"lr": 0.1}}
     tree = {"name": "sweep", "storage_path": str(tmp_path), "train": train, "space": {"global_batch_size": [12, 24]}}
     (tmp_path / "sweep.yaml").write_text(dump_yaml(tree))
-    swept = command("-m", "tune", str(tmp_path / "sweep.yaml"), "--json", ray_address=cluster.address)
+    swept = command("-m", "tune", str(tmp_path / "sweep.yaml"), "--json", ray_address=cluster.address, forked=True)
     assert swept.code == 0, swept.err
     *trials, result = records_of(swept)
     assert [one["record"] for one in trials] == ["trial"] * 2
     assert {one["config"]["global_batch_size"] for one in trials} == {12, 24}
     assert (result["status"], result["trials"]) == ("done", {"done": 2})
-    quiet = command("-m", "tune", "report", str(tmp_path / "sweep"), "--quiet", ray_address=cluster.address)
+    quiet = command(
+        "-m", "tune", "report", str(tmp_path / "sweep"), "--quiet", ray_address=cluster.address, forked=True
+    )
     assert quiet.code == 0, quiet.err
     (line,) = quiet.out.splitlines()
     assert line == result["sentence"]

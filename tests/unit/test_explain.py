@@ -92,6 +92,13 @@ def test_a_cause_is_told_by_what_it_does_to_a_step(kind: str) -> None:
     assert others == []
 
 
+def test_a_neighbour_takes_nothing_of_what_waits_for_something_else() -> None:
+    first, second = suspect(readings(rank(stolen=0.6, forward=12.0, blocked={"forward": 8.9})), config())
+    assert (first.kind, second.kind) == ("hidden synchronisation", "busy neighbour")
+    assert first.gain.value == pytest.approx(0.5)
+    assert second.gain.value == pytest.approx(0.3)
+
+
 def test_a_read_of_an_asynchronous_device_costs_what_steps_without_it_save() -> None:
     of_gpu = replace(rank(), reads={"task.py:7": 1})
     (found,) = suspect(readings(of_gpu, device="cuda", reads_gain=[0.3, 0.25, 0.35]), config())

@@ -198,7 +198,9 @@ def _precision(readings: Readings, config: TrainConfig) -> Iterator[Suspicion]:
 
 
 def _neighbour(readings: Readings) -> Iterator[Suspicion]:
+    """It takes nothing of the time in which the task waits for something else."""
     stolen = min(one.stolen for one in readings.ranks)
+    gain = Span(stolen, 0.8 * stolen, min(1.0, 1.2 * stolen)).scaled(1 - _waited_s(readings) / readings.step_s)
     words = f"a busy thread gets {1 - stolen:.0%} of a core here: something else runs on this machine"
     fix = "end it, or leave the machine out by `scaling.label_selector`; `scaling.cpus_per_worker` reserves cores"
-    yield Suspicion("busy neighbour", words, Span(stolen, 0.8 * stolen, min(1.0, 1.2 * stolen)), fix=fix)
+    yield Suspicion("busy neighbour", words, gain, fix=fix)
