@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,32 +51,14 @@ def mlflow_runs(uri: str, experiment: str, scratch: Path) -> dict[str, Kept]:
     return runs
 
 
-def _wandb_records(file: Path) -> Iterator[Any]:
-    """The records of an offline run's file: W&B's header, then LevelDB's log format."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, place, whole = file.read_bytes(), 7, b""
-    assert data[:4] == b":W&B"
-    while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:  # padding at the end of a block
-            place += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
-        whole += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # full, last
-            record = Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
-
-
 def wandb_runs(directory: Path) -> dict[str, Kept]:
     """Offline runs by name; the files of all starts of one id are one run."""
+    from trainers.tracking.wandb_sink import records, written
+
     runs: dict[str, Kept] = {}
     for file in sorted(directory.glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
         kept: Kept | None = None
-        for record in _wandb_records(file):
+        for record in records(file):
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 run = record.run
@@ -86,17 +66,13 @@ def wandb_runs(directory: Path) -> dict[str, Kept]:
                 assert kept.id == run.run_id
                 kept.parent, kept.status = run.run_group or None, run.job_type
                 kept.params |= {item.key: json.loads(item.value_json) for item in run.config.update}
-            elif kind == "history":
-                assert kept is not None
-                row = {
-                    item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-                }
-                for name, value in row.items():
-                    if not name.startswith("_"):
-                        kept.curves.setdefault(name, []).append((row["_step"], value))
             elif kind == "artifact":
                 assert kept is not None
                 kept.files[record.artifact.name] = b""
+        for row in written(file) if kept is not None else ():
+            for name, value in row.items():
+                if not name.startswith("_"):
+                    kept.curves.setdefault(name, []).append((row["_step"], value))
     return runs
 
 

@@ -16,7 +16,7 @@ def test_the_search_finds_the_best_of_the_frozen_tables(name: str) -> None:
     table = load(name)
     assert len(table.places) == 16
     assert all(len(runs) == 3 for runs in table.runs.values())
-    found = judge(table, replays=12)
+    found = judge(table, replays=25)
     frontier, largest = found["searches"]["frontier"], found["searches"]["largest samples/s"]
     assert frontier["right"] >= 0.8
     assert frontier["ratio_worst"] < 1.5

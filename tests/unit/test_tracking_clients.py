@@ -140,6 +140,35 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
     assert "tracking" not in again.out, "who has everything is not asked"
 
 
+SENDER = """
+import os, sys
+from trainers.storage import Storage
+from trainers.tracking.delivery import Delivery
+from trainers.tracking.history import History
+from trainers.tracking.sink import Row
+from trainers.tracking.wandb_sink import WandbSink
+directory, last, dies = sys.argv[1], *map(int, sys.argv[2:])
+storage = Storage(directory)
+rows = [Row(step, 1.0, {"loss": 1.0} | {"accuracy": 1.0 for _ in range(step % 7 == 0)}) for step in range(1, last + 1)]
+delivery = Delivery("wandb", storage, WandbSink("killed", storage))
+delivery.send([History("run", "run", {"lr": 1}, {}, rows, ended=None if dies else "done")])
+os._exit(0)
+"""
+
+
+def test_what_wandb_had_not_written_when_its_process_was_killed_is_sent_again(tmp_path: Path) -> None:
+    """It notes rows in memory, and writes them every 15 s: less of them than were noted as sent."""
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    for last, dies in ((20, 1), (25, 1), (25, 0), (30, 0)):
+        given = [sys.executable, "-c", SENDER, str(tmp_path / "run"), str(last), str(dies)]
+        subprocess.run(given, env=environment, cwd=tmp_path, check=True)
+        noted = json.loads((tmp_path / "run/tracking/wandb.json").read_text())[""]["last"]
+        assert noted["loss"] == last
+    (kept,) = wandb_runs(tmp_path / "wandb").values()
+    assert [step for step, _ in kept.curves["loss"]] == list(range(1, 31))
+    assert [step for step, _ in kept.curves["accuracy"]] == [7, 14, 21, 28]
+
+
 def a_sweep(tmp_path: Path, tracking: list[Any]) -> tuple[SweepSpec, list[TrialRecord]]:
     """The directory of a sweep that has ended, with one trial that failed."""
     train = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}

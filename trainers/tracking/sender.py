@@ -109,10 +109,13 @@ class Tracking:
             except LeaseError:
                 self.is_over = True
             except Exception as error:
-                # A new sink and a new look at everything: nobody knows what the tracker took.
+                # A new sink and a new look at everything: nobody knows what the tracker took. It takes that first.
+                self.say(f"cannot be told now ({type(error).__name__}: {first_line(error)})")
+                if parts is not None:
+                    with contextlib.suppress(Exception):
+                        parts[0].close()
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s if self.failed else LOOK_EVERY_S)
                 self.asked_at, self.failed, parts = None, True, None
-                self.say(f"cannot be told now ({type(error).__name__}: {first_line(error)})")
                 if is_last:
                     return
             if not is_last:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np  # noqa: F401  (before wandb, which else leaves a stand-in for it to the threads of other trackers)
 import wandb
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 from trainers.storage import Storage
 from trainers.tracking.sink import Row, Sink, TrackedRun
+
+_HEAD, _BLOCK = 7, 32768
+"""Bytes of the head of a file and of each piece of a record, and of a block, over whose end no head goes."""
+_LAST_PIECES = (1, 4)  # of a record in one piece, and in several
 
 
 class WandbSink(Sink):
@@ -41,8 +48,27 @@ class WandbSink(Sink):
         )
         return run.id
 
+    def last_steps(self, run: str) -> dict[str, int] | None:
+        """By the server, or the files of earlier offline runs: what wandb took, and had not written, is gone with it.
+
+        None where no file is here: another host may have it.
+        """
+        opened = self._runs[run]
+        if opened.disabled:
+            return None
+        if not opened.offline:
+            last = opened.step - 1  # of all metrics: W&B takes no row of an earlier step
+            return dict.fromkeys(opened.summary.keys(), last) if opened.resumed else {}
+        settings = opened.settings
+        files = {*Path(settings.wandb_dir).glob(f"offline-run-*-{run}/run-{run}.wandb")} - {Path(settings.sync_file)}
+        found: dict[str, int] = {}
+        for values in (values for file in files for values in written(file)):
+            for name in values:
+                found[name] = max(int(values["_step"]), found.get(name, -1))
+        return found if files else None
+
     def log(self, run: str, rows: Sequence[Row]) -> None:
-        """A row of W&B's history for each step."""
+        """A row of W&B's history for each step. What a killed process loses of them, `last_steps` tells the next."""
         for row in rows:
             self._runs[run].log({**row.values, "_timestamp": row.time_s}, step=row.step)
 
@@ -62,3 +88,28 @@ class WandbSink(Sink):
     def close(self) -> None:
         """End wandb's own process, with what it still has to send."""
         wandb.teardown()
+
+
+def written(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of the history in an offline run's file, as far as it was written."""
+    for record in records(file):
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+
+def records(file: Path) -> Iterator[Record]:
+    """What an offline run's file holds, whose last record may not be whole: W&B's head, then LevelDB's log format."""
+    data, place, whole = file.read_bytes(), _HEAD, b""
+    while place + _HEAD <= len(data):
+        if (left := _BLOCK - place % _BLOCK) < _HEAD:  # padding
+            place += left
+            continue
+        length, kind = struct.unpack_from("<4xHB", data, place)
+        start, place = place + _HEAD, place + _HEAD + length
+        if place > len(data):
+            return
+        whole += data[start:place]
+        if kind in _LAST_PIECES:
+            yield Record.FromString(whole)
+            whole = b""
