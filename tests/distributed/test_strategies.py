@@ -565,6 +565,7 @@ def stacked(rank: int, world_size: int) -> list[tuple[list[float], list[float], 
     return found
 
 
+@pytest.mark.campaign
 def test_equal_blocks_of_a_sharded_model_share_one_graph(tmp_path: Path) -> None:
     """With activations computed again and with parameters gathered in bf16 too; unequal ones have one each."""
     graphs = []

@@ -40,7 +40,7 @@ MARKS: dict[str, Any] = {"setup": (), "checkpoint": (), "training 5": pytest.mar
 
 def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSpec:
     args = {"place": place, "failure": "sleep", **changes.pop("args", {})}
-    budgets = {"failure__hang_timeout_s": 15.0, "failure__phase_timeout_s": 15.0, "scaling__num_workers": workers}
+    budgets = {"failure__hang_timeout_s": 8.0, "failure__phase_timeout_s": 8.0, "scaling__num_workers": workers}
     made = tree(tmp_path, task="tests.tasks:Stuck", task_args=args, **{**budgets, **changes})
     return make_spec(made, "test", REPOSITORY, own_workers=False)
 
@@ -122,7 +122,7 @@ def test_a_rank_that_is_told_to_stop_keeps_what_it_has_first(tmp_path: Path) -> 
     assert (tmp_path / "stops").read_text() == "True"
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_stopped_rank_is_a_hang(tmp_path: Path) -> None:
     found = failed(tmp_path, "stop")
     assert found.status == "hung"

@@ -22,7 +22,7 @@ CASES = {
     "torchrun agent": (Fault("SIGKILL: torchrun", "signal", "torchrun", "SIGKILL", **_AT),),
 }
 
-LONG = ("local killed at a storage operation", "local stalled", "torchrun agent")
+LONG = ("local killed at a storage operation", "local stalled", "loader", "torchrun agent")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.campaign] * (name in LONG)) for name in CASES])

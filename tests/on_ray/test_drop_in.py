@@ -26,8 +26,8 @@ def run(command: Callable[..., Done], cluster: Cluster, directory: Path, way: st
 
 @pytest.fixture(scope="module")
 def ours(command: Callable[..., Done], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All sweeps of the script, from lanes."""
-    names = ("fails", "leaks", "stops", "train", "draws", "unseeded", "memory")
+    """Sweeps of the script, from lanes."""
+    names = ("fails", "leaks", "stops", "train", "draws")
     return run(command, cluster, tmp_path_factory.mktemp("ours"), "ours", *names)
 
 
@@ -83,9 +83,15 @@ def test_a_function_whose_reports_depend_on_the_trial_before_has_fresh_processes
     assert words.endswith(", not 0 (report 1 of rank 0)")
 
 
-def test_a_function_that_never_reports_the_same_stays_warm(ours: dict[str, Any]) -> None:
-    trials = ours["unseeded"]["trials"]
-    assert ours["unseeded"]["restarts"] == []
+@pytest.fixture(scope="module")
+def more(command: Callable[..., Done], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(command, cluster, tmp_path_factory.mktemp("more"), "ours", "unseeded", "memory")
+
+
+@pytest.mark.campaign
+def test_a_function_that_never_reports_the_same_stays_warm(more: dict[str, Any]) -> None:
+    trials = more["unseeded"]["trials"]
+    assert more["unseeded"]["restarts"] == []
     assert len({column(trial, "score")[0] for trial in trials}) == 3
     assert len({column(trial, "process")[0] for trial in trials}) < 3
 
@@ -97,12 +103,10 @@ def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str,
     assert ours["stops"]["restarts"] == []
 
 
-def test_a_batch_that_ran_out_of_memory_is_not_tried_again_nor_a_larger_one(ours: dict[str, Any]) -> None:
-    """One rank of two ran out, and the other waits for it in a collective: the trial ends, and the next ones run.
-
-    Other places than the backward pass: test_function_sweep.py.
-    """
-    fits, failed, larger, smaller = ours["memory"]["trials"]
+@pytest.mark.campaign  # test_function_sweep.py has the same of a sweep's file
+def test_a_batch_that_ran_out_of_memory_is_not_tried_again_nor_a_larger_one(more: dict[str, Any]) -> None:
+    """One rank of two ran out, and the other waits for it in a collective: the trial ends, and the next ones run."""
+    fits, failed, larger, smaller = more["memory"]["trials"]
     assert [column(trial, "score")[0] for trial in (fits, smaller)] == [16.0, 32.0]
     assert "out of memory" in failed["error"]
     why = "case.batch_size 128 is not tried: 64 ran out of memory with the same configuration"

@@ -57,7 +57,7 @@ def test_asked_to_stop_it_keeps_its_state_and_goes_on(tmp_path: Path, driver: An
     assert_equal_curves(rest, tmp_path, max_steps=steps, log_every_steps=10)
 
 
-@pytest.mark.full
+@pytest.mark.campaign  # test_lanes.py has one of a trial
 def test_a_hang_is_noticed_and_the_group_starts_again(tmp_path: Path, driver: Any) -> None:
     from trainers.on_ray.trainer import run_on_ray
 

@@ -20,7 +20,7 @@ ENDLESS = 10**8
 """Steps: only its stop ends a trial of so many."""
 
 
-@pytest.mark.parametrize("metrics", [METRICS, METRICS[:1]])
+@pytest.mark.parametrize("metrics", [METRICS, pytest.param(METRICS[:1], marks=pytest.mark.campaign)])
 def test_a_trial_ends_once_it_is_certain_to_be_beaten(
     tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, metrics: list[str]
 ) -> None:

@@ -42,10 +42,7 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One rank of two runs out of memory in a place; the driver is killed amid that, and `resume` goes on.
-
-    In the backward pass: test_drop_in.py.
-    """
+    """One rank of two runs out of memory in a place; the driver is killed amid that, and `resume` goes on."""
     note = tmp_path / "note"
     file = write(
         tmp_path,
@@ -56,7 +53,7 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
         },
         space={
             "train_loop_config.batch_size": [64, 128, 32],
-            "train_loop_config.place": ["forward", "optimizer"],
+            "train_loop_config.place": ["backward", "optimizer"],
         },
         objective={"metric": "loss"},
     )
@@ -74,13 +71,13 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     records = {(r.config["batch_size_per_worker"], r.config["train_loop_config.place"]): r for r in journal(spec)}
     assert len(records) == 6
     assert before.items() <= {path.name: path.read_text() for path in trials.iterdir()}.items()
-    for place in ("forward", "optimizer"):
+    for place in ("backward", "optimizer"):
         assert records[64, place].message.startswith("rank 1: OutOfMemoryError: CUDA out of memory")
         assert records[128, place].message.startswith("a batch of 128 is not tried: one of 64 ran out of memory")
         assert [records[size, place].status for size in (64, 128, 32)] == ["out_of_memory"] * 2 + ["done"]
     ran = note.read_text().split()
     assert not [line for line in ran if line.startswith("128")]
-    assert "batch_size_per_worker 32 with place forward has the lowest loss" in said
+    assert "batch_size_per_worker 32 with place backward has the lowest loss" in said
     assert names(tmp_path / "sweep" / "lanes" / "*") == []
 
     interrupted = signal.getsignal(signal.SIGINT)
@@ -90,7 +87,7 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     found = re.search(r"^done\n  loss (\S+)  epoch 2  words no number\n  checkpoint ", said, re.MULTILINE)
     assert found, said
     # Ray's own TorchTrainer has trained that: to the bit what the lane has.
-    assert float(found[1]) == records[32, "forward"].metrics["loss"]
+    assert float(found[1]) == records[32, "backward"].metrics["loss"]
 
 
 def kill(process: subprocess.Popen[Any]) -> None:

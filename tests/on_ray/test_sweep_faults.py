@@ -114,7 +114,8 @@ def test_records_that_vanish_are_written_again(tmp_path: Path, driver: Any) -> N
     assert read_saved(spec.uri).saved() == spec.saved()
 
 
-@pytest.mark.parametrize("kind", ["gcs_server", pytest.param("raylet", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["gcs_server", "raylet"])
 def test_a_dead_embedded_cluster_ends_the_command_in_a_sentence(tmp_path: Path, kind: str) -> None:
     file, pids = tmp_path / "sweep.yaml", tmp_path / "pids"
     tree = {

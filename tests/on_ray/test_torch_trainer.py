@@ -39,7 +39,7 @@ def test_worker_killed_resumes_with_an_equal_curve(tmp_path: Path, driver: Any) 
     assert result.checkpoint.endswith("step-000000000030")
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_run_goes_on_after_checkpoints_that_ray_knows_of_are_gone(tmp_path: Path, driver: Any) -> None:
     from trainers.on_ray.trainer import run_on_ray
 
