@@ -66,7 +66,8 @@ def test_trials_shorter_than_a_start_keep_their_actors(tmp_path: Path, driver: A
         return {actor.actor_id for actor in actors() if actor.class_name.endswith("ResourceTrainable")}
 
     before, pids = trial_actors(), tmp_path / "pids"
-    train = {"max_steps": 5, "task_args": {"pids": str(pids), "pause_s": 0.1}}
+    # However long the second lane takes to start, there are trials left for it.
+    train = {"max_steps": 5, "task_args": {"pids": str(pids), "pause_s": 0.1, "company_from": 6}}
     with watching("ray::LaneTrial") as seen:
         records = run(sweep(tmp_path, {"seed": list(range(20))}, train, lanes=2))
     assert {record.status for record in records} == {"done"}
@@ -102,7 +103,7 @@ def watching(title: str) -> Iterator[set[int]]:
 def test_equal_trials_of_a_random_search_end_at_once(tmp_path: Path, driver: Any) -> None:
     """One configuration is drawn again and again, and trained once; both lanes end their trials at the same time."""
     before = {actor.actor_id for actor in actors()}
-    train = {"max_steps": 5, "task_args": {"pause_s": 0.1}}
+    train = {"max_steps": 5, "task_args": {"pids": str(tmp_path / "pids"), "pause_s": 0.1, "company_from": 6}}
     keys: dict[str, Any] = {"search": "random", "budget": {"trials": 40}, "lanes": 2}
     records = run(sweep(tmp_path, {"seed": {"choice": list(range(20))}}, train, **keys))
     assert {record.status for record in records} == {"done"}
