@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -167,6 +168,20 @@ def test_what_wandb_had_not_written_when_its_process_was_killed_is_sent_again(tm
     (kept,) = wandb_runs(tmp_path / "wandb").values()
     assert [step for step, _ in kept.curves["loss"]] == list(range(1, 31))
     assert [step for step, _ in kept.curves["accuracy"]] == [7, 14, 21, 28]
+
+
+def test_what_wandb_has_online_is_what_its_server_says(tmp_path: Path) -> None:
+    """Less than was sent, where another process was killed. No server is here: its answers are made up."""
+    from trainers.tracking.wandb_sink import WandbSink
+
+    sink = WandbSink(None, Storage(str(tmp_path)))
+    answer = {"offline": False, "disabled": False, "resumed": True, "step": 31, "summary": {"loss": 0.5, "lr": 0.1}}
+    sink._runs["known"] = SimpleNamespace(**answer)
+    sink._runs["new"] = SimpleNamespace(**answer | {"resumed": False, "step": 0, "summary": {}})
+    sink._runs["disabled"] = SimpleNamespace(**answer | {"disabled": True})
+    assert sink.last_steps("known") == {"loss": 30, "lr": 30}
+    assert sink.last_steps("new") == {}
+    assert sink.last_steps("disabled") is None
 
 
 def a_sweep(tmp_path: Path, tracking: list[Any]) -> tuple[SweepSpec, list[TrialRecord]]:
