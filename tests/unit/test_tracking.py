@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any
 import pytest
 
 from tests.specs import make, tree
-from tests.tracking_sinks import Told
+from tests.tracking_sinks import Holding, Told
+from tests.waits import until
 from trainers import train
 from trainers.config.tracking import chosen
 from trainers.errors import ConfigError
 from trainers.measure import run_log
 from trainers.measure.run_log import RunLog, read_log, scalars
 from trainers.storage import Storage
+from trainers.tracking import sender
 from trainers.tracking.delivery import Delivery, read_sent
 from trainers.tracking.history import RunHistory, as_params
 from trainers.tracking.sink import Row
@@ -155,6 +158,29 @@ def test_what_was_sent_but_not_noted_is_asked_for(following: Following) -> None:
     following.send()
     assert following.curve == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert read_sent(following.run, "own:Sink")[""].last == sent.last == {"loss": 3}
+
+
+def test_what_a_sink_holds_that_has_failed_comes_before_the_next_one_asks(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender, "LOOK_EVERY_S", 0.01)
+    for name in ("kept", "failed", "held"):
+        monkeypatch.setattr(Holding, name, [])
+    log = RunLog(following.run)
+    for step in (1, 2, 3):
+        log.add(record(step, loss=0.5))
+    log.flush(3)
+    [tracker] = chosen(["tests.tracking_sinks:Holding"])
+    tracking = sender.Tracking(tracker, [], following.run, RunHistory)
+    thread = threading.Thread(target=tracking.follow, daemon=True)
+    thread.start()
+    until(lambda: Holding.failed, "the first one's failure")
+    tracking.how = "done"
+    tracking.ended.set()
+    thread.join()
+    assert (tracking.is_over, Holding.failed) == (True, [3])
+    assert [row.step for row in Holding.kept] == [1, 2, 3]
+    assert Holding.held == [], "it would come after the next one had asked"
 
 
 def test_a_tracker_that_lost_the_run_gets_all_of_it(following: Following) -> None:
