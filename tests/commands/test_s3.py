@@ -155,6 +155,7 @@ def _equal(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
+@pytest.mark.campaign
 def test_a_killed_run_goes_on(place: Place, tmp_path: Path, command: Command) -> None:
     """A run alone, sharded, its checkpoints in parts; without Ray."""
     task = {"task": "tests.commands.test_s3:Wide", "task_args": {"file": str(tmp_path / "ran")}}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.kills import EPOCHS, SAMPLES, STEPS_PER_EPOCH
 from tests.distributed.processes import printed_by, run_processes
-from tests.distributed.stream_kills import FIXED, IN_SUITE, SHARDS
+from tests.distributed.stream_kills import IN_SUITE, SHARDS
 from tests.distributed.test_collectives import run
 from tests.faults.s3 import installed
 from tests.specs import make
@@ -112,7 +112,6 @@ def test_killed_over_an_object_store_each_sample_comes_once_and_the_curve_is_the
             rows = range(len(of["losses"]) * 12)
             steps = [sorted(row % SAMPLES for row in rows[start : start + 12]) for start in rows[::12]]
             assert of["samples"] == steps, name
-    if kind in FIXED:
-        assert found["fixed"]["losses"] == found["unbroken"]["losses"], "bit-equal on as many workers"
+    assert found["fixed"]["losses"] == found["unbroken"]["losses"], "bit-equal on as many workers"
     assert found["moved"]["losses"] == pytest.approx(found["unbroken"]["losses"], rel=1e-12)
     assert len(found["moved"]["losses"]) == EPOCHS * STEPS_PER_EPOCH

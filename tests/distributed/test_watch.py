@@ -131,12 +131,12 @@ def test_a_stopped_rank_is_a_hang(tmp_path: Path) -> None:
     assert f"rank 1 did not answer and was ended by {signal.SIGKILL.name}" in found.message
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
         ("raise", "error: the run ended as `error`: rank 1: ValueError: injected: the task fails here (tasks.py:"),
-        pytest.param("kill", "Signal 9 (SIGKILL) received by PID", marks=pytest.mark.campaign),
+        ("kill", "Signal 9 (SIGKILL) received by PID"),
     ],
 )
 def test_torchrun_shows_the_first_cause(tmp_path: Path, command: Callable[..., Done], failure: str, words: str) -> None:

@@ -55,6 +55,7 @@ def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(ours: di
     assert column(retried, "loss")[0] == column(whole, "loss")[0]
 
 
+@pytest.mark.campaign
 def test_a_retried_trial_is_to_the_bit_what_ray_makes_of_it(
     ours: dict[str, Any], command: Callable[..., Done], cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -90,7 +90,7 @@ def test_a_drained_node_costs_its_trial_no_step(
     assert all(name.startswith("lane-") for name in spec.storage.names("lanes")), "what it kept is deleted"
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_what_serves_the_sweep_is_on_the_drivers_node(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     """Ray puts an actor without a CPU on any node: on one that may be taken back, or that is dead, which Ray learns
     half a minute later.
@@ -105,7 +105,7 @@ def test_what_serves_the_sweep_is_on_the_drivers_node(tmp_path: Path, cluster: C
     assert found == [here] * 8
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver: Any) -> None:
     """Its thread would call Ray after the connection is closed, and that ends the process with an error."""
     spec = sweep(tmp_path, {"seed": [1]})

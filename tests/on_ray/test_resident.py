@@ -159,6 +159,7 @@ def test_an_elastic_run_that_reserves_nothing_yet_gets_what_they_hold(sweep: Cal
         ray.get(coordinator.cancel_request.remote("an elastic run"))
 
 
+@pytest.mark.campaign
 def test_they_end_after_their_time(sweep: Callable[..., Done]) -> None:
     done = sweep("--keep_lanes_s", "1")
     assert done.code == 0, done.err
