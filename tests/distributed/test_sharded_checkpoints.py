@@ -96,7 +96,7 @@ def kept(path: Path, step: int = STEPS) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_any_number_of_ranks_goes_on_with_what_any_other_wrote(tmp_path: Path) -> None:
     before: str | None = None
     for number, (world_size, strategy) in enumerate(

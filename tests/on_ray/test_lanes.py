@@ -113,7 +113,7 @@ def test_resume_runs_only_what_has_no_record(tmp_path: Path, driver: Any) -> Non
         assert record.spent.began + record.spent.total_s <= record.end_time
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_fresh_isolation_gives_every_trial_its_own_process(tmp_path: Path, driver: Any) -> None:
     ran = tmp_path / "pids"
     spec = sweep(tmp_path, {"precision": ["fp32", "bf16"]}, {"task_args": {"pids": str(ran)}}, isolation="fresh")

@@ -14,7 +14,7 @@ from trainers.config.yaml import dump_yaml
 from tune.sweeps.spec import read_saved
 from tune.trials.journal import Journal
 
-pytestmark = [pytest.mark.ray, pytest.mark.full]
+pytestmark = [pytest.mark.ray, pytest.mark.campaign]  # tests/unit/test_tracking_clients.py has a sweep
 
 
 def test_every_tracker_has_the_sweep(
