@@ -79,7 +79,7 @@ def test_the_files_of_an_example(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHORT)
 def test_an_example_learns(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    spec = spec_of(name, tmp_path, precision="fp32")  # bf16 takes minutes on a CPU without instructions for it
+    spec = spec_of(name, tmp_path)
     result = train(spec)
     curve = losses(spec)
     assert len(curve) == result.steps >= 10

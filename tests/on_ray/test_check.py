@@ -40,7 +40,7 @@ def test_two_nodes_are_examined(
     assert between["mb_per_s"] > 0
     for node in report["nodes"]:
         assert errors or node["verdict"] != "bad"
-        assert abs(node["clock_offset_s"]) < 10.0, "one machine has one clock, and is seen late where it is busy"
+        assert abs(node["clock_offset_s"]) < 0.5, "one machine has one clock"
         assert {rate["kind"] for rate in node["rates"]} == {"matmul", "network", "local disk", "storage"}
         assert all(rate["value"] > 0 for rate in node["rates"])
     assert list((tmp_path / "shared").iterdir()) == [], "no marker is left"

@@ -88,7 +88,7 @@ def measure(sizes: list[int], steps: int = 1500, window: int = 75) -> NoiseScale
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sizes", [[16, 16], [8, 24], [30, 2], [2, 3, 5, 7, 15]], ids=str)
+@pytest.mark.parametrize("sizes", [[16, 16], [8] * 4, [24, 8], [8, 24], [30, 2], [1, 31], [2, 3, 5, 7, 15]], ids=str)
 def test_every_split_of_a_step_gives_the_analytic_noise_scale(sizes: list[int]) -> None:
     windows = measure(sizes, steps=2000, window=100).windows
     found = estimate(windows)

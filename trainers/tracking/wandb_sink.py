@@ -62,9 +62,9 @@ class WandbSink(Sink):
         settings = opened.settings
         files = {*Path(settings.wandb_dir).glob(f"offline-run-*-{run}/run-{run}.wandb")} - {Path(settings.sync_file)}
         found: dict[str, int] = {}
-        for values in (values for file in files for values in written(file)):
-            for name in values:
-                found[name] = max(int(values["_step"]), found.get(name, -1))
+        for file in files:
+            for values in written(file):
+                found |= {name: max(int(values["_step"]), found.get(name, -1)) for name in values}
         return found if files else None
 
     def log(self, run: str, rows: Sequence[Row]) -> None:
