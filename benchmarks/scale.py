@@ -127,8 +127,6 @@ def main(rounds: int, chosen: list[str], short: bool, keep: bool) -> None:
     if "parameters" in chosen:
         results["parameters"] = by_parameters(PARAMETERS[:-1] if short else PARAMETERS, rounds)
     if {"lanes", "trials"} & set(chosen):
-        import trainers.on_ray.environment  # noqa: F401 (before Ray, which reads it at import)
-
         # isort: split
         import ray
 

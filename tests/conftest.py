@@ -6,7 +6,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import trainers.on_ray.environment  # noqa: F401 (before anything imports Ray)
 from tests.waits import HANG_S, until
 
 if TYPE_CHECKING:
@@ -28,9 +26,11 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parent.parent
 
-# Tests of this session share one token and write none to the home directory.
-os.environ["RAY_AUTH_MODE"] = "token"
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
+# The suite's environment is a new user's: nothing of Ray's, Python's or ours is set, whoever runs it.
+_USERS_OWN = ("RAY_", "TUNE_", "PYTHON", "PACELINE_")
+if "PYTEST_SCRATCH" not in os.environ:
+    for _name in [name for name in os.environ if name.startswith(_USERS_OWN)]:
+        del os.environ[_name]
 
 # Prices are the shipped ones, whatever table this user keeps.
 os.environ["PACELINE_PRICES"] = str(REPOSITORY / "cluster/files/prices.csv")
@@ -43,7 +43,9 @@ IS_OWN = _given != _OWNER
 SCRATCH = Path(tempfile.mkdtemp(prefix="pl-", dir="/tmp") if IS_OWN else _scratch)
 os.environ["PYTEST_SCRATCH"] = f"{_OWNER}={SCRATCH}"
 os.environ["PACELINE_RESIDENT"] = "0"
-os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = str(SCRATCH)
+os.environ["TMPDIR"] = str(SCRATCH)
+os.environ["HOME"] = str(SCRATCH / "home")
+Path(os.environ["HOME"]).mkdir(exist_ok=True)
 tempfile.tempdir = None
 multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ignore[attr-defined]
 

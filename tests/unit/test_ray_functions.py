@@ -14,8 +14,10 @@ from trainers.errors import ConfigError
 from tune.ray.misfits import Misfits, sized
 from tune.ray.pool import most_lanes
 from tune.ray.shape import Shape, likely_scaling, makes_trainer
+from tune.ray.tuner import likely_shape
 
 WORKERS = 3
+SCALING = {"num_workers": 2}
 made: list[Any] = []
 
 
@@ -31,8 +33,28 @@ def named(config: dict[str, Any]) -> None:
     ScalingConfig(num_workers=WORKERS)
 
 
+def splatted(config: dict[str, Any]) -> None:
+    ScalingConfig(**SCALING)
+
+
+def elastic(config: dict[str, Any]) -> None:
+    ScalingConfig(num_workers=(1, 2))
+
+
 def computed(config: dict[str, Any]) -> None:
     ScalingConfig(num_workers=config["workers"], placement_strategy="SPREAD")
+
+
+def half_a_gpu(config: dict[str, Any]) -> None:
+    ScalingConfig(use_gpu=bool(config), resources_per_worker={"GPU": 0.5})
+
+
+def unknown_name(config: dict[str, Any]) -> None:
+    ScalingConfig(num_wokers=2)
+
+
+def labelled(config: dict[str, Any]) -> None:
+    ScalingConfig(num_workers=2, label_selector=[{"zone": "a"}, {"zone": "b"}])
 
 
 def test_the_likely_lane_is_read_and_not_run() -> None:
@@ -44,9 +66,19 @@ def test_the_likely_lane_is_read_and_not_run() -> None:
     assert likely_scaling(literal) == {"num_workers": 2, "use_gpu": False, "resources_per_worker": {"CPU": 2}}
     assert likely_scaling(named) == {"num_workers": 3}
     assert likely_scaling(enclosed) == {"num_workers": 4}
-    assert likely_scaling(computed) == {"placement_strategy": "SPREAD"}
+    assert likely_scaling(splatted) == SCALING
+    assert likely_scaling(computed) == {}, "half of it would be a guess at another group"
     assert likely_scaling(len) == likely_scaling(lambda config: None) == {}
     assert made == []
+
+
+@pytest.mark.parametrize(
+    ("driver", "num_workers"),
+    [(literal, 2), (splatted, 2), (elastic, 1), (computed, 1), (half_a_gpu, 1), (labelled, 2), (unknown_name, None)],
+)
+def test_no_guess_at_the_first_lane_fails_a_run(driver: Any, num_workers: int | None) -> None:
+    shape = likely_shape(driver)
+    assert (shape and shape.num_workers) == num_workers
 
 
 def TorchTrainer(*args: Any, **given: Any) -> None:
@@ -140,7 +172,14 @@ def test_what_ran_out_is_not_tried_again_and_smaller_sizes_are() -> None:
     assert why_not(128) is not None
     assert why_not(128, lr=0.3) is not None  # a rate takes no memory
     assert why_not(63) is None
-    for other in ({"precision": "bf16"}, {"layers": 2}, {"checkpointing": True}, {"function": "other"}):
+    others: list[dict[str, Any]] = [
+        {"precision": "bf16"},
+        {"layers": 2},
+        {"checkpointing": True},
+        {"function": "other"},
+        {"width_mult": 0.5},  # a number with a fraction may be a width
+    ]
+    for other in others:
         assert why_not(128, **other) is None
 
 

@@ -18,6 +18,7 @@ import ray
 import ray.train
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
+from ray.exceptions import AuthenticationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.config import TrainConfig
@@ -27,11 +28,14 @@ from trainers.errors import ClusterError, ConfigError, first_line
 from trainers.launch.spec import FunctionSpec, Job
 from trainers.on_ray import reaper
 from trainers.on_ray.capacity import capacity
-from trainers.on_ray.environment import run_environment
+from trainers.on_ray.environment import cluster_environment, run_environment
+from trainers.on_ray.own_token import OwnToken, where_the_token_is
 
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 20.0  # with all alive Ray takes one or two
+_put_back = contextlib.ExitStack()
+"""What an embedded cluster has changed in this process, put back when it ends."""
 
 
 def connect(show_workers: bool = True) -> None:
@@ -43,23 +47,72 @@ def connect(show_workers: bool = True) -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
-    several_nodes = ray_constants.ENABLE_RAY_CLUSTER
     if address == "local":
-        # As Ray has it on macOS and Windows: all of its ports, those for metrics too, are on the loopback alone.
-        ray_constants.ENABLE_RAY_CLUSTER = False
+        _start_embedded(show_workers)
+    else:
+        _join(address, show_workers)
+
+
+def _join(address: str, show_workers: bool) -> None:
     try:
-        with _keeping_sigterm(), run_environment():  # all processes of an embedded cluster have what this one has now
+        with _keeping_sigterm(), run_environment():
             context = ray.init(address=address, log_to_driver=show_workers, logging_level=logging.WARNING)
     except Exception as error:  # Ray raises whatever it meets, often a plain Exception
-        raise ClusterError(_unreached(address, error)) from error
+        raise ClusterError(_not_joined(address, error)) from error
+    _tell_dashboard(context)
+
+
+def _start_embedded(show_workers: bool) -> None:
+    """Start a cluster that ends with this process; what Ray changes in the environment is put back when it ends."""
+    _put_back.enter_context(_environment_as_before())
+    token = _put_back.enter_context(OwnToken())
+    several_nodes = ray_constants.ENABLE_RAY_CLUSTER
+    # As Ray has it on macOS and Windows: all of its ports, those for metrics too, are on the loopback alone.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with (
+            _keeping_sigterm(),
+            _without_token_warning(),
+            cluster_environment(),
+        ):  # all processes of the cluster have what this one has now
+            context = ray.init(address="local", log_to_driver=show_workers, logging_level=logging.WARNING)
+    except Exception as error:  # as above
+        _put_back.close()
+        raise ClusterError(_not_started(error)) from error
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = several_nodes
-    if address == "local":
-        atexit.register(disconnect)
-        if sys.platform == "linux":
-            reaper.start(_node().get_session_dir_path())
+    atexit.register(disconnect)
+    if sys.platform == "linux":
+        reaper.start(_node().get_session_dir_path(), token.directory)
+    _tell_dashboard(context)
+
+
+def _tell_dashboard(context: Any) -> None:
     if url := context.dashboard_url:
-        logger.info("dashboard: http://%s (it asks for the token that `ray get-auth-token` prints)", url)
+        logger.info("dashboard: http://%s%s", url, where_the_token_is())
+
+
+@contextlib.contextmanager
+def _without_token_warning() -> Iterator[None]:
+    """Ray warns of its own default, that a cluster has a token; `_tell_dashboard` says where it is."""
+    logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _environment_as_before() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            if name.startswith(("RAY_", "PYTHON")):
+                del os.environ[name]
 
 
 @contextlib.contextmanager
@@ -91,13 +144,18 @@ def disconnect() -> None:
             ray.shutdown()
     finally:
         impatient.cancel()
+        _put_back.close()
 
 
-def _unreached(address: str, error: Exception) -> str:
-    if address == "local":
-        where = f"its newest logs in {get_default_ray_temp_dir()} say why; on a machine that is busy, try again"
-        return f"Ray did not start on this machine: {first_line(error)} ({where})"
+def _not_started(error: Exception) -> str:
+    where = f"its newest logs in {get_default_ray_temp_dir()} say why; on a machine that is busy, try again"
+    return f"Ray did not start on this machine: {first_line(error)} ({where})"
+
+
+def _not_joined(address: str, error: Exception) -> str:
     rule = "it names the head of a running cluster, as host:6379; without it one starts on this machine"
+    if isinstance(error, AuthenticationError):
+        rule = "the cluster asks for a token: set RAY_AUTH_MODE=token, with the token in ~/.ray/auth_token"
     return f"Ray could not be joined at RAY_ADDRESS {address}: {first_line(error)} ({rule})"
 
 

@@ -1,11 +1,10 @@
-"""What Ray reads from the environment. The user's own settings are never overridden.
+"""What Ray reads from the environment. The user's own settings are never overridden, and no import changes any.
 
-at import:
-RAY_USAGE_STATS_ENABLED                 nothing is sent anywhere
-and, for an embedded cluster (no RAY_ADDRESS):
-RAY_AUTH_MODE                           token, as Ray's own default for a new cluster, without its warning
+while an embedded cluster starts, whose processes inherit it:
 PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
 RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its controller
+until an embedded cluster ends:
+RAY_AUTH_TOKEN_PATH                     a token of the cluster's own, where the user has none: see own_token.py
 while an embedded cluster starts, and while Ray Train has a run of ours, or lanes (others are as Ray has them):
 RAY_TRAIN_ENABLE_STATE_TRACKING         the run is visible in the dashboard
 RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the size of the group is chosen anew
@@ -25,9 +24,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-_IMPORT = {"RAY_USAGE_STATS_ENABLED": "0"}
 _EMBEDDED = {
-    "RAY_AUTH_MODE": "token",
     "PYTHONWARNINGS": "ignore:`ExecutionOptions.exclude_resources`",
     "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
 }
@@ -51,10 +48,9 @@ def embedded() -> bool:
     return os.environ.get("RAY_ADDRESS", "") in ("", "local")
 
 
-def set_environment() -> None:
-    """Set what the user has not set."""
-    for name, value in (_IMPORT | (_EMBEDDED if embedded() else {})).items():
-        os.environ.setdefault(name, value)
+def cluster_environment() -> contextlib.AbstractContextManager[None]:
+    """In a block in which an embedded cluster starts, set what the user has not set."""
+    return _set_for(_RUN | _EMBEDDED | {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"})
 
 
 def run_environment() -> contextlib.AbstractContextManager[None]:

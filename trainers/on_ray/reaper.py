@@ -3,10 +3,12 @@
 Ray's agents outlive a raylet that was killed by a minute, in which they tell a GCS that is dead too
 (ray/_private/process_watcher.py); a worker that was stopped notices nothing at all. Needs Linux.
 
-Run as: reaper.py SESSION, with Ray's directory of the session; it begins when its standard input ends.
+Run as: reaper.py SESSION [DIRECTORY], with Ray's directory of the session and one to delete; it begins when its
+standard input ends.
 """
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -21,9 +23,12 @@ _started: list[subprocess.Popen[bytes]] = []
 """Their pipes are closed by the end of this process."""
 
 
-def start(session: str) -> None:
-    """Start one beside this process."""
-    command, nowhere = [sys.executable, "-I", "-S", __file__, session], subprocess.DEVNULL
+def start(session: str, directory: Path | None = None) -> None:
+    """Start one beside this process, which deletes `directory` too."""
+    command = [sys.executable, "-I", "-S", __file__, session]
+    if directory is not None:
+        command.append(str(directory))
+    nowhere = subprocess.DEVNULL
     pipe = subprocess.PIPE
     _started.append(
         subprocess.Popen(  # noqa: S603 (our own file)
@@ -43,8 +48,8 @@ def processes(session: str) -> list[int]:
     return found
 
 
-def main(session: str) -> None:
-    """Wait for the driver's end; what has not ended by itself is killed."""
+def main(session: str, directory: str | None = None) -> None:
+    """Wait for the driver's end; what has not ended by itself is killed, and the directory deleted."""
     sys.stdin.read()
     deadline = time.monotonic() + GRACE_S
     while processes(session) and time.monotonic() < deadline:
@@ -52,7 +57,9 @@ def main(session: str) -> None:
     for pid in processes(session):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -130,9 +130,14 @@ class LaneWorker(RayTrainWorker):
 
 
 def shape_of(scaling: Any, runtime_env: Any = None, num_workers: int | None = None, labels: Any = None) -> Shape:
-    """Return the shape of the lanes on which a TorchTrainer with this scaling runs."""
+    """Return the shape of the lanes on which a TorchTrainer with this scaling runs.
+
+    `num_workers`: how many there are now; where it is not given, the least that the scaling allows.
+    """
+    if num_workers is None:
+        num_workers = min(scaling.num_workers) if isinstance(scaling.num_workers, tuple) else scaling.num_workers
     return Shape(
-        num_workers or int(scaling.num_workers),
+        int(num_workers),
         tuple(sorted(scaling._resources_per_worker_not_none.items())),
         scaling.placement_strategy,
         tuple(tuple(sorted(one.items())) for one in labels or []),

@@ -13,6 +13,9 @@ BATCH_KEYS = (
 )
 """Names of a batch size that are known; `Tuner(batch_key=...)` gives any other."""
 
+_NO_MEMORY = {"lr", "learning_rate", "weight_decay", "momentum", "betas", "eps", "warmup", "seed"}
+"""Names of numbers that take no memory whatever they are; any other may be a width or a share of layers."""
+
 
 @dataclass(frozen=True)
 class Sized:
@@ -21,7 +24,7 @@ class Sized:
     key: str
     size: int
     rest: str
-    """Everything but the size and numbers with a fraction: rates and probabilities take no memory."""
+    """Everything else that memory may depend on."""
 
 
 def sized(function: str, config: Mapping[str, Any], key: str | None = None) -> Sized | None:
@@ -37,7 +40,9 @@ def sized(function: str, config: Mapping[str, Any], key: str | None = None) -> S
             rule, fix = "must name a whole number of train_loop_config", f"it has {', '.join(known) or 'nothing'}"
             raise ConfigError("batch_key", key, rule, fix)
         return None
-    others = {name: value for name, value in known.items() if name != names[0] and not isinstance(value, float)}
+    others = {
+        name: value for name, value in known.items() if name != names[0] and name.rpartition(".")[2] not in _NO_MEMORY
+    }
     return Sized(names[0], size, f"{function} {sorted(others.items(), key=lambda item: item[0])!r}")
 
 

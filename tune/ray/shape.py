@@ -59,22 +59,32 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def likely_scaling(driver: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of the ScalingConfig that a trial's function makes, as far as its source has them as
-    literals or names from outside; of one worker where it has none. Nothing of it is run.
+    """Return the arguments of the ScalingConfig that a trial's function makes, read from its source without running it.
+
+    Returns:
+        Empty where the source makes none, or where an argument is neither a literal nor a name from outside.
     """
-    tree, names = ast.parse(""), dict[str, Any]()
-    with contextlib.suppress(OSError, TypeError, SyntaxError, ValueError):  # there is no source, or an empty cell
+    try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(driver)))
         outside = inspect.getclosurevars(driver)
-        names = {**outside.globals, **outside.nonlocals}
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        if ast.unparse(call.func).rpartition(".")[2] == "ScalingConfig":
-            found = {}
-            for keyword in call.keywords:
-                with contextlib.suppress(ValueError, KeyError):
-                    value = keyword.value
-                    found[str(keyword.arg)] = (
-                        names[value.id] if isinstance(value, ast.Name) else ast.literal_eval(value)
-                    )
-            return found
+    except (OSError, TypeError, SyntaxError, ValueError):  # there is no source, or an empty cell
+        return {}
+    names = {**outside.globals, **outside.nonlocals}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "ScalingConfig":
+            return _arguments(node, names)
     return {}
+
+
+def _arguments(call: ast.Call, names: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for keyword in call.keywords:
+        try:
+            value = names[keyword.value.id] if isinstance(keyword.value, ast.Name) else ast.literal_eval(keyword.value)
+        except (KeyError, ValueError):
+            return {}
+        if keyword.arg is None:
+            found.update(value)  # **SCALING
+        else:
+            found[keyword.arg] = value
+    return found

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import sys
 import time
 import uuid
@@ -19,7 +20,9 @@ from tune.ray import trainer
 from tune.ray.internals import is_stopped, report_in_process, shape_of
 from tune.ray.lane import reserve, start_workers
 from tune.ray.pool import Pool
-from tune.ray.shape import likely_scaling, makes_trainer
+from tune.ray.shape import Shape, likely_scaling, makes_trainer
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _HOLD_S, _WAIT_S = 60.0, 0.02
@@ -121,17 +124,27 @@ class Tuner(tune.Tuner):
             return super().fit()
         if not ray.is_initialized():
             ray.init()
-        # All that the first trial needs starts at once; its own process takes as long.
-        shape = shape_of(ray.train.ScalingConfig(**likely_scaling(self._driver)))
-        group = reserve(shape)
-        actors = start_workers(shape, group)
+        shape = likely_shape(self._driver)
+        if shape is not None:  # what the first trial needs starts at once: its own process takes as long
+            group = reserve(shape)
+            actors = start_workers(shape, group)
         pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote(self._compares)
-        pool.prepare.remote(shape, group, actors)
+        if shape is not None:
+            pool.prepare.remote(shape, group, actors)
         try:
             return super().fit()
         finally:
             self.restarts = ray.get(pool.close.remote())
             ray.kill(pool)
+
+
+def likely_shape(driver: Callable[[dict[str, Any]], Any]) -> Shape | None:
+    """Guess the workers of a driver's first trial; None where the trial itself has to say."""
+    try:
+        return shape_of(ray.train.ScalingConfig(**likely_scaling(driver)))
+    except Exception:  # a guess fails no run, whatever it met
+        logger.debug("no lane is started before the first trial", exc_info=True)
+        return None
 
 
 class _Pace(tune.Callback):

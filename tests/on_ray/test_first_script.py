@@ -1,0 +1,83 @@
+"""A new user's shell: the first script runs, and nothing of theirs is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.waits import HANG_S
+
+pytestmark = [pytest.mark.ray]
+
+
+def stranger(home: Path, *command: str) -> str:
+    """Run Python with nothing in its environment but PATH and a new HOME; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(home),
+            "PYTHONPATH": str(REPOSITORY),
+            "TMPDIR": os.environ["TMPDIR"],
+        },
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("how", ["ours-first", "init-first", "no-init"])
+def test_the_drop_in_runs_whatever_comes_first(how: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("first_script.py")
+    assert "DOUBLES [2, 4] []" in stranger(tmp_path, str(script), how)
+
+
+_BESIDE_RAY = """
+import json, os, pkgutil, sys
+import ray, ray.train, ray.tune
+before = dict(os.environ)
+import cluster, trainers, tune
+for package in (cluster, trainers, tune):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__") and not module.name.endswith("_sink"):
+            __import__(module.name)
+
+def changed():
+    return {name: os.environ.get(name) for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+
+print(json.dumps(changed()))
+from trainers.on_ray.connect import connect, disconnect
+connect()
+is_protected = os.environ["RAY_AUTH_MODE"] == "token"
+disconnect()
+print(json.dumps(changed()))
+ray.init(num_cpus=1, include_dashboard=False)
+print(json.dumps([is_protected, ray.get(ray.remote(lambda: 1).remote())]))
+"""
+
+
+def test_neither_imports_nor_a_cluster_of_ours_change_the_environment(tmp_path: Path) -> None:
+    by_import, after_cluster, ray_beside = stranger(tmp_path, "-c", _BESIDE_RAY).strip().split("\n")[-3:]
+    assert json.loads(by_import) == json.loads(after_cluster) == {}
+    assert json.loads(ray_beside) == [True, 1]
+
+
+_COMMAND = """
+from trainers.on_ray.connect import connect
+connect()
+"""
+
+
+def test_an_embedded_cluster_leaves_no_token_behind(tmp_path: Path) -> None:
+    """Ray would write one to ~/.ray, after which every `ray start` of this user asks for it."""
+    stranger(tmp_path, "-c", _COMMAND)
+    assert not (tmp_path / ".ray").exists()
