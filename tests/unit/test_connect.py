@@ -39,15 +39,19 @@ def test_a_cluster_of_this_process_s_own_is_for_this_machine_alone(
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray._private.worker, "_global_node", SimpleNamespace(get_session_dir_path=lambda: "/session"))
+    node = SimpleNamespace(get_session_dir_path=lambda: "/session", live_processes=list)
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     reaped: list[str] = []
-    monkeypatch.setattr(reaper, "start", reaped.append)
+    monkeypatch.setattr(reaper, "start", lambda session, token: reaped.append(session))
     if fails:
         where = f"joined at RAY_ADDRESS {address}" if several_nodes else "start on this machine"
         with pytest.raises(ClusterError, match=rf"{where}: The current node timed out during startup\. \("):
             connect()
     else:
         connect()
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
+        disconnect()
     assert seen == [(address or "local", several_nodes)]
     assert reaped == (["/session"] if address != "10.0.0.7:6379" and not fails and sys.platform == "linux" else [])
     assert ray_constants.ENABLE_RAY_CLUSTER

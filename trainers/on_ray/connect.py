@@ -70,11 +70,7 @@ def _start_embedded(show_workers: bool) -> None:
     # As Ray has it on macOS and Windows: all of its ports, those for metrics too, are on the loopback alone.
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        with (
-            _keeping_sigterm(),
-            _without_token_warning(),
-            cluster_environment(),
-        ):  # all processes of the cluster have what this one has now
+        with _keeping_sigterm(), _without_token_warning(), cluster_environment():  # its processes inherit it
             context = ray.init(address="local", log_to_driver=show_workers, logging_level=logging.WARNING)
     except Exception as error:  # as above
         _put_back.close()
