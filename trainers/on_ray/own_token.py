@@ -13,7 +13,12 @@ from types import TracebackType
 from typing import Self
 
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
-from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, Config, get_authentication_mode
+from ray._raylet import (  # type: ignore[attr-defined] # compiled
+    AuthenticationMode,
+    AuthenticationTokenLoader,
+    Config,
+    get_authentication_mode,
+)
 
 _PATH = "RAY_AUTH_TOKEN_PATH"
 
