@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all aws-lab lint format bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults soak
+.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults soak
 
 install: .venv/installed
 
@@ -65,6 +65,10 @@ lint: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# What a reader has to read: tokens, files, keys, commands.
+size: install
+	$(BIN)/python -m tests.size
 
 # A short form of each on a CPU; the long one takes hours, goes on where it stopped today, and its figures are kept.
 bench bench-full: install
