@@ -15,8 +15,8 @@ import pytest
 import cluster.__main__
 import trainers.__main__
 import tune.__main__
-from tests.faults.fuzz import laughs
 from tests.unit.cluster_files import LOCAL, TYPES, Change, broken, drop, put, write
+from tests.unit.test_fuzz import laughs
 from trainers.config import TrainConfig
 from trainers.config.model import Settings, build
 from trainers.config.overrides import override
