@@ -155,14 +155,6 @@ def _equal(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-@pytest.mark.campaign
-def test_a_killed_run_goes_on(place: Place, tmp_path: Path, command: Command) -> None:
-    """A run alone, sharded, its checkpoints in parts; without Ray."""
-    task = {"task": "tests.commands.test_s3:Wide", "task_args": {"file": str(tmp_path / "ran")}}
-    file = tmp_path / "train.yaml"
-    file.write_text(dump_yaml({**BASE, **task}))
-    train_killed(str(file), place, tmp_path, command)
-    assert place.proxy.spoiled, "nothing was injected"
 
 
 @pytest.mark.campaign
