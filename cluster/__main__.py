@@ -180,13 +180,9 @@ def stop() -> int:
 
 
 def status() -> int:
-    """Say which cluster `start` keeps on this machine, and which lanes are kept for the next sweep."""
+    """Say which cluster `start` keeps on this machine."""
     known = residents.cluster()
     print("no cluster is kept on this machine" if known is None else f"cluster {known['address']}, pid {known['pid']}")
-    for found in residents.drivers().values():
-        lanes = f"{found['lanes']:g} lane{'s' * (found['lanes'] != 1)}"
-        doing = "runs a sweep" if found["busy"] else f"keeps {lanes} for {found['for_s']:.0f} s"
-        print(f"driver on {found['address']}, pid {found['pid']}: {doing}")
     return 0
 
 

@@ -53,9 +53,6 @@ def stop() -> bool:
     """Stop the cluster of this machine, and what runs on it; returns whether there was one."""
     known, place = residents.cluster(), residents.directory()
     if known is not None and place is not None:
-        for driver, found in residents.drivers().items():
-            if found["address"] == known["address"]:
-                residents.ask(driver, {"end": True})
         _end(known["pid"], place)
     residents.note_cluster(None)
     return known is not None
