@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import ray
 import ray.train
 from ray import cloudpickle
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
@@ -31,8 +32,6 @@ from trainers.on_ray.vital_signs import end_actors
 from trainers.storage import Storage
 from tune.lanes.controller import LaneCallback
 from tune.lanes.mailbox import Mailbox
-from tune.lanes.placement import beside_driver
-from tune.trials.microbatch_bounds import PastBound
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +42,18 @@ _MAKE_S = 10.0
 _IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
-def start_mailbox(
-    sweep: Storage, path: tuple[str, ...] = (), compares: bool = False, past: Sequence[PastBound] = ()
-) -> Any:
+def start_mailbox(sweep: Storage, path: tuple[str, ...] = (), compares: bool = False) -> Any:
     """The mailbox of the sweep in a directory: an actor; the arguments are a Mailbox's."""
-    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path, compares, past)
+    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path, compares)
+
+
+def beside_driver() -> dict[str, Any]:
+    """Options of an actor that serves the whole sweep: without a CPU, on the driver's node.
+
+    Ray would put it on any node, one that may be taken back included, and the sweep would end with that node.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return {"num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
 
 
 @dataclass

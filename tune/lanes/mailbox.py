@@ -9,7 +9,6 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,7 +21,6 @@ from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
 from tune.lanes.roll import Roll
-from tune.trials.microbatch_bounds import PastBound
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +39,16 @@ class Mailbox:
         sweep: Storage | None = None,
         path: tuple[str, ...] = (),
         compares: bool = False,
-        past: Sequence[PastBound] = (),
     ) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept. `path`: the directories of the
         task's module. `compares`: training functions are run once more on a warm lane, which must give the same.
-        `past` is what earlier sweeps have found to fit.
         """
         show_life()
         self._arrived = asyncio.Condition()
         self._lanes = Roll()
         self._closed = False
         self._sweep, self._path = sweep, path
-        self._microbatches = Microbatches(sweep, past)
+        self._microbatches = Microbatches(sweep)
         self._trials: dict[str, Submission] = {}
         self._queue: deque[str] = deque()
         self._running: dict[int, str] = {}
@@ -168,7 +164,7 @@ class Mailbox:
                     if trial.function is not None and self._sweep is not None:
                         own = self._sweep.child("lanes", trial.assignment.trial)
                         trial.assignment = replace(trial.assignment, storage=own)
-                    elif trial.assignment.storage is None and self._sweep is not None:
+                    elif self._sweep is not None:
                         # Of this submission alone: a driver that was killed may have left another's.
                         refuge = self._sweep.child("lanes", ticket.replace("/", "-"))
                         trial.assignment = replace(trial.assignment, refuge=refuge)
@@ -197,8 +193,8 @@ class Mailbox:
             if self._comparison.may_take(trial, lane):
                 self._queue.remove(trial.assignment.ticket)
                 if device:
-                    known = self._microbatches.bounds(trial, device), self._microbatches.hint(trial, device)
-                    trial.assignment = replace(trial.assignment, microbatch_bounds=known[0], microbatch_hint=known[1])
+                    bounds = self._microbatches.bounds(trial, device)
+                    trial.assignment = replace(trial.assignment, microbatch_bounds=bounds)
                 return trial
         return instead
 
@@ -222,10 +218,6 @@ class Mailbox:
             self._queue = deque(waiting for waiting in self._queue if not self._refused(self._trials[waiting]))
             if (words := await self._microbatches.keep()) is not None:
                 self.say(words)
-
-    async def learned(self) -> list[dict[str, Any]]:
-        """What the sweep has found of microbatches, for later ones."""
-        return self._microbatches.learned()
 
     async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
         """Keep an evaluation of a running trial, but not twice where the trial was started again; returns whether the
@@ -375,7 +367,7 @@ class Mailbox:
             state.orphaned = state.orphaned or (state.assignment.trial == trial and not state.cancelled)
 
     async def adopt(self, name: str) -> str | None:
-        """The ticket of a trial or stage whose Tune actor has died, for its next one; None where there is none."""
+        """The ticket of a trial whose Tune actor has died, for its next one; None where there is none."""
         for ticket, state in self._trials.items():
             if state.orphaned and ticket.rpartition("/")[0] == name:
                 state.orphaned = False
@@ -398,11 +390,6 @@ class Mailbox:
         async with self._arrived:
             self._closed = True
             self._arrived.notify_all()
-
-    async def sources(self) -> set[str]:
-        """The runs with whose checkpoints queued and running trials begin: they must not be deleted."""
-        live = [self._trials[ticket] for ticket in (*self._queue, *self._running.values()) if ticket in self._trials]
-        return {trial.assignment.source for trial in live if trial.assignment.source is not None}
 
     async def heard(self, trial: str) -> list[Event]:
         """The evaluations of a trial so far, and its end, of the submission that got furthest."""

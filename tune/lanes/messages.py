@@ -54,20 +54,16 @@ class Assignment:
     """The largest microbatch that may still fit, where one is known not to."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
     """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
-    microbatch_hint: int | None = None
-    """The one to try first, by what fitted in earlier sweeps."""
     until: Until = field(default_factory=Until)
     """What ends it before its last step."""
     watches: tuple[str, ...] = ()
     """Metrics that the sweep decides by."""
     storage: Storage | None = None
-    """Directory of its run, or of what a training function stores; None: it keeps nothing."""
+    """Directory of what a training function stores; None of a task, which keeps nothing."""
     source: str | None = None
     """Directory of the run whose newest checkpoint it begins with."""
     refuge: Storage | None = None
     """Where it keeps its state when its node is taken away, if it keeps nothing else."""
-    until_epoch: float | None = None
-    """Where the stage of a population's trial ends."""
     sweep: str = ""
     """The sweep's name."""
     path: tuple[str, ...] = ()

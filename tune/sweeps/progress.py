@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,6 @@ class Progress(tune.Callback):
         self._train = spec.train
         self._ahead: set[str] = set()
         """Trials that were given to lanes before Tune has started them."""
-        self._purposes: dict[str, Any] = {}
         self._statuses: Counter[str] = Counter()
         self._best: tuple[float, TrialRecord] | None = None
         self._notes = 0
@@ -163,10 +162,10 @@ class Progress(tune.Callback):
 
         To the mailbox they are trials whose actors have died, which the actors then go on with.
         """
-        if self._started or self._config.scheduler == "pbt":
+        if self._started:
             return
         for trial in trials:
-            name = self._name(trial)
+            name = _name(trial)
             if name not in self._ahead and self._journal.find(name) is None:
                 self._ahead.add(name)
                 self._mailbox.submit.remote(assignment_of(unwrap(trial.config), self._train, self._config.objective))
@@ -216,14 +215,13 @@ class Progress(tune.Callback):
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial gets its actor."""
         self._pace.trial_started(trial.trial_id)
-        name = self._name(trial)
-        suggestion = unwrap(trial.config)
-        self.seen[name], self._purposes[name] = suggestion.trial, suggestion.purpose or "trial"
+        name = _name(trial)
+        self.seen[name] = unwrap(trial.config)
         self._started.setdefault(name, time.time())
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial has ended, or was stopped: a line on the terminal."""
-        name = self._name(trial)
+        name = _name(trial)
         with self._noting_failure():
             self._record(name, self.reasons.get(trial.trial_id, "stopped by the search"))
         record = self.records.get(name)
@@ -239,7 +237,7 @@ class Progress(tune.Callback):
         parts = [
             f"trial {self._statuses.total()}/{self._plan.total or '?'}",
             shown_config(record.config),
-            record.status if record.purpose == "trial" else f"{record.purpose} {record.status}",
+            record.status,
             f"{record.samples_per_s:,.0f} samples/s" if record.samples_per_s else "",
             figures,
             record.message,
@@ -249,12 +247,12 @@ class Progress(tune.Callback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial's actor has failed and it starts another: what runs on a lane goes on."""
         with self._noting_failure():
-            ray.get(self._mailbox.orphan.remote(self._name(trial)))
-            self.terminal.say(f"trial {self._name(trial)}: its Tune actor has died ({_cause(trial)}); another goes on")
+            ray.get(self._mailbox.orphan.remote(_name(trial)))
+            self.terminal.say(f"trial {_name(trial)}: its Tune actor has died ({_cause(trial)}); another goes on")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when it gives a trial up: it has no result, and was not stopped by anybody."""
-        what = f"trial {self._name(trial)} was given up: its Tune actor failed {trial.num_failures} times"
+        what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times"
         self.failure = self.failure or PacelineError(f"{what}, at last of {_cause(trial)}")
 
     @contextmanager
@@ -286,18 +284,18 @@ class Progress(tune.Callback):
         """The record of a trial as its lane has told it: of its own end, or else as one that was stopped."""
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
-        stage = self._journal.newest_stage(name) if self._config.scheduler == "pbt" else None
-        if stage is not None:
-            begun = len(stage.curve) and stage.curve[-1]["step"]
-            reports = [*stage.curve, *(row for row in reports if row["step"] > begun)]
-        outcome = events[-1].outcome if events and stage is None else None
+        outcome = events[-1].outcome if events else None
         if not reports and outcome is None:
             return None
-        config, started = (self.seen[name], self._started[name]) if stage is None else (stage.config, stage.started)
-        objective, price = self._config.objective, self._plan.lane_usd_per_hour
-        outcome = outcome or {"status": "stopped", "message": why_stopped}
-        record = make_record(name, config, objective, started, reports, outcome, price, self._purposes[name])
-        return record if stage is None else replace(record, schedule=stage.schedule)
+        return make_record(
+            name,
+            self.seen[name],
+            self._config.objective,
+            self._started[name],
+            reports,
+            outcome or {"status": "stopped", "message": why_stopped},
+            self._plan.lane_usd_per_hour,
+        )
 
     def record_rest(self, is_over_budget: bool) -> None:
         """Record the trials that the end of a budget has cut off; raise where one is missing for no such reason."""
@@ -318,12 +316,10 @@ class Progress(tune.Callback):
         if gone:
             self.terminal.say(f"{len(gone)} records had vanished from storage, and were written again")
 
-    def _name(self, trial: Any) -> str:
-        """Our id of one of Tune's trials; Tune keeps that of a population's trial, whose configuration changes."""
-        if self._config.scheduler == "pbt":
-            return str(trial)
-        suggestion = unwrap(trial.config)
-        return trial_id(suggestion.trial, suggestion.purpose or "trial")
+
+def _name(trial: Any) -> str:
+    """Our id of one of Tune's trials."""
+    return trial_id(unwrap(trial.config))
 
 
 def _cause(trial: Any) -> str:
