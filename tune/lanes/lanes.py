@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from trainers.storage import Storage
 from tune.lanes.controller import LaneCallback
 from tune.lanes.mailbox import Mailbox
 from tune.lanes.placement import beside_driver
-from tune.trials.microbatch_bounds import PastBound
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +42,9 @@ _MAKE_S = 10.0
 _IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
-def start_mailbox(
-    sweep: Storage, path: tuple[str, ...] = (), compares: bool = False, past: Sequence[PastBound] = ()
-) -> Any:
+def start_mailbox(sweep: Storage, path: tuple[str, ...] = (), compares: bool = False) -> Any:
     """The mailbox of the sweep in a directory: an actor; the arguments are a Mailbox's."""
-    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path, compares, past)
+    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path, compares)
 
 
 @dataclass

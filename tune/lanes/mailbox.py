@@ -9,7 +9,6 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
 from tune.lanes.roll import Roll
-from tune.trials.microbatch_bounds import PastBound
+from tune.objective import meets
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +35,20 @@ class Mailbox:
 
     hold_s = 60.0
 
-    def __init__(
-        self,
-        sweep: Storage | None = None,
-        path: tuple[str, ...] = (),
-        compares: bool = False,
-        past: Sequence[PastBound] = (),
-    ) -> None:
+    def __init__(self, sweep: Storage | None = None, path: tuple[str, ...] = (), compares: bool = False) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept. `path`: the directories of the
         task's module. `compares`: training functions are run once more on a warm lane, which must give the same.
-        `past` is what earlier sweeps have found to fit.
         """
         show_life()
         self._arrived = asyncio.Condition()
         self._lanes = Roll()
         self._closed = False
-        self._begin(sweep, path, compares, past)
+        self._begin(sweep, path, compares)
 
-    async def begin(
-        self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound] = ()
-    ) -> None:
+    async def begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool) -> None:
         """Serve another sweep, with the lanes that are up; or, without one, a training run."""
         used = self._comparison.used
-        self._begin(sweep, path, compares, past)
+        self._begin(sweep, path, compares)
         self._comparison.used = used
 
     async def renew(self) -> None:
@@ -67,9 +57,9 @@ class Mailbox:
             self._lanes.renew(self._comparison.used)
             self._arrived.notify_all()
 
-    def _begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound]) -> None:
+    def _begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool) -> None:
         self._sweep, self._path = sweep, path
-        self._microbatches = Microbatches(sweep, past)
+        self._microbatches = Microbatches(sweep)
         self._trials: dict[str, Submission] = {}
         self._queue: deque[str] = deque()
         self._running: dict[int, str] = {}
@@ -89,7 +79,7 @@ class Mailbox:
 
     async def submit(self, assignment: Assignment) -> str:
         """Queue a trial, or go on with what an actor of it that died has submitted; returns the ticket of either."""
-        if (adopted := await self.adopt(assignment.ticket.rpartition("/")[0])) is not None:
+        if (adopted := self._adopted(assignment.ticket.rpartition("/")[0])) is not None:
             return adopted
         trial = self._trials[assignment.ticket] = Submission(assignment)
         await self._drop_checkpoints(trial)  # of a start that was cut off
@@ -188,7 +178,7 @@ class Mailbox:
                     if trial.function is not None and self._sweep is not None:
                         own = self._sweep.child("lanes", trial.assignment.trial)
                         trial.assignment = replace(trial.assignment, storage=own)
-                    elif trial.assignment.storage is None and self._sweep is not None:
+                    elif self._sweep is not None:
                         # Of this submission alone: a driver that was killed may have left another's.
                         refuge = self._sweep.child("lanes", ticket.replace("/", "-"))
                         trial.assignment = replace(trial.assignment, refuge=refuge)
@@ -217,8 +207,8 @@ class Mailbox:
             if self._comparison.may_take(trial, lane):
                 self._queue.remove(trial.assignment.ticket)
                 if device:
-                    known = self._microbatches.bounds(trial, device), self._microbatches.hint(trial, device)
-                    trial.assignment = replace(trial.assignment, microbatch_bounds=known[0], microbatch_hint=known[1])
+                    known = self._microbatches.bounds(trial, device)
+                    trial.assignment = replace(trial.assignment, microbatch_bounds=known)
                 return trial
         return instead
 
@@ -247,10 +237,6 @@ class Mailbox:
             self._queue = deque(waiting for waiting in self._queue if not self._refused(self._trials[waiting]))
             if (words := await self._microbatches.keep()) is not None:
                 self.say(words)
-
-    async def learned(self) -> list[dict[str, Any]]:
-        """What the sweep has found of microbatches, for later ones."""
-        return self._microbatches.learned()
 
     async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
         """Keep an evaluation of a running trial, but not twice where the trial was started again; returns whether the
@@ -281,7 +267,7 @@ class Mailbox:
                 trial.assignment = replace(trial.assignment, begun=begun)
             del trial.reports[attempt, number]
             is_over = self._comparison.is_over(trial, time.time() - trial.started)
-            ends = trial.cancelled or self._closed or is_over or trial.assignment.until.reached(report.row)
+            ends = trial.cancelled or self._closed or is_over or meets(trial.assignment.target, report.row)
             report.goes_on.set_result(not ends)
         return await report.goes_on
 
@@ -399,8 +385,8 @@ class Mailbox:
         for state in self._trials.values():
             state.orphaned = state.orphaned or (state.assignment.trial == trial and not state.cancelled)
 
-    async def adopt(self, name: str) -> str | None:
-        """The ticket of a trial or stage whose Tune actor has died, for its next one; None where there is none."""
+    def _adopted(self, name: str) -> str | None:
+        """The ticket of a trial whose Tune actor has died, for its next one; None where there is none."""
         for ticket, state in self._trials.items():
             if state.orphaned and ticket.rpartition("/")[0] == name:
                 state.orphaned = False
@@ -423,11 +409,6 @@ class Mailbox:
         async with self._arrived:
             self._closed = True
             self._arrived.notify_all()
-
-    async def sources(self) -> set[str]:
-        """The runs with whose checkpoints queued and running trials begin: they must not be deleted."""
-        live = [self._trials[ticket] for ticket in (*self._queue, *self._running.values()) if ticket in self._trials]
-        return {trial.assignment.source for trial in live if trial.assignment.source is not None}
 
     async def heard(self, trial: str) -> list[Event]:
         """The evaluations of a trial so far, and its end, of the submission that got furthest."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from trainers.errors import RunFailedError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import fixed_size, key_of
-from tune.trials.record import Until
 
 if TYPE_CHECKING:
     from trainers.launch.spec import Job, RunSpec
@@ -54,20 +53,16 @@ class Assignment:
     """The largest microbatch that may still fit, where one is known not to."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
     """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
-    microbatch_hint: int | None = None
-    """The one to try first, by what fitted in earlier sweeps."""
-    until: Until = field(default_factory=Until)
-    """What ends it before its last step."""
+    target: dict[str, float] = field(default_factory=dict)
+    """A metric and the value that end it before its last step; empty where nothing does."""
     watches: tuple[str, ...] = ()
     """Metrics that the sweep decides by."""
     storage: Storage | None = None
-    """Directory of its run, or of what a training function stores; None: it keeps nothing."""
+    """Directory of what a training function stores; None: it stores nothing."""
     source: str | None = None
-    """Directory of the run whose newest checkpoint it begins with."""
+    """Where it has kept its state when its node was taken away, and goes on from; None: it begins at its start."""
     refuge: Storage | None = None
     """Where it keeps its state when its node is taken away, if it keeps nothing else."""
-    until_epoch: float | None = None
-    """Where the stage of a population's trial ends."""
     sweep: str = ""
     """The sweep's name."""
     path: tuple[str, ...] = ()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import trainers.loop.fit  # noqa: F401 (all that a run imports belongs to the baseline)
 from trainers.causes import failure_of
-from trainers.config.yaml import dump_yaml
 from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, grow_segments, total_memory_bytes
 from trainers.devices.group import Group
@@ -30,46 +29,40 @@ from trainers.storage import Storage
 from tune.lanes.leftovers import adopt_orphans
 from tune.lanes.messages import Assignment
 from tune.lanes.process_state import Baseline
-from tune.trials.record import CPU_PRESSURE
+from tune.objective import meets
 
 _IDLE_S = 20.0  # an idle lane's ranks meet this often, well within the process group's timeout
 
 
 class LaneContext(WorkerContext):
-    """RunContext of a trial in a lane: reports to the mailbox, and keeps nothing but a population's stages."""
+    """RunContext of a trial in a lane: reports to the mailbox, and keeps nothing."""
 
     def __init__(
         self, mailbox: Any, lane: int, assignment: Assignment, gauges: Gauges, may_drain: bool = False
     ) -> None:
         """`may_drain`: whether Ray may say that the lane's node will be taken away."""
-        super().__init__(assignment.storage, "lane")
+        super().__init__(None, "lane")
         self._may_drain, self._asked_s = may_drain, 0.0  # the lane has asked before it took the trial
         self.refuge = assignment.refuge
         self._mailbox, self._lane, self._gauges = mailbox, lane, gauges
-        self._ticket, self._stop, self._until = assignment.ticket, False, assignment.until
+        self._ticket, self._stop, self._target = assignment.ticket, False, assignment.target
         self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds
-        self.microbatch_hint = assignment.microbatch_hint
         self.source = None if assignment.source is None else Storage(assignment.source)
-        self.until_epoch, self.watches = assignment.until_epoch, assignment.watches
+        self.watches = assignment.watches
         self._used: dict[str, float] = {}
         """What this rank has used so far: the least that all ranks will have."""
-        self._pressure = Pressure() if CPU_PRESSURE in assignment.watches else None
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Rank 0 tells the mailbox of an evaluation, and hears whether the trial should go on."""
         if self.rank == 0 and checkpoint is None:
-            share = None if self._pressure is None else self._pressure.share()
-            used = self._used if share is None else {**self._used, CPU_PRESSURE: share}
-            goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics | used))
-            self._stop = self._stop or not goes_on or self._until.reached(metrics)
+            goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics | self._used))
+            self._stop = self._stop or not goes_on or meets(self._target, metrics)
 
     def observe(self, figures: dict[str, float]) -> None:
         """The figures of whatever trial the lane runs."""
         self._gauges.set(figures)
         found = {"peak_memory_bytes": figures.get("peak_bytes"), "energy_j": figures.get("energy_j")}
         self._used |= {name: value for name, value in found.items() if name in self.watches and value is not None}
-        if self.rank == 0:
-            self._stop = self._stop or self._until.measured(figures)
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether the search has stopped the trial."""
@@ -212,7 +205,7 @@ def _function() -> Any:
 
 def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges, may_drain: bool) -> dict[str, Any]:
     """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
-    path, source = assignment.path, assignment.trial
+    path, trial = assignment.path, assignment.trial
     if (run := assignment.run) is not None:
         of_run = RunInLane(run.storage)
         with _shown(mailbox, of_run.rank, run.quiet), telling(run, of_run):
@@ -223,10 +216,7 @@ def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges, may_dr
             return {"status": "done", "answer": job.execute(context).to_json()}
         except Exception as error:
             return _failed(error, context)
-    if context.storage is not None and context.rank == 0:  # so that `python -m trainers evaluate` finds its way
-        found = {"task_dir": path[0]} if path else {}
-        context.storage.write("config.yaml", dump_yaml({**assignment.tree, **found}).encode())
-    return _outcome(RunSpec(assignment.tree, path, f"trial {source}", ""), context)
+    return _outcome(RunSpec(assignment.tree, path, f"trial {trial}", ""), context)
 
 
 def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
@@ -239,7 +229,7 @@ def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
             return {"status": error.status, "message": str(error)}
         return _failed(error, context)
     total_s = time.monotonic() - clock
-    # On the lane whose node was taken away; of a population's stage, which has storage, it is the stage's before.
+    # Of a trial, on the lane whose node was taken away; a training run, which has storage, may be days old.
     elsewhere_s = result.earlier_time_s if context.storage is None else 0.0
     spent = {
         "began": began,

@@ -1,22 +1,18 @@
-"""The report's figures: of trials (throughput, memory, curves, time to target), with those of keys, time and search."""
+"""The report's figures: of trials (throughput, memory, curves, time to target), with those of keys and time."""
 
 import math
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from statistics import median
 from typing import Any
 
 from tune.config import SweepConfig
 from tune.report.canvas import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
 from tune.report.figure_data import FigureData
-from tune.report.front_figure import front_figure
 from tune.report.key_figures import every_key, set_axis
-from tune.report.search_figures import beliefs, course
 from tune.report.time_figure import timeline
 from tune.report.words import is_number, memory_unit, printable, span, time_unit
 from tune.search.finalists import finals
-from tune.search.frontier_grid import Frontier
-from tune.search.history import Past
 from tune.trials.record import TrialRecord
 
 _MARKERS = "os^Dv*"
@@ -28,23 +24,12 @@ _ROW = 0.09  # of the height of the axes: one row of trials that ran out of memo
 Points = list[tuple[float, float]]  # a trial's evaluations: training time, s, and a metric
 
 
-def figures(
-    config: SweepConfig,
-    records: list[TrialRecord],
-    best: TrialRecord | None,
-    train: Mapping[str, Any] | None = None,
-    past: Sequence[Past] = (),
-) -> list[Figure]:
-    """Draw the figures that the records have data for; search frontier needs `train`, the TrainConfig mapping, and
-    what it has heard of the `past`.
-    """
+def figures(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None) -> list[Figure]:
+    """Draw the figures that the records have data for."""
     data = FigureData(config, records, best)
     with styled():
-        searched = config.search == "frontier" and train is not None
-        believed = beliefs(data, Frontier(config, train or {}, past)) if searched else None
-        trade = front_figure(data) if config.objective.metrics else pareto(data)
-        drawn = [throughput(data), memory(data), curves(data), targets(data), believed, trade, every_key(data)]
-        drawn += [course(data), timeline(data)]
+        drawn = [throughput(data), memory(data), curves(data), targets(data), pareto(data)]
+        drawn += [every_key(data), timeline(data)]
     return [figure for figure in drawn if figure]
 
 

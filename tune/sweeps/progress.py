@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,6 @@ class Progress(tune.Callback):
         self._train = spec.train
         self._ahead: set[str] = set()
         """Trials that were given to lanes before Tune has started them."""
-        self._purposes: dict[str, Any] = {}
         self._statuses: Counter[str] = Counter()
         self._best: tuple[float, TrialRecord] | None = None
         self._notes = 0
@@ -163,7 +162,7 @@ class Progress(tune.Callback):
 
         To the mailbox they are trials whose actors have died, which the actors then go on with.
         """
-        if self._started or self._config.scheduler == "pbt":
+        if self._started:
             return
         for trial in trials:
             name = self._name(trial)
@@ -198,7 +197,7 @@ class Progress(tune.Callback):
         for lane in self._busy:
             self._lane_busy.set(float(lane in state["running"]), {"run": run, "lane": str(lane)})
         spent_s = time.monotonic() - self._began
-        view = View(self._config, self._plan.total, self._statuses, state, self.seen, self._best, spent_s)
+        view = View(self._config, self._plan.num_trials, self._statuses, state, self.seen, self._best, spent_s)
         self.terminal.update(view)
         if now - self._written >= WRITE_EVERY_S:
             self._written = now
@@ -208,7 +207,7 @@ class Progress(tune.Callback):
                 )
                 for lane, one in sorted(state["running"].items())
             ]
-            live = Live("running", self._plan.total, len(state["lanes"]), running)
+            live = Live("running", self._plan.num_trials, len(state["lanes"]), running)
             if live != self._live:
                 self._live = live
                 write_live(self._storage, live)
@@ -217,8 +216,7 @@ class Progress(tune.Callback):
         """Called by Tune when a trial gets its actor."""
         self._pace.trial_started(trial.trial_id)
         name = self._name(trial)
-        suggestion = unwrap(trial.config)
-        self.seen[name], self._purposes[name] = suggestion.trial, suggestion.purpose or "trial"
+        self.seen[name] = unwrap(trial.config)
         self._started.setdefault(name, time.time())
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -237,9 +235,9 @@ class Progress(tune.Callback):
             self._best = (value, record)
         figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
         parts = [
-            f"trial {self._statuses.total()}/{self._plan.total or '?'}",
+            f"trial {self._statuses.total()}/{self._plan.num_trials}",
             shown_config(record.config),
-            record.status if record.purpose == "trial" else f"{record.purpose} {record.status}",
+            record.status,
             f"{record.samples_per_s:,.0f} samples/s" if record.samples_per_s else "",
             figures,
             record.message,
@@ -286,18 +284,12 @@ class Progress(tune.Callback):
         """The record of a trial as its lane has told it: of its own end, or else as one that was stopped."""
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
-        stage = self._journal.newest_stage(name) if self._config.scheduler == "pbt" else None
-        if stage is not None:
-            begun = len(stage.curve) and stage.curve[-1]["step"]
-            reports = [*stage.curve, *(row for row in reports if row["step"] > begun)]
-        outcome = events[-1].outcome if events and stage is None else None
+        outcome = events[-1].outcome if events else None
         if not reports and outcome is None:
             return None
-        config, started = (self.seen[name], self._started[name]) if stage is None else (stage.config, stage.started)
-        objective, price = self._config.objective, self._plan.lane_usd_per_hour
         outcome = outcome or {"status": "stopped", "message": why_stopped}
-        record = make_record(name, config, objective, started, reports, outcome, price, self._purposes[name])
-        return record if stage is None else replace(record, schedule=stage.schedule)
+        config, started, price = self.seen[name], self._started[name], self._plan.lane_usd_per_hour
+        return make_record(name, config, self._config.objective, started, reports, outcome, price)
 
     def record_rest(self, is_over_budget: bool) -> None:
         """Record the trials that the end of a budget has cut off; raise where one is missing for no such reason."""
@@ -319,11 +311,8 @@ class Progress(tune.Callback):
             self.terminal.say(f"{len(gone)} records had vanished from storage, and were written again")
 
     def _name(self, trial: Any) -> str:
-        """Our id of one of Tune's trials; Tune keeps that of a population's trial, whose configuration changes."""
-        if self._config.scheduler == "pbt":
-            return str(trial)
-        suggestion = unwrap(trial.config)
-        return trial_id(suggestion.trial, suggestion.purpose or "trial")
+        """Our id of one of Tune's trials."""
+        return trial_id(unwrap(trial.config))
 
 
 def _cause(trial: Any) -> str:

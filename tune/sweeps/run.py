@@ -25,21 +25,17 @@ from trainers.on_ray.connect import check_cluster, connect, energy_is_counted
 from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
-from tune.knowledge.taken import past_bounds
 from tune.lanes.kept import resident
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.words import duration
 from tune.search import ray_search
 from tune.sweeps.explained import explain_best
-from tune.sweeps.learning import here, leave, take, words
 from tune.sweeps.plan import SweepPlan
-from tune.sweeps.population_trial import PopulationTrial
 from tune.sweeps.progress import Interrupted, Pace, Progress
 from tune.sweeps.repeats import run_repeats
 from tune.sweeps.spec import SweepSpec, save
 from tune.sweeps.trial import LaneTrial
 from tune.trials.journal import Journal
-from tune.trials.microbatch_bounds import PastBound
 from tune.trials.record import TrialRecord
 
 logger = logging.getLogger(__name__)
@@ -62,16 +58,12 @@ def run_sweep(
     _time_left_s(spec)
     plan = _plan(spec, checked)
     journal = Journal(spec.storage)
-    # A grid and a random search come to their old trials again; optuna and frontier go on from them.
-    before = journal.records() if spec.config.search in ("optuna", "frontier") else []
-    at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
-    where = here(spec, plan.use_gpu)
-    taken = take(spec, where)
-    given = spec.train, journal.records, spec.past()
-    search = ray_search.searcher(spec.config, at_a_time, _objectives(spec, before), *given)
-    lanes, keep = _lanes(spec, plan, past_bounds(taken))
+    # A grid and a random search come to their old trials again; optuna goes on from them.
+    before = [one for one in journal.records() if one.purpose == "trial"] if spec.config.search == "optuna" else []
+    search = ray_search.searcher(spec.config, plan.num_at_once if plan.is_independent else plan.num_lanes, before)
+    lanes, keep = _lanes(spec, plan)
     mailbox, is_auto = lanes.mailbox, spec.config.lanes == "auto"
-    pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
+    pace = Pace(search, mailbox, plan.num_trials if plan.is_independent else None)
 
     def grow() -> None:
         """Start further lanes where the cluster has grown."""
@@ -103,9 +95,6 @@ def run_sweep(
                 explain_best(spec, list(progress.records.values()), mailbox, lanes.settle, progress.tick)
             progress.restore_records()
             save(spec)
-            if taken:
-                (facts if facts is not None else {})["knowledge"] = words(taken)
-            leave(spec, where, list(progress.records.values()), ray.get(mailbox.learned.remote()))
             if restarts := _restarts(ray.get(mailbox.restarts.remote())):
                 progress.terminal.say(f"lanes started again: {restarts}")
                 (facts if facts is not None else {})["lane_restarts"] = restarts
@@ -127,11 +116,11 @@ def run_sweep(
     return [progress.records[name] for name in names if name in progress.records]
 
 
-def _lanes(spec: SweepSpec, plan: SweepPlan, bounds: Sequence[PastBound]) -> tuple[Lanes, Callable[[], None]]:
+def _lanes(spec: SweepSpec, plan: SweepPlan) -> tuple[Lanes, Callable[[], None]]:
     """Return the lanes of a sweep, kept ones where there are, and what to call once it has ended well."""
     is_fresh, is_patient = spec.config.isolation == "fresh", spec.config.lanes == "auto"
     compares = spec.is_of_function and spec.config.compare and not is_fresh
-    given = spec.storage, spec.path, compares, bounds
+    given = spec.storage, spec.path, compares
     scaling, use_gpu, at_once = plan.train.scaling, plan.use_gpu, plan.num_at_once
     key = scaling, use_gpu, spec.is_of_function
     kept = resident[0] if resident else None
@@ -190,18 +179,17 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
     device_type = check_cluster(run)
     if checked:
         require_sound(spec.uri)
-    if "energy_j" in spec.config.objective.decisive and not spec.is_of_function and not energy_is_counted(device_type):
-        key = "objective.metrics" if spec.config.objective.metrics else "objective.metric"
+    if spec.config.objective.metric == "energy_j" and not spec.is_of_function and not energy_is_counted(device_type):
         who = "GPU's driver (NVML)" if device_type == "cuda" else "powercap counter (RAPL) that may be read"
         rule = f"cannot be measured: no {who} tells it"
         fix = "remove it, or let Paceline read /sys/class/powercap/*/energy_uj"
-        raise ConfigError(key, "energy_j", rule, fix, spec.source)
+        raise ConfigError("objective.metric", "energy_j", rule, fix, spec.source)
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
     for precision in () if spec.is_of_function else plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
     lanes, workers = plan.num_lanes, plan.train.scaling.max_workers
     groups = f"{lanes} lane{'s' * (lanes > 1)} of {workers} worker{'s' * (workers > 1)}"
-    logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.total or "?", groups)
+    logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.num_trials, groups)
     return plan
 
 
@@ -225,12 +213,6 @@ def _time_left_s(spec: SweepSpec) -> float | None:
     return left_s
 
 
-def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[dict[str, Any], list[float]]]:
-    """The configurations of ended trials and their objectives, the worst for those that have none."""
-    objective = spec.config.objective
-    return [(one.config, ray_search.values_of(objective, one)) for one in records]
-
-
 def _tuner(
     spec: SweepSpec,
     plan: SweepPlan,
@@ -241,36 +223,31 @@ def _tuner(
     time_left_s: float | None,
 ) -> tune.Tuner:
     config, objective = spec.config, spec.config.objective
-    population = config.scheduler == "pbt"
     trainable = tune.with_resources(
         tune.with_parameters(
-            PopulationTrial if population else LaneTrial,
+            LaneTrial,
             mailbox=mailbox,
             sweep=spec.storage,
             train=spec.train,
             objective=objective.model_dump(),
             usd_per_hour=plan.lane_usd_per_hour,
-            **({"interval": config.pbt.perturbation_interval} if population else {}),
         ),
         {_driver_node(): 1e-4},  # Tune refuses a trial without resources; this one takes nothing from the lanes
     )
-    scheduler = ray_search.population_scheduler(config) if population else None
+    scheduler: Any = None
     if config.ends_beaten:
-        scheduler = ray_search.BeatenScheduler(objective, progress.records, plan.lane_usd_per_hour, progress.reasons)
+        scheduler = ray_search.BeatenScheduler(objective, progress.records, progress.reasons)
     if config.scheduler == "asha":
         scheduler = AsyncHyperBandScheduler(metric="objective", mode=objective.direction, max_t=10_000)
-    journal = Journal(spec.storage)
-    space = ray_search.population_space(config, journal) if population else ray_search.tune_space(config)
     return tune.Tuner(
         trainable,
-        param_space=space,
+        param_space=ray_search.tune_space(config),
         tune_config=tune.TuneConfig(
             num_samples=ray_search.num_samples(config, num_before),
             search_alg=search,
             scheduler=scheduler,
             reuse_actors=True,
             time_budget_s=time_left_s,
-            trial_name_creator=ray_search.member_name if population else None,
         ),
         run_config=tune.RunConfig(
             name="tune",

@@ -18,12 +18,7 @@ from trainers.launch.spec import make_function_spec, make_spec, read_file, read_
 from trainers.lease import fenced
 from trainers.storage import Storage, storage_uri
 from tune.config import Range, SweepConfig, sample_values
-from tune.knowledge.taken import past
 from tune.search.finalists import repeats_to_run
-from tune.search.frontier import Ended
-from tune.search.frontier_grid import Frontier
-from tune.search.history import Past
-from tune.search.population import population
 from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
@@ -65,12 +60,8 @@ class SweepSpec:
 
     @property
     def num_trials(self) -> int:
-        """Trials that the search makes; of `search: frontier` an estimate."""
+        """Trials that the search makes."""
         return planned_trials(self.config)
-
-    def past(self) -> list[Past]:
-        """Return what earlier sweeps have found, as this one has heard it."""
-        return past(self.storage, self.config, self.train)
 
     def saved(self) -> dict[str, Any]:
         """What the sweep's directory keeps for `resume`."""
@@ -185,13 +176,8 @@ def is_complete(spec: SweepSpec, records: list[TrialRecord] | None = None) -> bo
     config, records = spec.config, Journal(spec.storage).records() if records is None else records
     if config.search == "optuna":
         return len(records) >= spec.num_trials
-    if config.search == "frontier":
-        has_ended = bool(records) and isinstance(Frontier(config, spec.train, spec.past()).next(records), Ended)
-    else:
-        names = [trial_id(trial) for trial in grid(config)[: config.budget.trials]]
-        if config.scheduler == "pbt":
-            names = [name for name, _ in population(config)]
-        has_ended = bool(names) and {record.id for record in records}.issuperset(names)
+    names = [trial_id(trial) for trial in grid(config)[: config.budget.trials]]
+    has_ended = bool(names) and {record.id for record in records}.issuperset(names)
     return has_ended and not repeats_to_run(config, spec.train, records)
 
 
@@ -207,8 +193,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         before = read_mapping(storage, SAVED)
         now = spec.saved()
         then, train = (_with_defaults(saved.get("train"), storage.locate(SAVED)) for saved in (before, now))
-        is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
-        keys = ["space", "search", "seed", "objective", *(["scheduler"] if is_population else [])]
+        keys = ["space", "search", "seed", "objective"]
         pairs = {key: (before.get(key), now.get(key)) for key in keys}
         for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
             if key not in ("task_dir", "scaling", "tracking"):

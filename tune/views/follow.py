@@ -202,11 +202,10 @@ class Follow:
         what = [record.id for record in records], kind == "ended"
         if spec is None or (self._drawn is not None and self._drawn[0] == what and self._figures[0] == what[0]):
             return
-        # What the search says of its end it can say only then.
-        found = answer(spec.config, records, spec.train if kind == "ended" else None, spec.past())
+        found = answer(spec.config, records)
         began = self._clock()
         if self._figures[0] != what[0] and (began >= self._may_draw or kind in ("ended", "cut")):
-            self._figures = what[0], figures(spec.config, records, found.best, spec.train, spec.past())
+            self._figures = what[0], figures(spec.config, records, found.best)
             self._drawing_s = self._clock() - began
             self._may_draw = self._clock() + self._drawing_s / _SHARE
         if self._drawn is not None and self._drawn[0] == what and self._drawn[1]["figures"] is self._figures[1]:
@@ -216,5 +215,5 @@ class Follow:
             resolved = build_run(tree, "best.yaml").tree() if tree is not None else spec.train
         except ConfigError:  # of a version with other keys
             resolved = tree or spec.train
-        args = spec.storage, spec.config, spec.train, resolved, records, read_environment(spec.storage), found
+        args = spec.storage, spec.config, resolved, records, read_environment(spec.storage), found
         self._drawn = what, contents(*args, drawn=self._figures[1])
