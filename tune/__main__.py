@@ -31,7 +31,6 @@ _Sweep = Annotated[str, Field(title="SWEEP.yaml", description="a file or URI")]
 _Directory = Annotated[str, Field(description="a sweep's directory or URI")]
 _SWEEPS = "two or more sweeps' directories or URIs, the first to compare with"
 _NoCheck = Annotated[bool, Field(description="do not look at the nodes first")]
-_STORE = "where sweeps are kept (default: $PACELINE_STORAGE, else ./results)"
 _FINAL = "how long the training with the winner takes; default: as a trial"
 _SHARE = "price of spot machines as a share of on-demand; default: by the price table"
 _REGIONS = "choose of these regions; may be repeated; default: all that the price table knows"
@@ -102,24 +101,6 @@ def compare(
             rule = f"cannot be written ({error.strerror})"
             raise ConfigError("--html", html, rule, "name a file in a directory of yours") from error
         print(f"page: {html}")
-    return 0
-
-
-def knowledge(
-    *,
-    storage_path: Annotated[str | None, Field(title="URI", description=_STORE)] = None,
-    explain: Annotated[str | None, Field(title="DIRECTORY", description="say what this sweep began with")] = None,
-    delete: Annotated[tuple[str, ...], Field(title="ID", description="forget this sweep; may be repeated")] = (),
-) -> int:
-    """List what sweeps have found, say what a sweep took from that, or delete some of it."""
-    from tune.views import known
-
-    if explain is not None:
-        lines = known.explained(explain)
-    else:
-        lines = known.delete(storage_path, delete) if delete else known.listed(storage_path)
-    for line in lines:
-        print(line)
     return 0
 
 
@@ -231,7 +212,6 @@ def main(argv: list[str] | None = None) -> int:
         "report": report,
         "watch": watch,
         "compare": compare,
-        "knowledge": knowledge,
         "track": track,
         "plan": plan,
     }

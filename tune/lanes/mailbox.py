@@ -21,6 +21,7 @@ from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
 from tune.lanes.roll import Roll
+from tune.objective import meets
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,7 @@ class Mailbox:
 
     hold_s = 60.0
 
-    def __init__(
-        self,
-        sweep: Storage | None = None,
-        path: tuple[str, ...] = (),
-        compares: bool = False,
-    ) -> None:
+    def __init__(self, sweep: Storage | None = None, path: tuple[str, ...] = (), compares: bool = False) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept. `path`: the directories of the
         task's module. `compares`: training functions are run once more on a warm lane, which must give the same.
         """
@@ -67,7 +63,7 @@ class Mailbox:
 
     async def submit(self, assignment: Assignment) -> str:
         """Queue a trial, or go on with what an actor of it that died has submitted; returns the ticket of either."""
-        if (adopted := await self.adopt(assignment.ticket.rpartition("/")[0])) is not None:
+        if (adopted := self._adopted(assignment.ticket.rpartition("/")[0])) is not None:
             return adopted
         trial = self._trials[assignment.ticket] = Submission(assignment)
         await self._drop_checkpoints(trial)  # of a start that was cut off
@@ -248,7 +244,7 @@ class Mailbox:
                 trial.assignment = replace(trial.assignment, begun=begun)
             del trial.reports[attempt, number]
             is_over = self._comparison.is_over(trial, time.time() - trial.started)
-            ends = trial.cancelled or self._closed or is_over or trial.assignment.until.reached(report.row)
+            ends = trial.cancelled or self._closed or is_over or meets(trial.assignment.target, report.row)
             report.goes_on.set_result(not ends)
         return await report.goes_on
 
@@ -366,7 +362,7 @@ class Mailbox:
         for state in self._trials.values():
             state.orphaned = state.orphaned or (state.assignment.trial == trial and not state.cancelled)
 
-    async def adopt(self, name: str) -> str | None:
+    def _adopted(self, name: str) -> str | None:
         """The ticket of a trial whose Tune actor has died, for its next one; None where there is none."""
         for ticket, state in self._trials.items():
             if state.orphaned and ticket.rpartition("/")[0] == name:

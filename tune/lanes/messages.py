@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from trainers.errors import RunFailedError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import fixed_size, key_of
-from tune.trials.record import Until
 
 if TYPE_CHECKING:
     from trainers.launch.spec import Job
@@ -54,14 +53,14 @@ class Assignment:
     """The largest microbatch that may still fit, where one is known not to."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
     """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
-    until: Until = field(default_factory=Until)
-    """What ends it before its last step."""
+    target: dict[str, float] = field(default_factory=dict)
+    """A metric and the value that end it before its last step; empty where nothing does."""
     watches: tuple[str, ...] = ()
     """Metrics that the sweep decides by."""
     storage: Storage | None = None
-    """Directory of what a training function stores; None of a task, which keeps nothing."""
+    """Directory of what a training function stores; None: it stores nothing."""
     source: str | None = None
-    """Directory of the run whose newest checkpoint it begins with."""
+    """Where it has kept its state when its node was taken away, and goes on from; None: it begins at its start."""
     refuge: Storage | None = None
     """Where it keeps its state when its node is taken away, if it keeps nothing else."""
     sweep: str = ""

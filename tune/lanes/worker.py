@@ -27,6 +27,7 @@ from trainers.storage import Storage
 from tune.lanes.leftovers import adopt_orphans
 from tune.lanes.messages import Assignment
 from tune.lanes.process_state import Baseline
+from tune.objective import meets
 
 _IDLE_S = 20.0  # an idle lane's ranks meet this often, well within the process group's timeout
 
@@ -42,7 +43,7 @@ class LaneContext(WorkerContext):
         self._may_drain, self._asked_s = may_drain, 0.0  # the lane has asked before it took the trial
         self.refuge = assignment.refuge
         self._mailbox, self._lane, self._gauges = mailbox, lane, gauges
-        self._ticket, self._stop, self._until = assignment.ticket, False, assignment.until
+        self._ticket, self._stop, self._target = assignment.ticket, False, assignment.target
         self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds
         self.source = None if assignment.source is None else Storage(assignment.source)
         self.watches = assignment.watches
@@ -53,7 +54,7 @@ class LaneContext(WorkerContext):
         """Rank 0 tells the mailbox of an evaluation, and hears whether the trial should go on."""
         if self.rank == 0 and checkpoint is None:
             goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics | self._used))
-            self._stop = self._stop or not goes_on or self._until.reached(metrics)
+            self._stop = self._stop or not goes_on or meets(self._target, metrics)
 
     def observe(self, figures: dict[str, float]) -> None:
         """The figures of whatever trial the lane runs."""

@@ -11,7 +11,7 @@ from tune.objective import TO_TARGET
 from tune.report.answer import objective_value
 from tune.report.canvas import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
 from tune.report.figure_data import Axis, FigureData, cut
-from tune.report.words import amount, duration, is_number, memory_unit, metric_words, printable, shown, span, time_unit
+from tune.report.words import amount, duration, is_number, memory_unit, printable, shown, span, time_unit
 from tune.search.finalists import finals
 from tune.trials.record import TrialRecord
 
@@ -67,8 +67,8 @@ def objective(data: FigureData) -> Figure | None:
         notes.append(f"Not drawn: {', '.join(axis.label for axis in left_out)}.")
     marks = marks[:_MOST_TRIALS]
     panels = [_against_key(data, axis, marks, f"objective{at or ''}") for at, axis in enumerate(drawn)]
-    title = metric if metric_words(metric) == metric else metric_words(metric).capitalize()
-    return Figure.of_panels(printable(title), " ".join(notes), panels)
+    title = "Time to target" if metric == "time_to_target" else printable(metric)
+    return Figure.of_panels(title, " ".join(notes), panels)
 
 
 def _marks(data: FigureData) -> list[Mark]:
@@ -96,20 +96,21 @@ def _marks(data: FigureData) -> list[Mark]:
 def _against_key(data: FigureData, axis: Axis, marks: list[Mark], name: str) -> Figure:
     """Draw one panel."""
     metric = data.config.objective.metric
-    label, size = metric_words(metric), 1.0
+    label, size = printable(metric), 1.0
     if metric == "time_to_target":
         size, unit = time_unit(marks[-1].value)
-        label += f", {unit}"
+        label = f"time to target, {unit}"
     canvas = Canvas(name)
     for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
         x, color = axis.position(mark.record), data.color(mark.record)
-        for ends, look in ((mark.between, {"linewidth": 1, "alpha": 0.5}), (mark.repeated, {"linewidth": 2.4})):
-            if ends is not None:
-                canvas.axes.plot([x, x], [end / size for end in ends], color=color, zorder=2, **look)
+        if mark.between:
+            canvas.axes.plot([x, x], [end / size for end in mark.between], color=color, linewidth=1, alpha=0.5)
+        if mark.repeated:
+            canvas.axes.plot([x, x], [end / size for end in mark.repeated], color=color, linewidth=2.4)
         large = 8.5 if data.is_best(mark.record) else 5
         text = data.tip(mark.record, mark.text)
-        look = {"marker": "o", "markersize": large, "zorder": 3, "linestyle": "none", "clip_on": False}
-        canvas.mark(x, mark.value / size, text, color, **look)
+        look: dict[str, Any] = {"marker": "o", "markersize": large, "zorder": 3, "linestyle": "none"}
+        canvas.mark(x, mark.value / size, text, color, clip_on=False, **look)
     _set_axis(axis, canvas)
     canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     canvas.axes.set_ylabel(label)

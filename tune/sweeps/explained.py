@@ -39,7 +39,7 @@ def explain_best(
     seconds = min(_MOST_S, _SHARE * sum(record.spent.training_s for record in records if record.spent))
     if not spec.config.explain or spec.is_of_function or seconds < _LEAST_S:
         return
-    best = answer(spec.config, records, spec.train, spec.past()).best
+    best = answer(spec.config, records).best
     known = read_explained(spec.storage)
     if best is None or (known is not None and known.trial == best.id):
         return

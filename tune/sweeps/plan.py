@@ -35,9 +35,7 @@ class SweepPlan:
     train: RunConfig
     """The run that trials vary; the worker group of each lane has its shape."""
     num_trials: int
-    """Trials that the search makes; of `search: frontier` an estimate."""
-    total: int | None
-    """The same; None where it is not certain."""
+    """Trials that the search makes."""
     is_independent: bool
     """Whether the search chooses trials regardless of how others end, so that an end may be held back from it."""
     precisions: tuple[Any, ...]
@@ -69,8 +67,7 @@ class SweepPlan:
         return cls(
             train=train,
             num_trials=spec.num_trials,
-            total=None if config.search == "frontier" else spec.num_trials,
-            is_independent=config.search in ("grid", "random") and config.scheduler != "pbt",
+            is_independent=config.search in ("grid", "random"),
             precisions=tuple(precision if isinstance(precision, list) else precision.choice or []),
             use_gpu=use_gpu,
             max_lanes=max_lanes,

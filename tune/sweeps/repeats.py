@@ -13,7 +13,7 @@ from tune.search.finalists import repeats_to_run
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import SweepSpec
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, Until, make_record
+from tune.trials.record import TrialRecord, make_record
 
 
 def run_repeats(
@@ -58,8 +58,7 @@ def _repeat(
     trial = trial_id(finalist.config, "repeat", seed)
     tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
     objective, started = spec.config.objective, time.time()
-    until = Until.at_target(objective)
-    repeat = Assignment(new_ticket(trial), trial, tree, until=until, watches=objective.watched)
+    repeat = Assignment(new_ticket(trial), trial, tree, target=objective.target or {}, watches=objective.watched)
     curve, outcome = run_alone(mailbox, repeat, check)
     price = plan.lane_usd_per_hour
     return make_record(trial, finalist.config, objective, started, curve, outcome, price, "repeat", seed)

@@ -58,12 +58,13 @@ def run_sweep(
     plan = _plan(spec, checked)
     journal = Journal(spec.storage)
     # A grid and a random search come to their old trials again; optuna goes on from them.
-    before = journal.records() if spec.config.search == "optuna" else []
+    goes_on = spec.config.search == "optuna"
+    before = [record for record in journal.records() if record.purpose == "trial"] if goes_on else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
     search = ray_search.searcher(spec.config, at_a_time, before)
     lanes = _lanes(spec, plan)
     mailbox, is_auto = lanes.mailbox, spec.config.lanes == "auto"
-    pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
+    pace = Pace(search, mailbox, plan.num_trials if plan.is_independent else None)
 
     def grow() -> None:
         """Start further lanes where the cluster has grown."""
@@ -179,7 +180,7 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
     lanes, workers = plan.num_lanes, plan.train.scaling.max_workers
     groups = f"{lanes} lane{'s' * (lanes > 1)} of {workers} worker{'s' * (workers > 1)}"
-    logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.total or "?", groups)
+    logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.num_trials, groups)
     return plan
 
 

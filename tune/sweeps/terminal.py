@@ -26,7 +26,7 @@ class View:
     """All that is shown."""
 
     config: SweepConfig
-    total: int | None
+    total: int
     """Trials that are planned, where that is known."""
     statuses: Mapping[str, int]
     """Trials that have ended, by status."""
@@ -49,7 +49,7 @@ def render(view: View) -> RenderableType:
     config, running = view.config, view.state["running"]
     ended = sum(view.statuses.values())
     counts = ", ".join(f"{count} {status}" for status, count in view.statuses.items() if count)
-    head = f"{config.name}   {ended}/{view.total or '?'} trials" + (f": {counts}" if counts else "")
+    head = f"{config.name}   {ended}/{view.total} trials" + (f": {counts}" if counts else "")
     table = Table(box=None, pad_edge=False, show_header=bool(running))
     for column in ("lane", "trial", "step", "newest", "for"):
         table.add_column(column, justify="right" if column in ("lane", "step", "for") else "left")

@@ -13,17 +13,18 @@ from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.objective import TO_TARGET, Objective
-from tune.search.ray_search import worst
+from tune.search.ray_search import reward, worst
 from tune.search.space import trial_tree, unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, Until, make_record, time_to_target
+from tune.trials.record import TrialRecord, make_record, time_to_target
 
 
 def assignment_of(trial: dict[str, Any], train: dict[str, Any], objective: Objective) -> Assignment:
     """Return what a lane is given of a trial that the search proposes."""
-    name, tree = trial_id(trial), trial_tree(train, trial)
-    return Assignment(new_ticket(name), name, tree, until=Until.of(objective), watches=objective.watched)
+    name = trial_id(trial)
+    target = objective.target or {} if objective.ends_at_target else {}
+    return Assignment(new_ticket(name), name, trial_tree(train, trial), target=target, watches=objective.watched)
 
 
 class LaneTrial(Trainable):
@@ -74,30 +75,16 @@ class LaneTrial(Trainable):
         """Wait for the next evaluation, or the end."""
         if self._record is not None:
             return self._final(self._record)
-        outcome = self._await_event()
-        if outcome is None:
-            return self._latest()
-        self._record = self._make_record(outcome)
-        with contextlib.suppress(StorageError):  # the driver misses it, and says why it cannot be written
-            self._journal.append(self._record)
-        return self._final(self._record)
-
-    def _await_event(self) -> dict[str, Any] | None:
-        """Wait for the lane's next event: its outcome, or None for an evaluation, which is added to the curve."""
         event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, self._events))
         self._events += 1
         if event.outcome is None:
             self._curve.append(event.row)
-        return event.outcome
-
-    def _latest(self) -> dict[str, Any]:
-        """Return the last evaluation, as Tune gets it."""
-        row = self._curve[-1]
-        return {**row, "objective": self._value(row), "trial": self._trial}
-
-    def _make_record(self, outcome: dict[str, Any]) -> TrialRecord:
-        trial, config, price = self._trial, self._space_config, self._usd_per_hour
-        return make_record(trial, config, self._objective, self._started, self._curve, outcome, price)
+            return {**event.row, "objective": self._value(event.row), "trial": self._trial}
+        given = self._trial, self._space_config, self._objective, self._started, self._curve
+        self._record = make_record(*given, event.outcome, self._usd_per_hour)
+        with contextlib.suppress(StorageError):  # the driver misses it, and says why it cannot be written
+            self._journal.append(self._record)
+        return self._final(self._record)
 
     def _value(self, row: dict[str, float]) -> float:
         """The objective so far, for a scheduler; the worst value where it is not defined yet."""
@@ -110,9 +97,9 @@ class LaneTrial(Trainable):
         return worst(self._objective) if value is None or math.isnan(value) else value
 
     def _final(self, record: TrialRecord) -> dict[str, Any]:
-        self._curve = record.curve
-        row = {**record.metrics, "samples_per_s": record.samples_per_s or 0.0, "step_time_s": record.step_time_s or 0.0}
-        return {**row, "objective": self._value(row), "trial": record.id, "status": record.status, "done": True}
+        speeds = {"samples_per_s": record.samples_per_s or 0.0, "step_time_s": record.step_time_s or 0.0}
+        said = {"objective": reward(self._objective, record), "trial": record.id, "status": record.status, "done": True}
+        return {**record.metrics, **speeds, **said}
 
     def cleanup(self) -> None:
         """Cancel a trial that the search has stopped before its end; the driver records it."""

@@ -89,7 +89,7 @@ def read_side(location: str, name: str) -> Side:
     """Read a sweep's directory; ConfigError where there is none."""
     spec = read_kept(location)
     records = Journal(spec.storage).records()
-    found = answer(spec.config, records, spec.train, spec.past())
+    found = answer(spec.config, records)
     return Side(name, spec, records, read_environment(spec.storage), found)
 
 
@@ -134,7 +134,7 @@ def _groups(side: Side, keys: Sequence[str]) -> dict[Place, list[TrialRecord]]:
     """
     found: dict[Place, list[TrialRecord]] = {}
     for record in side.records:
-        if record.finished and not record.schedule:
+        if record.finished:
             found.setdefault(_place(side, record, keys), []).append(record)
     return {place: _to_compare(runs) for place, runs in found.items()}
 

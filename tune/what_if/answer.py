@@ -173,7 +173,7 @@ def what_if(spec: SweepSpec, shapes: Sequence[Shape], others: Sequence[str] = ()
 
 def _trials(spec: SweepSpec) -> Iterator[_Trial]:
     for record in Journal(spec.storage).records():
-        if record.ran is not None and record.step_time_s and not record.schedule:
+        if record.ran is not None and record.step_time_s:
             yield _Trial(record, record.ran, trial_config(spec.train, record.config))
 
 
