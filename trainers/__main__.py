@@ -23,7 +23,6 @@ from trainers.launch.signals import follow_agent
 from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
 from trainers.output import Output
 from trainers.redaction import redact
-from trainers.residents import join_cluster
 from trainers.start import do_on_cluster, in_lane, launch, run_training, train_function
 from trainers.storage import storage_uri
 
@@ -160,7 +159,6 @@ def main(argv: list[str] | None = None) -> int:
         "memory": memory,
         "explain": explain,
     }
-    join_cluster()
     _arguments[:] = sys.argv[1:] if argv is None else argv
     return run("python -m trainers", __doc__, commands, _arguments, TrainConfig, advise=True)
 

@@ -1,6 +1,6 @@
-"""What runs on this machine for this user beyond a command: a cluster, and drivers that keep lanes.
+"""What runs on this machine for this user beyond a command: drivers that keep lanes.
 
-Their addresses lie in a directory of the user's own below the system's temporary one. A driver that keeps lanes
+Their sockets lie in a directory of the user's own below the system's temporary one. A driver that keeps lanes
 (tune/sweeps/resident.py) is one for each cluster, interpreter, user and state of this code. It is given a command's
 arguments, directory, environment, and its very terminal: what it prints needs no way back. Signals are passed on, and a
 command that dies interrupts what runs for it.
@@ -26,7 +26,6 @@ from typing import Any
 CODE = Path(__file__).parents[1]
 """Where our packages lie."""
 _PACKAGES = ("trainers", "cluster", "tune")
-_CLUSTER = "cluster.json"
 
 
 def directory(made: bool = True) -> Path | None:
@@ -47,42 +46,8 @@ def tidy() -> None:
         _place().rmdir()
 
 
-def cluster() -> dict[str, Any] | None:
-    """The cluster that `python -m cluster start` keeps on this machine; None where there is none, or it has died."""
-    place = _place() / _CLUSTER
-    if not place.exists() or directory() is None:
-        return None
-    try:
-        known: dict[str, Any] = json.loads(place.read_text())
-        return known if _begun(known["pid"]) == known["begun"] else None
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def note_cluster(known: dict[str, Any] | None) -> None:
-    """Note the cluster of this machine, or that it has ended."""
-    if (place := directory()) is not None:
-        if known is None:
-            (place / _CLUSTER).unlink(missing_ok=True)
-            tidy()
-        else:
-            (place / _CLUSTER).write_text(json.dumps({**known, "begun": _begun(known["pid"])}))
-
-
 def _place() -> Path:
     return Path(tempfile.gettempdir(), f"paceline-{os.getuid()}")
-
-
-def _begun(pid: int) -> str:
-    """When a process began, as Linux has it: another one may have the number by now."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-
-
-def join_cluster() -> None:
-    """Let this process, where no RAY_ADDRESS says otherwise, use the cluster of this machine where there is one."""
-    if not os.environ.get("RAY_ADDRESS") and (known := cluster()) is not None:
-        os.environ["RAY_ADDRESS"] = known["address"]
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # as it was started, see trainers/on_ray/environment.py
 
 
 def has_cluster() -> bool:

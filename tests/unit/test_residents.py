@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -42,35 +40,6 @@ def test_the_directory_is_the_user_s_own(temporary: Path) -> None:
     place.symlink_to(temporary / "elsewhere")
     assert residents.directory() is None
     assert residents.sockets() == []
-
-
-def test_a_cluster_that_has_died_is_none(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert residents.cluster() is None
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    residents.note_cluster({"pid": process.pid, "address": "127.0.0.1:1"})
-    found = residents.cluster()
-    assert found is not None
-    assert found["address"] == "127.0.0.1:1"
-    monkeypatch.setenv("RAY_ADDRESS", "there:6379")
-    residents.join_cluster()
-    assert os.environ["RAY_ADDRESS"] == "there:6379", "the user's own wins"
-    monkeypatch.delenv("RAY_ADDRESS")
-    monkeypatch.delenv("RAY_AUTH_MODE")
-    residents.join_cluster()
-    assert os.environ.pop("RAY_AUTH_MODE") == "token", "Ray would not let it in"
-    assert os.environ.pop("RAY_ADDRESS") == "127.0.0.1:1"
-
-    place = temporary / f"paceline-{os.getuid()}" / "cluster.json"
-    place.write_text(json.dumps({**found, "begun": "1"}))
-    assert residents.cluster() is None, "another process has the number by now"
-    place.write_text("{")
-    assert residents.cluster() is None
-    place.write_text(json.dumps(found))
-    process.communicate(b"\n")
-    assert residents.cluster() is None
-    residents.note_cluster(None)
-    assert not place.parent.exists()
 
 
 def test_a_driver_that_ends_leaves_the_next_one_to_be_found(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

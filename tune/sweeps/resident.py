@@ -40,8 +40,6 @@ class Server:
         self._address = os.environ["RAY_ADDRESS"]
         self._commands: queue.Queue[tuple[dict[str, Any], list[int], socket.socket]] = queue.Queue()
         self._turn = threading.Lock()
-        self.is_told = False
-        """Whether somebody has asked that it ends."""
         self._listening = socket.socket(socket.AF_UNIX)
         residents.directory()  # the driver before may have deleted it since the command made it
         new = place.with_suffix(f".{os.getpid()}")
@@ -82,10 +80,7 @@ class Server:
             with contextlib.suppress(OSError, ValueError):
                 size, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
                 question = json.loads(_received(connection, int.from_bytes(size, "big")))
-                if "end" in question:
-                    self.is_told = True
-                    _say(connection, {})
-                elif not {"run", "train"} & question.keys():
+                if not {"run", "train"} & question.keys():
                     known = {"pid": os.getpid(), "address": self._address, "busy": self._turn.locked()}
                     _say(connection, {**known, **self._kept.status()})
                 elif self._turn.acquire(blocking=False):
@@ -172,7 +167,7 @@ def _next(server: Server, kept: Kept) -> tuple[dict[str, Any], list[int], socket
     # Before its first command it has no cluster.
     with ending_with_cluster("", server.vanish) if ray.is_initialized() else contextlib.nullcontext():
         while (command := server.next()) is None:
-            if (server.is_told or not ray.is_initialized() or kept.why_not() is not None) and server.close():
+            if (not ray.is_initialized() or kept.why_not() is not None) and server.close():
                 return None
         return command
 
