@@ -15,14 +15,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainers import residents
 from trainers.command_line import run
 from trainers.config import TrainConfig
 from trainers.launch.signals import follow_agent
 from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
 from trainers.output import Output
 from trainers.redaction import redact
-from trainers.residents import join_cluster
 from trainers.start import do_on_cluster, launch, run_training, train_function
 from trainers.storage import storage_uri
 
@@ -133,12 +131,17 @@ def explain(
 
     setup_logging(0, quiet=True)
     subject = explanation.read_subject(run)
-    on_cluster = not recorded and subject.recorded.config.launcher == "ray" and residents.has_cluster()
+    on_cluster = not recorded and subject.recorded.config.launcher == "ray" and _has_cluster()
     found = explanation.explain(
         subject, seconds, not recorded, on_cluster if verify is None else verify, do_on_cluster if on_cluster else None
     )
     output.result(str(found), _joined(str(found)), {"status": "done", **asdict(found)})
     return 0
+
+
+def _has_cluster() -> bool:
+    """Whether this process has a cluster that was there before it: without one it embeds its own."""
+    return os.environ.get("RAY_ADDRESS", "") not in ("", "local")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -152,7 +155,6 @@ def main(argv: list[str] | None = None) -> int:
         "memory": memory,
         "explain": explain,
     }
-    join_cluster()
     return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)
 
 

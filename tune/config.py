@@ -1,6 +1,5 @@
 """SweepConfig: everything that `sweep.yaml` may say, strict, without torch and Ray."""
 
-import datetime as dt
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -144,8 +143,6 @@ class SweepConfig(Settings):
     trained for 20 s or more in all, and for a twentieth of that, 3 s at most."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
-    deadline: str | None = Field(default=None, examples=["2026-12-01T18:00+01:00"])
-    """When the sweep ends at the latest, with the best so far; without a zone, of the machine that runs the sweep."""
     tracking: Tracking | None = Field(default=None, examples=[["mlflow"]])
     """Experiment trackers that get the sweep as a run with its trials below it, as `tracking` of a run has them
     (default: those of `train`)."""
@@ -181,19 +178,10 @@ class SweepConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _deadline_is_a_time(self) -> Self:
-        try:
-            _ = self.deadline and dt.datetime.fromisoformat(self.deadline)
-        except ValueError as error:
-            fix = "write for example 2026-12-01T18:00"
-            raise ConfigError("deadline", self.deadline, "must be a date with a time", fix) from error
-        return self
-
-    @model_validator(mode="after")
     def _dollars_have_a_price(self) -> Self:
         needs = "budget.usd" if self.budget.usd is not None else "usd_to_target"
         needed = self.budget.usd is not None or self.objective.metric == "usd_to_target"
-        fix = "add for example `usd_per_hour: 9.69`; `python -m cluster plan` says what a cluster costs"
+        fix = "add for example `usd_per_hour: 9.69`; `python -m tune plan` says what a cluster costs"
         self.refuse_if(needed and self.usd_per_hour is None, "usd_per_hour", f"is needed for {needs}", fix)
         return self
 
@@ -208,13 +196,4 @@ class SweepConfig(Settings):
         limits = [] if self.budget.time_s is None else [self.budget.time_s]
         if self.budget.usd is not None and self.usd_per_hour is not None:
             limits.append(min(1e9, self.budget.usd / self.usd_per_hour * 3600))
-        return min(limits, default=None)
-
-    def time_left_s(self, spent_s: float, now: float) -> float | None:
-        """Seconds until the budget is used up, of which `spent_s` are, or the deadline, at `now` (seconds since 1970),
-        whichever is first; None without either.
-        """
-        limits = [] if self.time_budget_s is None else [self.time_budget_s - spent_s]
-        if self.deadline is not None:
-            limits.append(dt.datetime.fromisoformat(self.deadline).timestamp() - now)
         return min(limits, default=None)

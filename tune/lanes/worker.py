@@ -128,7 +128,6 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             outcome |= {"cpu_pressure": pressure.share()}
         else:
             outcome = _run(assignment, mailbox, lane, gauges, loop_config["may_drain"])
-            outcome |= {"device": " and ".join(devices)}
             if outcome["status"] == "preempted":
                 if group.rank == 0:
                     ray.get(mailbox.hand_back.remote(lane, assignment.ticket, outcome["message"]))

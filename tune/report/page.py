@@ -16,7 +16,6 @@ from trainers.redaction import escape_controls, redact
 from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.answer import Answer, objective_value
-from tune.report.canvas import Figure
 from tune.report.explained import read_explained
 from tune.report.figures import figures
 from tune.report.table import columns, constant, in_order
@@ -53,12 +52,10 @@ def contents(
     records: list[TrialRecord],
     environment: Mapping[str, str],
     found: Answer,
-    drawn: list[Figure] | None = None,
 ) -> dict[str, Any]:
     """Return what the template report.html shows of a sweep.
 
-    `resolved` is the run of the best trial, or where there is none the run that is varied; `drawn` are the figures
-    where they are there already.
+    `resolved` is the run of the best trial, or where there is none the run that is varied.
     """
     explained = read_explained(sweep)
     is_of_best = explained is not None and found.best is not None and explained.trial == found.best.id
@@ -72,7 +69,7 @@ def contents(
         "columns": table,
         "command": best_command(sweep),
         "explanation": explained.explanation if explained is not None and is_of_best else None,
-        "figures": figures(config, records, found.best) if drawn is None else drawn,
+        "figures": figures(config, records, found.best),
         "reasons": found.reasons,
         "records": in_order(config, records),
         "same": ", ".join(said),

@@ -54,7 +54,6 @@ def run_sweep(
     asked to stop, and PacelineError when it is cut off: what has ended until then is in the journal.
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
-    _time_left_s(spec)
     plan = _plan(spec, checked)
     journal = Journal(spec.storage)
     # A grid and a random search come to their old trials again; optuna goes on from them.
@@ -82,11 +81,11 @@ def run_sweep(
         with ending, progress.heeding_signals(), progress.terminal, VitalSigns(), run_environment():
             lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
-            began, left_s = time.monotonic(), _time_left_s(spec)
+            began, budget_s = time.monotonic(), spec.config.time_budget_s
             with sweep_environment():
-                _tuner(spec, plan, mailbox, search, progress, len(before), left_s).fit()
+                _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
-            is_over_budget = time.monotonic() - began >= (left_s or math.inf)
+            is_over_budget = time.monotonic() - began >= (budget_s or math.inf)
             progress.record_rest(is_over_budget)
             if not is_over_budget:
                 repeats = run_repeats(spec, plan, mailbox, lanes.settle, progress.tick, progress.terminal.say)
@@ -195,15 +194,6 @@ def _driver_node() -> str:
     return next(name for name in names if name in own["Resources"])
 
 
-def _time_left_s(spec: SweepSpec) -> float | None:
-    """Return the seconds that the sweep has from now on; raise ConfigError where its deadline has passed."""
-    left_s = spec.config.time_left_s(0.0, time.time())
-    if left_s is not None and left_s <= 0:
-        rule = f"has passed; `python -m tune report {spec.uri}` answers from the trials that have ended"
-        raise ConfigError("deadline", spec.config.deadline, rule, "give a later one", spec.source)
-    return left_s
-
-
 def _tuner(
     spec: SweepSpec,
     plan: SweepPlan,
@@ -211,7 +201,6 @@ def _tuner(
     search: Any,
     progress: Progress,
     num_before: int,
-    time_left_s: float | None,
 ) -> tune.Tuner:
     config, objective = spec.config, spec.config.objective
     trainable = tune.with_resources(
@@ -238,7 +227,7 @@ def _tuner(
             search_alg=search,
             scheduler=scheduler,
             reuse_actors=True,
-            time_budget_s=time_left_s,
+            time_budget_s=config.time_budget_s,
         ),
         run_config=tune.RunConfig(
             name="tune",

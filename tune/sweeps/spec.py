@@ -21,7 +21,6 @@ from tune.config import Range, SweepConfig, sample_values
 from tune.search.finalists import repeats_to_run
 from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
 
 SAVED = "sweep.yaml"
 
@@ -167,11 +166,9 @@ def save(spec: SweepSpec) -> None:
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
-def is_complete(spec: SweepSpec, records: list[TrialRecord] | None = None) -> bool:
-    """Whether every trial has a record, of `records` or of the journal; a random search is known to be complete only
-    by running it.
-    """
-    config, records = spec.config, Journal(spec.storage).records() if records is None else records
+def is_complete(spec: SweepSpec) -> bool:
+    """Whether every trial has a record; a random search is known to be complete only by running it."""
+    config, records = spec.config, Journal(spec.storage).records()
     if config.search == "optuna":
         return len(records) >= spec.num_trials
     names = [trial_id(trial) for trial in grid(config)[: config.budget.trials]]
