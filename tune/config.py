@@ -173,9 +173,6 @@ class SweepConfig(Settings):
     reported: where that gives anything else, and another fresh process does not, each trial has one of its own."""
     finalists: Finalists = Field(default_factory=Finalists)
     """The best trials once more, for an answer with an interval."""
-    explain: bool = Field(default=True)
-    """Whether a lane profiles steps of the best trial at the end, for the report: where the trials of a task have
-    trained for 20 s or more in all, and for a twentieth of that, 3 s at most."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
     knowledge: bool = Field(default=False)

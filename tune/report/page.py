@@ -17,7 +17,6 @@ from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.answer import Answer, objective_value
 from tune.report.canvas import Figure
-from tune.report.explained import read_explained
 from tune.report.figures import figures
 from tune.report.front import script_hash, weighing
 from tune.report.table import columns, constant, in_order
@@ -65,8 +64,6 @@ def contents(
     `train` is the run that is varied, `resolved` that of the best trial where there is one, `drawn` the figures where
     they are there already, `past` what search frontier has heard of earlier sweeps.
     """
-    explained = read_explained(sweep)
-    is_of_best = explained is not None and found.best is not None and explained.trial == found.best.id
     shown, script = columns(config, records, found.front), source("front.js")
     same = constant(config, records, shown)
     table = [column for column in shown if column not in same]
@@ -76,7 +73,6 @@ def contents(
         "best": found.best,
         "columns": table,
         "command": best_command(sweep),
-        "explanation": explained.explanation if explained is not None and is_of_best else None,
         "figures": figures(config, records, found.best, train, past) if drawn is None else drawn,
         "reasons": found.reasons,
         "records": in_order(config, records),

@@ -30,7 +30,6 @@ from tune.lanes.kept import resident
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.words import duration
 from tune.search import ray_search
-from tune.sweeps.explained import explain_best
 from tune.sweeps.learning import here, leave, take, words
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.population_trial import PopulationTrial
@@ -100,7 +99,6 @@ def run_sweep(
                 progress.records |= repeats
                 for record in repeats.values():
                     progress.tell(record)
-                explain_best(spec, list(progress.records.values()), mailbox, lanes.settle, progress.tick)
             progress.restore_records()
             save(spec)
             if taken:
