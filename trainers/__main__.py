@@ -116,24 +116,23 @@ def explain(
     run: Annotated[str, Field(description="a run's directory or URI, or the YAML file of one, which has no records")],
     output: Output,
     *,
-    verify: Annotated[
-        bool | None,
-        Field(description="run what is advised beside the old configuration, in turn (default: on a cluster)"),
-    ] = None,
+    verify: Annotated[bool, Field(description="run what is advised beside the old configuration, in turn")] = False,
     recorded: Annotated[bool, Field(description="go by the run's records alone: no step is taken")] = False,
     seconds: Annotated[
         float, Field(title="S", gt=0, le=600, description="of the profile, and of each turn of --verify")
     ] = 2.0,
 ) -> int:
-    """Say where a run's time goes, and which lines of its configuration would change that; changes nothing."""
+    """Say where a run's time goes, and what takes it; changes nothing."""
     from trainers.explain import explanation
+    from trainers.launch.local import run_spawn
     from trainers.launch.log import setup_logging
 
     setup_logging(0, quiet=True)
     subject = explanation.read_subject(run)
-    on_cluster = not recorded and subject.recorded.config.launcher == "ray" and _has_cluster()
+    on_cluster = not recorded and subject.config.launcher == "ray" and _has_cluster()
+    workers = do_on_cluster if on_cluster else run_spawn
     found = explanation.explain(
-        subject, seconds, not recorded, on_cluster if verify is None else verify, do_on_cluster if on_cluster else None
+        subject, workers, seconds, "ray" if on_cluster else "spawn", profile=not recorded, verify=verify
     )
     output.result(str(found), _joined(str(found)), {"status": "done", **asdict(found)})
     return 0

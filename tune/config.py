@@ -138,9 +138,6 @@ class SweepConfig(Settings):
     there as in a fresh one); fresh: a worker group of its own for each trial."""
     finalists: Finalists = Field(default_factory=Finalists)
     """The best trials once more, for an answer with an interval."""
-    explain: bool = Field(default=True)
-    """Whether a lane profiles steps of the best trial at the end, for the report: where the trials of a task have
-    trained for 20 s or more in all, and for a twentieth of that, 3 s at most."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
     tracking: Tracking | None = Field(default=None, examples=[["mlflow"]])

@@ -104,7 +104,6 @@ _SWEEP = {
     "space": {"task_args.trial": list(range(TRIALS))},
     "objective": {"metric": "val_loss"},
     "lanes": 2,
-    "explain": False,  # makes the task once more
 }
 _POPULATION = {
     "space": {"optimizer.lr": [1e-7, 3e-3, 1e-2]},

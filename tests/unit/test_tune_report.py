@@ -6,7 +6,7 @@ import io
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -19,11 +19,8 @@ from tests.unit.report_records import ENVIRONMENT, SPACE, TRAIN, config, curve, 
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.yaml import parse_mapping
-from trainers.explain.advice import Advice, Explanation
-from trainers.explain.readings import Span
 from trainers.storage import Storage
 from tune.report.answer import Answer, answer
-from tune.report.explained import FILE, Explained
 from tune.report.table import table
 from tune.report.write import write_report
 from tune.trials.record import Spent, TrialRecord
@@ -353,31 +350,3 @@ def test_any_space_can_be_drawn(sweep: Storage, space: dict[str, Any]) -> None:
     text = page(sweep)
     assert text.count("<figure ") == 3
     assert "<b>" not in text
-
-
-ADVICE = Advice("slow transform", "it takes <b>4 ms</b>", {}, "do it in collate()", Span(0.3, 0.28, 0.32))
-
-
-@pytest.mark.parametrize("advice", [[], [ADVICE]], ids=["nothing to gain", "advice"])
-def test_where_the_steps_of_the_best_trial_spend_their_time(sweep: Storage, advice: list[Advice]) -> None:
-    best = written(sweep, done()).best
-    assert best is not None
-    assert "a step's time" not in page(sweep)
-    for trial_id in (best.id, "another"):
-        found = Explanation("trial", {"loader": 0.25, "forward": 0.75}, advice, step_s=0.0125)
-        sweep.write(FILE, json.dumps(asdict(Explained(trial_id, found))).encode())
-        written(sweep, done())
-        text = page(sweep)
-        assert ("Where a step's time goes" in text) == (trial_id == best.id), "another trial's steps say nothing of it"
-        if trial_id == best.id:
-            assert "12.5 ms each" in text
-            assert text.index(">forward<") < text.index(">loader<")
-            assert ("would gain more than 5 %" in text) == (not advice)
-            assert ("it takes &lt;b&gt;4 ms&lt;/b&gt;" in text) == bool(advice)
-    for damaged in ({"trial": 5}, {"trial": best.id, "explanation": {"uri": "", "shares": {"loader": "much"}}}):
-        sweep.write(FILE, json.dumps(damaged).encode())
-        written(sweep, done())
-        assert "a step's time" not in page(sweep), "a file that cannot be read is no reason for no report"
-    sweep.write(FILE, json.dumps({"trial": best.id, "explanation": {"uri": "", "shares": {}}}).encode())
-    written(sweep, done())
-    assert "By a profile of the best trial's steps after the search" in page(sweep)

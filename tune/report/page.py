@@ -16,7 +16,6 @@ from trainers.redaction import escape_controls, redact
 from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.answer import Answer, objective_value
-from tune.report.explained import read_explained
 from tune.report.figures import figures
 from tune.report.table import columns, constant, in_order
 from tune.report.words import duration
@@ -57,8 +56,6 @@ def contents(
 
     `resolved` is the run of the best trial, or where there is none the run that is varied.
     """
-    explained = read_explained(sweep)
-    is_of_best = explained is not None and found.best is not None and explained.trial == found.best.id
     shown = columns(config, records)
     same = constant(config, records, shown)
     table = [column for column in shown if column not in same]
@@ -68,7 +65,6 @@ def contents(
         "best": found.best,
         "columns": table,
         "command": best_command(sweep),
-        "explanation": explained.explanation if explained is not None and is_of_best else None,
         "figures": figures(config, records, found.best),
         "reasons": found.reasons,
         "records": in_order(config, records),

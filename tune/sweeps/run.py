@@ -28,7 +28,6 @@ from trainers.output import Output
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.words import duration
 from tune.search import ray_search
-from tune.sweeps.explained import explain_best
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.progress import Interrupted, Pace, Progress
 from tune.sweeps.repeats import run_repeats
@@ -92,7 +91,6 @@ def run_sweep(
                 progress.records |= repeats
                 for record in repeats.values():
                     progress.tell(record)
-                explain_best(spec, list(progress.records.values()), mailbox, lanes.settle, progress.tick)
             progress.restore_records()
             save(spec)
             if restarts := _restarts(ray.get(mailbox.restarts.remote())):
