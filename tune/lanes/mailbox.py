@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from trainers.storage import Storage
 from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
-from tune.lanes.roll import Roll
 from tune.objective import meets
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class Mailbox:
             trial.losses += 1
             why = f": {cause.message}" if cause is not None else ""
             status = "node_lost" if cause is None or cause.status == "error" else cause.status
-            if trial.losses >= MAX_LOSSES or status == "hung" or trial.assignment.job is not None:
+            if trial.losses >= MAX_LOSSES or status == "hung":
                 message = f"its worker group died {trial.losses} time{'s' * (trial.losses > 1)} under it{why}"
                 trial.tell(Event(outcome={"status": status, "message": message, "lane": lane}))
                 await self._drop_checkpoints(trial)
@@ -409,3 +408,49 @@ class Mailbox:
         boundary = self._microbatches.shown()
         lanes = sorted(self._lanes.up)
         return {"lanes": lanes, "running": running, "boundary": boundary, "notes": self._notes[notes:]}
+
+
+class Roll:
+    """The lanes: which are up on which device, and which are down and why."""
+
+    def __init__(self) -> None:
+        self.starts: dict[str, dict[int, Any]] = defaultdict(dict)
+        """Facts of the lanes' starts, each by lane."""
+        self.up: dict[int, str] = {}
+        """The models of device of the lanes that are up."""
+        self._known: dict[int, str] = {}
+        """Of those that are down, too, for as long as they come back."""
+        self._down: dict[int, tuple[float, str]] = {}
+        self.restarts: list[tuple[float, str]] = []
+        """How long lanes that started again took no trials, s, and why they had to."""
+
+    @property
+    def devices(self) -> list[str]:
+        """The models of device of all lanes that are up or come back."""
+        return sorted(set(self._known.values()))
+
+    def device(self, lane: int) -> str | None:
+        """Return a lane's model of device; None of a lane that there is none of any more."""
+        return self._known.get(lane)
+
+    def comes(self, lane: int, device: str) -> None:
+        """Note that a lane is up."""
+        self.up[lane] = self._known[lane] = device
+        if lane in self._down:
+            since, why = self._down.pop(lane)
+            self.restarts.append((time.monotonic() - since, why))
+
+    def goes(self, lane: int, why: str) -> None:
+        """Note that a lane is up no more, if it was; where it is down for another reason already, that one stays."""
+        if self.up.pop(lane, None) is not None:
+            self._down.setdefault(lane, (time.monotonic(), why))
+
+    def starts_again(self, lane: int, why: str) -> bool:
+        """Note why a lane starts again; returns whether that is a new reason."""
+        is_new = all(why != known for _, known in (*self.restarts, *self._down.values()))
+        self._down[lane] = time.monotonic(), why
+        return is_new
+
+    def ends(self, lane: int) -> None:
+        """Note that a lane does not come back."""
+        self._known.pop(lane, None)

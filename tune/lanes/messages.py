@@ -6,14 +6,11 @@ import asyncio
 import functools
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainers.errors import RunFailedError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import fixed_size, key_of
-
-if TYPE_CHECKING:
-    from trainers.launch.spec import Job
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,6 @@ class Assignment:
     """How often it was started before."""
     begun: Begun | None = None
     """Where a training function goes on that was started before."""
-    job: Job[Any] | None = None
-    """What is to be done in place of a trial; its result, as JSON, is `answer` of the outcome."""
 
 
 def new_ticket(name: str) -> str:

@@ -173,16 +173,7 @@ def _function() -> Any:
 def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges, may_drain: bool) -> dict[str, Any]:
     """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
     context = LaneContext(mailbox, lane, assignment, gauges, may_drain)
-    if (job := assignment.job) is not None:
-        try:
-            return {"status": "done", "answer": job.execute(context).to_json()}
-        except Exception as error:
-            return _failed(error, context)
-    return _outcome(RunSpec(assignment.tree, assignment.path, f"trial {assignment.trial}", ""), context)
-
-
-def _outcome(spec: RunSpec, context: LaneContext) -> dict[str, Any]:
-    """Train as one worker; returns how it has ended."""
+    spec = RunSpec(assignment.tree, assignment.path, f"trial {assignment.trial}", "")
     pressure, began, clock = Pressure(), time.time(), time.monotonic()
     try:
         result = spec.execute(context)

@@ -1,7 +1,7 @@
 """What the figures share, gathered from the records: which key is the x axis, which the colour, and their values.
 
-Of the keys that vary, batch size or the first number is the x axis; precision or the first key of few values the
-colour, or else the first of many numbers, as a scale.
+Of the keys that vary, batch size or the first number is the x axis, and precision or the first key of few values the
+colour.
 """
 
 import functools
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tune.config import BATCH_KEYS, SweepConfig
-from tune.report.canvas import SCALE, SERIES
+from tune.report.canvas import SERIES
 from tune.report.words import in_short, is_number, labels, shown, telling
 from tune.trials.record import TrialRecord
 
@@ -57,14 +57,6 @@ class Axis:
         """Return a trial's place on the axis."""
         return self.positions[self.index(record)]
 
-    def color(self, record: TrialRecord) -> str:
-        """Return the colour of a trial's value on the scale from the lowest to the highest."""
-        scale = math.log if self.is_log else float
-        low = scale(self.values[0])
-        high = scale(self.values[-1])
-        share = (scale(record.config[self.key]) - low) / (high - low)
-        return SCALE[round(share * (len(SCALE) - 1))]
-
     def name(self, value: Any) -> str:
         """Return a value as a legend has it."""
         return cut(("" if self.key == "precision" else f"{self.label} ") + shown(value))
@@ -87,7 +79,6 @@ class FigureData:
         rest = [axis for axis in self.varied if axis != self.x]
         few = [axis for axis in rest if len(axis.values) <= len(SERIES)]
         self.by = next((axis for axis in few if axis.key == "precision"), few[0] if few else None)
-        self.scale = next((axis for axis in rest if axis.is_numeric and self.by is None), None)
         self.names = [self.by.name(value) for value in self.by.values] if self.by else [""]
 
     def series(self, record: TrialRecord) -> int:
@@ -95,20 +86,16 @@ class FigureData:
         return self.by.index(record) if self.by else 0
 
     def color(self, record: TrialRecord) -> str:
-        """Return the colour of a trial: of its series, or on the scale."""
-        return self.scale.color(record) if self.scale else SERIES[self.series(record)]
+        """Return the colour of a trial's series."""
+        return SERIES[self.series(record)]
 
     def legend(self, records: Iterable[TrialRecord]) -> list[tuple[str, str]]:
-        """Return colours and names: of the series that these trials belong to, or of the ends of the scale."""
-        if self.scale:
-            ends = [(SCALE[0], self.scale.values[0]), (SCALE[-1], self.scale.values[-1])]
-            return [(color, self.scale.name(value)) for color, value in ends]
+        """Return colours and names of the series that these trials belong to."""
         return [(SERIES[at], self.names[at]) for at in sorted({self.series(record) for record in records})]
 
     def each(self) -> str:
         """Return the series in words."""
-        axis = self.by or self.scale
-        return f", for each {axis.label}" if axis else ""
+        return f", for each {self.by.label}" if self.by else ""
 
     def is_best(self, record: TrialRecord) -> bool:
         """Whether the trial is the sweep's best."""

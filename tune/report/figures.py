@@ -9,7 +9,7 @@ from typing import Any
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET
 from tune.report.answer import objective_value
-from tune.report.canvas import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
+from tune.report.canvas import BAD, FG, SERIES, Canvas, Figure, styled
 from tune.report.figure_data import Axis, FigureData, cut
 from tune.report.words import amount, duration, is_number, memory_unit, printable, shown, span, time_unit
 from tune.search.finalists import finals
@@ -127,7 +127,7 @@ def throughput(data: FigureData) -> Figure | None:
     canvas = Canvas("throughput")
     _against_x(data, canvas, marks)
     canvas.axes.set(ylim=(0, None), ylabel="samples/s")
-    canvas.legend(data.legend([]) if data.scale else ())
+    canvas.legend()
     best = " The largest mark is the best trial." if data.best else ""
     boundary = " Beyond a dotted line memory runs out." if data.out_of_memory else ""
     return canvas.figure("Throughput", f"After warm-up, evaluation left out{data.each()}.{best}{boundary}")
@@ -153,7 +153,7 @@ def memory(data: FigureData) -> Figure | None:
         canvas.axes.plot([], [], FG, linestyle="none", label="out of memory", **cross)
     canvas.axes.set(ylim=(0, most / size * 1.08 / (0.96 - _ROW * len(rows)) or 1), ylabel=f"peak memory, {unit}")
     canvas.axes.yaxis.set_visible(bool(peaks))
-    canvas.legend(data.legend([]) if data.scale else ())
+    canvas.legend()
     on_top = " Trials that ran out of memory are on top, beyond the dotted line of their colour."
     caption = f"Largest over the workers{data.each()}.{on_top if data.out_of_memory else ''}"
     return canvas.figure("Peak memory", caption)
@@ -227,8 +227,7 @@ def _against_x(
             found.setdefault(data.x.position(record), []).append(y)
         xs = sorted(found)
         look: dict[str, Any] = {"linestyle": line, "linewidth": 1.6, "marker": _MARKERS[at], "markevery": []}
-        color = MUTED if data.scale else SERIES[at]
-        canvas.axes.plot(xs, [median(found[x]) for x in xs], color=color, label=name, **look)
+        canvas.axes.plot(xs, [median(found[x]) for x in xs], color=SERIES[at], label=name, **look)
         for record, y, text in own:
             size = 8.5 if data.is_best(record) else 5.5
             look = {"marker": _MARKERS[at], "markersize": size, "clip_on": False, "zorder": 3}

@@ -8,25 +8,32 @@ import logging
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray import tune
 from ray.util.metrics import Gauge
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from trainers.errors import STATUSES, PacelineError
 from trainers.launch.signals import StopSignals
 from trainers.output import Output
+from trainers.redaction import redact
+from trainers.terminal import TerminalConsole, live
+from tune.config import SweepConfig
 from tune.lanes.messages import Event
 from tune.report.answer import objective_value
+from tune.report.table import as_html
+from tune.report.words import duration, shown
 from tune.search.space import unwrap
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import SweepSpec
-from tune.sweeps.terminal import Terminal, View, shown_config
 from tune.sweeps.trial import assignment_of
 from tune.trials.journal import Journal, trial_id
 from tune.trials.live import WRITE_EVERY_S, Live, Running, write_live
@@ -42,6 +49,102 @@ _PAYS_S = 6.0
 
 class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
     """Ctrl-C, or SIGTERM from `ray job stop`."""
+
+
+@dataclass(frozen=True)
+class View:
+    """All that is shown."""
+
+    config: SweepConfig
+    total: int
+    """Trials that are planned, where that is known."""
+    statuses: Mapping[str, int]
+    """Trials that have ended, by status."""
+    state: Mapping[str, Any]
+    """What the mailbox's `watch` returns."""
+    configs: Mapping[str, Mapping[str, Any]]
+    """Configurations of the trials that have started, by id."""
+    best: tuple[float, TrialRecord] | None
+    """The objective's best value so far, and whose it is."""
+    spent_s: float
+
+
+def _shown_config(config: Mapping[str, Any]) -> str:
+    """A trial's configuration in a line: the last parts of its keys."""
+    return "  ".join(f"{key.rsplit('.', 1)[-1]} {shown(value)}" for key, value in config.items())
+
+
+def render(view: View) -> RenderableType:
+    """The live table."""
+    config, running = view.config, view.state["running"]
+    ended = sum(view.statuses.values())
+    counts = ", ".join(f"{count} {status}" for status, count in view.statuses.items() if count)
+    head = f"{config.name}   {ended}/{view.total} trials" + (f": {counts}" if counts else "")
+    table = Table(box=None, pad_edge=False, show_header=bool(running))
+    for column in ("lane", "trial", "step", "newest", "for"):
+        table.add_column(column, justify="right" if column in ("lane", "step", "for") else "left")
+    for lane, trial in sorted(running.items()):
+        metrics = trial["metrics"]
+        newest = "  ".join(f"{key} {metrics[key]:.4g}" for key in metrics if key.startswith(("val_", "train_l")))
+        words, age_s = _shown_config(view.configs.get(trial["trial"], {})), time.time() - trial["started"]
+        cells = str(lane), words, str(metrics.get("step", "")), newest, duration(age_s)
+        table.add_row(*(Text(redact(cell)) for cell in cells))
+    lines = []
+    if view.best is not None:
+        value, record = view.best
+        lines.append(f"best so far   {config.objective.metric} {value:.4g}   {_shown_config(record.config)}")
+    for label, (low, high) in view.state["boundary"].items():
+        known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (high is not None)
+        lines.append(f"microbatch    {label}: {', '.join(known)}")
+    spent = f"time          {duration(view.spent_s)}, {len(running)} of {len(view.state['lanes'])} lanes busy"
+    if config.usd_per_hour is not None:
+        spent += f", {config.usd_per_hour * view.spent_s / 3600:.2f} USD"
+    if config.time_budget_s is not None:
+        spent += f"; {duration(max(0.0, config.time_budget_s - view.spent_s))} of the budget left"
+    return Group(Text(head, style="bold"), table, *(Text(redact(line)) for line in [*lines, spent]))
+
+
+class Terminal:
+    """Lines, and beside them the live table where standard output is a terminal or a notebook's."""
+
+    def __init__(self, console: Console | None = None, is_live: bool = True) -> None:
+        """`is_live`: a table is wanted."""
+        self._console = console or TerminalConsole()
+        self._is_live = is_live
+        self._draw: Callable[[RenderableType], None] | None = None
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        if not self._is_live:
+            return self
+        if self._console.is_jupyter:
+            from IPython.display import HTML, display
+
+            # rich's own needs ipywidgets, and the notebook their extension.
+            cell = display(HTML(""), display_id=True)
+            self._draw = lambda shown: cell.update(HTML(as_html(shown)))
+            self._undo.callback(cell.update, HTML(""))
+        if self._console.is_terminal:
+            region = self._undo.enter_context(live(self._console))
+            self._draw = lambda shown: region.update(shown, refresh=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the table away."""
+        self._undo.close()
+        self._draw = None
+
+    def update(self, view: View) -> None:
+        """Redraw the live table, where there is one."""
+        if self._draw is not None:
+            self._draw(render(view))
+
+    def say(self, words: str) -> None:
+        """Print a line that stays."""
+        logger.info("%s", words)
 
 
 class Pace:
@@ -236,7 +339,7 @@ class Progress(tune.Callback):
         figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
         parts = [
             f"trial {self._statuses.total()}/{self._plan.num_trials}",
-            shown_config(record.config),
+            _shown_config(record.config),
             record.status,
             f"{record.samples_per_s:,.0f} samples/s" if record.samples_per_s else "",
             figures,

@@ -17,6 +17,8 @@ from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
 from cluster.health.check import require_sound
+from trainers.config import TrainConfig
+from trainers.config.overrides import override
 from trainers.errors import ConfigError, LeaseError, PacelineError, first_line, last_line
 from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
@@ -26,18 +28,21 @@ from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
 from tune.lanes.lanes import Lanes, start_mailbox
-from tune.report.words import duration
+from tune.lanes.messages import Assignment, Event, new_ticket
+from tune.report.words import duration, in_short, labels
 from tune.search import ray_search
+from tune.search.finalists import repeats_to_run
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.progress import Interrupted, Pace, Progress
-from tune.sweeps.repeats import run_repeats
 from tune.sweeps.spec import SweepSpec, save
 from tune.sweeps.trial import LaneTrial
-from tune.trials.journal import Journal
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord, make_record
 
 logger = logging.getLogger(__name__)
 
+_QUIET_S = 60.0  # that a trial which the search has stopped may take to notice, or a lane to come up
+_LOOK_S = 0.5
 _ACTORS = 4
 """That Tune starts for one trial at most: its work is on a lane, and goes on without them."""
 _LEAST_ROOM_BYTES = 2**20
@@ -87,7 +92,7 @@ def run_sweep(
             is_over_budget = time.monotonic() - began >= (budget_s or math.inf)
             progress.record_rest(is_over_budget)
             if not is_over_budget:
-                repeats = run_repeats(spec, plan, mailbox, lanes.settle, progress.tick, progress.terminal.say)
+                repeats = _run_repeats(spec, plan, lanes, progress)
                 progress.records |= repeats
                 for record in repeats.values():
                     progress.tell(record)
@@ -237,6 +242,70 @@ def _tuner(
             failure_config=tune.FailureConfig(max_failures=_ACTORS - 1),
         ),
     )
+
+
+def _run_repeats(spec: SweepSpec, plan: SweepPlan, lanes: Lanes, progress: Progress) -> dict[str, TrialRecord]:
+    """Run the repeats that have no record yet, until the order of the first is decided, cannot be, or their time is
+    used up; returns the records of all, by id.
+    """
+    journal = Journal(spec.storage)
+    records = journal.records()
+    ended = {record.id: record for record in records if record.purpose == "repeat"}
+    wanted = repeats_to_run(spec.config, spec.train, records)
+    if not wanted:
+        return ended
+    names, say = labels(spec.config, records), progress.terminal.say
+    num_finalists = len({finalist.id for finalist, _ in wanted})
+    say(f"the {num_finalists} finalists again, alone and in turn, until it is clear which is first")
+    _await_quiet(lanes, progress)
+    while wanted:
+        finalist, seed = wanted[0]
+        record = _repeat(spec, plan, lanes.mailbox, finalist, seed, progress)
+        journal.append(record)
+        records.append(record)
+        ended[record.id] = record
+        reached = "not reached" if record.time_to_target_s is None else f"reached in {record.time_to_target_s:.3g} s"
+        say(f"repeat {len(ended)}  {in_short(names, finalist)}  seed {seed}  {record.status}  {reached}")
+        wanted = repeats_to_run(spec.config, spec.train, records)
+    return ended
+
+
+def _await_quiet(lanes: Lanes, progress: Progress) -> None:
+    """Wait until no lane works, nor starts, which takes as much of the machine as a trial; for a minute at most."""
+    deadline = time.monotonic() + _QUIET_S
+    while time.monotonic() < deadline:
+        is_settled = lanes.settle()
+        if is_settled and not ray.get(lanes.mailbox.watch.remote())["running"]:
+            return
+        progress.tick()
+        time.sleep(_LOOK_S)
+
+
+def _repeat(
+    spec: SweepSpec, plan: SweepPlan, mailbox: Any, finalist: TrialRecord, seed: int, progress: Progress
+) -> TrialRecord:
+    """Have a lane run one repeat to its end."""
+    trial = trial_id(finalist.config, "repeat", seed)
+    tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
+    objective, started = spec.config.objective, time.time()
+    repeat = Assignment(new_ticket(trial), trial, tree, target=objective.target or {}, watches=objective.watched)
+    ticket = ray.get(mailbox.submit.remote(repeat))
+    curve: list[dict[str, float]] = []
+    event = _next_event(mailbox, ticket, 0, progress)
+    while event.outcome is None:
+        curve.append(event.row)
+        event = _next_event(mailbox, ticket, len(curve), progress)
+    mailbox.forget.remote(ticket)
+    price = plan.lane_usd_per_hour
+    return make_record(trial, finalist.config, objective, started, curve, event.outcome, price, "repeat", seed)
+
+
+def _next_event(mailbox: Any, ticket: str, index: int, progress: Progress) -> Event:
+    reference = mailbox.next_event.remote(ticket, index)
+    while not ray.wait([reference], timeout=_LOOK_S)[0]:
+        progress.tick()
+    event: Event = ray.get(reference)
+    return event
 
 
 def environment() -> dict[str, str]:
