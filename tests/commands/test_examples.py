@@ -103,8 +103,6 @@ def test_tabular_reaches_its_accuracy(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.tmp"))
 
 
-
-
 def test_your_model_trains_as_the_script_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "task", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -155,8 +155,6 @@ def _equal(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-
-
 @pytest.mark.campaign
 @pytest.mark.ray
 def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place: Place, tmp_path: Path, command: Command) -> None:
@@ -170,7 +168,6 @@ def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place: Place, tmp_path: 
         "space": {"seed": list(range(TRIALS))},
         "objective": {"metric": "val_loss"},
         "lanes": 1,
-        "explain": False,
     }
     file.write_text(dump_yaml(tree))
     sweep = Storage(place.direct).child("sweep")

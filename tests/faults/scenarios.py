@@ -104,7 +104,6 @@ _SWEEP = {
     "space": {"task_args.trial": list(range(TRIALS))},
     "objective": {"metric": "val_loss"},
     "lanes": 2,
-    "explain": False,  # makes the task once more
 }
 _PAUSED = {"task_args": {"pause_s": 0.02}}
 SCENARIOS = {
