@@ -145,7 +145,7 @@ class Named(Tiny):
 
 @pytest.mark.parametrize("name", ["loss", 3])
 def test_a_metric_that_takes_a_name_of_ours_is_refused(name: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as met:
+    with pytest.raises(ConfigError):
         train(tmp_path, Named("accuracy", name), max_steps=1, **RARE)
     assert not (tmp_path / "checkpoints").exists()
 
