@@ -42,13 +42,13 @@ test-all: install
 aws-lab: install
 	$(BIN)/python -m pytest tests/lab/test_aws.py tests/lab/test_aws_hosts.py
 
-# 20,000 fuzzed inputs, the tests that are too long for `test-all`, then a campaign of faults over real processes, hours long, which goes on where it stopped.
+# Thousands of fuzzed inputs a door, the tests that are too long for `test-all`, then a campaign of faults over real processes, hours long, which goes on where it stopped.
 # `make faults n=500 seed=1`; `only=spawn` for a scenario or a kind of fault, `plain=1` for the same on plain Ray: these
 # without the inputs. docs/reliability.md says what it found.
 n ?= 500
 seed ?= 1
 faults: install
-	$(if $(only)$(plain),,$(BIN)/python -m tests.faults.fuzz 20000 $(seed))
+	$(if $(only)$(plain),,$(BIN)/python -m pytest --hypothesis-profile faults --hypothesis-seed $(seed) tests/unit/test_fuzz.py)
 	$(if $(only)$(plain),,$(BIN)/python -m pytest -m campaign tests benchmarks/tests)
 	$(BIN)/python -m tests.faults --runs $(n) --seed $(seed) $(if $(only),--only "$(only)") $(if $(plain),--plain)
 

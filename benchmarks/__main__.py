@@ -35,22 +35,16 @@ SHORT = [
     Script("input", "input", ("--short",)),
     Script("checkpoint", "checkpoint", ("--short",)),
     Script("sharded", "sharded", ("3", "--mb", "100")),
-    Script("startup", "startup", ("--short",)),
     Script("loop", "loop", ("--short",)),
     Script("sweep", "sweep", ()),
-    Script("recovery", "recovery", ("--short", "--kills", "2")),
-    Script("scale", "scale", ("--short",)),
 ]
 FULL = [
     Script("input", "input", ("11",)),
     Script("checkpoint", "checkpoint", ("11", "--full")),
     Script("sharded", "sharded", ("11", "--full")),
-    Script("startup", "startup", ("11",)),
     Script("loop", "loop", ("11",)),
     Script("sweep", "sweep", ("--full",)),
     Script("sweep-noop", "sweep", ("--noop", "1000")),
-    Script("recovery", "recovery", ("5",)),
-    Script("scale", "scale", ("5",)),
 ]
 GPU = [
     (Script("resident", "resident", ()), 1.0),

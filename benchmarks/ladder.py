@@ -17,7 +17,7 @@ rungs before it changed:
 A rung that fails or does not fit is a row that says so. Figures: samples/s after warm-up with the 95 % interval of the
 step time over n steps; peak of allocated memory (data included, at most 0.5 GB); TFLOP/s of the model by torch's own
 counter; MFU against the data sheet (peaks.csv) and against a product of two 8192 x 8192 matrices in the same
-run, both in the rung's precision; the share of the ceiling (benchmarks/roofline.py), eager or, once compiled, fused.
+run, both in the rung's precision.
 Rungs run in order of importance, and `--minutes` drops the last of them.
 `--small` (the default without CUDA) are miniatures, which show that the script works and nothing of speed.
 """
@@ -32,7 +32,6 @@ from typing import Any
 import torch
 
 from benchmarks.measure import save
-from benchmarks.roofline import bandwidth, ceiling, rates
 from benchmarks.runs import (
     Budget,
     Measured,
@@ -145,15 +144,12 @@ def figures_of(measured: Measured, matmul: float | None) -> dict[str, Any]:
     }
 
 
-def climb(runs: Runs, rung: Rung, seconds: float, matmuls: dict[str, float], bytes_s: float) -> Row:
+def climb(runs: Runs, rung: Rung, seconds: float, matmuls: dict[str, float]) -> Row:
     """One rung. Whatever fails in it is its row."""
     began = time.monotonic()
     precision = rung.changes["precision"]
     try:
         figures = figures_of(runs.run(rung.changes, seconds, rung.fused), matmuls.get(precision))
-        roof = ceiling(runs, rung.changes, rates(precision, runs.device, matmuls), bytes_s)
-        least_s = roof.fused_s if rung.name in _COMPILED else roof.eager_s
-        figures |= {"ceiling_step_time_s": least_s, "of_ceiling": least_s / figures["step_time_s"]}
         row = Row(rung.name, rung.changes, "done", figures=figures)
     except Exception as error:
         status = "out_of_memory" if classify(error) in ("out_of_memory", "out_of_host_memory") else "failed"
@@ -205,25 +201,24 @@ def measure(
     for precision in dict.fromkeys(rung.changes["precision"] for _, rung in plan):
         if precision != "tf32" or device.type == "cuda":
             matmuls[precision] = matmul_flops(precision, device, n)
-    bytes_s = bandwidth(device)
     runs = {name: Runs(work, device) for name, work in works.items()}
     found: dict[str, dict[str, Row]] = {name: {} for name in works}
     for name, rung in sorted(plan, key=lambda pair: pair[1].importance):
         rest = [row for other, rows in found.items() if other != name for row in rows.values()]
         if budget.affords(f"{name} {rung.name}", expected_s(rung, list(found[name].values()), rest)):
-            row = climb(runs[name], rung, seconds, matmuls, bytes_s)
+            row = climb(runs[name], rung, seconds, matmuls)
         else:
             row = Row(rung.name, rung.changes, "dropped", f"the budget is {budget.minutes:g} minutes")
         found[name][rung.name] = row
         print(f"  {budget.spent_s():5.0f} s  {name} {rung.name}: {row.status} {row.message}", flush=True)
     tflops = {name: rate / 1e12 for name, rate in matmuls.items()}
-    result: dict[str, Any] = {"matmul_tflops": tflops, "copy_gb_s": bytes_s / 1e9, "works": {}}
+    result: dict[str, Any] = {"matmul_tflops": tflops, "works": {}}
     for name, ladder in ladders.items():
         rows, floor = compare(ladder, found[name])
         show(name, works[name].batch, rows, floor)
         result["works"][name] = {"batch": works[name].batch, "floor": floor, "rows": [vars(row) for row in rows]}
     said = ", ".join(f"{name} {rate:,.1f}" for name, rate in tflops.items())
-    print(f"\nmatrix product {n} x {n}, TFLOP/s: {said}; a copy, GB/s: {bytes_s / 1e9:,.0f}")
+    print(f"\nmatrix product {n} x {n}, TFLOP/s: {said}")
     return result | {"dropped": budget.dropped}
 
 
@@ -233,19 +228,19 @@ def show(name: str, batch: int, rows: list[Row], floor: float | None) -> None:
     print(f"\n{name}   (batch {batch}; A/A floor {said})")
     print(
         f"  {'rung':14} {'samples/s':>10} {'x fp32':>7} {'x below':>8} {'MiB':>8} {'of fp32':>8} {'TFLOP/s':>8} "
-        f"{'sheet':>6} {'matmul':>7} {'roof':>6}  a step, n"
+        f"{'sheet':>6} {'matmul':>7}  a step, n"
     )
     for row in rows:
         if row.status != "done":
             print(f"  {row.rung:14} {row.status}: {row.message}")
             continue
         it = row.figures
-        share = {key: _percent(it.get(key)) for key in ("memory_to_fp32", "mfu_data_sheet", "mfu_matmul", "of_ceiling")}
+        share = {key: _percent(it.get(key)) for key in ("memory_to_fp32", "mfu_data_sheet", "mfu_matmul")}
         line = (
             f"  {row.rung:14} {it['samples_per_s']:10,.0f} {_times(it.get('ratio_to_fp32')):>7} "
             f"{_times(it.get('ratio_to_rung_below')):>8} {it['peak_memory_bytes'] / 2**20:8,.0f} "
             f"{share['memory_to_fp32']:>8} {'-' if it['tflops'] is None else format(it['tflops'], ',.1f'):>8} "
-            f"{share['mfu_data_sheet']:>6} {share['mfu_matmul']:>7} {share['of_ceiling']:>6}  "
+            f"{share['mfu_data_sheet']:>6} {share['mfu_matmul']:>7}  "
             f"{it['step_time_s'] * 1e3:.2f} ms "
             f"+-{'-' if it['step_time_ci95_s'] is None else format(it['step_time_ci95_s'] * 1e3, '.2f')}, n={it['n']}"
         )

@@ -27,11 +27,8 @@ UNITS = {
     "checkpoint": "ms",
     "input": "samples/s",
     "loop": "samples/s",
-    "recovery": "ms",
-    "scale: parameters": "ms",
     "sharded": "ms",
     "shards": "samples/s",
-    "startup": "ms",
 }
 """Of medians whose names have no unit as their suffix."""
 LEFT_OUT = ("rounds", "train_loss", "true_time_s", "frontier_ended")

@@ -32,9 +32,6 @@ if "PYTEST_SCRATCH" not in os.environ:
     for _name in [name for name in os.environ if name.startswith(_USERS_OWN)]:
         del os.environ[_name]
 
-# Prices are the shipped ones, whatever table this user keeps.
-os.environ["PACELINE_PRICES"] = str(REPOSITORY / "cluster/files/prices.csv")
-
 # Embedded clusters and torchrun keep their files here (short: Ray's sockets lie below it), not in /tmp itself. Each
 # process of pytest's makes one; those that its tests start, and that import this for a task, have that of theirs.
 _OWNER = os.environ.get("PYTEST_XDIST_WORKER", "main")
@@ -42,7 +39,6 @@ _given, _, _scratch = os.environ.get("PYTEST_SCRATCH", "").partition("=")
 IS_OWN = _given != _OWNER
 SCRATCH = Path(tempfile.mkdtemp(prefix="pl-", dir="/tmp") if IS_OWN else _scratch)
 os.environ["PYTEST_SCRATCH"] = f"{_OWNER}={SCRATCH}"
-os.environ["PACELINE_RESIDENT"] = "0"
 os.environ["TMPDIR"] = str(SCRATCH)
 os.environ["HOME"] = str(SCRATCH / "home")
 Path(os.environ["HOME"]).mkdir(exist_ok=True)

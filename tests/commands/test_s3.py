@@ -156,16 +156,6 @@ def _equal(ours: Any, theirs: Any) -> None:
 
 
 @pytest.mark.campaign
-def test_a_killed_run_goes_on(place: Place, tmp_path: Path, command: Command) -> None:
-    """A run alone, sharded, its checkpoints in parts; without Ray."""
-    task = {"task": "tests.commands.test_s3:Wide", "task_args": {"file": str(tmp_path / "ran")}}
-    file = tmp_path / "train.yaml"
-    file.write_text(dump_yaml({**BASE, **task}))
-    train_killed(str(file), place, tmp_path, command)
-    assert place.proxy.spoiled, "nothing was injected"
-
-
-@pytest.mark.campaign
 @pytest.mark.ray
 def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place: Place, tmp_path: Path, command: Command) -> None:
     ran, file = tmp_path / "ran", tmp_path / "sweep.yaml"
@@ -178,7 +168,6 @@ def test_a_killed_sweep_and_the_run_of_its_answer_go_on(place: Place, tmp_path: 
         "space": {"seed": list(range(TRIALS))},
         "objective": {"metric": "val_loss"},
         "lanes": 1,
-        "explain": False,
     }
     file.write_text(dump_yaml(tree))
     sweep = Storage(place.direct).child("sweep")

@@ -36,22 +36,11 @@ def nothing_is_left(command: Command) -> None:
     assert not [path for path in command.temporary.iterdir() if path.name.startswith("paceline")]
 
 
-STOPS = [
-    ("spawn", [signal.SIGTERM]),
-    pytest.param("spawn", [signal.SIGTERM, signal.SIGTERM], marks=pytest.mark.campaign),
-    pytest.param("spawn", [signal.SIGINT], marks=pytest.mark.full),
-    pytest.param("spawn", [signal.SIGHUP], marks=pytest.mark.campaign),
-    pytest.param("local", [signal.SIGTERM, signal.SIGTERM], marks=pytest.mark.full),
-    pytest.param("local", [signal.SIGHUP], marks=pytest.mark.campaign),
-    pytest.param("torchrun", [signal.SIGTERM], marks=pytest.mark.full),
-]
-
-
-@pytest.mark.parametrize(("launcher", "numbers"), STOPS)
-def test_told_to_stop_it_keeps_what_it_has(start: Start, launcher: str, numbers: list[signal.Signals]) -> None:
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.full)])
+def test_told_to_stop_it_keeps_what_it_has(start: Start, launcher: str) -> None:
     """The process that was started alone is told, as `docker stop`, systemd and `kill` do."""
     command = start(launcher).trains()
-    command.tell(*numbers)
+    command.tell(signal.SIGTERM)
     code = command.ends()
     assert code == 0 or launcher == "torchrun", command.said  # torchrun's own code for a signal
     assert len(command.kept()) == 1, command.said
@@ -71,14 +60,10 @@ def test_a_second_interrupt_leaves_at_once(start: Start) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.campaign) for one in (signal.SIGINT, signal.SIGHUP))],
-)
-def test_told_while_its_workers_start_it_leaves_nothing(start: Start, number: signal.Signals) -> None:
+def test_told_while_its_workers_start_it_leaves_nothing(start: Start) -> None:
     command = start("spawn")
     command.until(lambda: len(psutil.Process(command.process.pid).children()) >= 2)  # they import torch
-    command.tell(number)
+    command.tell(signal.SIGTERM)
     assert command.ends() == 130, command.said
     assert "error: interrupted" in command.said
     assert "Traceback" not in command.said
@@ -86,30 +71,17 @@ def test_told_while_its_workers_start_it_leaves_nothing(start: Start, number: si
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("launcher", "stuck"),
-    [
-        ("spawn", True),
-        pytest.param("torchrun", False, marks=pytest.mark.campaign),
-        pytest.param("spawn", False, marks=pytest.mark.campaign),
-        pytest.param("torchrun", True, marks=pytest.mark.campaign),
-    ],
-)
-def test_workers_end_with_the_process_that_has_started_them(
-    start: Start, launcher: str, stuck: bool, tmp_path: Path
-) -> None:
+def test_workers_end_with_the_process_that_has_started_them(start: Start, tmp_path: Path) -> None:
     """Also one that waits in a collective, where no handler of Python's runs; and the next start need not wait."""
-    if stuck:
-        (tmp_path / "stuck").touch()
-    command = start(launcher).trains()
+    (tmp_path / "stuck").touch()
+    command = start("spawn").trains()
     command.tell(signal.SIGKILL)
     assert command.ends() == -signal.SIGKILL
-    if launcher == "spawn":
-        assert not [path for path in command.temporary.iterdir() if path.name.startswith("paceline")]
+    assert not [path for path in command.temporary.iterdir() if path.name.startswith("paceline")]
     for mark in command.training.iterdir():
         mark.unlink()
-    (tmp_path / "stuck").unlink(missing_ok=True)
-    again = start(launcher).trains()
+    (tmp_path / "stuck").unlink()
+    again = start("spawn").trains()
     again.tell(signal.SIGTERM)
     again.ends()
     assert len(again.kept()) == 1, again.said
@@ -117,43 +89,22 @@ def test_workers_end_with_the_process_that_has_started_them(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("launcher", "options"),
-    [
-        ("local", []),
-        pytest.param("spawn", ["--fresh"], marks=pytest.mark.campaign),
-        pytest.param("torchrun", [], marks=pytest.mark.campaign),
-    ],
-)
-def test_a_second_start_is_refused_and_the_first_goes_on(start: Start, launcher: str, options: list[str]) -> None:
-    first = start(launcher).trains()
-    second = start("local", *options)
+def test_a_second_start_is_refused_and_the_first_goes_on(start: Start) -> None:
+    first = start("local").trains()
+    second = start("local")
     assert second.ends() == 2
     assert "is in use: process " in second.said
-    first.tell(signal.SIGTERM)
+    first.tell(signal.SIGTERM, signal.SIGTERM)
     first.ends()
     assert "stopped: " in first.said
     assert len(first.kept()) == 1
+    nothing_is_left(first)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("launcher", "lost"),
-    [
-        ("spawn", ""),
-        pytest.param("torchrun", "", marks=pytest.mark.campaign),
-        ("local", "config.yaml"),
-        ("local", "lease.json"),
-    ],
-)
-def test_a_run_whose_directory_is_deleted_says_so(start: Start, launcher: str, lost: str) -> None:
-    command = start(launcher).trains()
-    if lost:
-        (command.run / lost).unlink()
-    else:
-        shutil.rmtree(command.run)
-    if lost == "config.yaml":
-        command.tell(signal.SIGTERM)  # what it writes then is refused
+def test_a_run_whose_directory_is_deleted_says_so(start: Start) -> None:
+    command = start("spawn").trains()
+    shutil.rmtree(command.run)
     assert command.ends() not in (0, 2)
-    assert f"{lost or 'lease.json'} is gone: the directory was deleted" in command.said
+    assert "lease.json is gone: the directory was deleted" in command.said
     assert not command.kept()

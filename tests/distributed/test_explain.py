@@ -1,38 +1,40 @@
-"""The profile of a run of two ranks."""
+"""The profile of a run of two ranks, of which one is slower."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
-from tests.distributed.processes import run_processes
+import torch.distributed as dist
+from torch import Tensor
+
 from tests.specs import make
-from trainers.explain.pairs import sent_share
-from trainers.explain.profile import ProfileJob
-from trainers.explain.stepper import Stepper
-from trainers.launch.local import LocalContext, run_spawn
-from trainers.launch.spec import RunSpec
+from tests.tasks import Blobs
+from trainers.explain.causes import name_causes
+from trainers.explain.steps import ProfileJob
+from trainers.launch.local import run_spawn
+
+WAIT_S = 0.05
 
 
-def test_a_profile_of_two_ranks_leaves_nothing(tmp_path: Path) -> None:
-    spec = make(tmp_path, launcher="spawn", scaling={"num_workers": 2})
-    found = run_spawn(ProfileJob(**asdict(spec), seconds=0.01)).readings
-    assert found.all_reduce_s is not None
-    assert found.sent_share is not None
-    assert {"communication", "waiting for ranks"} <= found.shares().keys()
+class SlowRank(Blobs):
+    """Rank 1 takes longer for each step."""
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        """The task's, late on rank 1."""
+        if dist.get_rank() == 1:
+            time.sleep(WAIT_S)
+        return super().loss(outputs, batch)
+
+
+def test_a_profile_of_two_ranks_names_the_slow_one_and_leaves_nothing(tmp_path: Path) -> None:
+    task = "tests.distributed.test_explain:SlowRank"
+    spec = make(tmp_path, task=task, launcher="spawn", scaling={"num_workers": 2})
+    found = run_spawn(ProfileJob(**asdict(spec), seconds=0.1))
+    usual_s, slow_s = found.own_s
+    assert slow_s > WAIT_S > usual_s
+    assert {"all-reduce", "waiting for ranks"} <= found.parts.keys()
+    assert name_causes(spec.config, None, found)[0].kind == "straggling rank"
     assert not spec.storage.exists("")
-
-
-def measured(rank: int, world_size: int, spec: RunSpec) -> tuple[float, bool]:
-    """Steps that add up gradients take 2 s, others 1 s, and rank 1's a second more."""
-    context = LocalContext(None, "spawn", rank, world_size, rank, world_size)
-    with ProfileJob(**asdict(spec), seconds=0.0).replica(spec.config, context) as parts:
-        model, stepper = parts.step.forward.model, Stepper(parts)
-        with mock.patch.object(stepper, "time_s", side_effect=lambda _: 1.0 + rank + model.require_backward_grad_sync):
-            return sent_share(stepper), bool(model.require_backward_grad_sync)
-
-
-def test_what_adding_up_gradients_costs_is_of_the_slowest_rank(tmp_path: Path) -> None:
-    spec = make(tmp_path, launcher="spawn", scaling={"num_workers": 2})
-    assert run_processes(2, measured, tmp_path, spec) == [(1 - 2 / 3, True)] * 2

@@ -88,11 +88,6 @@ def install() -> None:
         "trainers.storage": _watch_storage,
         "trainers.step.train_step": _count_steps,
     }
-    if _plan.get("break"):
-        from tests.faults.breaks import BREAKS
-
-        for name, patch in BREAKS[_plan["break"]].items():
-            patches[name] = _both(patches[name], patch) if name in patches else patch
     sys.meta_path.insert(0, _Finder(patches))
 
 
@@ -390,14 +385,6 @@ def _storage_fault(name: str) -> OSError | None:
     finally:
         _busy.inside = False
     return None
-
-
-def _both(first: Callable[[Any], None], second: Callable[[Any], None]) -> Callable[[Any], None]:
-    def patch(module: Any) -> None:
-        first(module)
-        second(module)
-
-    return patch
 
 
 class _Finder(importlib.abc.MetaPathFinder):

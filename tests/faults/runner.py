@@ -75,12 +75,12 @@ def budget_s(reference: Reference) -> float:
     return _BASE_S + _TIMES * reference.wall_s
 
 
-def run_case(case: Case, workspace: Path, broken: str = "", limit_s: float | None = None) -> Row:
-    """Run a case to its end. `broken` names a patch of the product (tests/faults/breaks.py), which must be noticed."""
+def run_case(case: Case, workspace: Path) -> Row:
+    """Run a case to its end."""
     reference = find_reference(case.scenario, workspace)
-    limit_s = limit_s or budget_s(reference)
+    limit_s = budget_s(reference)
     began = time.monotonic()
-    with _directory(case, broken) as (directory, storage):
+    with _directory(case) as (directory, storage):
         command = case.scenario.command(directory, storage)
         beside: list[Ended] = []
         first = _run(case, directory, command, 1, limit_s, _during(case, directory, command, limit_s, beside))
@@ -108,8 +108,7 @@ def run_case(case: Case, workspace: Path, broken: str = "", limit_s: float | Non
         found = violations(Observed(case, directory, reference, facts, ends, beside[0] if beside else None))
         since = first.ended if len(ends) > 1 else facts[0]["when"]
         new = first_new(directory, facts[0], since)
-        has_turns = case.scenario.kind == "population"  # another member's step is no recovery
-        recovery_s = None if new is None or has_turns else new - facts[0]["when"]
+        recovery_s = None if new is None else new - facts[0]["when"]
         if found and os.environ.get("PACELINE_FAULTS_KEEP"):
             kept = workspace / "broken" / case.name
             shutil.copytree(directory, kept, dirs_exist_ok=True, ignore_dangling_symlinks=True, ignore=_no_sockets)
@@ -122,7 +121,7 @@ def find_reference(scenario: Scenario, workspace: Path) -> Reference:
     file = workspace / "references" / f"{scenario.name.replace(' ', '-')}-{_digest()}.pt"
     if not file.exists():
         case = Case("reference", scenario, ())
-        with _directory(case, "") as (directory, storage):
+        with _directory(case) as (directory, storage):
             end = _run(case, directory, scenario.command(directory, storage), 1, 900)
             if end.code != 0:
                 raise RuntimeError(f"{scenario.name} fails without a fault: {end.code}\n{end.out}\n{end.err}")
@@ -231,7 +230,7 @@ def _during(
 
 
 @contextmanager
-def _directory(case: Case, broken: str) -> Iterator[tuple[Path, str]]:
+def _directory(case: Case) -> Iterator[tuple[Path, str]]:
     """A new directory for a case, with its plan; short, since Ray's sockets lie below it. Nothing of it is left."""
     directory = Path(tempfile.mkdtemp(prefix="plf-", dir="/tmp"))
     runs, mounted = directory / "runs", False
@@ -244,7 +243,7 @@ def _directory(case: Case, broken: str) -> Iterator[tuple[Path, str]]:
             mounted = done.returncode == 0
             if not mounted:
                 raise Unavailable("a full disk needs a small filesystem, and mounting one needs root")
-        plan = {"faults": [asdict(fault) for fault in case.faults], "root": case.scenario.root, "break": broken}
+        plan = {"faults": [asdict(fault) for fault in case.faults], "root": case.scenario.root}
         (directory / "plan.json").write_text(json.dumps(plan))
         (directory / "armed").touch()
         if case.scenario.on_s3 and not s3.installed():

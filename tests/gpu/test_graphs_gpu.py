@@ -47,8 +47,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.9}},
     "adam, accumulated": {"optimizer": {"name": "adam", "lr": 0.01}, "microbatch_size": 7},
     "bf16": {"precision": "bf16"},
-    "bf16 moments": {"optimizer__state": "bf16"},
-    "8-bit moments, fp16": {"optimizer__state": "8bit", "precision": "fp16"},
     "fp16": {"precision": "fp16"},
     "bf16-pure": {"precision": "bf16-pure", "optimizer__eps": 1e-4},
     "tf32, loader processes": {"precision": "tf32", "data__num_workers": 2},
@@ -103,18 +101,6 @@ def test_a_captured_run_that_was_stopped_goes_on_as_if_it_was_not(replays: list[
     assert train(CUDA, tmp_path / "cut", Images(samples=123), **options).status == "done"
     assert unbroken < len(replays) < 2 * unbroken  # it warms up anew
     assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
-
-
-def test_a_run_goes_on_without_graphs_and_with_them_again(tmp_path: Path) -> None:
-    """What a captured run keeps is what any run keeps."""
-    plain = OPTIONS | {"cuda_graphs": False, "checkpoint__every_steps": 10}
-    captured = plain | {"cuda_graphs": True}
-    task = Images(samples=123, random=False)
-    train(CUDA, tmp_path / "plain", task, **plain)
-    train(CUDA, tmp_path / "mixed", task, looks=1, **captured)
-    train(CUDA, tmp_path / "mixed", task, looks=1, **plain)
-    assert train(CUDA, tmp_path / "mixed", task, **captured).status == "done"
-    assert curve(tmp_path / "mixed") == pytest.approx(curve(tmp_path / "plain"), rel=2e-2)
 
 
 def test_a_compiled_model_is_captured(replays: list[int], tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.gpu.runs import CUDA, Hungry, Images, curve, train
-from tests.tasks import Blobs
 from tests.waits import HANG_S
 from trainers.causes import classify
 from trainers.devices.device import memory_figures, peak_memory_bytes, reset_peak_memory, total_memory_bytes
@@ -53,13 +52,6 @@ def test_auto_lands_on_a_microbatch_that_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("limited")
-@pytest.mark.parametrize("wanted", [64, 128])
-def test_a_microbatch_that_does_not_fit_is_said_before_training(wanted: int) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        train(CUDA, task=Hungry(**TASK), microbatch_size=wanted, **OPTIONS)
-
-
-@pytest.mark.usefixtures("limited")
 def test_out_of_memory_in_mid_training_goes_on_with_a_smaller_microbatch(tmp_path: Path) -> None:
     """From its 30th forward on the task takes four times as much, so that no microbatch above 15 fits any more."""
     task = Hungry(**TASK, turns=30, later=4)
@@ -95,18 +87,6 @@ def test_a_run_leaves_no_memory_behind(options: dict[str, Any], tmp_path: Path) 
     print(f"{floor / MB:.1f} MB stay, of cuBLAS and of torch's generators")
     assert floor < 512 * MB
     assert [left(2), left(3)] == [floor, floor]
-
-
-def test_a_failed_run_leaves_no_memory_behind() -> None:
-    def left() -> int:
-        with pytest.raises(ValueError, match="injected"):
-            train(CUDA, task=Blobs(fail_at=15, samples=20_000), data__resident=True)
-        gc.collect()
-        return torch.cuda.memory_allocated(CUDA)
-
-    left()
-    floor = left()
-    assert left() == floor
 
 
 def test_peak_memory_is_the_runs_own() -> None:

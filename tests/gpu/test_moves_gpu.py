@@ -14,7 +14,7 @@ from tests.gpu.runs import CUDA, Images, curve, make, train
 from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
 from trainers.data import transfer as moves
-from trainers.data.batch import map_tensors, tensors_of
+from trainers.data.batch import tensors_of
 from trainers.errors import DeviceMismatchError
 from trainers.task import Task, task_feed
 
@@ -190,11 +190,3 @@ def test_a_tensor_left_on_the_cpu_is_named(task: Task, words: str) -> None:
     with pytest.raises(DeviceMismatchError) as raised:
         train(CUDA, task=task)
     assert words in str(raised.value)
-
-
-@pytest.mark.gpu
-def test_every_nesting_is_moved() -> None:
-    batch = {"a": [torch.ones(2), (torch.ones(1),)], "b": Sample(torch.ones(2), torch.zeros(2)), "c": "word"}
-    (moved,) = moves.to_device(iter([batch]), CUDA, ahead=False)
-    assert all(tensor.device == CUDA for tensor in tensors_of(moved))
-    assert map_tensors(Tensor.cpu, moved)["c"] == "word"

@@ -84,27 +84,6 @@ def test_a_compiled_model_trains_the_same(mode: str, precision: str, tmp_path: P
     assert curve(tmp_path / "compiled") == pytest.approx(curve(tmp_path / "eager"), rel=tolerance)
 
 
-class Wide(Blobs):
-    """Sizes that float8 products take, and a parameter that 8 bits are for."""
-
-    def __init__(self) -> None:
-        super().__init__(features=32)
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 4))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("state", ["bf16", "8bit"])
-def test_narrow_moments_step_the_same_compiled(state: str, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    options: dict[str, Any] = {"optimizer__state": state, "max_steps": 18}
-    train(CUDA, tmp_path / "eager", Wide(), **options)
-    torch._dynamo.reset()
-    assert train(CUDA, tmp_path / "compiled", Wide(), compile="default", **options).status == "done"
-    assert curve(tmp_path / "compiled") == pytest.approx(curve(tmp_path / "eager"), rel=2e-2)
-
-
 @pytest.mark.gpu
 def test_the_gpu_trains_as_the_cpu_does(tmp_path: Path) -> None:
     for name, device in (("gpu", CUDA), ("cpu", torch.device("cpu"))):

@@ -56,7 +56,6 @@ train:
 space: {{optimizer.lr: {RATES}}}
 objective: {{metric: val_loss}}
 lanes: 2
-explain: false
 """
 START, RESUME = f"python -m tune {DIRECTORY}/sweep.yaml", "python -m tune resume /srv/nfs/paceline/held"
 RECORDS = "paceline/held/trials/*.json"

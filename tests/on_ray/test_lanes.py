@@ -29,7 +29,6 @@ def sweep(tmp_path: Path, space: dict[str, Any], train: dict[str, Any] | None = 
         "space": space,
         "objective": {"metric": "val_loss"},
         "lanes": 1,
-        "explain": False,  # a task is made once more for it, which some tests count
         **keys,
     }
     config = build(SweepConfig, tree, "test")

@@ -124,7 +124,6 @@ def test_a_dead_embedded_cluster_ends_the_command_in_a_sentence(tmp_path: Path, 
         "train": {**TRAIN, "task_args": {"pids": str(pids), "pause_s": 0.3}},
         "space": {"seed": [1, 2, 3]},
         "objective": {"metric": "val_loss"},
-        "explain": False,
     }
     file.write_text(yaml.safe_dump(tree))
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}

@@ -36,7 +36,6 @@ def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluste
         "space": {"seed": list(range(TRIALS))},
         "objective": {"metric": "val_loss"},
         "lanes": 1,
-        "explain": False,
     }
     file.write_text(yaml.safe_dump(tree))
     journal = tmp_path / "sweep" / "trials"

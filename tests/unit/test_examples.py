@@ -90,7 +90,7 @@ def test_without_data_and_network_a_sentence_says_what_to_do(tmp_path: Path, mon
         raise mnist.URLError("no route to host")
 
     monkeypatch.setattr(mnist, "download_and_extract_archive", no_network)
-    with pytest.raises(ConfigError, match="holds no whole MNIST") as caught:
+    with pytest.raises(ConfigError) as caught:
         Mnist(root=str(tmp_path)).setup()
     assert "synthetic: true" in caught.value.fix
     assert not list(tmp_path.glob("*.safetensors*"))
@@ -116,42 +116,6 @@ def test_crops_are_parts_of_the_reflected_image() -> None:
         found.add(places[0])
     assert {top for top, _, _ in found} == {left for _, left, _ in found} == set(range(9))
     assert {mirrored for _, _, mirrored in found} == {False, True}
-
-
-def test_blank_squares_lie_whole_inside() -> None:
-    from examples.cifar10.task import blank_squares
-
-    torch.manual_seed(0)
-    blank = blank_squares(torch.ones(8000, 3, 32, 32)) == 0
-    assert (blank.sum((1, 2, 3)) == 3 * 8 * 8).all()
-    assert blank.any(0).all(), "every place of the image, its corners too"
-    rows, columns = blank[:, 0].any(2), blank[:, 0].any(1)
-    assert (rows.sum(1) == 8).all()
-    assert (columns.sum(1) == 8).all()
-
-
-def test_imagenet_crops_cover_the_image_and_keep_its_proportions() -> None:
-    from examples.imagenet.pictures import crop_at_random, crop_middle
-
-    torch.manual_seed(0)
-    down = torch.linspace(0, 255, 64).view(1, 1, 64, 1).expand(400, 1, 64, 64)
-    across = down.transpose(2, 3)
-    cropped = crop_at_random(torch.cat([down, across], dim=1), 32, 0.08)
-    low, high = cropped.amin((2, 3)), cropped.amax((2, 3))
-    assert low.min() >= 0
-    assert high.max() <= 255
-    spans = (high - low) / 255 * 63 / 64 * 32 / 31  # of the sides, from the middles of the outer pixels
-    area, ratio = spans.prod(1), spans[:, 1] / spans[:, 0]
-    assert 0.07 < area.min() < 0.12
-    assert 0.85 < area.max() <= 1.01
-    assert 0.7 < ratio.min() < 0.8
-    assert 1.25 < ratio.max() < 1.4
-    assert low.min() < 5, "up to the border"
-    assert high.max() > 250
-    rising = cropped[:, 1, 0, -1] > cropped[:, 1, 0, 0]
-    assert 0.4 < rising.float().mean() < 0.6, "half are mirrored"
-    whole = torch.arange(36, dtype=torch.uint8).view(1, 1, 6, 6)
-    assert crop_middle(whole, 4).flatten().tolist() == whole[:, :, 1:5, 1:5].float().flatten().tolist()
 
 
 @pytest.fixture(scope="module")
@@ -208,29 +172,6 @@ def test_imagenet_is_the_same_from_folders_parquet_and_arrow(class_folders: Path
         assert found[kind][1].tolist() == labels.tolist()
 
 
-def test_imagenet_trains_from_parquet_with_loader_processes(class_folders: Path, tmp_path: Path) -> None:
-    from examples.imagenet.convert import convert
-
-    convert(class_folders, tmp_path / "shards", "parquet", stored=32, shard=10, workers=1)
-    arguments = {"data": str(tmp_path / "shards"), "stored": 32, "size": 28, "classes": 2, "architecture": "resnet18"}
-    changes = {
-        "task_args": {**arguments, "cache": str(tmp_path / "cache")},
-        "storage_path": str(tmp_path / "runs"),
-        "epochs": 1,
-        "global_batch_size": 8,
-        "data.num_workers": 1,
-        "lr_scaling.rule": "none",
-        "launcher": "local",
-        "device": "cpu",
-        "precision": "fp32",
-    }
-    spec = read_spec(str(REPOSITORY / "examples/imagenet/train.yaml"), changes)
-    result = spec.execute(LocalContext(spec.storage, "local"))
-    assert result.steps == 3
-    assert "val_synthetic" not in result.metrics
-    assert result.metrics["val_top5_accuracy"] == 1.0  # of two classes
-
-
 def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
     """The real path: a tokenizer, pretrained weights and texts in Parquet, all made here."""
     import pyarrow as pa
@@ -275,18 +216,6 @@ def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
     result = spec.execute(LocalContext(spec.storage, "local"))
     assert result.metrics["val_accuracy"] == 1.0
     assert "val_synthetic" not in result.metrics
-
-
-def test_bert_ignores_padding() -> None:
-    from examples.bert.task import Bert
-
-    task = Bert(synthetic=True, geometry="tiny", samples=4, length=16)
-    model = task.model().eval()
-    ids = task.dataset("train")[:][0].clone()  # type: ignore[index]
-    ids[:, 10:] = 0
-    with torch.no_grad():
-        long, short = task.forward(model, (ids,)), task.forward(model, (ids[:, :10],))
-    assert torch.allclose(long, short, atol=1e-5)
 
 
 def test_bert_waits_for_no_value_of_the_device() -> None:

@@ -114,9 +114,9 @@ def test_a_comparison_is_about_the_steps_since_the_last(caplog: pytest.LogCaptur
     assert ours["data_wait_share"] == pytest.approx(0.02, rel=0.01)
     assert (later["steps"], later["idle_share"], later["samples_per_s"]) == (2, 1.0, 0.0)
     assert [record.getMessage().split(" the others")[0] for record in caplog.records] == [
-        f"uneven ranks: rank 1 ({ours['host']}) waits 50% of its time for data,",
-        "uneven ranks: rank 0 has no sample in 100% of its steps: the global batch is too small for all ranks",
-        "uneven ranks: rank 1 has no sample in 100% of its steps: the global batch is too small for all ranks",
+        f"ranks: rank 1 ({ours['host']}) waits 50% of its time for data,",
+        "ranks: rank 0 has no sample in 100% of its steps: the global batch is too small for all ranks",
+        "ranks: rank 1 has no sample in 100% of its steps: the global batch is too small for all ranks",
     ], "each once"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tune.lanes.reports import difference
+from tune.lanes.comparison import difference
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,9 @@ def test_the_figures_are_those_of_a_calculation_by_hand(user: Path) -> None:
     assert found.time_s == 2 * 30 * 60  # ten trials in five lanes
     assert found.usd == pytest.approx(HEAD_USD + 5 * NODE_USD)
     text = "\n".join(found.lines())
-    assert "gpu: 40 CPUs, 10 GPUs" in text
     assert "each 2 workers of 1 CPU and 1 GPU;" in text
+    usd = HEAD_USD + 5 * NODE_USD
+    assert f"fully grown  the head and 5 gpu: 40 CPUs, 10 GPUs, {usd:.2f} USD/hour" in text
 
 
 def test_only_the_nodes_that_the_lanes_need_are_paid_for(user: Path) -> None:
@@ -222,8 +223,6 @@ def test_the_plan_as_json(user: Path, capfd: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["sweep.yaml", "--what-if", "3xcpu", "--cluster", "cluster.yaml"], "has no effect with --what-if"),
-        (["sweep.yaml", "--measured", "x", "--cluster", "cluster.yaml"], "has no effect without --what-if"),
         (["--cluster", "cluster.yaml"], "`SWEEP.yaml` is required"),
         (["sweep.yaml"], "`--cluster` is required"),
         (["sweep.yaml", "--cluster", "none.yaml"], "does not exist"),
@@ -249,10 +248,21 @@ def test_the_command_says_what_is_wrong_with_exit_code_2(
     assert shown.out == ""
 
 
-def test_the_shipped_cluster_file_holds_the_digits_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    sweep, cluster = REPOSITORY / "examples/digits/sweep.yaml", REPOSITORY / "cluster/aws.yaml"
-    assert main(["plan", str(sweep), "--cluster", str(cluster)]) == 0
-    assert "lanes        8, each 1 worker of 1 CPU and 1 GPU" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("aws", 0, "lanes        8, each 1 worker of 1 CPU and 1 GPU"),
+        ("kuberay", 0, "8 GPUs, unknown USD/hour"),
+        ("onprem", 2, "`resources of a worker` is not known before the node is up"),
+    ],
+)
+def test_the_digits_sweep_on_the_shipped_cluster_files(
+    name: str, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep, cluster = REPOSITORY / "examples/digits/sweep.yaml", REPOSITORY / f"cluster/{name}.yaml"
+    assert main(["plan", str(sweep), "--cluster", str(cluster)]) == code
+    shown = capsys.readouterr()
+    assert words in shown.out + shown.err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tune.config import SweepConfig
-from tune.sweeps.terminal import Terminal, View, render
+from tune.sweeps.progress import Terminal, View, render
 from tune.trials.record import TrialRecord
 
 

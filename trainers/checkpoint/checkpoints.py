@@ -54,8 +54,6 @@ class Loaded:
     state: dict[str, Any]
     rank_state: dict[str, Any] | None
     """None when the checkpoint was written by another number of workers."""
-    config: dict[str, Any]
-    """The resolved TrainConfig that trained it."""
     rows: RowReader | None = None
     """Of a sharded one, in whose state tensors on the meta device stand for others."""
 
@@ -229,7 +227,7 @@ class Checkpoints:
         same_size = manifest.world_size == self.group.world_size
         own = self.archive.read(name, rank_file(self.group.rank)) if same_size else None
         state, rows = self.archive.read_state(name)
-        into.append(Loaded(name, state, own, manifest.config, rows))
+        into.append(Loaded(name, state, own, rows))
 
     def _agreed(self, action: Callable[[], None]) -> str | None:
         """What the first rank met that could not do it, on every rank."""

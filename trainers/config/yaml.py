@@ -146,6 +146,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """In double quotes, which escape it, where a reader would fold what YAML 1.1 calls a line break."""
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+        return self.represent_scalar(f"{_YAML}str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 def parse_yaml(text: str, source: str) -> Any:
     """Read one YAML 1.2 document of plain data; `ConfigError` names file, line and problem."""

@@ -1,1 +1,1 @@
-"""Where the time of a run goes, and which lines of its configuration would change that."""
+"""Where the time of a run goes, and which lines of its configuration may change that."""

@@ -1,10 +1,9 @@
-"""`python -m trainers explain`: where a run's time goes, what would change it, and by how much."""
+"""`python -m trainers explain`: where a run's time goes, what takes it, and what a change gives where both are run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,18 +11,13 @@ from trainers.config.model import build
 from trainers.config.overrides import override
 from trainers.config.train import TrainConfig
 from trainers.errors import ConfigError, PacelineError, first_line
-from trainers.explain.advice import Advice, Explanation
-from trainers.explain.profile import ProfileJob, changed
-from trainers.explain.readings import Profile, Suspicion
-from trainers.explain.recorded import Recorded, run_shares, suspect_records
-from trainers.explain.suspect import WORTH
+from trainers.explain.causes import WORTH, Cause, name_causes, run_shares
+from trainers.explain.steps import ProfileJob
 from trainers.explain.verify import CompareJob
-from trainers.launch.local import run_spawn
 from trainers.launch.run_directory import open_run
 from trainers.launch.spec import Job, R, RunSpec, make_spec, read_file
+from trainers.measure.ranks import findings
 from trainers.measure.result import RunResult
-from trainers.measure.run_log import read_log
-from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -45,94 +39,99 @@ class Subject:
     """A run's URI, or a YAML file, which has no records."""
     tree: dict[str, Any]
     directory: Path | None
-    recorded: Recorded
-    has_records: bool
+    config: TrainConfig
+    result: RunResult | None = None
+    """None of a run that goes on, or has failed."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Where a run's time goes, and what takes it."""
+
+    uri: str
+    shares: dict[str, float]
+    """Of the run's time, by part; they add up to 1."""
+    causes: list[Cause] = field(default_factory=list)
+    """The largest share first."""
+    step_s: float | None = None
+    """Mean time of a step in the profile."""
+    notes: list[str] = field(default_factory=list)
+    """What the ranks' own figures show, and why there is no profile."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.uri}: where the time goes"]
+        for name, share in sorted(self.shares.items(), key=lambda item: -item[1]):
+            lines.append(f"  {share * 1e2:5.1f} %  {name}")
+        lines += self.notes
+        for number, cause in enumerate(self.causes, 1):
+            head, *rest = cause.lines()
+            lines += [f"{number}. {head}", *rest]
+        if not self.causes:
+            lines.append(f"nothing that can be named takes more than {WORTH:.0%}")
+        return "\n".join(lines)
 
 
 def read_subject(location: str) -> Subject:
     """Read the run in a directory or at a URI, or that of a YAML file; ConfigError where there is none."""
     if location.endswith((".yaml", ".yml")):
         tree, directory = read_file(location)
-        return Subject(location, tree, directory, Recorded(build(TrainConfig, tree, location)), has_records=False)
+        return Subject(location, tree, directory, build(TrainConfig, tree, location))
     storage, config = open_run(location)
+    result = storage.read_json("result.json", RunResult, finite=False) if storage.exists("result.json") else None
     directory = Path(storage.path) if storage.is_local else None
-    return Subject(storage.uri, config.tree(), directory, _recorded(storage, config), has_records=True)
+    return Subject(storage.uri, config.tree(), directory, config, result)
 
 
 def explain(
-    subject: Subject, seconds: float, profile: bool = True, verify: bool = False, cluster: Workers | None = None
+    subject: Subject,
+    workers: Workers,
+    seconds: float,
+    launcher: str = "spawn",
+    profile: bool = True,
+    verify: bool = False,
 ) -> Explanation:
     """Explain a run.
 
-    With `profile` workers take steps of it for about `seconds`, which are thrown away; with `verify` the changed
-    configurations run beside the old one. They are `cluster`'s, or without one this machine's. Nothing is written to
-    the run.
+    With `profile` workers of `launcher` take steps of it for about `seconds`, which are thrown away; with `verify` the
+    changed configurations run beside the old one. Nothing is written to the run.
     """
-    recorded, workers = subject.recorded, cluster or run_spawn
-    spec, measured, note = None, None, "" if profile else "not profiled"
+    result = subject.result
+    notes = [sentence for _, sentence in findings(result.ranks)] if result is not None else []
+    spec, measured = None, None
     if profile:
         try:
-            spec = _measurable(subject, on_cluster=cluster is not None)
+            spec = _measurable(subject, launcher)
             measured = workers(ProfileJob(**asdict(spec), seconds=seconds))
         except PacelineError as error:
-            note = f"not profiled: {first_line(error)}"
-    advice = list(advise(recorded, measured))
-    step_s = measured.readings.step_s if measured is not None else None
+            notes.append(f"not profiled: {first_line(error)}")
+    causes = name_causes(subject.config, result, measured)
+    step_s = measured.step_s if measured is not None else None
     if verify and spec is not None and step_s is not None:
-        advice = [
-            _verified(one, spec, seconds, step_s, workers) if number < _VERIFIED else one
-            for number, one in enumerate(advice)
-        ]
-    shares = run_shares(recorded, measured)
-    return Explanation(subject.location, shares, advice, step_s, measured is not None, subject.has_records, note)
+        tried = [cause for cause in causes if cause.changes and cause.of_steps][:_VERIFIED]
+        steps = int(seconds / step_s)
+        causes = [_verified(cause, spec, steps, workers) if cause in tried else cause for cause in causes]
+    return Explanation(subject.location, run_shares(result, measured), causes, step_s, notes)
 
 
-def explanation_of(name: str, config: TrainConfig, measured: Profile) -> Explanation:
-    """Explain steps of a configuration by their profile alone."""
-    recorded = Recorded(config)
-    shares, advice = run_shares(recorded, measured), list(advise(recorded, measured))
-    return Explanation(name, shares, advice, measured.readings.step_s, profiled=True, recorded=False)
-
-
-def advise(recorded: Recorded, measured: Profile | None) -> Iterable[Advice]:
-    """Return what is worth a change, the largest gain first; of a cause that both show, what is larger."""
-    readings = measured.readings if measured is not None else None
-    found: dict[str, Suspicion] = {}
-    steps = measured.suspicions if measured is not None else []
-    for one in (*steps, *suspect_records(recorded, readings)):
-        of_run = one.scaled(recorded.part(one))
-        if of_run.gain.value > WORTH and (one.kind not in found or of_run.own > found[one.kind].own):
-            found[one.kind] = of_run
-    for one in sorted(found.values(), key=lambda one: -one.own):
-        yield Advice(one.kind, one.words, one.changes, one.fix, one.gain)
-
-
-def _recorded(storage: Storage, config: TrainConfig) -> Recorded:
-    result = storage.read_json("result.json", RunResult, finite=False) if storage.exists("result.json") else None
-    return Recorded(config, result, read_log(storage))
-
-
-def _measurable(subject: Subject, on_cluster: bool) -> RunSpec:
+def _measurable(subject: Subject, launcher: str) -> RunSpec:
     """The run as workers can take its steps; ConfigError where those of this machine do not fit."""
-    config, source = subject.recorded.config, subject.location
+    config, source = subject.config, subject.location
     if config.changes_batch:
-        rule = "gives steps that differ in size, of which no profile is made"
         fix = "explain a copy of the configuration with one of the sizes as `global_batch_size`"
-        raise ConfigError("batch_schedule", config.batch_sizes, rule, fix, source)
-    changes = {"scaling.num_workers": config.scaling.max_workers, "launcher": "ray" if on_cluster else "spawn"}
+        raise ConfigError("batch_schedule", config.batch_sizes, "gives steps that differ in size", fix, source)
+    changes = {"scaling.num_workers": config.scaling.max_workers, "launcher": launcher}
     tree = override(TrainConfig, subject.tree, changes)
-    return replace(make_spec(tree, source, subject.directory, own_workers=not on_cluster), quiet=True)
+    return replace(make_spec(tree, source, subject.directory, own_workers=launcher != "ray"), quiet=True)
 
 
-def _verified(advice: Advice, spec: RunSpec, seconds: float, step_s: float, workers: Workers) -> Advice:
-    """Return the advice with what its change gives, where a key of the configuration is one."""
-    if not advice.changes:
-        return advice
+def _verified(cause: Cause, spec: RunSpec, steps: int, workers: Workers) -> Cause:
+    """Return the cause with what its change gives."""
     try:
-        new = changed(spec.tree, advice.changes, spec.source)
+        new = override(TrainConfig, spec.tree, cause.changes)
+        build(TrainConfig, new, spec.source)
         with spec.storage.beside() as place:
-            job = CompareJob(**asdict(spec), new=new, seconds=seconds, step_s=step_s, place=place.uri)
-            return replace(advice, verified=workers(job).gain)
-    except (ConfigError, PacelineError) as error:
-        logger.warning("%s could not be run: %s", advice.changes, first_line(error))
-        return advice
+            job = CompareJob(**asdict(spec), new=new, steps=steps, place=place.uri)
+            return replace(cause, gain=workers(job))
+    except PacelineError as error:
+        logger.warning("%s could not be run: %s", cause.changes, first_line(error))
+        return cause

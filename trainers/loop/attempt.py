@@ -58,10 +58,8 @@ class Attempt:
 
     def take_sizes(self, batches: BatchSchedule) -> None:
         """Go by this schedule of batch sizes, of which those of the steps done are as they were."""
-        parts, until_epoch = self.parts, self.context.until_epoch
-        parts.sampler.batches = batches
-        parts.total_steps = steps_in_all(self.config, batches)
-        self.end = parts.total_steps if until_epoch is None else min(parts.total_steps, batches.steps(until_epoch))
+        self.parts.sampler.batches = batches
+        self.parts.total_steps = self.end = steps_in_all(self.config, batches)
 
     @property
     def epochs(self) -> float | None:
@@ -73,11 +71,6 @@ class Attempt:
     def samples(self) -> int:
         """Samples trained, in earlier attempts as well."""
         return self.parts.sampler.batches.samples(self.step)
-
-    @property
-    def progress(self) -> float:
-        """The share of the run's samples that is trained."""
-        return self.samples / self.parts.sampler.batches.samples(self.parts.total_steps)
 
     @property
     def ends_epoch(self) -> bool:

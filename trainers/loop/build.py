@@ -187,7 +187,7 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
     group, name = probe.group, device_name(probe.group.device)
     share = -(-min(config.batch_size, num_train) // context.world_size)
     ceiling = read_ceiling(config, context, name) if group.rank == 0 else None
-    ceiling, bounds, hint = group.first((ceiling, context.microbatch_bounds, context.microbatch_hint))
+    ceiling, bounds = group.first((ceiling, context.microbatch_bounds))
     largest = min(share, ceiling or share) if config.microbatch_size == "auto" else share
     tried = [largest]
 
@@ -196,7 +196,7 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
         context.fits(size, fits)
 
     try:
-        size = choose_microbatch(config.microbatch_size, largest, probe, largest < share, bounds, tell, hint)
+        size = choose_microbatch(config.microbatch_size, largest, probe, largest < share, bounds, tell)
     except (RuntimeError, MemoryError) as error:
         # The other ranks of a sharded model still wait in its forward.
         if is_sharded(probe.forward.model) and classify(error) in OUT_OF_MEMORY:

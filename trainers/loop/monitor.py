@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, memory_figures
 from trainers.devices.energy import EnergyMeter
-from trainers.devices.host_readings import HostReadings
 from trainers.devices.nvml import GpuReadings
 from trainers.measure.clock import WARMUP_STEPS, StepClock, Totals
 from trainers.measure.ranks import RankFigures, findings
@@ -45,7 +45,7 @@ class Monitor:
             logger.info("no peak of %s in %s is known: MFU is left out", device_name(self.device), parts.spec.name)
         self._gpu = GpuReadings(self.device)
         self._energy = EnergyMeter(self.device, self._gpu)
-        self._host = HostReadings()
+        self._pressure = Pressure()
         watched = isinstance(called, DistributedDataParallel) and not captured
         self._backward = BackwardTimer(called if watched else None, self.device)
         self._warm: Totals | None = None
@@ -132,13 +132,13 @@ class Monitor:
             "gpu": self._latest,
             "energy_j": self._energy.used_j(),
             "energy_of": self._energy.source,
-            "machine": self._host.read(),
+            "cpu_pressure": self._pressure.share(),
         }
         rows = self.group.gather(row)
         for key, words in findings(rows) if self.group.rank == 0 else ():
             if key not in self._said:
                 self._said.add(key)
-                logger.warning("uneven ranks: %s", words)
+                logger.warning("ranks: %s", words)
         return rows
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from trainers.devices.device import synchronize
-from trainers.measure.step_times import STRETCHES, StepTimes
+from trainers.measure.step_times import StepTimes
 
 WARMUP_STEPS = 5
 """Steps at the start of a run that no throughput counts: allocation, autotuning, compilation, first-touch."""
-SETTLED = 0.02
 """Share of the mean step time: with an interval of at most this half width the mean counts as measured."""
 
 
@@ -35,8 +34,6 @@ class Throughput:
     """Steps measured."""
     step_time_stdev_s: float = 0.0
     """Spread of single steps (on a GPU, of the means of steps between two synchronisations)."""
-    settled: bool = False
-    """Whether that interval is within 2 % of the mean: more steps would say little more."""
 
 
 @dataclass
@@ -154,5 +151,4 @@ class StepClock:
             data_wait_share=min(1.0, self._measured_wait_s / total_s) if skip else 0.0,
             steps=steps,
             step_time_stdev_s=times.stdev_s(skip),
-            settled=steps >= STRETCHES and half_s <= SETTLED * mean_s,
         )

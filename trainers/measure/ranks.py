@@ -47,8 +47,8 @@ class RankFigures(TypedDict):
     """Since training began, of the device (trainers/devices/energy.py)."""
     energy_of: NotRequired[str]
     """What that is of: ranks on one GPU, or on one machine's processors, count the same."""
-    machine: NotRequired[dict[str, float]]
-    """What the operating system says of the process since its loop was built (trainers/devices/host_readings.py)."""
+    cpu_pressure: NotRequired[float | None]
+    """Share of the time since the loop was built in which work of this machine waited for a CPU; None: not known."""
 
 
 def total_energy_j(rows: list[RankFigures]) -> float | None:
@@ -59,12 +59,16 @@ def total_energy_j(rows: list[RankFigures]) -> float | None:
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
-    """What is uneven between ranks: a key that names rank and kind, and the sentence to log, with figures."""
+    """What is uneven between ranks, and GPUs that are slowed: a key that names rank and kind, and the sentence to log."""
     found: list[tuple[str, str]] = []
     for row in rows:
-        rank, others = row["rank"], [other for other in rows if other is not row]
+        rank = row["rank"]
+        others = [other for other in rows if other is not row]
+        slowed = [reason for reason in _slowed_by(row) if reason in _HARMFUL]
+        if slowed:
+            found.append((f"{rank} clocks", f"the GPU of rank {rank} ({row['host']}) is slowed by {', '.join(slowed)}"))
         if not others:
-            return []
+            continue
         if row["idle_share"] > _IDLE_SHARE:
             words = f"has no sample in {row['idle_share']:.0%} of its steps"
             found.append((f"{rank} idle", f"rank {rank} {words}: the global batch is too small for all ranks"))
@@ -76,9 +80,6 @@ def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
             found.append((f"{rank} data", f"rank {rank} ({row['host']}) {words}"))
         if (slower := _slower(row, others)) is not None:
             found.append((f"{rank} slow", f"rank {rank} ({row['host']}) {slower}"))
-        slowed = [reason for reason in _slowed_by(row) if reason in _HARMFUL]
-        if slowed:
-            found.append((f"{rank} clocks", f"the GPU of rank {rank} ({row['host']}) is slowed by {', '.join(slowed)}"))
     return found
 
 

@@ -143,14 +143,12 @@ def choose_microbatch(
     accumulates: bool = False,
     bounds: tuple[int | None, int | None] = (None, None),
     tell: Callable[[int, bool], None] = lambda size, fits: None,
-    hint: int | None = None,
 ) -> int:
     """Return the microbatch size: the wanted one, or for `auto` the share split into as few parts as fit.
 
     `share` is the most samples that a rank has in a step, or the most to try where a step `accumulates` anyway.
     `bounds` are the largest size that is known to fit and the smallest that is known not to: neither is tried again;
-    `tell` is called with each size that was tried; `hint` is where `auto` looks first, in place of small sizes that
-    show how memory grows. Every rank must call it, with equal bounds and hints. Raises the out-of-memory
+    `tell` is called with each size that was tried. Every rank must call it, with equal bounds. Raises the out-of-memory
     error, on every rank, when the wanted size (or, for auto, a single sample) does not fit. So it does when a smaller
     size than one that did not fit meets another error: BatchNorm and losses over pairs refuse a single sample.
 
@@ -161,7 +159,7 @@ def choose_microbatch(
     sharded = is_sharded(probe.forward.model)
     hopeless = None
     names_limit = room_bytes(probe.forward.device) is not None
-    if names_limit and wanted == "auto" and not sharded and hint is None and (known_fit or 0) < share:
+    if names_limit and wanted == "auto" and not sharded and (known_fit or 0) < share:
         hopeless = min(filter(None, probe.group.gather(probe.hopeless(share))), default=None)
     too_large = "a larger microbatch ran out of memory" if accumulates and wanted == "auto" and share == 1 else ""
     kind: type[BaseException] = torch.OutOfMemoryError
@@ -211,27 +209,18 @@ def choose_microbatch(
         size = min(int(wanted), share)
         fits(size)
         return size
-    return fewest_parts(share, fits, hint)
+    return fewest_parts(share, fits)
 
 
-def fewest_parts(share: int, fits: Callable[[int], bool], hint: int | None = None) -> int:
+def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
     """Return the size of the largest part when `share` samples are split into as few even parts as fit.
 
     Parts are doubled until one fits, then bisected: `fits` is asked at most once for a size, and for sizes that are
-    known not to fit no more than that takes. It must raise when a single sample does not fit. With a `hint` of what
-    fits it begins there, and where that is right it asks twice: parts of that size, and one part less.
+    known not to fit no more than that takes. It must raise when a single sample does not fit.
     """
-    too_few, parts = 0, 1 if hint is None else -(-share // min(hint, share))
-    first, step = parts, 1
+    too_few, parts = 0, 1
     while not fits(-(-share // parts)):
         too_few, parts = parts, min(2 * parts, share)
-    while parts == first > too_few + 1:  # a hint may have been too small
-        fewer = max(too_few + 1, parts - step)
-        if -(-share // fewer) != -(-share // parts) and not fits(-(-share // fewer)):
-            too_few = fewer
-            break
-        parts = first = fewer
-        step *= 2
     while parts - too_few > 1:
         middle = (parts + too_few) // 2
         size = -(-share // middle)

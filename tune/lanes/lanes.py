@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import ray
 import ray.train
 from ray import cloudpickle
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trainers.config.sections import ScalingConfig
 from trainers.errors import last_line
@@ -31,8 +32,6 @@ from trainers.on_ray.vital_signs import end_actors
 from trainers.storage import Storage
 from tune.lanes.controller import LaneCallback
 from tune.lanes.mailbox import Mailbox
-from tune.lanes.placement import beside_driver
-from tune.trials.microbatch_bounds import PastBound
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +42,18 @@ _MAKE_S = 10.0
 _IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
-def start_mailbox(
-    sweep: Storage, path: tuple[str, ...] = (), compares: bool = False, past: Sequence[PastBound] = ()
-) -> Any:
+def start_mailbox(sweep: Storage, path: tuple[str, ...] = (), compares: bool = False) -> Any:
     """The mailbox of the sweep in a directory: an actor; the arguments are a Mailbox's."""
-    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path, compares, past)
+    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path, compares)
+
+
+def beside_driver() -> dict[str, Any]:
+    """Options of an actor that serves the whole sweep: without a CPU, on the driver's node.
+
+    Ray would put it on any node, one that may be taken back included, and the sweep would end with that node.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return {"num_cpus": 0, "max_concurrency": 10_000, "scheduling_strategy": here}
 
 
 @dataclass
@@ -74,35 +80,17 @@ class Lanes:
         self._begun: set[int] = set()
         self._threads: list[threading.Thread] = []
 
-    def begin(self, sweep: Storage, num_at_once: int, is_patient: bool) -> None:
-        """Serve another sweep, whose mailbox is the same: lanes that were not let start may do so."""
-        self.sweep, self.num_at_once, self.is_patient = sweep, num_at_once, is_patient
-        self._settled.clear()
-        alive = [lane for lane, thread in enumerate(self._threads) if thread.is_alive()]
-        del self._threads[alive[-1] + 1 if alive else 0 :]
-        self._begun &= set(alive)
-        for lane in set(range(self.count)) - set(alive):
-            self._threads[lane] = self._thread(lane)
-
     @property
     def count(self) -> int:
         """Lanes that were started, whether there is a node for them by now or not."""
         return len(self._threads)
 
-    @property
-    def num_alive(self) -> int:
-        """Lanes that have not ended; a training run lets all but its own end."""
-        return sum(thread.is_alive() for thread in self._threads)
-
     def grow(self, count: int) -> None:
         """Start lanes until there are `count`; returns at once, while their workers come up."""
         for lane in range(self.count, count):
-            self._threads.append(self._thread(lane))
-
-    def _thread(self, lane: int) -> threading.Thread:
-        thread = threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
-        thread.start()
-        return thread
+            thread = threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def await_first(self, cancelled: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Wait until some lane has worker processes, since what starts any sooner delays its first trial; at most

@@ -8,8 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,8 +20,7 @@ from trainers.storage import Storage
 from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
-from tune.lanes.roll import Roll
-from tune.trials.microbatch_bounds import PastBound
+from tune.objective import meets
 
 logger = logging.getLogger(__name__)
 
@@ -36,45 +34,20 @@ class Mailbox:
 
     hold_s = 60.0
 
-    def __init__(
-        self,
-        sweep: Storage | None = None,
-        path: tuple[str, ...] = (),
-        compares: bool = False,
-        past: Sequence[PastBound] = (),
-    ) -> None:
+    def __init__(self, sweep: Storage | None = None, path: tuple[str, ...] = (), compares: bool = False) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept. `path`: the directories of the
         task's module. `compares`: training functions are run once more on a warm lane, which must give the same.
-        `past` is what earlier sweeps have found to fit.
         """
         show_life()
         self._arrived = asyncio.Condition()
         self._lanes = Roll()
         self._closed = False
-        self._begin(sweep, path, compares, past)
-
-    async def begin(
-        self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound] = ()
-    ) -> None:
-        """Serve another sweep, with the lanes that are up; or, without one, a training run."""
-        used = self._comparison.used
-        self._begin(sweep, path, compares, past)
-        self._comparison.used = used
-
-    async def renew(self) -> None:
-        """Have lanes that have run a training function start again, so that the next sweep finds fresh processes."""
-        async with self._arrived:
-            self._lanes.renew(self._comparison.used)
-            self._arrived.notify_all()
-
-    def _begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound]) -> None:
         self._sweep, self._path = sweep, path
-        self._microbatches = Microbatches(sweep, past)
+        self._microbatches = Microbatches(sweep)
         self._trials: dict[str, Submission] = {}
         self._queue: deque[str] = deque()
         self._running: dict[int, str] = {}
         self._comparison = Comparison(compares)
-        self._lanes.restarts = []
         self._expected = 0
         self._notes: list[str] = []
         self._broken: str | None = None
@@ -89,7 +62,7 @@ class Mailbox:
 
     async def submit(self, assignment: Assignment) -> str:
         """Queue a trial, or go on with what an actor of it that died has submitted; returns the ticket of either."""
-        if (adopted := await self.adopt(assignment.ticket.rpartition("/")[0])) is not None:
+        if (adopted := self._adopted(assignment.ticket.rpartition("/")[0])) is not None:
             return adopted
         trial = self._trials[assignment.ticket] = Submission(assignment)
         await self._drop_checkpoints(trial)  # of a start that was cut off
@@ -126,7 +99,7 @@ class Mailbox:
             trial.losses += 1
             why = f": {cause.message}" if cause is not None else ""
             status = "node_lost" if cause is None or cause.status == "error" else cause.status
-            if trial.losses >= MAX_LOSSES or status == "hung" or trial.assignment.is_once:
+            if trial.losses >= MAX_LOSSES or status == "hung":
                 message = f"its worker group died {trial.losses} time{'s' * (trial.losses > 1)} under it{why}"
                 trial.tell(Event(outcome={"status": status, "message": message, "lane": lane}))
                 await self._drop_checkpoints(trial)
@@ -169,11 +142,9 @@ class Mailbox:
         deadline = time.monotonic() + wait_s
         async with self._arrived:
             while True:
-                if self._closed or self._is_needless(lane):
+                if self._closed:
                     self._lanes.ends(lane)
                     return "close"
-                if lane in self._lanes.renewed:
-                    return "anew"
                 trial = self._next(lane)
                 if isinstance(trial, str):
                     await self.starts_again(lane, trial)
@@ -188,7 +159,7 @@ class Mailbox:
                     if trial.function is not None and self._sweep is not None:
                         own = self._sweep.child("lanes", trial.assignment.trial)
                         trial.assignment = replace(trial.assignment, storage=own)
-                    elif trial.assignment.storage is None and self._sweep is not None:
+                    elif self._sweep is not None:
                         # Of this submission alone: a driver that was killed may have left another's.
                         refuge = self._sweep.child("lanes", ticket.replace("/", "-"))
                         trial.assignment = replace(trial.assignment, refuge=refuge)
@@ -217,15 +188,10 @@ class Mailbox:
             if self._comparison.may_take(trial, lane):
                 self._queue.remove(trial.assignment.ticket)
                 if device:
-                    known = self._microbatches.bounds(trial, device), self._microbatches.hint(trial, device)
-                    trial.assignment = replace(trial.assignment, microbatch_bounds=known[0], microbatch_hint=known[1])
+                    bounds = self._microbatches.bounds(trial, device)
+                    trial.assignment = replace(trial.assignment, microbatch_bounds=bounds)
                 return trial
         return instead
-
-    def _is_needless(self, lane: int) -> bool:
-        """Whether a training run is all there is to do, and another lane runs it: what this one holds is free then."""
-        runs = [self._trials[ticket].assignment.run for one, ticket in self._running.items() if one != lane]
-        return any(run is not None for run in runs)
 
     def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""
@@ -247,10 +213,6 @@ class Mailbox:
             self._queue = deque(waiting for waiting in self._queue if not self._refused(self._trials[waiting]))
             if (words := await self._microbatches.keep()) is not None:
                 self.say(words)
-
-    async def learned(self) -> list[dict[str, Any]]:
-        """What the sweep has found of microbatches, for later ones."""
-        return self._microbatches.learned()
 
     async def report(self, ticket: str, metrics: dict[str, Any]) -> bool:
         """Keep an evaluation of a running trial, but not twice where the trial was started again; returns whether the
@@ -281,7 +243,7 @@ class Mailbox:
                 trial.assignment = replace(trial.assignment, begun=begun)
             del trial.reports[attempt, number]
             is_over = self._comparison.is_over(trial, time.time() - trial.started)
-            ends = trial.cancelled or self._closed or is_over or trial.assignment.until.reached(report.row)
+            ends = trial.cancelled or self._closed or is_over or meets(trial.assignment.target, report.row)
             report.goes_on.set_result(not ends)
         return await report.goes_on
 
@@ -399,8 +361,8 @@ class Mailbox:
         for state in self._trials.values():
             state.orphaned = state.orphaned or (state.assignment.trial == trial and not state.cancelled)
 
-    async def adopt(self, name: str) -> str | None:
-        """The ticket of a trial or stage whose Tune actor has died, for its next one; None where there is none."""
+    def _adopted(self, name: str) -> str | None:
+        """The ticket of a trial whose Tune actor has died, for its next one; None where there is none."""
         for ticket, state in self._trials.items():
             if state.orphaned and ticket.rpartition("/")[0] == name:
                 state.orphaned = False
@@ -424,19 +386,10 @@ class Mailbox:
             self._closed = True
             self._arrived.notify_all()
 
-    async def sources(self) -> set[str]:
-        """The runs with whose checkpoints queued and running trials begin: they must not be deleted."""
-        live = [self._trials[ticket] for ticket in (*self._queue, *self._running.values()) if ticket in self._trials]
-        return {trial.assignment.source for trial in live if trial.assignment.source is not None}
-
     async def heard(self, trial: str) -> list[Event]:
         """The evaluations of a trial so far, and its end, of the submission that got furthest."""
         submissions = [state for state in self._trials.values() if state.assignment.trial == trial]
         return max((state.events for state in submissions), key=len, default=[])
-
-    async def tell(self, words: str) -> None:
-        """Keep a line of a training run for the driver's terminal."""
-        self._notes.append(words)
 
     def say(self, words: str) -> None:
         """Log a line, and keep it for the driver's terminal."""
@@ -444,8 +397,8 @@ class Mailbox:
         self._notes.append(words)
 
     async def watch(self, notes: int = 0) -> dict[str, Any]:
-        """For the terminal and the metrics: lanes that are up, those that start again for the next sweep, their trials
-        with their newest reports, what is known of microbatches, and the notes from number `notes` on.
+        """For the terminal and the metrics: lanes that are up, their trials with their newest reports, what is known of
+        microbatches, and the notes from number `notes` on.
         """
         running = {}
         for lane, ticket in self._running.items():
@@ -453,5 +406,51 @@ class Mailbox:
             newest = next((event.metrics for event in reversed(trial.events) if event.outcome is None), {})
             running[lane] = {"trial": trial.assignment.trial, "started": trial.started, "metrics": newest}
         boundary = self._microbatches.shown()
-        lanes = {"lanes": sorted(self._lanes.up), "renewed": sorted(self._lanes.renewed)}
-        return {**lanes, "running": running, "boundary": boundary, "notes": self._notes[notes:]}
+        lanes = sorted(self._lanes.up)
+        return {"lanes": lanes, "running": running, "boundary": boundary, "notes": self._notes[notes:]}
+
+
+class Roll:
+    """The lanes: which are up on which device, and which are down and why."""
+
+    def __init__(self) -> None:
+        self.starts: dict[str, dict[int, Any]] = defaultdict(dict)
+        """Facts of the lanes' starts, each by lane."""
+        self.up: dict[int, str] = {}
+        """The models of device of the lanes that are up."""
+        self._known: dict[int, str] = {}
+        """Of those that are down, too, for as long as they come back."""
+        self._down: dict[int, tuple[float, str]] = {}
+        self.restarts: list[tuple[float, str]] = []
+        """How long lanes that started again took no trials, s, and why they had to."""
+
+    @property
+    def devices(self) -> list[str]:
+        """The models of device of all lanes that are up or come back."""
+        return sorted(set(self._known.values()))
+
+    def device(self, lane: int) -> str | None:
+        """Return a lane's model of device; None of a lane that there is none of any more."""
+        return self._known.get(lane)
+
+    def comes(self, lane: int, device: str) -> None:
+        """Note that a lane is up."""
+        self.up[lane] = self._known[lane] = device
+        if lane in self._down:
+            since, why = self._down.pop(lane)
+            self.restarts.append((time.monotonic() - since, why))
+
+    def goes(self, lane: int, why: str) -> None:
+        """Note that a lane is up no more, if it was; where it is down for another reason already, that one stays."""
+        if self.up.pop(lane, None) is not None:
+            self._down.setdefault(lane, (time.monotonic(), why))
+
+    def starts_again(self, lane: int, why: str) -> bool:
+        """Note why a lane starts again; returns whether that is a new reason."""
+        is_new = all(why != known for _, known in (*self.restarts, *self._down.values()))
+        self._down[lane] = time.monotonic(), why
+        return is_new
+
+    def ends(self, lane: int) -> None:
+        """Note that a lane does not come back."""
+        self._known.pop(lane, None)

@@ -6,15 +6,11 @@ import asyncio
 import functools
 import uuid
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainers.errors import RunFailedError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import fixed_size, key_of
-from tune.trials.record import Until
-
-if TYPE_CHECKING:
-    from trainers.launch.spec import Job, RunSpec
 
 
 @dataclass(frozen=True)
@@ -54,20 +50,16 @@ class Assignment:
     """The largest microbatch that may still fit, where one is known not to."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
     """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
-    microbatch_hint: int | None = None
-    """The one to try first, by what fitted in earlier sweeps."""
-    until: Until = field(default_factory=Until)
-    """What ends it before its last step."""
+    target: dict[str, float] = field(default_factory=dict)
+    """A metric and the value that end it before its last step; empty where nothing does."""
     watches: tuple[str, ...] = ()
     """Metrics that the sweep decides by."""
     storage: Storage | None = None
-    """Directory of its run, or of what a training function stores; None: it keeps nothing."""
+    """Directory of what a training function stores; None: it stores nothing."""
     source: str | None = None
-    """Directory of the run whose newest checkpoint it begins with."""
+    """Where it has kept its state when its node was taken away, and goes on from; None: it begins at its start."""
     refuge: Storage | None = None
     """Where it keeps its state when its node is taken away, if it keeps nothing else."""
-    until_epoch: float | None = None
-    """Where the stage of a population's trial ends."""
     sweep: str = ""
     """The sweep's name."""
     path: tuple[str, ...] = ()
@@ -76,15 +68,6 @@ class Assignment:
     """How often it was started before."""
     begun: Begun | None = None
     """Where a training function goes on that was started before."""
-    run: RunSpec | None = None
-    """The training run that it is, which somebody has asked for; None: a trial."""
-    job: Job[Any] | None = None
-    """What is to be done in place of a trial; its result, as JSON, is `answer` of the outcome."""
-
-    @property
-    def is_once(self) -> bool:
-        """Whether it is not started again where its lane is lost."""
-        return self.run is not None or self.job is not None
 
 
 def new_ticket(name: str) -> str:

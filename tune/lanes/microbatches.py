@@ -1,15 +1,13 @@
 """What the trials of a sweep have found to fit, and why another is not worth a try; kept in the sweep's directory."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
 
 from trainers.config.function import build_run
 from trainers.errors import StorageError
 from trainers.storage import Storage
 from tune.lanes.messages import Submission
 from tune.trials.journal import read_boundary, write_boundary
-from tune.trials.microbatch_bounds import Boundary, PastBound, hinted
+from tune.trials.microbatch_bounds import Boundary
 
 Bounds = tuple[int | None, int | None]
 """The largest microbatch that fitted, and the smallest that did not."""
@@ -18,41 +16,22 @@ Bounds = tuple[int | None, int | None]
 class Microbatches:
     """One for each sweep; `device` is the model of the lane's devices, empty where that is not known yet."""
 
-    def __init__(self, sweep: Storage | None, past: Sequence[PastBound] = ()) -> None:
-        """`sweep` None: nothing is kept. `past` is what earlier sweeps have found."""
-        self._sweep, self._past = sweep, past
+    def __init__(self, sweep: Storage | None) -> None:
+        """`sweep` None: nothing is kept."""
+        self._sweep = sweep
         self._boundary = Boundary() if sweep is None else read_boundary(sweep)
         self._labels: dict[str, str] = {}
-        self._kinds: dict[str, tuple[str, str]] = {}
         self._writing = asyncio.Lock()
 
     def bounds(self, trial: Submission, device: str) -> Bounds:
         """What is known of trials like one."""
         return self._of(self._key(trial, device))
 
-    def hint(self, trial: Submission, device: str) -> int | None:
-        """Where a search for its microbatch may begin, by what earlier sweeps have found of others like it."""
-        return hinted(self._past, trial.key(""), device)
-
-    def learned(self) -> list[dict[str, Any]]:
-        """All that is known, as an earlier sweep's (tune/knowledge/entry.py) would have it."""
-        return [
-            {"key": kind, "device": device, "label": self._labels[key], "fits": low, "misfit": high}
-            for key, (kind, device) in sorted(self._kinds.items())
-            for low, high in [self._of(key)]
-        ]
-
     def _key(self, trial: Submission, device: str) -> str:
-        """Its key in the boundary, which has heard of earlier sweeps on the same device."""
+        """Its key in the boundary."""
         key = trial.key(device)
-        if key not in self._kinds:
-            kind = trial.key("")
-            self._kinds[key], self._labels[key] = (kind, device), _label(trial, device)
-            for one in self._past:
-                if one.is_exact and (one.key, one.device) == (kind, device):
-                    for size, fits in ((one.fits, True), (one.misfit, False)):
-                        if size is not None:
-                            self._boundary.observe(key, size, fits)
+        if key not in self._labels:
+            self._labels[key] = _label(trial, device)
         return key
 
     def shown(self) -> dict[str, Bounds]:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,61 +15,52 @@ import torch.distributed as dist
 
 import trainers.loop.fit  # noqa: F401 (all that a run imports belongs to the baseline)
 from trainers.causes import failure_of
-from trainers.config.yaml import dump_yaml
 from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, grow_segments, total_memory_bytes
 from trainers.devices.group import Group
 from trainers.errors import DivergedError, PacelineError, PreemptedError, RunFailedError
 from trainers.launch.imports import without_collection
-from trainers.launch.log import setup_logging, show_log
+from trainers.launch.log import setup_logging
 from trainers.launch.spec import RunSpec
-from trainers.on_ray.context import Gauges, RayContext, WorkerContext, own_gpu
-from trainers.on_ray.records import telling
-from trainers.redaction import redact
+from trainers.on_ray.context import Gauges, WorkerContext, own_gpu
 from trainers.storage import Storage
 from tune.lanes.leftovers import adopt_orphans
 from tune.lanes.messages import Assignment
 from tune.lanes.process_state import Baseline
-from tune.trials.record import CPU_PRESSURE
+from tune.objective import meets
 
 _IDLE_S = 20.0  # an idle lane's ranks meet this often, well within the process group's timeout
 
 
 class LaneContext(WorkerContext):
-    """RunContext of a trial in a lane: reports to the mailbox, and keeps nothing but a population's stages."""
+    """RunContext of a trial in a lane: reports to the mailbox, and keeps nothing."""
 
     def __init__(
         self, mailbox: Any, lane: int, assignment: Assignment, gauges: Gauges, may_drain: bool = False
     ) -> None:
         """`may_drain`: whether Ray may say that the lane's node will be taken away."""
-        super().__init__(assignment.storage, "lane")
+        super().__init__(None, "lane")
         self._may_drain, self._asked_s = may_drain, 0.0  # the lane has asked before it took the trial
         self.refuge = assignment.refuge
         self._mailbox, self._lane, self._gauges = mailbox, lane, gauges
-        self._ticket, self._stop, self._until = assignment.ticket, False, assignment.until
+        self._ticket, self._stop, self._target = assignment.ticket, False, assignment.target
         self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds
-        self.microbatch_hint = assignment.microbatch_hint
         self.source = None if assignment.source is None else Storage(assignment.source)
-        self.until_epoch, self.watches = assignment.until_epoch, assignment.watches
+        self.watches = assignment.watches
         self._used: dict[str, float] = {}
         """What this rank has used so far: the least that all ranks will have."""
-        self._pressure = Pressure() if CPU_PRESSURE in assignment.watches else None
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Rank 0 tells the mailbox of an evaluation, and hears whether the trial should go on."""
         if self.rank == 0 and checkpoint is None:
-            share = None if self._pressure is None else self._pressure.share()
-            used = self._used if share is None else {**self._used, CPU_PRESSURE: share}
-            goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics | used))
-            self._stop = self._stop or not goes_on or self._until.reached(metrics)
+            goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics | self._used))
+            self._stop = self._stop or not goes_on or meets(self._target, metrics)
 
     def observe(self, figures: dict[str, float]) -> None:
         """The figures of whatever trial the lane runs."""
         self._gauges.set(figures)
         found = {"peak_memory_bytes": figures.get("peak_bytes"), "energy_j": figures.get("energy_j")}
         self._used |= {name: value for name, value in found.items() if name in self.watches and value is not None}
-        if self.rank == 0:
-            self._stop = self._stop or self._until.measured(figures)
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether the search has stopped the trial."""
@@ -95,36 +86,6 @@ class LaneContext(WorkerContext):
     def hung(self, failure: RunFailedError, stack: str) -> None:
         """The trial ends here; the lane starts again."""
         ray.get(self._mailbox.hung.remote(self._lane, self._ticket, failure, stack, self.world_size))
-
-
-class RunInLane(RayContext):
-    """RunContext of a training run in a lane, whose controller must not hear of its checkpoints."""
-
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
-        """Nothing: what is on storage is all that the run goes on from."""
-
-
-class _Telling(logging.Handler):
-    """Sends what a run logs to the driver's terminal, by way of the mailbox."""
-
-    def __init__(self, mailbox: Any) -> None:
-        super().__init__()
-        self._mailbox = mailbox
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._mailbox.tell.remote(redact(self.format(record)))
-
-
-@contextlib.contextmanager
-def _shown(mailbox: Any, rank: int, quiet: bool) -> Iterator[None]:
-    """Show the log of rank 0 as a run of its own would."""
-    setup_logging(rank, quiet)
-    if rank == 0:
-        show_log(_Telling(mailbox), logging.WARNING if quiet else logging.INFO)
-    try:
-        yield
-    finally:
-        setup_logging(1)
 
 
 def serve_trials(loop_config: Mapping[str, Any]) -> None:
@@ -167,8 +128,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             outcome |= {"cpu_pressure": pressure.share()}
         else:
             outcome = _run(assignment, mailbox, lane, gauges, loop_config["may_drain"])
-            outcome |= {"device": " and ".join(devices)}
-            if outcome["status"] == "preempted" and assignment.run is None:
+            if outcome["status"] == "preempted":
                 if group.rank == 0:
                     ray.get(mailbox.hand_back.remote(lane, assignment.ticket, outcome["message"]))
                 _leave(mailbox, lane)
@@ -212,46 +172,27 @@ def _function() -> Any:
 
 def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges, may_drain: bool) -> dict[str, Any]:
     """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
-    path, source = assignment.path, assignment.trial
-    if (run := assignment.run) is not None:
-        of_run = RunInLane(run.storage)
-        with _shown(mailbox, of_run.rank, run.quiet), telling(run, of_run):
-            return _outcome(run, of_run)
     context = LaneContext(mailbox, lane, assignment, gauges, may_drain)
-    if (job := assignment.job) is not None:
-        try:
-            return {"status": "done", "answer": job.execute(context).to_json()}
-        except Exception as error:
-            return _failed(error, context)
-    if context.storage is not None and context.rank == 0:  # so that `python -m trainers evaluate` finds its way
-        found = {"task_dir": path[0]} if path else {}
-        context.storage.write("config.yaml", dump_yaml({**assignment.tree, **found}).encode())
-    return _outcome(RunSpec(assignment.tree, path, f"trial {source}", ""), context)
-
-
-def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
-    """Train as one worker; returns how it has ended."""
+    spec = RunSpec(assignment.tree, assignment.path, f"trial {assignment.trial}", "")
     pressure, began, clock = Pressure(), time.time(), time.monotonic()
     try:
         result = spec.execute(context)
     except Exception as error:
-        if isinstance(error, PreemptedError) and isinstance(context, LaneContext):
+        if isinstance(error, PreemptedError):
             return {"status": error.status, "message": str(error)}
         return _failed(error, context)
     total_s = time.monotonic() - clock
-    # On the lane whose node was taken away; of a population's stage, which has storage, it is the stage's before.
-    elsewhere_s = result.earlier_time_s if context.storage is None else 0.0
     spent = {
         "began": began,
         "starting_s": max(0.0, total_s - result.wall_time_s),
-        "training_s": result.train_time_s - result.earlier_time_s + elsewhere_s,
-        "total_s": total_s + elsewhere_s,
+        "training_s": result.train_time_s,
+        "total_s": total_s + result.earlier_time_s,  # with the lane whose node was taken away
         "first_step_s": result.first_step_s,
     }
     return {"status": result.status, "result": asdict(result), "spent": spent, "cpu_pressure": pressure.share()}
 
 
-def _failed(error: Exception, context: WorkerContext) -> dict[str, Any]:
+def _failed(error: Exception, context: LaneContext) -> dict[str, Any]:
     """Return the outcome of what an error has ended."""
     failure = failure_of(error, context.rank)
     outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}

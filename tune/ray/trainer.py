@@ -10,7 +10,7 @@ import ray.train
 import ray.train.torch
 
 from trainers.errors import last_line
-from tune.lanes.reports import Reports, difference
+from tune.lanes.comparison import Reports, difference
 from tune.lanes.stopped import TrialStopped
 from tune.ray.internals import LaneController, ran_out_of_memory, without_helpers
 from tune.ray.lane import Which

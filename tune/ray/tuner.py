@@ -15,7 +15,7 @@ from ray import tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
-from tune.lanes.placement import beside_driver
+from tune.lanes.lanes import beside_driver
 from tune.ray import trainer
 from tune.ray.internals import is_stopped, report_in_process, shape_of
 from tune.ray.lane import reserve, start_workers

@@ -2,15 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainers.errors import POLICIES
 from tune.config import SweepConfig
 from tune.objective import SCORES, TO_TARGET, Objective
-from tune.report.front import chosen, front_words
-from tune.report.heard import heard
 from tune.report.words import (
     amount,
     duration,
@@ -24,10 +20,6 @@ from tune.report.words import (
     telling,
 )
 from tune.search.finalists import Final, crowding, finals, most_ahead, pressure, rivals, told_apart
-from tune.search.front import Member, front
-from tune.search.frontier import Ended
-from tune.search.frontier_grid import Frontier
-from tune.search.history import Past
 from tune.trials.interval import EQUAL
 from tune.trials.record import TrialRecord, value_of
 
@@ -49,10 +41,6 @@ class Answer:
     """The throughput's winner; empty where it is the best trial, or about as fast as that."""
     notes: str
     """How the machine was while this was measured, where that matters."""
-    ended: str
-    """How much search frontier tried, and why it ended."""
-    front: list[Member]
-    """With several objectives the trials of the front, then those that may belong to it."""
     most_ahead: float | None
     """How many times as fast as the best any other trial is at most, with 95 % confidence; None: nothing tells."""
 
@@ -64,7 +52,7 @@ class Answer:
     @property
     def reasons(self) -> str:
         """All that there is to say beside the verdict."""
-        return " ".join(part for part in (self.fastest, self.notes, self.ended) if part)
+        return " ".join(part for part in (self.fastest, self.notes) if part)
 
     @property
     def sentence(self) -> str:
@@ -72,52 +60,30 @@ class Answer:
         return f"{self.verdict} {self.reasons}".rstrip()
 
 
-def answer(
-    config: SweepConfig,
-    records: list[TrialRecord],
-    train: Mapping[str, Any] | None = None,
-    past: Sequence[Past] = (),
-) -> Answer:
-    """Rank the trials by the objective and say the outcome; finalists that were repeated, by their repeats.
-
-    `train` is the sweep's TrainConfig mapping, from which follows why search frontier has ended; `past` what
-    that has heard of earlier sweeps.
-    """
-    ranked, found = _ranked(config.objective, records), finals(config, records)
+def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
+    """Rank the trials by the objective and say the outcome; finalists that were repeated, by their repeats."""
+    ranked = _ranked(config.objective, records)
+    found = finals(config, records)
     if found:
         ids = [final.record.id for final in found]
         ranked.sort(key=lambda pair: ids.index(pair[1].id) if pair[1].id in ids else len(ids))
         verdict = _final_verdict(config, records, found)
+    elif ranked:
+        verdict = _verdict(config, records, ranked)
     else:
-        verdict = _verdict(config, records, ranked) if ranked else _why_none(config, records)
+        verdict = _why_none(config, records)
     ranking = [record for _, record in ranked]
-    others = ""
-    if members := front(config.objective, records, found):
-        verdict, others = front_words(config, records, members)
-        first = chosen(config.objective, members).record
-        ranking = [first, *(record for record in ranking if record is not first)]
     best = ranking[0] if ranking else None
-    fastest, notes = _fastest(config, records, best, found), _notes(config, records, best, found)
-    notes = f"{others} {notes}".strip()
-    ended = _ended(Frontier(config, train, past), records) if train is not None and config.search == "frontier" else ""
-    is_time = config.objective.metric in TO_TARGET and config.objective.metrics is None
+    fastest = _fastest(config, records, best, found)
+    is_time = config.objective.metric in TO_TARGET
     ahead = most_ahead(config, records, found) if is_time and len(ranking) > 1 else None
-    return Answer(
-        ranking,
-        found,
-        printable(verdict),
-        printable(fastest),
-        f"{notes} {_ahead(ahead)}".strip(),
-        ended,
-        members,
-        ahead,
-    )
+    notes = f"{_notes(config, records, found)} {_ahead(ahead)}".strip()
+    return Answer(ranking, found, printable(verdict), printable(fastest), notes, ahead)
 
 
 def objective_value(objective: Objective, record: TrialRecord) -> float | None:
-    """Return the figure that ranks a trial; None where it failed, or one of the figures is missing or not finite."""
-    values = [value_of(metric, record) for metric in objective.decisive]
-    return None if None in values else values[0]
+    """Return the figure that ranks a trial; None where it failed, or has none that is finite."""
+    return value_of(objective.metric, record)
 
 
 def _ranked(objective: Objective, records: list[TrialRecord]) -> list[tuple[float, TrialRecord]]:
@@ -207,18 +173,13 @@ def _final_verdict(config: SweepConfig, records: list[TrialRecord], found: list[
     )
 
 
-def _notes(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, found: list[Final]) -> str:
+def _notes(config: SweepConfig, records: list[TrialRecord], found: list[Final]) -> str:
     """Return what the reader must know of how this was measured."""
     ratio, names, repeated = crowding(records), telling(config, records), [final.record.id for final in found]
     notes = []
     if left := [in_short(names, one) for one in rivals(config, records) if found and one.id not in repeated]:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         notes.append(f"One run each cannot exclude what was not repeated: {'; '.join(left[:3])}{more}.")
-    if best is not None and best.exploited_from is not None:
-        notes.append(
-            f"The best trial's values are its last: its weights went on from trial {best.exploited_from}'s at epoch "
-            f"{best.schedule[-1]['epoch']:g}, and best.yaml has their whole course."
-        )
     if ratio is not None and ratio > 1 + EQUAL:
         notes.append(f"Alone, the finalists ran {number(ratio, 3)} times as fast as beside other trials.")
     for who, waited in (("trials", pressure(records)), ("the finalists' repeats", pressure(records, repeats=True))):
@@ -240,15 +201,6 @@ def _ahead(most: float | None) -> str:
     if math.isinf(most):
         return "How much faster another trial is stays open: it may have met the target long before an evaluation."
     return f"Another trial may still be up to {number(most, 3)} times as fast (95 % confidence)."
-
-
-def _ended(frontier: Frontier, records: list[TrialRecord]) -> str:
-    """Return what search frontier tried of its grid, and why it ended."""
-    whole = sum(record.purpose != "repeat" and record.time_to_target_s is not None for record in records)
-    step = frontier.next(records)
-    reason = step.reason if isinstance(step, Ended) else "its budget was used up before it was sure"
-    text = f"Of {len(frontier.places)} configurations {whole} reached the target; {reason}."
-    return " ".join(filter(None, [text, heard(frontier, records)]))
 
 
 def _price(record: TrialRecord, time_s: float) -> str:
@@ -285,9 +237,7 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
         counts = Counter(record.status for record in records).most_common()
         ended, status = ", ".join(f"{count} {status}" for status, count in counts), counts[0][0]
         return f"There is no best trial: none finished ({ended}). For {status}: {POLICIES[status].advice}."
-    decisive = config.objective.decisive
-    missing = [one for one in decisive if all(value_of(one, record) is None for record in finished)]
-    metric = (missing or list(decisive))[0]
+    metric = config.objective.metric
     if metric in metric_names(finished):
         return f"There is no best trial: no finished one has a {metric} that is a finite number."
     if metric != "time_to_target":
@@ -308,8 +258,7 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
 def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None, found: list[Final]) -> str:
     """Return a sentence on the highest throughput; empty where the best trial is about as fast."""
     objective, throughput = config.objective, Objective(metric="samples_per_s")
-    trained = [record.config for record in records if record.purpose == "trial"]
-    ranked = _ranked(throughput, [r for r in records if r.purpose == "trial" or r.config not in trained])
+    ranked = _ranked(throughput, records)
     if not ranked or objective.metric == "samples_per_s":
         return ""
     rate, fastest = ranked[0]
@@ -324,8 +273,7 @@ def _fastest(config: SweepConfig, records: list[TrialRecord], best: TrialRecord 
         needed = _found("time_to_target", fastest, value) if repeated is None else duration(repeated)
         rest = f"needs {needed}{_price(fastest, value if repeated is None else repeated)}"
     else:
-        short = "was only measured shortly: it could not be the first"
-        rest = short if fastest.purpose == "probe" else f"does not reach {target(objective)}"
+        rest = f"does not reach {target(objective)}"
     who = in_full(telling(config, records), fastest)
     width = _half_width(fastest)
     spread = f" (+-{width:.1%})" if width else ""

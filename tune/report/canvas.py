@@ -12,13 +12,9 @@ from typing import Any, Self
 # Placeholders: `Canvas.figure` replaces them with the page's CSS variables.
 FG, MUTED, BAD, _GRID, _CARD = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
 SERIES = tuple(f"#0a0c0{number}" for number in range(1, 7))
-SCALE = tuple(f"#0a0d{number:02x}" for number in range(21))
-"""From the lowest to the highest of a continuous key's values."""
-_COLORS = (
-    {FG: "var(--fg)", MUTED: "var(--muted)", BAD: "var(--bad)", _GRID: "var(--grid)", _CARD: "var(--card)"}
-    | {color: f"var(--s{number})" for number, color in enumerate(SERIES, 1)}
-    | {color: f"color-mix(in oklab, var(--low), var(--high) {5 * at}%)" for at, color in enumerate(SCALE)}
-)
+_COLORS = {FG: "var(--fg)", MUTED: "var(--muted)", BAD: "var(--bad)", _GRID: "var(--grid)", _CARD: "var(--card)"} | {
+    color: f"var(--s{number})" for number, color in enumerate(SERIES, 1)
+}
 
 _SIZE_IN = (4.2, 2.7)
 _LEGEND_CHARS = 52  # as many as there is room for in one row

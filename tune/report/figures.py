@@ -1,51 +1,121 @@
-"""The report's figures: of trials (throughput, memory, curves, time to target), with those of keys, time and search."""
+"""The report's figures: the objective by key, throughput and memory by batch size, and learning curves."""
 
 import math
-import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from tune.config import SweepConfig
-from tune.report.canvas import BAD, FG, MUTED, SERIES, Canvas, Figure, styled
-from tune.report.figure_data import FigureData
-from tune.report.front_figure import front_figure
-from tune.report.key_figures import every_key, set_axis
-from tune.report.search_figures import beliefs, course
-from tune.report.time_figure import timeline
-from tune.report.words import is_number, memory_unit, printable, span, time_unit
+from tune.objective import TO_TARGET
+from tune.report.answer import objective_value
+from tune.report.canvas import BAD, FG, SERIES, Canvas, Figure, styled
+from tune.report.figure_data import Axis, FigureData, cut
+from tune.report.words import amount, duration, is_number, memory_unit, printable, shown, span, time_unit
 from tune.search.finalists import finals
-from tune.search.frontier_grid import Frontier
-from tune.search.history import Past
 from tune.trials.record import TrialRecord
 
 _MARKERS = "os^Dv*"
-_MAX_BARS = 24
-_BAR_CHARS = 28  # of a line beside a bar
-_LEAST = 3  # fewer trials are no front
 _ROW = 0.09  # of the height of the axes: one row of trials that ran out of memory
+_TICK_CHARS = 56  # as many as fit side by side below the axes
+_MOST_KEYS = 12
+_MOST_TRIALS = 300
 
 Points = list[tuple[float, float]]  # a trial's evaluations: training time, s, and a metric
 
 
-def figures(
-    config: SweepConfig,
-    records: list[TrialRecord],
-    best: TrialRecord | None,
-    train: Mapping[str, Any] | None = None,
-    past: Sequence[Past] = (),
-) -> list[Figure]:
-    """Draw the figures that the records have data for; search frontier needs `train`, the TrainConfig mapping, and
-    what it has heard of the `past`.
-    """
+def figures(config: SweepConfig, records: list[TrialRecord], best: TrialRecord | None) -> list[Figure]:
+    """Draw the figures that the records have data for."""
     data = FigureData(config, records, best)
     with styled():
-        searched = config.search == "frontier" and train is not None
-        believed = beliefs(data, Frontier(config, train or {}, past)) if searched else None
-        trade = front_figure(data) if config.objective.metrics else pareto(data)
-        drawn = [throughput(data), memory(data), curves(data), targets(data), believed, trade, every_key(data)]
-        drawn += [course(data), timeline(data)]
+        drawn = [objective(data), throughput(data), memory(data), curves(data)]
     return [figure for figure in drawn if figure]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A trial's objective, and what is known of how sure it is."""
+
+    record: TrialRecord
+    value: float
+    text: str
+    between: tuple[float, float] | None = None
+    """The target was met at some time between two evaluations."""
+    repeated: tuple[float, float] | None = None
+    """The 95 % interval of its repeats."""
+
+
+def objective(data: FigureData) -> Figure | None:
+    """Draw the objective against each key that varied, a panel a key, with what is known of how sure it is."""
+    metric = data.config.objective.metric
+    marks = _marks(data)
+    if metric == "samples_per_s" or not marks:  # the throughput has a figure of its own
+        return None
+    trials = [record for record in data.records if record.purpose != "repeat"]
+    axes = [data.x, *(axis for axis in data.varied if axis != data.x)]
+    drawn, left_out = axes[:_MOST_KEYS], axes[_MOST_KEYS:]
+    notes = ["A mark a trial."]
+    if data.best:
+        notes.append("The largest is the best.")
+    if metric in TO_TARGET and len(marks) < len(trials):
+        notes.append(f"{len(trials) - len(marks)} of {len(trials)} did not reach the target.")
+    if any(mark.repeated for mark in marks):
+        notes.append("Thick lines are 95 % intervals of the finalists' repeats.")
+    if len(marks) > _MOST_TRIALS:
+        notes.append(f"The best {_MOST_TRIALS} of {len(marks)} trials.")
+    if left_out:
+        notes.append(f"Not drawn: {', '.join(axis.label for axis in left_out)}.")
+    marks = marks[:_MOST_TRIALS]
+    panels = [_against_key(data, axis, marks, f"objective{at or ''}") for at, axis in enumerate(drawn)]
+    title = "Time to target" if metric == "time_to_target" else printable(metric)
+    return Figure.of_panels(title, " ".join(notes), panels)
+
+
+def _marks(data: FigureData) -> list[Mark]:
+    """Return the trials that have a value of the objective, best first; of finalists it is that of their repeats."""
+    metric, marks = data.config.objective.metric, []
+    finalists = finals(data.config, data.records) if metric == "time_to_target" else []
+    times = {final.record.id: final.time_s for final in finalists}
+    for record in data.records:
+        value = objective_value(data.config.objective, record)
+        if record.purpose == "repeat" or not is_number(value):
+            continue
+        if record.id in times:
+            time_s = times[record.id]
+            interval = f"95 % interval {duration(time_s.low)} to {duration(time_s.high)}"
+            text = f"{duration(time_s.value)}, {interval}"
+            marks.append(Mark(record, time_s.value, text, repeated=(time_s.low, time_s.high)))
+        elif metric == "time_to_target" and record.missed_target_s is not None:
+            low_s = record.missed_target_s
+            marks.append(Mark(record, value, span(low_s, value), between=(low_s, value)))
+        else:
+            marks.append(Mark(record, value, amount(metric, value)))
+    return sorted(marks, key=lambda mark: mark.value, reverse=data.config.objective.direction == "max")
+
+
+def _against_key(data: FigureData, axis: Axis, marks: list[Mark], name: str) -> Figure:
+    """Draw one panel."""
+    metric = data.config.objective.metric
+    label, size = printable(metric), 1.0
+    if metric == "time_to_target":
+        size, unit = time_unit(marks[-1].value)
+        label = f"time to target, {unit}"
+    canvas = Canvas(name)
+    for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
+        x, color = axis.position(mark.record), data.color(mark.record)
+        if mark.between:
+            canvas.axes.plot([x, x], [end / size for end in mark.between], color=color, linewidth=1, alpha=0.5)
+        if mark.repeated:
+            canvas.axes.plot([x, x], [end / size for end in mark.repeated], color=color, linewidth=2.4)
+        large = 8.5 if data.is_best(mark.record) else 5
+        text = data.tip(mark.record, mark.text)
+        look: dict[str, Any] = {"marker": "o", "markersize": large, "zorder": 3, "linestyle": "none"}
+        canvas.mark(x, mark.value / size, text, color, clip_on=False, **look)
+    _set_axis(axis, canvas)
+    canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    canvas.axes.set_ylabel(label)
+    canvas.legend(data.legend(mark.record for mark in marks))
+    return canvas.figure(axis.label, "")
 
 
 def throughput(data: FigureData) -> Figure | None:
@@ -53,51 +123,40 @@ def throughput(data: FigureData) -> Figure | None:
     rates = {one.id: rate for one in data.finished if (rate := one.samples_per_s) and is_number(rate)}
     if not rates:
         return None
+    marks = [(one, rates[one.id], f"{rates[one.id]:,.0f} samples/s") for one in data.finished if one.id in rates]
+    canvas = Canvas("throughput")
+    _against_x(data, canvas, marks)
+    canvas.axes.set(ylim=(0, None), ylabel="samples/s")
+    canvas.legend()
     best = " The largest mark is the best trial." if data.best else ""
     boundary = " Beyond a dotted line memory runs out." if data.out_of_memory else ""
-    panels: list[Figure] = []
-    for title, part in data.parts():
-        marks = [(one, rates[one.id], f"{rates[one.id]:,.0f} samples/s") for one in part.finished if one.id in rates]
-        canvas = Canvas(f"throughput{len(panels) or ''}", title=title)
-        _against_x(part, canvas, marks)
-        top = 1.05 * max(rates.values()) if data.facet else None
-        canvas.axes.set(ylim=(0, top), ylabel="samples/s")
-        canvas.legend(data.legend([]) if data.scale else ())
-        panels.append(canvas.figure(title or "Throughput", ""))
-    caption = f"After warm-up, evaluation left out{data.each()}.{best}{boundary}"
-    return Figure.of_panels("Throughput", caption, panels)
+    return canvas.figure("Throughput", f"After warm-up, evaluation left out{data.each()}.{best}{boundary}")
 
 
 def memory(data: FigureData) -> Figure | None:
     """Draw peak memory against the batch size, and trials that ran out of it in a strip on top."""
-    peaks = {one.id: one.peak_memory_bytes for one in data.finished if one.peak_memory_bytes}
+    peaks = [(one, peak) for one in data.finished if (peak := one.peak_memory_bytes)]
     if not peaks and not data.out_of_memory:
         return None
-    most = max(peaks.values(), default=0)
+    most = max((peak for _, peak in peaks), default=0)
     size, unit = memory_unit(most)
-    rows = sorted({data.series(record.config) for record in data.out_of_memory})
-    panels: list[Figure] = []
-    for title, part in data.parts():
-        found = [
-            (one, peak / size, f"{peak / size:.4g} {unit}") for one in part.finished if (peak := peaks.get(one.id))
-        ]
-        canvas = Canvas(f"memory{len(panels) or ''}", title=title)
-        _against_x(part, canvas, found, {data.series(record.config) for record in part.out_of_memory})
-        top = canvas.axes.get_xaxis_transform()
-        cross: dict[str, Any] = {"marker": "X", "markersize": 8}
-        for record in part.out_of_memory:
-            height = 0.96 - _ROW * rows.index(data.series(record.config))
-            text = data.tip(record, "out of memory")
-            canvas.mark(data.position(record), height, text, data.color(record), transform=top, **cross)
-        if part.out_of_memory:
-            canvas.axes.plot([], [], FG, linestyle="none", label="out of memory", **cross)
-        canvas.axes.set(ylim=(0, most / size * 1.08 / (0.96 - _ROW * len(rows)) or 1), ylabel=f"peak memory, {unit}")
-        canvas.axes.yaxis.set_visible(bool(peaks))
-        canvas.legend(data.legend([]) if data.scale else ())
-        panels.append(canvas.figure(title or "Peak memory", ""))
+    rows = sorted({data.series(record) for record in data.out_of_memory})
+    canvas = Canvas("memory")
+    _against_x(data, canvas, [(one, peak / size, f"{peak / size:.4g} {unit}") for one, peak in peaks], rows)
+    top = canvas.axes.get_xaxis_transform()
+    cross: dict[str, Any] = {"marker": "X", "markersize": 8}
+    for record in data.out_of_memory:
+        height = 0.96 - _ROW * rows.index(data.series(record))
+        text = data.tip(record, "out of memory")
+        canvas.mark(data.x.position(record), height, text, data.color(record), transform=top, **cross)
+    if data.out_of_memory:
+        canvas.axes.plot([], [], FG, linestyle="none", label="out of memory", **cross)
+    canvas.axes.set(ylim=(0, most / size * 1.08 / (0.96 - _ROW * len(rows)) or 1), ylabel=f"peak memory, {unit}")
+    canvas.axes.yaxis.set_visible(bool(peaks))
+    canvas.legend()
     on_top = " Trials that ran out of memory are on top, beyond the dotted line of their colour."
     caption = f"Largest over the workers{data.each()}.{on_top if data.out_of_memory else ''}"
-    return Figure.of_panels("Peak memory", caption, panels)
+    return canvas.figure("Peak memory", caption)
 
 
 def curves(data: FigureData) -> Figure | None:
@@ -113,26 +172,21 @@ def curves(data: FigureData) -> Figure | None:
     goal = (objective.target or {}).get(metric)
     goal = goal if is_number(goal) else None
     low, high = _closer([points for _, points in lines], goal)
-    longest = 1.05 * max(x for _, points in lines for x, _ in points) / size if data.facet else None
-    panels: list[Figure] = []
-    for title, part in data.parts():
-        own = [(record, points) for record, points in lines if part.has(record.config)]
-        canvas = Canvas(f"curves{len(panels) or ''}", title=title)
-        _lines(part, canvas, own, size)
-        canvas.axes.set(xlim=(0, longest), ylim=(low, high), xlabel=f"training time, {unit}", ylabel=printable(metric))
-        if goal is not None:
-            canvas.axes.axhline(goal, color=FG, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-        canvas.legend(data.legend(record for record, _ in own))
-        panels.append(canvas.figure(title or "Learning curves", ""))
+    canvas = Canvas("curves")
+    _lines(data, canvas, lines, size)
+    canvas.axes.set(xlim=(0, None), ylim=(low, high), xlabel=f"training time, {unit}", ylabel=printable(metric))
+    if goal is not None:
+        canvas.axes.axhline(goal, color=FG, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    canvas.legend(data.legend(record for record, _ in lines))
     is_cut = any(not low <= y <= high for _, points in lines for _, y in points)
     notes = [
         f"{printable(metric)} at each evaluation, a line a trial.",
-        f"The thick line is the best ({data.words[data.best.id]})." if data.best else "",
+        "The thick line is the best." if data.best else "",
         "The dashed line is the target." if goal is not None else "",
         "The worst evaluations are off the axis." if is_cut else "",
         "A cross is where a trial failed." if not all(record.finished for record, _ in lines) else "",
     ]
-    return Figure.of_panels("Learning curves", " ".join(note for note in notes if note), panels)
+    return canvas.figure("Learning curves", " ".join(note for note in notes if note))
 
 
 def _lines(data: FigureData, canvas: Canvas, lines: list[tuple[TrialRecord, Points]], size: float) -> None:
@@ -154,90 +208,6 @@ def _lines(data: FigureData, canvas: Canvas, lines: list[tuple[TrialRecord, Poin
             canvas.mark(end_x / size, end_y, text, BAD, marker="X", markersize=7, zorder=4)
 
 
-def targets(data: FigureData) -> Figure | None:
-    """Draw the training time until the target, a bar a trial, the best first; none for repeats and short trials."""
-    trials = [record for record in data.records if record.purpose == "trial"]
-    times = {one.id: time_s for one in trials if one.finished and is_number(time_s := one.time_to_target_s)}
-    if not times or not data.config.objective.target:
-        return None
-    rows = sorted(trials, key=lambda record: times.get(record.id, math.inf))[:_MAX_BARS]
-    canvas = Canvas("targets", 0.7 + 0.21 * max(len(rows), 4))
-    size, unit = time_unit(max(times[record.id] for record in rows if record.id in times))
-    for row, record in enumerate(rows):
-        length, color = times.get(record.id, 0.0) / size, MUTED
-        text: str = "not reached" if record.finished else record.status
-        if record.id in times:
-            before = record.missed_target_s
-            sure = length if before is None else min(before / size, length)
-            text, color = f"{length:.3g} {unit}", FG
-            tip = canvas.tip(data.tip(record, text if before is None else span(before, times[record.id])))
-            # Over the whole length, so that a bar without a part that is sure has its tip.
-            (bar,) = canvas.axes.barh(row, length, height=0.68, color=data.color(record), alpha=0.4)
-            bar.set_gid(tip)
-            canvas.axes.barh(row, sure, height=0.68, color=data.color(record))
-        weight = "bold" if data.is_best(record) else "normal"
-        look: dict[str, Any] = {"va": "center", "color": color, "fontsize": 8, "fontweight": weight}
-        canvas.axes.annotate(text, (length, row), (4, 0), textcoords="offset points", **look)
-    names = ["\n".join(textwrap.wrap(data.words[record.id], _BAR_CHARS, max_lines=2)) for record in rows]
-    canvas.axes.set_yticks(range(len(rows)), names, fontsize=6.5 if any("\n" in name for name in names) else 9)
-    canvas.axes.set(ylim=(len(rows) - 0.4, -0.6), xlabel=f"training time, {unit}", axisbelow=True, xmargin=0.16)
-    canvas.axes.grid(visible=False, axis="y")
-    canvas.axes.grid(visible=True, axis="x")
-    canvas.legend(data.legend(record for record in rows if record.id in times))
-    ((metric, value),) = data.config.objective.target.items()
-    of_all = f" The first {len(rows)} of {len(trials)} trials." if trials[len(rows) :] else ""
-    between = " It was met in the pale part of a bar, between two evaluations." * any(
-        record.missed_target_s is not None for record in rows
-    )
-    caption = f"Training time until {printable(metric)} first reached {value:g}.{between}{of_all}"
-    return canvas.figure("Time to target", caption)
-
-
-def pareto(data: FigureData) -> Figure | None:
-    """Draw time to target against peak memory: of a trial on the line, none is better at both."""
-    repeated = {final.record.id: final.time_s for final in finals(data.config, data.records)}
-    rows: list[tuple[float, float, TrialRecord]] = []
-    for record in data.finished:
-        time_s = repeated[record.id].value if record.id in repeated else record.time_to_target_s
-        if record.purpose != "repeat" and is_number(time_s) and time_s and record.peak_memory_bytes:
-            rows.append((float(record.peak_memory_bytes), time_s, record))
-    if len(rows) < _LEAST or not data.config.objective.target:
-        return None
-    canvas = Canvas("pareto")
-    unit_bytes, memory = memory_unit(max(peak for peak, _, _ in rows))
-    unit_s, seconds = time_unit(max(time_s for _, time_s, _ in rows))
-    front: list[tuple[float, float]] = []
-    for peak, time_s, _ in sorted(rows, key=lambda row: row[:2]):
-        if not front or time_s < front[-1][1]:
-            front.append((peak, time_s))
-    steps = [(peak / unit_bytes, time_s / unit_s) for peak, time_s in front]
-    canvas.axes.step(*zip(*steps, strict=True), where="post", color=MUTED, linewidth=1.2, zorder=1)
-    for peak, time_s, record in rows:
-        x, y = peak / unit_bytes, time_s / unit_s
-        if record.id in repeated:
-            span = [repeated[record.id].low / unit_s, repeated[record.id].high / unit_s]
-            canvas.axes.plot([x, x], span, color=data.color(record), linewidth=1.4, zorder=2)
-        size = 8.5 if data.is_best(record) else 5.5
-        text = data.tip(record, f"{y:.3g} {seconds}, {x:.3g} {memory}")
-        marker = _MARKERS[data.facet.index(record.config)] if data.facet else "o"
-        canvas.mark(x, y, text, data.color(record), marker=marker, markersize=size, zorder=3, linestyle="none")
-    for marker, value in zip(_MARKERS, data.facet.values if data.facet else [], strict=False):
-        canvas.axes.plot([], [], MUTED, linestyle="none", marker=marker, label=data.facet and data.facet.name(value))
-    labels = {"xlabel": f"peak memory, {memory}", "ylabel": f"time to target, {seconds}"}
-    canvas.axes.set(ylim=(0, None), xmargin=0.08, **labels)
-    times = [(one.metrics.get("usd_to_target"), one.time_to_target_s) for one in data.records]
-    rates = [usd / time_s for usd, time_s in times if usd is not None and is_number(time_s) and time_s > 0]
-    if rates:
-        usd = rates[0] * unit_s
-        functions: Any = (lambda y: y * usd, lambda y: y / usd)
-        right = canvas.axes.secondary_yaxis("right", functions=functions)
-        right.set_ylabel("USD to target", color=MUTED)
-    canvas.legend(data.legend(record for _, _, record in rows))
-    lines = " Vertical lines are 95 % intervals of the finalists' repeats." if repeated else ""
-    caption = f"A trial on the stepped line is beaten by no other at both time and memory.{lines}"
-    return canvas.figure("Time to target against memory", caption)
-
-
 def _against_x(
     data: FigureData, canvas: Canvas, marks: list[tuple[TrialRecord, float, str]], also: Collection[int] = ()
 ) -> None:
@@ -249,24 +219,23 @@ def _against_x(
     line = "-" if data.config.search == "grid" else "none"
     canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     for at, name in enumerate(data.names):
-        own = [mark for mark in marks if data.series(mark[0].config) == at]
+        own = [mark for mark in marks if data.series(mark[0]) == at]
         if not own and at not in also:
             continue
         found: dict[float, list[float]] = {}
         for record, y, _ in own:
-            found.setdefault(data.position(record), []).append(y)
+            found.setdefault(data.x.position(record), []).append(y)
         xs = sorted(found)
         look: dict[str, Any] = {"linestyle": line, "linewidth": 1.6, "marker": _MARKERS[at], "markevery": []}
-        color = MUTED if data.scale else SERIES[at]
-        canvas.axes.plot(xs, [median(found[x]) for x in xs], color=color, label=name, **look)
+        canvas.axes.plot(xs, [median(found[x]) for x in xs], color=SERIES[at], label=name, **look)
         for record, y, text in own:
             size = 8.5 if data.is_best(record) else 5.5
             look = {"marker": _MARKERS[at], "markersize": size, "clip_on": False, "zorder": 3}
-            canvas.mark(data.position(record), y, data.tip(record, text), data.color(record), **look)
-    set_axis(data.x, canvas)
+            canvas.mark(data.x.position(record), y, data.tip(record, text), data.color(record), **look)
+    _set_axis(data.x, canvas)
     for at in range(len(data.names) if data.x.is_numeric else 0):
-        failed = [data.position(record) for record in data.out_of_memory if data.series(record.config) == at]
-        fitted = [data.position(record) for record in data.finished if data.series(record.config) == at]
+        failed = [data.x.position(record) for record in data.out_of_memory if data.series(record) == at]
+        fitted = [data.x.position(record) for record in data.finished if data.series(record) == at]
         below = [x for x in fitted if failed and x < min(failed)]
         if below and max(below) > 0:
             x = math.sqrt(max(below) * min(failed))
@@ -289,3 +258,26 @@ def _closer(lines: list[Points], goal: float | None) -> tuple[float, float]:
         kept += [goal, goal - 0.35 * beyond]
     margin = 0.05 * (max(kept) - min(kept)) or 0.05 * abs(kept[0]) or 1.0
     return min(kept) - margin, max(kept) + margin
+
+
+def _set_axis(axis: Axis, canvas: Canvas) -> None:
+    """Set ticks of the x axis at the values that were tried; logarithmic to base 2 for batch sizes."""
+    positions, log = axis.positions, axis.is_log
+    if log:
+        canvas.axes.set_xscale("log", base=2)
+    scale = math.log2 if log else float
+    first, width = scale(positions[0]), scale(positions[-1]) - scale(positions[0])
+    margin = 0.06 * width or (0.5 if log else abs(first) / 2 or 0.5)
+    limits = (first - margin, first + width + margin)
+    canvas.axes.set_xlim(*(2**limit for limit in limits) if log else limits)
+    ticks: list[tuple[float, str]] = []
+    for position, value in zip(positions, axis.values, strict=True):
+        if not ticks or scale(position) - scale(ticks[-1][0]) >= width / 9:
+            ticks.append((position, cut(shown(value))))
+    canvas.axes.set_xticks([position for position, _ in ticks], [text for _, text in ticks])
+    if sum(len(text) + 2 for _, text in ticks) > _TICK_CHARS:
+        canvas.axes.tick_params("x", labelrotation=25)
+        for label in canvas.axes.get_xticklabels():
+            label.set_horizontalalignment("right")
+    canvas.axes.minorticks_off()
+    canvas.axes.set_xlabel(axis.label)

@@ -16,15 +16,10 @@ from trainers.redaction import escape_controls, redact
 from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.answer import Answer, objective_value
-from tune.report.canvas import Figure
-from tune.report.explained import read_explained
 from tune.report.figures import figures
-from tune.report.front import script_hash, weighing
 from tune.report.table import columns, constant, in_order
-from tune.report.time_figure import spent_in_all
 from tune.report.words import duration
-from tune.search.history import Past
-from tune.trials.record import TrialRecord
+from tune.trials.record import Spent, TrialRecord
 
 _STACKED = ((10, "700"), (13, "900"), (16, "1200"))
 """A table of so many columns becomes a list on a page of less than so many pixels."""
@@ -52,22 +47,16 @@ def best_command(sweep: Storage) -> str:
 def contents(
     sweep: Storage,
     config: SweepConfig,
-    train: Mapping[str, Any],
     resolved: Mapping[str, Any],
     records: list[TrialRecord],
     environment: Mapping[str, str],
     found: Answer,
-    drawn: list[Figure] | None = None,
-    past: Sequence[Past] = (),
 ) -> dict[str, Any]:
     """Return what the template report.html shows of a sweep.
 
-    `train` is the run that is varied, `resolved` that of the best trial where there is one, `drawn` the figures where
-    they are there already, `past` what search frontier has heard of earlier sweeps.
+    `resolved` is the run of the best trial, or where there is none the run that is varied.
     """
-    explained = read_explained(sweep)
-    is_of_best = explained is not None and found.best is not None and explained.trial == found.best.id
-    shown, script = columns(config, records, found.front), source("front.js")
+    shown = columns(config, records)
     same = constant(config, records, shown)
     table = [column for column in shown if column not in same]
     whole = summary(config, records, environment, found)
@@ -76,13 +65,10 @@ def contents(
         "best": found.best,
         "columns": table,
         "command": best_command(sweep),
-        "explanation": explained.explanation if explained is not None and is_of_best else None,
-        "figures": figures(config, records, found.best, train, past) if drawn is None else drawn,
+        "figures": figures(config, records, found.best),
         "reasons": found.reasons,
         "records": in_order(config, records),
         "same": ", ".join(said),
-        "script": script,
-        "script_hash": script_hash(script),
         "spent": spent_in_all(records),
         "stacked": next((width for most, width in _STACKED if len(table) + 1 <= most), "always"),
         "summary": whole,
@@ -90,11 +76,25 @@ def contents(
         "times": [duration(whole["wall_time_s"]), duration(whole["trial_time_s"])],
         "train": redact(dump_yaml(dict(resolved))),
         "verdict": found.verdict,
-        "weighing": weighing(config, records, found.front, best_command(sweep)),
         "live": None,
         "duration": duration,
         "breaks": _breaks,
     }
+
+
+def spent_in_all(records: Sequence[TrialRecord]) -> Spent | None:
+    """Return the sums over trials of where their time on lanes went, from the first of them on; None where no record
+    tells.
+    """
+    found = [record.spent for record in records if record.spent is not None]
+    if not found:
+        return None
+    return Spent(
+        min(spent.began for spent in found),
+        sum(spent.starting_s for spent in found),
+        sum(spent.training_s for spent in found),
+        sum(spent.total_s for spent in found),
+    )
 
 
 def _breaks(text: str) -> str:
@@ -129,18 +129,7 @@ def summary(
             }
             for final in found.finals
         ],
-        "front": [
-            {
-                "id": member.record.id,
-                "config": member.record.config,
-                "values": {name: [one.low, one.value, one.high] for name, one in member.values.items()},
-                "chance": member.chance,
-                "is_on_front": member.is_on_front,
-            }
-            for member in found.front
-        ],
         "others_times_as_fast_at_most": found.most_ahead,
-        "search_ended": found.ended,
         "trials": len(records),
         "status": {status: counts[status] for status in STATUSES if counts[status]},
         "wall_time_s": round(last - first, 3),

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE
@@ -12,9 +12,7 @@ from rich.text import Text
 
 from tune.config import SweepConfig
 from tune.report.answer import Answer
-from tune.report.front import chance
 from tune.report.words import amount, duration, is_number, labels, metric_names, number, printable, shown, span
-from tune.search.front import Member
 from tune.trials.record import TrialRecord
 
 
@@ -29,14 +27,13 @@ class Column(NamedTuple):
 
 def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> Table:
     """Return the end table of the terminal: a row a trial in the order of the space, the best one marked."""
-    found = columns(config, records, answer.front)
+    found = columns(config, records)
     result = Table(box=SIMPLE, show_edge=False, padding=0)
-    counts = {purpose: sum(record.purpose == purpose for record in records) for purpose in ("trial", "probe", "repeat")}
+    counts = {purpose: sum(record.purpose == purpose for record in records) for purpose in ("trial", "repeat")}
     said = [f"{n} {purpose}{'s' if n > 1 else ''}" for purpose, n in counts.items() if n]
     result.title = f"{config.name}: {', '.join(said) or 'no trials'}"
     if answer.best is not None:
-        by = "the weights" if config.objective.weights else printable(config.objective.metric)
-        result.caption = Text(f"* best by {by}", "table.caption")
+        result.caption = Text(f"* best by {printable(config.objective.metric)}", "table.caption")
     for header, is_figure, _ in found:
         narrow = header.replace("_", "_\n").replace(" ", "\n") if len(header) > 8 else header
         result.add_column(Text(narrow), justify="right" if is_figure else "left", overflow="fold", min_width=6)
@@ -68,8 +65,8 @@ def in_order(config: SweepConfig, records: list[TrialRecord]) -> list[TrialRecor
     return sorted(records, key=lambda record: [place(key, record.config.get(key)) for key in config.space])
 
 
-def columns(config: SweepConfig, records: list[TrialRecord], front: Sequence[Member] = ()) -> list[Column]:
-    """Return the table's columns; the objective is one of them, and with several their `front`."""
+def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
+    """Return the table's columns; the objective is one of them."""
     found: list[Column] = []
 
     def add(header: str, values: Iterable[Any], form: Callable[[float], str] | None = None) -> None:
@@ -89,16 +86,13 @@ def columns(config: SweepConfig, records: list[TrialRecord], front: Sequence[Mem
         add("energy", (record.energy_j for record in records), lambda value: amount("energy_j", value))
     taken = {"id", "time to target", *(column.header for column in found)}
     for name in metric_names(records):
-        if name.startswith("val_") or name in config.objective.decisive:
+        if name.startswith("val_") or name == config.objective.metric:
             header = printable(f"metrics.{name}" if name in taken else name)
             add(header, (record.metrics.get(name) for record in records), lambda value: number(value, 4))
     if config.objective.target:
         met = [(one.missed_target_s, one.time_to_target_s) for one in records]
         cells = ["-" if time_s is None else span(before, time_s) for before, time_s in met]
         found.append(Column("time to target", True, dict(zip([record.id for record in records], cells, strict=True))))
-    if front:
-        places = {member.record.id: chance(member) for member in front}
-        add("front", (places.get(record.id, "-") for record in records))
     if any(record.spent is not None for record in records):
         add("starting", (record.spent and record.spent.starting_s for record in records), duration)
         add("training", (record.spent and record.spent.training_s for record in records), duration)

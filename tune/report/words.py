@@ -103,13 +103,6 @@ def target(objective: Objective) -> str:
     return " ".join(f"{name} {value:g}" for name, value in (objective.target or {}).items())
 
 
-def metric_words(metric: str) -> str:
-    """Return what a metric is called in sentences and beside axes; what the task reports keeps its name."""
-    known = {"time_to_target": "time to target", "usd_to_target": "dollars to target", "energy_j": "energy"}
-    known |= {"peak_memory_bytes": "peak memory", "samples_per_s": "samples/s", "step_time_s": "step time"}
-    return known.get(metric, printable(metric))
-
-
 def amount(metric: str, value: float) -> str:
     """Return a value of the objective with its unit."""
     if metric == "time_to_target":

@@ -14,10 +14,9 @@ from trainers.errors import CheckpointError
 from trainers.json_data import validated
 from trainers.storage import Storage
 from tune.config import SweepConfig, sample_values
-from tune.knowledge.taken import past
 from tune.report.answer import Answer, answer, objective_value
 from tune.report.page import best_command, contents, render, strict
-from tune.report.words import labels, metric_names, printable, shown, target
+from tune.report.words import labels, metric_names, printable, target
 from tune.search.space import trial_tree
 from tune.trials.record import TrialRecord
 
@@ -38,8 +37,7 @@ def write_report(
     `train` is the sweep's mapping of the run, `environment` the names and versions to show. Without a best
     trial there is no best.yaml: one that an earlier report left is deleted.
     """
-    heard = past(sweep, config, train)
-    found = answer(config, records, train, heard)
+    found = answer(config, records)
     sweep.write("results.parquet", to_parquet(config, records))
     tree = best_tree(config, train, found, sweep, task_dir)
     resolved = train if tree is None else build_run(tree, "best.yaml").tree()
@@ -47,7 +45,7 @@ def write_report(
         sweep.write("best.yaml", (_header(best_command(sweep), config, found.best) + dump_yaml(tree)).encode())
     else:
         sweep.delete("best.yaml")
-    shown = contents(sweep, config, train, resolved, records, environment, found, past=heard)
+    shown = contents(sweep, config, resolved, records, environment, found)
     sweep.write("summary.json", (json.dumps(strict(shown["summary"]), indent=2, allow_nan=False) + "\n").encode())
     sweep.write("report.html", render("report.html", **shown).encode())
     return found
@@ -80,11 +78,6 @@ def _header(command: str, config: SweepConfig, best: TrialRecord) -> str:
     lines = [f"The best trial of the sweep {config.name}: {best.id}, {figure}.", f"Run as: {command}"]
     if config.objective.ends_at_target and best.time_to_target_s is not None:
         lines.append(f"The trial ended at its target, {target(config.objective)}; this run trains to its last step.")
-    if len(best.schedule) > 1:
-        lines.append("The values are its last ones. Its weights had the course below, which this run does not have:")
-        for part in best.schedule:
-            values = ", ".join(f"{key}: {shown(value)}" for key, value in part["config"].items())
-            lines.append(f"  from epoch {part['epoch']:g} in trial {part['trial']}: {values}")
     return "".join(f"# {printable(line)}\n" for line in lines)
 
 
@@ -102,14 +95,13 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     add(pa.float64(), "samples_per_s", "step_time_s", "time_to_target_s")
     columns["time_to_target_low_s"] = pa.array([record.missed_target_s for record in records], pa.float64())
     add(pa.int64(), "peak_memory_bytes", "lane", "seed")
-    add(pa.string(), "purpose", "exploited_from")
+    add(pa.string(), "purpose")
     add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure", "energy_j")
     for name, figure in (("noise_scale", "value"), ("noise_scale_low", "low"), ("noise_scale_high", "high")):
         columns[name] = pa.array([_noise(record, figure) for record in records], pa.float64())
     for name, time_name in (("starting_s", "starting_s"), ("training_s", "training_s"), ("on_lane_s", "total_s")):
         spent = [record.spent and getattr(record.spent, time_name) for record in records]
         columns[name] = pa.array(spent, pa.float64())
-    columns["schedule"] = pa.array([json.dumps(r.schedule) if r.schedule else None for r in records], pa.string())
     columns["message"] = pa.array([_encodable(record.message) for record in records], pa.string())
     for name in ("start_time", "end_time"):
         times = [round(getattr(record, name) * 1e6) for record in records]

@@ -1,26 +1,142 @@
 """The finalists of a sweep: which trials one run each cannot tell apart, their repeats, and what those say. Pure.
 
 A repeat runs alone, with another seed, in turn with the other finalists': its time owes nothing to trials beside it,
-nor to the luck for which the first run was chosen, so only repeats count.
+nor to the luck for which the first run was chosen, so only repeats count. They are a race that the slower ones leave.
+
+All entrants run one round after the other, a round with one seed (Maron and Moore 1994, Hoeffding races; Birattari et
+al. 2002, F-Race). After 2, 4, 8 and 16 rounds they are looked at: who is slower than the first of the moment leaves,
+and so does who differs from it by less than is of interest. Many looks at many entrants find differences where there
+are none. So each comparison has its share of the 5 % of error: an even one for each look (a group-sequential test with
+one level for all looks as Pocock's, 1977, here by Bonferroni's inequality) and for each rival of the best (multiple
+comparisons with the best, Hsu 1984).
+
+Logarithms of times are an entrant's mean, a seed's own part and a rest, whose spread is pooled over all and with
+`REPEATS` of earlier sweeps.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-from trainers.measure.step_times import student_t95
+import numpy as np
+
+from trainers.measure.step_times import student_t, student_t95
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET, Objective
-from tune.search.race import LEVEL, LOOKS, Lap, Race, race
-from tune.trials.interval import APART, REPEATS, REPEATS_WEIGHT, Interval
+from tune.trials.interval import APART, EQUAL, REPEATS, REPEATS_WEIGHT, Interval
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord, crossing_s
 
+MOST_FINALISTS = 8
 _FREE_S = 15.0
 """That repeats may always take."""
+LOOKS = (2, 4, 8, 16)
+"""Rounds after which somebody looks; the last one is the longest race."""
+LEVEL = 0.05
+_TRIFLE = math.log(1 + EQUAL)
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One run of an entrant."""
+
+    log_s: float
+    """Logarithm of the time to target, s."""
+    early: float = 0.0
+    """How much smaller that may be: the target was met between two evaluations."""
+    late: float = 0.0
+    """How much larger it may be."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """An entrant beside the leader: differences of logarithms of times."""
+
+    behind: float
+    half: float
+    """Half width of the difference's simultaneous interval; 0 for the leader."""
+    low: float
+    """The smallest difference, wherever between their evaluations both may have met the target."""
+    high: float
+    overlap: float
+    """The part of `low` that no number of repeats takes away."""
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether it is shown to be slower than the leader by more than is of interest."""
+        return self.behind - self.overlap > max(self.half, _TRIFLE)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more repeats cannot tell anything of interest: it is slower, or as good as equal."""
+        return self.is_slower or self.behind + self.half <= max(self.overlap, _TRIFLE)
+
+
+@dataclass(frozen=True)
+class Race:
+    """What the rounds so far say."""
+
+    standings: list[Standing | None]
+    """One an entrant, None for one without a time; empty before the first look."""
+    runs_next: list[tuple[int, int]]
+    """Entrant and round of what has to run before the next look, in turn; empty once the race has ended."""
+
+
+def race(laps: Sequence[Mapping[int, Lap | None]], last_round: int = LOOKS[-1]) -> Race:
+    """Return how a race stands that ends after `last_round` rounds at the latest.
+
+    `laps` has for each entrant what its rounds, from 0, have given, None for one without a time: it says nothing, and
+    is not run again.
+    """
+    racing = list(range(len(laps)))
+    found: list[Standing | None] = []
+    for rounds in sorted({min(rounds, last_round) for rounds in LOOKS}):
+        missing = [(entrant, lap) for lap in range(rounds) for entrant in racing if lap not in laps[entrant]]
+        if missing:
+            return Race(found, missing)
+        known = {at: {lap: run for lap, run in own.items() if run and lap < rounds} for at, own in enumerate(laps)}
+        known = {at: own for at, own in known.items() if own}
+        racing = [at for at in racing if at in known]
+        if not racing:
+            return Race([None] * len(laps), [])
+        now = compare(known, racing)
+        found = [now.get(at) if at in racing or not found else found[at] for at in range(len(laps))]
+        racing = [at for at in racing if now[at].half == 0 or not now[at].is_settled]
+        if len(racing) == 1:
+            break
+    return Race(found, [])
+
+
+def compare(laps: Mapping[int, Mapping[int, Lap]], racing: Sequence[int]) -> dict[int, Standing]:
+    """Return each entrant's standing beside the one of `racing` that has the smallest mean; each needs a lap."""
+    cells = [(entrant, lap, run) for entrant, own in laps.items() for lap, run in own.items()]
+    columns = {key: at for at, key in enumerate([*laps, *{f"round {lap}" for _, lap, _ in cells}])}
+    design = np.zeros((len(cells), len(columns)))
+    for row, (entrant, lap, _) in enumerate(cells):
+        design[row, columns[entrant]] = design[row, columns[f"round {lap}"]] = 1.0
+    logs = np.array([run.log_s for *_, run in cells])
+    effects, _, rank, _ = np.linalg.lstsq(design, logs, rcond=None)
+    rest = logs - design @ effects
+    freedom = REPEATS_WEIGHT + len(cells) - int(rank)
+    spread = math.sqrt((REPEATS_WEIGHT * REPEATS**2 + float(rest @ rest)) / freedom)
+    covariance = np.linalg.pinv(design.T @ design)
+    width = spread * student_t(freedom, 1 - LEVEL / 2 / max(1, len(laps) - 1) / len(LOOKS))
+    leader = min(racing, key=lambda entrant: float(effects[columns[entrant]]))
+    early = {at: statistics.fmean(run.early for run in own.values()) for at, own in laps.items()}
+    late = {at: statistics.fmean(run.late for run in own.values()) for at, own in laps.items()}
+    found = {leader: Standing(0.0, 0.0, 0.0, 0.0, 0.0)}
+    for entrant in laps.keys() - {leader}:
+        contrast = np.zeros(len(columns))
+        contrast[columns[entrant]], contrast[columns[leader]] = 1.0, -1.0
+        behind = float(contrast @ effects)
+        half = width * math.sqrt(float(contrast @ covariance @ contrast))
+        overlap = early[entrant] + late[leader]
+        high = behind + late[entrant] + early[leader] + half
+        found[entrant] = Standing(behind, half, behind - overlap - half, high, overlap)
+    return found
 
 
 def time_alone(record: TrialRecord) -> Interval:
@@ -45,8 +161,9 @@ def contenders(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Tria
     if len(found) < 2:
         return []
     affordable = int(_time_for_repeats_s(config, records) / max(1e-9, LOOKS[0] * _mean_cost_s(found)))
-    count = min(config.num_finalists, max(config.least_finalists, affordable))
-    return found[:count] if count > 1 or config.least_finalists else []
+    wanted = config.finalists.count
+    count = min(MOST_FINALISTS, affordable) if wanted == "auto" else wanted
+    return found[:count] if count > 1 else []
 
 
 def _time_for_repeats_s(config: SweepConfig, records: Sequence[TrialRecord]) -> float:
@@ -67,7 +184,7 @@ def _mean_cost_s(records: Sequence[TrialRecord]) -> float:
 
 def rivals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """Return the fastest trial to the target and those that one run each cannot tell apart from it, fastest first."""
-    if config.objective.metric not in TO_TARGET or config.objective.weights is not None or "seed" in config.space:
+    if config.objective.metric not in TO_TARGET or "seed" in config.space:
         return []
     trials = _fastest_first(records)
     return [record for record in trials if not told_apart(trials[0], record)]
@@ -90,10 +207,10 @@ def repeats_to_run(
     if "train_func" in train:
         return []
     found, first = contenders(config, records), int(train.get("seed", 0)) + 1
-    return [(found[entrant], first + number) for entrant, number in _race(config, found, records, first).runs_next]
+    return [(found[entrant], first + number) for entrant, number in _standing(config, found, records, first).runs_next]
 
 
-def _race(
+def _standing(
     config: SweepConfig, found: Sequence[TrialRecord], records: Sequence[TrialRecord], first_seed: int | None = None
 ) -> Race:
     """Return how the race of the finalists stands; `first_seed` is that of the first repeat (default: the smallest)."""
@@ -103,14 +220,13 @@ def _race(
         return Race([], [])
     first = min(one.seed or 0 for one in ended) if first_seed is None else first_seed
     laps = [{(one.seed or 0) - first: _lap(config.objective, one) for one in own} for own in repeats]
-    most = LOOKS[-1] if config.finalists.repeats == "auto" else config.finalists.repeats
-    stands = race(laps, most)
+    stands = race(laps)
     if not stands.runs_next:
         return stands
     racing = len({entrant for entrant, _ in stands.runs_next})
     left_s = _time_for_repeats_s(config, records) - sum(map(_cost_s, ended))
     more = max(0, int(left_s / max(1e-9, racing * _mean_cost_s(ended or found))))
-    return race(laps, most, max(LOOKS[0], stands.runs_next[0][1] + more))
+    return race(laps, max(LOOKS[0], stands.runs_next[0][1] + more))
 
 
 def _lap(objective: Objective, record: TrialRecord) -> Lap | None:
@@ -153,7 +269,7 @@ def finals(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Final]:
     met between two evaluations: no ratio claims more than what holds wherever in between.
     """
     entrants = contenders(config, records)
-    standings = _race(config, entrants, records).standings
+    standings = _standing(config, entrants, records).standings
     groups = []
     for record, standing in zip(entrants, standings, strict=False):
         own = _repeats(record, records)

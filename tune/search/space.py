@@ -1,13 +1,8 @@
-"""The search space: dotted keys of a run and their values, their grid, and trials as Ray Tune holds them. Pure.
-
-Tune's configurations are wrapped and unwrapped here and nowhere else.
-"""
+"""The search space: dotted keys of a run and their values, their grid, and trials as Ray Tune holds them. Pure."""
 
 import importlib.util
 import itertools
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trainers.config import TrainConfig
@@ -15,11 +10,11 @@ from trainers.config.function import build_run, kind_of
 from trainers.config.model import Tree, build
 from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
-from tune.config import BATCH_KEYS, Range, SweepConfig, sample_values
+from tune.config import Range, SweepConfig, sample_values
 from tune.trials.microbatch_bounds import bisection_order
-from tune.trials.record import Purpose
 
-_SUGGESTION = "suggestion"
+WHOLE = "whole_trial"
+"""The one key of Tune's configuration of a trial that was not drawn key by key."""
 
 
 def check_space(config: SweepConfig, train: dict[str, Any], source: str) -> None:
@@ -51,20 +46,6 @@ def _check(train: dict[str, Any], trial: dict[str, Any], source: str) -> None:
         raise ConfigError(field, error.value, rule, error.fix, source) from error
 
 
-def grid_values(values: list[Any] | Range) -> list[Any]:
-    """Return a list's values, or the batch sizes of a range that search frontier may try."""
-    return values if isinstance(values, list) else grid_sizes(*sample_values(values))
-
-
-def grid_sizes(low: int, high: int) -> list[int]:
-    """Return batch sizes half an octave apart: multiples of 8 from 64 on, of 4 from 16 on, and both ends."""
-    count = max(1, round(2 * math.log2(high / low)))
-    exact = [low * (high / low) ** (index / count) for index in range(count + 1)]
-    steps = [8 if size >= 64 else 4 if size >= 16 else 1 for size in exact]
-    rounded = (round(size / step) * step for size, step in zip(exact, steps, strict=True))
-    return sorted({low, *(min(high, max(low, size)) for size in rounded), high})
-
-
 def grid(config: SweepConfig) -> list[dict[str, Any]]:
     """Return all combinations of the lists, in order; none for any other search."""
     if config.search != "grid":
@@ -93,13 +74,8 @@ def trial_config(train: dict[str, Any], trial: dict[str, Any]) -> TrainConfig:
 
 
 def planned_trials(config: SweepConfig) -> int:
-    """Return how many trials the search makes; of frontier an estimate."""
+    """Return how many trials the search makes."""
     budget = config.budget.trials
-    if config.search == "frontier":  # about: trials worth a third of the grid, and three probes of each setting
-        whole = math.prod(len(grid_values(values)) for values in config.space.values())
-        settings = whole // max(len(grid_values(config.space[key])) for key in BATCH_KEYS if key in config.space)
-        likely = max(3, math.ceil(whole / 2)) + 3 * settings
-        return min(budget or likely, likely)
     return len(grid(config)[:budget]) if config.search == "grid" else budget or 0
 
 
@@ -110,23 +86,6 @@ def in_probing_order(trials: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(trials, key=lambda trial: place.get(trial.get("microbatch_size", "auto"), -1))
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """A trial that a search asks for."""
-
-    trial: dict[str, Any]
-    """Dotted keys of the run and their values."""
-    purpose: Purpose | None = None
-    """Set by search frontier, whose trials end when they have shown enough."""
-    member: str | None = None
-    """The trial's id, in a population, where the values change."""
-
-
-def wrap(suggestion: Suggestion) -> dict[str, Any]:
-    """Return Tune's configuration of a suggestion: all of it under one key."""
-    return {_SUGGESTION: {name: value for name, value in vars(suggestion).items() if value is not None}}
-
-
-def unwrap(config: Mapping[str, Any]) -> Suggestion:
-    """Return the suggestion that a configuration holds; without the key it is a trial that Tune drew key by key."""
-    return Suggestion(**config[_SUGGESTION]) if _SUGGESTION in config else Suggestion(dict(config))
+def unwrap(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the trial that Tune's configuration holds: whole, or as Tune drew it, key by key."""
+    return dict(config.get(WHOLE, config))

@@ -8,25 +8,32 @@ import logging
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray import tune
 from ray.util.metrics import Gauge
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from trainers.errors import STATUSES, PacelineError
 from trainers.launch.signals import StopSignals
 from trainers.output import Output
+from trainers.redaction import redact
+from trainers.terminal import TerminalConsole, live
+from tune.config import SweepConfig
 from tune.lanes.messages import Event
 from tune.report.answer import objective_value
+from tune.report.table import as_html
+from tune.report.words import duration, shown
 from tune.search.space import unwrap
 from tune.sweeps.plan import SweepPlan
 from tune.sweeps.spec import SweepSpec
-from tune.sweeps.terminal import Terminal, View, shown_config
 from tune.sweeps.trial import assignment_of
 from tune.trials.journal import Journal, trial_id
 from tune.trials.live import WRITE_EVERY_S, Live, Running, write_live
@@ -42,6 +49,102 @@ _PAYS_S = 6.0
 
 class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
     """Ctrl-C, or SIGTERM from `ray job stop`."""
+
+
+@dataclass(frozen=True)
+class View:
+    """All that is shown."""
+
+    config: SweepConfig
+    total: int
+    """Trials that are planned, where that is known."""
+    statuses: Mapping[str, int]
+    """Trials that have ended, by status."""
+    state: Mapping[str, Any]
+    """What the mailbox's `watch` returns."""
+    configs: Mapping[str, Mapping[str, Any]]
+    """Configurations of the trials that have started, by id."""
+    best: tuple[float, TrialRecord] | None
+    """The objective's best value so far, and whose it is."""
+    spent_s: float
+
+
+def _shown_config(config: Mapping[str, Any]) -> str:
+    """A trial's configuration in a line: the last parts of its keys."""
+    return "  ".join(f"{key.rsplit('.', 1)[-1]} {shown(value)}" for key, value in config.items())
+
+
+def render(view: View) -> RenderableType:
+    """The live table."""
+    config, running = view.config, view.state["running"]
+    ended = sum(view.statuses.values())
+    counts = ", ".join(f"{count} {status}" for status, count in view.statuses.items() if count)
+    head = f"{config.name}   {ended}/{view.total} trials" + (f": {counts}" if counts else "")
+    table = Table(box=None, pad_edge=False, show_header=bool(running))
+    for column in ("lane", "trial", "step", "newest", "for"):
+        table.add_column(column, justify="right" if column in ("lane", "step", "for") else "left")
+    for lane, trial in sorted(running.items()):
+        metrics = trial["metrics"]
+        newest = "  ".join(f"{key} {metrics[key]:.4g}" for key in metrics if key.startswith(("val_", "train_l")))
+        words, age_s = _shown_config(view.configs.get(trial["trial"], {})), time.time() - trial["started"]
+        cells = str(lane), words, str(metrics.get("step", "")), newest, duration(age_s)
+        table.add_row(*(Text(redact(cell)) for cell in cells))
+    lines = []
+    if view.best is not None:
+        value, record = view.best
+        lines.append(f"best so far   {config.objective.metric} {value:.4g}   {_shown_config(record.config)}")
+    for label, (low, high) in view.state["boundary"].items():
+        known = [f"{low} fits"] * (low is not None) + [f"{high} does not"] * (high is not None)
+        lines.append(f"microbatch    {label}: {', '.join(known)}")
+    spent = f"time          {duration(view.spent_s)}, {len(running)} of {len(view.state['lanes'])} lanes busy"
+    if config.usd_per_hour is not None:
+        spent += f", {config.usd_per_hour * view.spent_s / 3600:.2f} USD"
+    if config.time_budget_s is not None:
+        spent += f"; {duration(max(0.0, config.time_budget_s - view.spent_s))} of the budget left"
+    return Group(Text(head, style="bold"), table, *(Text(redact(line)) for line in [*lines, spent]))
+
+
+class Terminal:
+    """Lines, and beside them the live table where standard output is a terminal or a notebook's."""
+
+    def __init__(self, console: Console | None = None, is_live: bool = True) -> None:
+        """`is_live`: a table is wanted."""
+        self._console = console or TerminalConsole()
+        self._is_live = is_live
+        self._draw: Callable[[RenderableType], None] | None = None
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        if not self._is_live:
+            return self
+        if self._console.is_jupyter:
+            from IPython.display import HTML, display
+
+            # rich's own needs ipywidgets, and the notebook their extension.
+            cell = display(HTML(""), display_id=True)
+            self._draw = lambda shown: cell.update(HTML(as_html(shown)))
+            self._undo.callback(cell.update, HTML(""))
+        if self._console.is_terminal:
+            region = self._undo.enter_context(live(self._console))
+            self._draw = lambda shown: region.update(shown, refresh=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the table away."""
+        self._undo.close()
+        self._draw = None
+
+    def update(self, view: View) -> None:
+        """Redraw the live table, where there is one."""
+        if self._draw is not None:
+            self._draw(render(view))
+
+    def say(self, words: str) -> None:
+        """Print a line that stays."""
+        logger.info("%s", words)
 
 
 class Pace:
@@ -129,7 +232,6 @@ class Progress(tune.Callback):
         self._train = spec.train
         self._ahead: set[str] = set()
         """Trials that were given to lanes before Tune has started them."""
-        self._purposes: dict[str, Any] = {}
         self._statuses: Counter[str] = Counter()
         self._best: tuple[float, TrialRecord] | None = None
         self._notes = 0
@@ -163,10 +265,10 @@ class Progress(tune.Callback):
 
         To the mailbox they are trials whose actors have died, which the actors then go on with.
         """
-        if self._started or self._config.scheduler == "pbt":
+        if self._started:
             return
         for trial in trials:
-            name = self._name(trial)
+            name = _name(trial)
             if name not in self._ahead and self._journal.find(name) is None:
                 self._ahead.add(name)
                 self._mailbox.submit.remote(assignment_of(unwrap(trial.config), self._train, self._config.objective))
@@ -198,7 +300,7 @@ class Progress(tune.Callback):
         for lane in self._busy:
             self._lane_busy.set(float(lane in state["running"]), {"run": run, "lane": str(lane)})
         spent_s = time.monotonic() - self._began
-        view = View(self._config, self._plan.total, self._statuses, state, self.seen, self._best, spent_s)
+        view = View(self._config, self._plan.num_trials, self._statuses, state, self.seen, self._best, spent_s)
         self.terminal.update(view)
         if now - self._written >= WRITE_EVERY_S:
             self._written = now
@@ -208,7 +310,7 @@ class Progress(tune.Callback):
                 )
                 for lane, one in sorted(state["running"].items())
             ]
-            live = Live("running", self._plan.total, len(state["lanes"]), running)
+            live = Live("running", self._plan.num_trials, len(state["lanes"]), running)
             if live != self._live:
                 self._live = live
                 write_live(self._storage, live)
@@ -216,14 +318,13 @@ class Progress(tune.Callback):
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial gets its actor."""
         self._pace.trial_started(trial.trial_id)
-        name = self._name(trial)
-        suggestion = unwrap(trial.config)
-        self.seen[name], self._purposes[name] = suggestion.trial, suggestion.purpose or "trial"
+        name = _name(trial)
+        self.seen[name] = unwrap(trial.config)
         self._started.setdefault(name, time.time())
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial has ended, or was stopped: a line on the terminal."""
-        name = self._name(trial)
+        name = _name(trial)
         with self._noting_failure():
             self._record(name, self.reasons.get(trial.trial_id, "stopped by the search"))
         record = self.records.get(name)
@@ -237,9 +338,9 @@ class Progress(tune.Callback):
             self._best = (value, record)
         figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
         parts = [
-            f"trial {self._statuses.total()}/{self._plan.total or '?'}",
-            shown_config(record.config),
-            record.status if record.purpose == "trial" else f"{record.purpose} {record.status}",
+            f"trial {self._statuses.total()}/{self._plan.num_trials}",
+            _shown_config(record.config),
+            record.status,
             f"{record.samples_per_s:,.0f} samples/s" if record.samples_per_s else "",
             figures,
             record.message,
@@ -249,12 +350,12 @@ class Progress(tune.Callback):
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when a trial's actor has failed and it starts another: what runs on a lane goes on."""
         with self._noting_failure():
-            ray.get(self._mailbox.orphan.remote(self._name(trial)))
-            self.terminal.say(f"trial {self._name(trial)}: its Tune actor has died ({_cause(trial)}); another goes on")
+            ray.get(self._mailbox.orphan.remote(_name(trial)))
+            self.terminal.say(f"trial {_name(trial)}: its Tune actor has died ({_cause(trial)}); another goes on")
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Called by Tune when it gives a trial up: it has no result, and was not stopped by anybody."""
-        what = f"trial {self._name(trial)} was given up: its Tune actor failed {trial.num_failures} times"
+        what = f"trial {_name(trial)} was given up: its Tune actor failed {trial.num_failures} times"
         self.failure = self.failure or PacelineError(f"{what}, at last of {_cause(trial)}")
 
     @contextmanager
@@ -286,18 +387,18 @@ class Progress(tune.Callback):
         """The record of a trial as its lane has told it: of its own end, or else as one that was stopped."""
         events: list[Event] = ray.get(self._mailbox.heard.remote(name))
         reports = [event.row for event in events if event.outcome is None]
-        stage = self._journal.newest_stage(name) if self._config.scheduler == "pbt" else None
-        if stage is not None:
-            begun = len(stage.curve) and stage.curve[-1]["step"]
-            reports = [*stage.curve, *(row for row in reports if row["step"] > begun)]
-        outcome = events[-1].outcome if events and stage is None else None
+        outcome = events[-1].outcome if events else None
         if not reports and outcome is None:
             return None
-        config, started = (self.seen[name], self._started[name]) if stage is None else (stage.config, stage.started)
-        objective, price = self._config.objective, self._plan.lane_usd_per_hour
-        outcome = outcome or {"status": "stopped", "message": why_stopped}
-        record = make_record(name, config, objective, started, reports, outcome, price, self._purposes[name])
-        return record if stage is None else replace(record, schedule=stage.schedule)
+        return make_record(
+            name,
+            self.seen[name],
+            self._config.objective,
+            self._started[name],
+            reports,
+            outcome or {"status": "stopped", "message": why_stopped},
+            self._plan.lane_usd_per_hour,
+        )
 
     def record_rest(self, is_over_budget: bool) -> None:
         """Record the trials that the end of a budget has cut off; raise where one is missing for no such reason."""
@@ -318,12 +419,10 @@ class Progress(tune.Callback):
         if gone:
             self.terminal.say(f"{len(gone)} records had vanished from storage, and were written again")
 
-    def _name(self, trial: Any) -> str:
-        """Our id of one of Tune's trials; Tune keeps that of a population's trial, whose configuration changes."""
-        if self._config.scheduler == "pbt":
-            return str(trial)
-        suggestion = unwrap(trial.config)
-        return trial_id(suggestion.trial, suggestion.purpose or "trial")
+
+def _name(trial: Any) -> str:
+    """Our id of one of Tune's trials."""
+    return trial_id(unwrap(trial.config))
 
 
 def _cause(trial: Any) -> str:

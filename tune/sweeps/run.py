@@ -8,15 +8,17 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray import tune
-from ray.tune.schedulers import AsyncHyperBandScheduler
+from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
 from cluster.health.check import require_sound
+from trainers.config import TrainConfig
+from trainers.config.overrides import override
 from trainers.errors import ConfigError, LeaseError, PacelineError, first_line, last_line
 from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
@@ -25,25 +27,22 @@ from trainers.on_ray.connect import check_cluster, connect, energy_is_counted
 from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
-from tune.knowledge.taken import past_bounds
-from tune.lanes.kept import resident
 from tune.lanes.lanes import Lanes, start_mailbox
-from tune.report.words import duration
+from tune.lanes.messages import Assignment, Event, new_ticket
+from tune.report.words import duration, in_short, labels
 from tune.search import ray_search
-from tune.sweeps.explained import explain_best
-from tune.sweeps.learning import here, leave, take, words
+from tune.search.finalists import repeats_to_run
 from tune.sweeps.plan import SweepPlan
-from tune.sweeps.population_trial import PopulationTrial
 from tune.sweeps.progress import Interrupted, Pace, Progress
-from tune.sweeps.repeats import run_repeats
 from tune.sweeps.spec import SweepSpec, save
 from tune.sweeps.trial import LaneTrial
-from tune.trials.journal import Journal
-from tune.trials.microbatch_bounds import PastBound
-from tune.trials.record import TrialRecord
+from tune.trials.journal import Journal, trial_id
+from tune.trials.record import TrialRecord, make_record
 
 logger = logging.getLogger(__name__)
 
+_QUIET_S = 60.0  # that a trial which the search has stopped may take to notice, or a lane to come up
+_LOOK_S = 0.5
 _ACTORS = 4
 """That Tune starts for one trial at most: its work is on a lane, and goes on without them."""
 _LEAST_ROOM_BYTES = 2**20
@@ -59,19 +58,16 @@ def run_sweep(
     asked to stop, and PacelineError when it is cut off: what has ended until then is in the journal.
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
-    _time_left_s(spec)
     plan = _plan(spec, checked)
     journal = Journal(spec.storage)
-    # A grid and a random search come to their old trials again; optuna and frontier go on from them.
-    before = journal.records() if spec.config.search in ("optuna", "frontier") else []
+    # A grid and a random search come to their old trials again; optuna goes on from them.
+    goes_on = spec.config.search == "optuna"
+    before = [record for record in journal.records() if record.purpose == "trial"] if goes_on else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
-    where = here(spec, plan.use_gpu)
-    taken = take(spec, where)
-    given = spec.train, journal.records, spec.past()
-    search = ray_search.searcher(spec.config, at_a_time, _objectives(spec, before), *given)
-    lanes, keep = _lanes(spec, plan, past_bounds(taken))
+    search = ray_search.searcher(spec.config, at_a_time, before)
+    lanes = _lanes(spec, plan)
     mailbox, is_auto = lanes.mailbox, spec.config.lanes == "auto"
-    pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
+    pace = Pace(search, mailbox, plan.num_trials if plan.is_independent else None)
 
     def grow() -> None:
         """Start further lanes where the cluster has grown."""
@@ -86,30 +82,27 @@ def run_sweep(
     progress.records.update({record.id: record for record in before})
     try:
         ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
-        with ending, progress.heeding_signals(), progress.terminal, VitalSigns(bool(resident)), run_environment():
+        with ending, progress.heeding_signals(), progress.terminal, VitalSigns(), run_environment():
             lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
-            began, left_s = time.monotonic(), _time_left_s(spec)
+            began, budget_s = time.monotonic(), spec.config.time_budget_s
             with sweep_environment():
-                _tuner(spec, plan, mailbox, search, progress, len(before), left_s).fit()
+                _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
-            is_over_budget = time.monotonic() - began >= (left_s or math.inf)
+            is_over_budget = time.monotonic() - began >= (budget_s or math.inf)
             progress.record_rest(is_over_budget)
             if not is_over_budget:
-                repeats = run_repeats(spec, plan, mailbox, lanes.settle, progress.tick, progress.terminal.say)
+                repeats = _run_repeats(spec, plan, lanes, progress)
                 progress.records |= repeats
                 for record in repeats.values():
                     progress.tell(record)
-                explain_best(spec, list(progress.records.values()), mailbox, lanes.settle, progress.tick)
             progress.restore_records()
             save(spec)
-            if taken:
-                (facts if facts is not None else {})["knowledge"] = words(taken)
-            leave(spec, where, list(progress.records.values()), ray.get(mailbox.learned.remote()))
             if restarts := _restarts(ray.get(mailbox.restarts.remote())):
                 progress.terminal.say(f"lanes started again: {restarts}")
                 (facts if facts is not None else {})["lane_restarts"] = restarts
-        keep()
+        lanes.close()
+        ray.kill(mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
     except BaseException as error:
         with contextlib.suppress(PacelineError):
             progress.restore_records()
@@ -127,32 +120,20 @@ def run_sweep(
     return [progress.records[name] for name in names if name in progress.records]
 
 
-def _lanes(spec: SweepSpec, plan: SweepPlan, bounds: Sequence[PastBound]) -> tuple[Lanes, Callable[[], None]]:
-    """Return the lanes of a sweep, kept ones where there are, and what to call once it has ended well."""
-    is_fresh, is_patient = spec.config.isolation == "fresh", spec.config.lanes == "auto"
-    compares = spec.is_of_function and spec.config.compare and not is_fresh
-    given = spec.storage, spec.path, compares, bounds
-    scaling, use_gpu, at_once = plan.train.scaling, plan.use_gpu, plan.num_at_once
-    key = scaling, use_gpu, spec.is_of_function
-    kept = resident[0] if resident else None
-    if kept is not None and not is_fresh and (lanes := kept.take(key)) is not None:
-        ray.get(lanes.mailbox.begin.remote(*given))
-        lanes.begin(spec.storage, at_once, is_patient)
-    else:
-        at = start_mailbox(*given), scaling, use_gpu, is_fresh, spec.storage, at_once
-        lanes = Lanes(*at, is_patient=is_patient, of_function=spec.is_of_function)
-
-    def end() -> None:
-        if kept is not None and not is_fresh and spec.config.keep_lanes_s:
-            lanes.settle()  # a start would be in the way of the next sweep
-            if compares:
-                ray.get(lanes.mailbox.renew.remote())
-            kept.keep(lanes, key, spec.config.keep_lanes_s)
-            return
-        lanes.close()
-        ray.kill(lanes.mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
-
-    return lanes, end
+def _lanes(spec: SweepSpec, plan: SweepPlan) -> Lanes:
+    """Return the lanes of a sweep, none of which has started."""
+    is_fresh = spec.config.isolation == "fresh"
+    mailbox = start_mailbox(spec.storage, spec.path, spec.is_of_function and not is_fresh)
+    return Lanes(
+        mailbox,
+        plan.train.scaling,
+        plan.use_gpu,
+        is_fresh,
+        spec.storage,
+        plan.num_at_once,
+        is_patient=spec.config.lanes == "auto",
+        of_function=spec.is_of_function,
+    )
 
 
 def _restarts(restarts: Sequence[tuple[float, str]]) -> str:
@@ -190,18 +171,18 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
     device_type = check_cluster(run)
     if checked:
         require_sound(spec.uri)
-    if "energy_j" in spec.config.objective.decisive and not spec.is_of_function and not energy_is_counted(device_type):
-        key = "objective.metrics" if spec.config.objective.metrics else "objective.metric"
+    needs_energy = spec.config.objective.metric == "energy_j" and not spec.is_of_function
+    if needs_energy and not energy_is_counted(device_type):
         who = "GPU's driver (NVML)" if device_type == "cuda" else "powercap counter (RAPL) that may be read"
         rule = f"cannot be measured: no {who} tells it"
         fix = "remove it, or let Paceline read /sys/class/powercap/*/energy_uj"
-        raise ConfigError(key, "energy_j", rule, fix, spec.source)
+        raise ConfigError("objective.metric", "energy_j", rule, fix, spec.source)
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
     for precision in () if spec.is_of_function else plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
     lanes, workers = plan.num_lanes, plan.train.scaling.max_workers
     groups = f"{lanes} lane{'s' * (lanes > 1)} of {workers} worker{'s' * (workers > 1)}"
-    logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.total or "?", groups)
+    logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.num_trials, groups)
     return plan
 
 
@@ -216,21 +197,6 @@ def _driver_node() -> str:
     return next(name for name in names if name in own["Resources"])
 
 
-def _time_left_s(spec: SweepSpec) -> float | None:
-    """Return the seconds that the sweep has from now on; raise ConfigError where its deadline has passed."""
-    left_s = spec.config.time_left_s(0.0, time.time())
-    if left_s is not None and left_s <= 0:
-        rule = f"has passed; `python -m tune report {spec.uri}` answers from the trials that have ended"
-        raise ConfigError("deadline", spec.config.deadline, rule, "give a later one", spec.source)
-    return left_s
-
-
-def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[dict[str, Any], list[float]]]:
-    """The configurations of ended trials and their objectives, the worst for those that have none."""
-    objective = spec.config.objective
-    return [(one.config, ray_search.values_of(objective, one)) for one in records]
-
-
 def _tuner(
     spec: SweepSpec,
     plan: SweepPlan,
@@ -238,39 +204,33 @@ def _tuner(
     search: Any,
     progress: Progress,
     num_before: int,
-    time_left_s: float | None,
 ) -> tune.Tuner:
     config, objective = spec.config, spec.config.objective
-    population = config.scheduler == "pbt"
     trainable = tune.with_resources(
         tune.with_parameters(
-            PopulationTrial if population else LaneTrial,
+            LaneTrial,
             mailbox=mailbox,
             sweep=spec.storage,
             train=spec.train,
             objective=objective.model_dump(),
             usd_per_hour=plan.lane_usd_per_hour,
-            **({"interval": config.pbt.perturbation_interval} if population else {}),
         ),
         {_driver_node(): 1e-4},  # Tune refuses a trial without resources; this one takes nothing from the lanes
     )
-    scheduler = ray_search.population_scheduler(config) if population else None
+    scheduler: TrialScheduler | None = None
     if config.ends_beaten:
-        scheduler = ray_search.BeatenScheduler(objective, progress.records, plan.lane_usd_per_hour, progress.reasons)
+        scheduler = ray_search.BeatenScheduler(objective, progress.records, progress.reasons)
     if config.scheduler == "asha":
         scheduler = AsyncHyperBandScheduler(metric="objective", mode=objective.direction, max_t=10_000)
-    journal = Journal(spec.storage)
-    space = ray_search.population_space(config, journal) if population else ray_search.tune_space(config)
     return tune.Tuner(
         trainable,
-        param_space=space,
+        param_space=ray_search.tune_space(config),
         tune_config=tune.TuneConfig(
             num_samples=ray_search.num_samples(config, num_before),
             search_alg=search,
             scheduler=scheduler,
             reuse_actors=True,
-            time_budget_s=time_left_s,
-            trial_name_creator=ray_search.member_name if population else None,
+            time_budget_s=config.time_budget_s,
         ),
         run_config=tune.RunConfig(
             name="tune",
@@ -282,6 +242,70 @@ def _tuner(
             failure_config=tune.FailureConfig(max_failures=_ACTORS - 1),
         ),
     )
+
+
+def _run_repeats(spec: SweepSpec, plan: SweepPlan, lanes: Lanes, progress: Progress) -> dict[str, TrialRecord]:
+    """Run the repeats that have no record yet, until the order of the first is decided, cannot be, or their time is
+    used up; returns the records of all, by id.
+    """
+    journal = Journal(spec.storage)
+    records = journal.records()
+    ended = {record.id: record for record in records if record.purpose == "repeat"}
+    wanted = repeats_to_run(spec.config, spec.train, records)
+    if not wanted:
+        return ended
+    names, say = labels(spec.config, records), progress.terminal.say
+    num_finalists = len({finalist.id for finalist, _ in wanted})
+    say(f"the {num_finalists} finalists again, alone and in turn, until it is clear which is first")
+    _await_quiet(lanes, progress)
+    while wanted:
+        finalist, seed = wanted[0]
+        record = _repeat(spec, plan, lanes.mailbox, finalist, seed, progress)
+        journal.append(record)
+        records.append(record)
+        ended[record.id] = record
+        reached = "not reached" if record.time_to_target_s is None else f"reached in {record.time_to_target_s:.3g} s"
+        say(f"repeat {len(ended)}  {in_short(names, finalist)}  seed {seed}  {record.status}  {reached}")
+        wanted = repeats_to_run(spec.config, spec.train, records)
+    return ended
+
+
+def _await_quiet(lanes: Lanes, progress: Progress) -> None:
+    """Wait until no lane works, nor starts, which takes as much of the machine as a trial; for a minute at most."""
+    deadline = time.monotonic() + _QUIET_S
+    while time.monotonic() < deadline:
+        is_settled = lanes.settle()
+        if is_settled and not ray.get(lanes.mailbox.watch.remote())["running"]:
+            return
+        progress.tick()
+        time.sleep(_LOOK_S)
+
+
+def _repeat(
+    spec: SweepSpec, plan: SweepPlan, mailbox: Any, finalist: TrialRecord, seed: int, progress: Progress
+) -> TrialRecord:
+    """Have a lane run one repeat to its end."""
+    trial = trial_id(finalist.config, "repeat", seed)
+    tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
+    objective, started = spec.config.objective, time.time()
+    repeat = Assignment(new_ticket(trial), trial, tree, target=objective.target or {}, watches=objective.watched)
+    ticket = ray.get(mailbox.submit.remote(repeat))
+    curve: list[dict[str, float]] = []
+    event = _next_event(mailbox, ticket, 0, progress)
+    while event.outcome is None:
+        curve.append(event.row)
+        event = _next_event(mailbox, ticket, len(curve), progress)
+    mailbox.forget.remote(ticket)
+    price = plan.lane_usd_per_hour
+    return make_record(trial, finalist.config, objective, started, curve, event.outcome, price, "repeat", seed)
+
+
+def _next_event(mailbox: Any, ticket: str, index: int, progress: Progress) -> Event:
+    reference = mailbox.next_event.remote(ticket, index)
+    while not ray.wait([reference], timeout=_LOOK_S)[0]:
+        progress.tick()
+    event: Event = ray.get(reference)
+    return event
 
 
 def environment() -> dict[str, str]:

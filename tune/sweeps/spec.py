@@ -18,15 +18,9 @@ from trainers.launch.spec import make_function_spec, make_spec, read_file, read_
 from trainers.lease import fenced
 from trainers.storage import Storage, storage_uri
 from tune.config import Range, SweepConfig, sample_values
-from tune.knowledge.taken import past
 from tune.search.finalists import repeats_to_run
-from tune.search.frontier import Ended
-from tune.search.frontier_grid import Frontier
-from tune.search.history import Past
-from tune.search.population import population
 from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
 
 SAVED = "sweep.yaml"
 
@@ -65,12 +59,8 @@ class SweepSpec:
 
     @property
     def num_trials(self) -> int:
-        """Trials that the search makes; of `search: frontier` an estimate."""
+        """Trials that the search makes."""
         return planned_trials(self.config)
-
-    def past(self) -> list[Past]:
-        """Return what earlier sweeps have found, as this one has heard it."""
-        return past(self.storage, self.config, self.train)
 
     def saved(self) -> dict[str, Any]:
         """What the sweep's directory keeps for `resume`."""
@@ -133,8 +123,6 @@ def _spec(
     try:
         if kind_of(base) is FunctionConfig:
             config.check_function()
-        else:
-            config.refuse_if(not config.compare, "compare", "has no effect on a `task`", "remove it")
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
         raise error.at(source) from error
@@ -178,20 +166,13 @@ def save(spec: SweepSpec) -> None:
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
-def is_complete(spec: SweepSpec, records: list[TrialRecord] | None = None) -> bool:
-    """Whether every trial has a record, of `records` or of the journal; a random search is known to be complete only
-    by running it.
-    """
-    config, records = spec.config, Journal(spec.storage).records() if records is None else records
+def is_complete(spec: SweepSpec) -> bool:
+    """Whether every trial has a record; a random search is known to be complete only by running it."""
+    config, records = spec.config, Journal(spec.storage).records()
     if config.search == "optuna":
         return len(records) >= spec.num_trials
-    if config.search == "frontier":
-        has_ended = bool(records) and isinstance(Frontier(config, spec.train, spec.past()).next(records), Ended)
-    else:
-        names = [trial_id(trial) for trial in grid(config)[: config.budget.trials]]
-        if config.scheduler == "pbt":
-            names = [name for name, _ in population(config)]
-        has_ended = bool(names) and {record.id for record in records}.issuperset(names)
+    names = [trial_id(trial) for trial in grid(config)[: config.budget.trials]]
+    has_ended = bool(names) and {record.id for record in records}.issuperset(names)
     return has_ended and not repeats_to_run(config, spec.train, records)
 
 
@@ -207,9 +188,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         before = read_mapping(storage, SAVED)
         now = spec.saved()
         then, train = (_with_defaults(saved.get("train"), storage.locate(SAVED)) for saved in (before, now))
-        is_population = "pbt" in (before.get("scheduler"), now["scheduler"])
-        keys = ["space", "search", "seed", "objective", *(["scheduler"] if is_population else [])]
-        pairs = {key: (before.get(key), now.get(key)) for key in keys}
+        pairs = {key: (before.get(key), now.get(key)) for key in ("space", "search", "seed", "objective")}
         for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
             if key not in ("task_dir", "scaling", "tracking"):
                 pairs[f"train.{key}"] = (then.get(key), train.get(key))

@@ -8,31 +8,23 @@ from typing import Any
 import ray
 from ray.tune import Trainable
 
-from trainers.config import TrainConfig
-from trainers.config.overrides import override
 from trainers.errors import StorageError
 from trainers.on_ray.vital_signs import show_life
 from trainers.storage import Storage
 from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.objective import TO_TARGET, Objective
-from tune.search.front import so_far
-from tune.search.ray_search import as_result, values_of
-from tune.search.space import Suggestion, trial_tree, unwrap
+from tune.search.ray_search import reward, worst
+from tune.search.space import trial_tree, unwrap
 from tune.trials.interval import dollars
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import CPU_PRESSURE, TrialRecord, Until, make_record, time_to_target
+from tune.trials.record import TrialRecord, make_record, time_to_target
 
 
-def assignment_of(suggestion: Suggestion, train: dict[str, Any], objective: Objective) -> Assignment:
+def assignment_of(trial: dict[str, Any], train: dict[str, Any], objective: Objective) -> Assignment:
     """Return what a lane is given of a trial that the search proposes."""
-    name = trial_id(suggestion.trial, suggestion.purpose or "trial")
-    tree, is_probe = trial_tree(train, suggestion.trial), suggestion.purpose == "probe"
-    if suggestion.purpose is not None:  # search frontier, which learns from a trial as it runs
-        every = {"log_every_steps": min(10, tree.get("log_every_steps", 10))} if is_probe else {}
-        tree = override(TrainConfig, tree, {"noise_scale": True, **every})
-    until = Until.of(objective, is_probe)
-    watches = objective.watched if objective.metrics is None else (*objective.watched, CPU_PRESSURE)
-    return Assignment(new_ticket(name), name, tree, until=until, watches=watches)
+    name = trial_id(trial)
+    target = objective.target or {} if objective.ends_at_target else {}
+    return Assignment(new_ticket(name), name, trial_tree(train, trial), target=target, watches=objective.watched)
 
 
 class LaneTrial(Trainable):
@@ -67,16 +59,15 @@ class LaneTrial(Trainable):
         return True
 
     def _begin(self, config: dict[str, Any]) -> None:
-        suggestion = unwrap(config)
-        self._space_config, self._purpose = suggestion.trial, suggestion.purpose or "trial"
-        self._trial = trial_id(self._space_config, self._purpose)
+        self._space_config = unwrap(config)
+        self._trial = trial_id(self._space_config)
         self._ticket = ""
         self._events = 0
         self._curve: list[dict[str, float]] = []
         self._started = time.time()
         self._record = self._journal.find(self._trial)
         if self._record is None:
-            assignment = assignment_of(suggestion, self._train, self._objective)
+            assignment = assignment_of(self._space_config, self._train, self._objective)
             # What an actor that died has submitted goes on: this one hears all of it again.
             self._ticket = ray.get(self._mailbox.submit.remote(assignment))
 
@@ -84,52 +75,31 @@ class LaneTrial(Trainable):
         """Wait for the next evaluation, or the end."""
         if self._record is not None:
             return self._final(self._record)
-        outcome = self._await_event()
-        if outcome is None:
-            return self._latest()
-        self._record = self._make_record(outcome)
-        with contextlib.suppress(StorageError):  # the driver misses it, and says why it cannot be written
-            self._journal.append(self._record)
-        return self._final(self._record)
-
-    def _await_event(self) -> dict[str, Any] | None:
-        """Wait for the lane's next event: its outcome, or None for an evaluation, which is added to the curve."""
         event: Event = ray.get(self._mailbox.next_event.remote(self._ticket, self._events))
         self._events += 1
         if event.outcome is None:
             self._curve.append(event.row)
-        return event.outcome
-
-    def _latest(self) -> dict[str, Any]:
-        """Return the last evaluation, as Tune gets it."""
-        row = self._curve[-1]
-        found = {"objective": self._value(row)}
-        if self._objective.metrics is not None:  # a trial that is stopped counts as its bounds, which are beaten
-            found = as_result(so_far(self._objective, self._curve, self._usd_per_hour))
-        return {**row, **found, "trial": self._trial}
-
-    def _make_record(self, outcome: dict[str, Any]) -> TrialRecord:
-        trial, config, price, purpose = self._trial, self._space_config, self._usd_per_hour, self._purpose
-        return make_record(trial, config, self._objective, self._started, self._curve, outcome, price, purpose)
+            return {**event.row, "objective": self._value(event.row), "trial": self._trial}
+        given = self._trial, self._space_config, self._objective, self._started, self._curve
+        self._record = make_record(*given, event.outcome, self._usd_per_hour)
+        with contextlib.suppress(StorageError):  # the driver misses it, and says why it cannot be written
+            self._journal.append(self._record)
+        return self._final(self._record)
 
     def _value(self, row: dict[str, float]) -> float:
         """The objective so far, for a scheduler; the worst value where it is not defined yet."""
-        worst = math.inf if self._objective.direction == "min" else -math.inf
         if self._objective.metric in TO_TARGET:
             value = time_to_target(self._objective, self._curve)
             if value is not None and self._objective.metric == "usd_to_target":
                 value = dollars(value, self._usd_per_hour or 0.0)
         else:
             value = row.get(self._objective.metric)
-        return worst if value is None or math.isnan(value) else value
+        return worst(self._objective) if value is None or math.isnan(value) else value
 
     def _final(self, record: TrialRecord) -> dict[str, Any]:
-        self._curve = record.curve
-        row = {**record.metrics, "samples_per_s": record.samples_per_s or 0.0, "step_time_s": record.step_time_s or 0.0}
-        found = {"objective": self._value(row)}
-        if self._objective.metrics is not None:
-            found = as_result(values_of(self._objective, record))
-        return {**row, **found, "trial": record.id, "status": record.status, "done": True}
+        speeds = {"samples_per_s": record.samples_per_s or 0.0, "step_time_s": record.step_time_s or 0.0}
+        said = {"objective": reward(self._objective, record), "trial": record.id, "status": record.status, "done": True}
+        return {**record.metrics, **speeds, **said}
 
     def cleanup(self) -> None:
         """Cancel a trial that the search has stopped before its end; the driver records it."""

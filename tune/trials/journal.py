@@ -1,52 +1,23 @@
 """The journal of a sweep: one JSON file for each trial that ended, durable before Ray Tune is told.
 
 `<sweep>/trials/<id>.json` is a whole file because object stores have no append. A resumed sweep answers a trial that
-has a record from it and runs only the others. Beside it `boundary.json` keeps which microbatches are known to fit. A
-trial of a population (`scheduler: pbt`) also has `<sweep>/population/<id>/<number>.json`: one for each of its stages,
-written when it begins and again when it has ended.
+has a record from it and runs only the others. Beside it `boundary.json` keeps which microbatches are known to fit.
 """
 
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Any
 
-from pydantic import Field
-
-from trainers.errors import CheckpointError, StorageError
+from trainers.errors import CheckpointError
 from trainers.storage import Storage
 from tune.trials.microbatch_bounds import Boundary
-from tune.trials.record import Name, Part, Purpose, StageRow, TrialRecord, UnixTime
+from tune.trials.record import Purpose, TrialRecord
 
 logger = logging.getLogger(__name__)
 
 _BOUNDARY = "boundary.json"
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of a trial of a population, between two decisions of the scheduler, run in one go on a lane."""
-
-    trial: Name
-    number: Annotated[int, Field(ge=0)]
-    """From 0; how many stages the trial had before."""
-    config: dict[str, Any]
-    """Dotted TrainConfig keys and the values that this stage trains with."""
-    started: UnixTime
-    """When the trial began, Unix time, s."""
-    source: Annotated[str, Field(pattern=r"^\w[\w.-]*/[0-9]+$", max_length=220)] | None = None
-    """The stage, of this trial or of another, whose last checkpoint it begins with; None: it begins the training."""
-    schedule: list[Part] = field(default_factory=list)
-    """The course of its weights."""
-    curve: list[StageRow] = field(default_factory=list)
-    """Evaluations of its weights: up to its beginning, or to its end once it has `ended`."""
-    ended: bool = False
-
-    @property
-    def name(self) -> str:
-        """Names its directory and its file below the population's directory."""
-        return f"{self.trial}/{self.number:05d}"
 
 
 def trial_id(config: dict[str, Any], purpose: Purpose = "trial", seed: int | None = None) -> str:
@@ -61,7 +32,6 @@ class Journal:
 
     def __init__(self, sweep: Storage) -> None:
         self._storage = sweep.child("trials")
-        self.population = sweep.child("population")
 
     def append(self, record: TrialRecord) -> None:
         """Write a record; return when it is durable."""
@@ -76,29 +46,6 @@ class Journal:
         names = [name for name in self._storage.names() if name.endswith(".json")]
         return sorted((self._read(name) for name in names), key=lambda record: (record.start_time, record.id))
 
-    def write_stage(self, stage: Stage) -> None:
-        """Write a stage, anew when it has ended; return when it is durable."""
-        self.population.write(f"{stage.name}.json", json.dumps(asdict(stage)).encode())
-
-    def stage(self, name: str) -> Stage:
-        """Return the stage of a name; raise CheckpointError when it is not there or damaged."""
-        try:
-            stage = self.population.read_json(f"{name}.json", Stage, finite=False)
-        except (CheckpointError, StorageError) as error:
-            raise CheckpointError(f"{self.population.locate(name)} is no stage of a trial: {error}") from error
-        if stage.name != name:
-            raise CheckpointError(f"{self.population.locate(name)} is the stage {stage.name}")
-        return stage
-
-    def newest_stage(self, trial: str) -> Stage | None:
-        """Return the last stage that a trial has begun."""
-        names = [name for name in self.population.names(trial) if name.endswith(".json")]
-        return self.stage(f"{trial}/{max(names).removesuffix('.json')}") if names else None
-
-    def stage_directory(self, name: str) -> Storage:
-        """Return the directory in which a stage keeps its run."""
-        return self.population.child(*name.split("/"))
-
     def _read(self, name: str) -> TrialRecord:
         where = self._storage.locate(name)
         fix = "delete the file, and the trial runs again"
@@ -106,8 +53,7 @@ class Journal:
             record = self._storage.read_json(name, TrialRecord, finite=False)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {fix}") from None
-        # A population's trial keeps its id while its configuration changes.
-        configured = record.id if record.schedule else trial_id(record.config, record.purpose, record.seed)
+        configured = trial_id(record.config, record.purpose, record.seed)
         if not record.id == configured == name.removesuffix(".json"):
             raise CheckpointError(f"{where} is the record of another trial, {configured}; {fix}")
         return record

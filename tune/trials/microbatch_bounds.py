@@ -11,7 +11,6 @@ each contradiction as a sentence.
 
 import hashlib
 import json
-import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -106,34 +105,6 @@ class _Known:
 
     fits: list[Positive]
     misfit: Positive | None
-
-
-@dataclass(frozen=True)
-class PastBound:
-    """What an earlier sweep has found to fit."""
-
-    key: str
-    """`key_of` without a device."""
-    device: str
-    fits: int | None
-    misfit: int | None
-    is_exact: bool
-    """Whether it holds as it is on the same device; anywhere else it says where to look first."""
-
-
-def hinted(past: Iterable[PastBound], key: str, device: str) -> int | None:
-    """Return the microbatch to try first: the largest that fitted elsewhere, in proportion to the devices' memory."""
-    sizes = []
-    for one in past:
-        if one.key == key and one.fits is not None:
-            here, there = _gib(device), _gib(one.device)
-            sizes.append(max(1, round(one.fits * (here / there if here and there else 1.0))))
-    return max(sizes, default=None)
-
-
-def _gib(device: str) -> float:
-    found = re.search(r"([\d.]+) GiB", device)
-    return float(found[1]) if found else 0.0
 
 
 class Boundary:

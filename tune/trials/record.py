@@ -1,10 +1,10 @@
-"""TrialRecord: how one trial ended, made from what a lane reports; and what ends a trial before its last step."""
+"""TrialRecord: how one trial ended, made from what a lane reports."""
 
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -13,8 +13,8 @@ from trainers.redaction import redact
 from tune.objective import Objective
 from tune.trials.interval import Interval, dollars
 
-Purpose = Literal["trial", "probe", "repeat"]
-"""trial: a whole one; probe: a short one that only measures; repeat: a finalist again, alone, with another seed."""
+Purpose = Literal["trial", "repeat"]
+"""trial: one of the search; repeat: a finalist again, alone, with another seed."""
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=200)]
 """Of a trial: it becomes the name of a file."""
@@ -31,17 +31,9 @@ def placed(row: dict[str, float]) -> dict[str, float]:
     return row
 
 
-def _in_epoch(row: dict[str, float]) -> dict[str, float]:
-    if "epoch" not in row:
-        raise ValueError("epoch is no position in a run")
-    return row
-
-
 Row = Annotated[dict[str, float], AfterValidator(placed)]
 """An evaluation: step, epoch (not over a stream), train_time_s, train_loss, val_loss, ...; only figures may be NaN or
 infinite."""
-StageRow = Annotated[Row, AfterValidator(_in_epoch)]
-"""One in a population, whose stages count epochs."""
 
 
 def _noise(scale: dict[str, float | None]) -> dict[str, float | None]:
@@ -51,56 +43,9 @@ def _noise(scale: dict[str, float | None]) -> dict[str, float | None]:
 
 
 _Noise = Annotated[dict[str, float | None], AfterValidator(_noise)]
-
-
-def _part(part: dict[str, Any]) -> dict[str, Any]:
-    places = [part.get("step"), part.get("epoch")]
-    named = isinstance(part.get("trial"), str) and isinstance(part.get("config"), dict)
-    if not named or not all(isinstance(place, (int, float)) and 0 <= place < 1e12 for place in places):
-        raise ValueError("a part has no trial, config, step and epoch")
-    return part
-
-
-Part = Annotated[dict[str, Any], AfterValidator(_part)]
-"""Of the course of a trial's weights, in a population: each `config`, and the `trial`, `step` and `epoch` from which on
-it was used."""
-
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
 USED = ("peak_memory_bytes", "energy_j")
 """What evaluations say of a trial so far, where the objective asks for it."""
-CPU_PRESSURE = "cpu_pressure"
-"""What they say with several objectives: `TrialRecord.cpu_pressure` so far."""
-PROBE_SHARE = 0.08  # the longest probe, of a whole trial: one whose throughput does not settle before
-PROBE_STEPS = 10  # the fewest of a probe
-
-
-@dataclass(frozen=True)
-class Until:
-    """What ends a trial besides its last step."""
-
-    target: tuple[str, float] | None = None
-    """A metric and the value to reach."""
-    probe: bool = False
-    """It measures throughput only: a small share of the run, or less once it is settled."""
-
-    @classmethod
-    def of(cls, objective: Objective, probe: bool = False) -> Self:
-        """Return what ends a trial of a sweep: the target, unless it trains to its end."""
-        return cls.at_target(objective, probe) if objective.ends_at_target else cls(None, probe)
-
-    @classmethod
-    def at_target(cls, objective: Objective, probe: bool = False) -> Self:
-        """Return what ends a trial at its target; nothing does where there is none."""
-        return cls(next(iter((objective.target or {}).items()), None), probe)
-
-    def reached(self, metrics: Mapping[str, float]) -> bool:
-        """Whether an evaluation ends it."""
-        return self.target is not None and Objective(target=dict([self.target])).reached(dict(metrics))
-
-    def measured(self, figures: Mapping[str, float]) -> bool:
-        """Whether a measurement ends it: `steps` after warm-up, `settled`, and `progress` as a share of the run."""
-        is_long = figures["progress"] >= PROBE_SHARE and figures["steps"] >= PROBE_STEPS
-        return self.probe and (is_long or bool(figures["settled"]))
 
 
 @dataclass(frozen=True)
@@ -118,19 +63,6 @@ class Spent:
     """All of it; what is neither starting nor training is evaluation."""
     first_step_s: _Amount | None = None
     """Of training_s, the first step, which compiles."""
-
-
-@dataclass(frozen=True)
-class Ran:
-    """On what a trial ran, and how its steps were divided."""
-
-    device: str
-    """Model and memory of each worker's ("NVIDIA A10G, 22.5 GiB", "cpu, 15.6 GiB")."""
-    workers: _Whole
-    global_batch_size: _Whole
-    microbatch_size: _Whole
-    accumulation: _Whole
-    """Microbatches of a step on the busiest rank."""
 
 
 @dataclass(frozen=True)
@@ -176,12 +108,8 @@ class TrialRecord:
     """What went wrong, in one line."""
     traceback: str = ""
     """The worker's traceback, for status `error`; where its ranks were, for `hung`."""
-    schedule: list[Part] = field(default_factory=list)
-    """The course of its weights, in a population."""
     spent: Spent | None = None
-    """Where its time went; None where it failed, or is a population's, which runs in stages."""
-    ran: Ran | None = None
-    """None where it failed, and of a training function."""
+    """Where its time went; None where it failed."""
     energy_j: _Amount | None = None
     """Energy of its GPUs, else of its nodes' processors, from the loop's start to its end; None where nothing tells."""
 
@@ -199,11 +127,6 @@ class TrialRecord:
         if self.time_to_target_s is None or self.time_to_target_s not in times[1:]:
             return None
         return times[times.index(self.time_to_target_s, 1) - 1]
-
-    @property
-    def exploited_from(self) -> str | None:
-        """The trial whose weights it went on from; None where they are its own from the first step."""
-        return self.schedule[-2]["trial"] if len(self.schedule) > 1 else None
 
 
 _FIELDS = {"time_to_target": "time_to_target_s"} | {
@@ -265,7 +188,6 @@ def make_record(
     speeds: Any = {name: value for name, value in found.items() if value is not None and 0 <= value < math.inf}
     # So far, while it ran, or as a training function reports them.
     used: Any = {name: result.get(name, metrics.pop(name, None)) for name in USED}
-    metrics.pop(CPU_PRESSURE, None)
     time_s = time_to_target(objective, curve)
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
@@ -299,15 +221,7 @@ def make_record(
         message=redact(message),
         traceback=redact(outcome.get("traceback", "")),
         spent=Spent(**outcome["spent"]) if outcome.get("spent") else None,
-        ran=_ran(outcome.get("device", ""), result),
     )
-
-
-def _ran(device: str, result: Mapping[str, Any]) -> Ran | None:
-    if not device or "microbatch_size" not in result:
-        return None
-    names = ("global_batch_size", "microbatch_size", "accumulation")
-    return Ran(device, result["world_size"], *(result[name] for name in names))
 
 
 def _samples(result: Mapping[str, Any]) -> float | None:

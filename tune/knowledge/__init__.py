@@ -1,1 +1,0 @@
-"""What earlier sweeps have found, kept beside them: nothing is learned twice."""
