@@ -11,8 +11,7 @@ from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.storage import Storage
 from tune.lanes.mailbox import Mailbox
-from tune.lanes.messages import Assignment, Submission
-from tune.trials.microbatch_bounds import PastBound
+from tune.lanes.messages import Assignment
 
 TREE = override(
     TrainConfig,
@@ -138,7 +137,7 @@ async def test_what_has_ended_is_forgotten(mailbox: Mailbox) -> None:
     assert not mailbox._trials
 
 
-def test_knowledge_outlives_the_mailbox(tmp_path: Path) -> None:
+def test_the_boundary_outlives_the_mailbox(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
 
     async def first(mailbox: Mailbox) -> None:
@@ -169,28 +168,3 @@ def learn_anew(storage: Storage) -> Any:
         await learn(kept, 0, s16=False)
 
     return test
-
-
-def test_what_earlier_sweeps_found_holds_on_the_same_device_and_is_a_hint_on_others() -> None:
-    key = Submission(assignment("any")).key("")
-
-    async def test(_: Mailbox) -> None:
-        mailbox = Mailbox(past=[PastBound(key, SMALL, 16, 24, is_exact=True)])
-        for lane, device in ((0, SMALL), (1, LARGE)):
-            await mailbox.hello(lane, device)
-            await mailbox.submit(assignment(device))
-        small, large = [await mailbox.take(lane, WAIT_S) for lane in (0, 1)]
-        assert isinstance(small, Assignment)
-        assert isinstance(large, Assignment)
-        assert small.microbatch_bounds == (16, 24)
-        assert large.microbatch_bounds == (None, None)
-        assert large.microbatch_hint == round(16 * 79.1 / 22.5)
-        await mailbox.submit(assignment("too large", 32))
-        assert await mailbox.take(0, 0.01) is None  # it never runs there
-        taken = await mailbox.take(1, WAIT_S)
-        assert isinstance(taken, Assignment)
-        assert taken.ticket == "too large"
-        known = {one["device"]: (one["fits"], one["misfit"]) for one in await mailbox.learned()}
-        assert known[SMALL] == (16, 24)
-
-    asynchronous(test)()

@@ -16,6 +16,8 @@ from tune.config import SweepConfig
 from tune.report.answer import answer
 from tune.report.canvas import Figure
 from tune.report.figures import _closer, figures
+from tune.search.finalists import contenders
+from tune.trials.journal import trial_id
 from tune.trials.record import Spent, TrialRecord
 
 FRONT = "Time to target against memory"
@@ -246,3 +248,42 @@ def test_a_bar_is_pale_where_the_target_was_met_and_the_lanes_tell_starting_from
     assert "starting, 40% of the trials' time on their lanes; full colour: training, 50%; pale" in figure.caption
     assert {"lane 0", "lane 1"} <= set(texts(figure))
     assert figure.svg.count("starting 4 s, training 5 s, rest 1 s; first step 0.5 s") == 12
+
+
+def dotted_lines(figure: Figure) -> int:
+    return len(re.findall(r"stroke-dasharray: 2\.2", figure.svg))
+
+
+def test_a_line_stands_where_memory_runs_out() -> None:
+    oom = failed()[0]  # fp32 at 512; 256 fitted
+    without, drawn = draw(config(), done()), draw(config(), [*done(), oom])
+    for title in ("Throughput", "Peak memory"):
+        assert dotted_lines(without[title]) == 0
+        assert dotted_lines(drawn[title]) == 1
+    both = [*done(), oom, replace(oom, config={"global_batch_size": 256, "precision": "bf16"}, id="x")]
+    assert dotted_lines(draw(config(), both)["Throughput"]) == 2
+
+
+def test_the_front_has_every_trial_and_its_interval_where_it_was_repeated() -> None:
+    drawn = draw(config(), done())[FRONT]
+    assert drawn.svg.count("<title>") == 7  # those that reached the target
+    assert "95 %" not in drawn.caption
+    asked = config(finalists={"count": 3})
+    repeats = [
+        replace(record, id=trial_id(record.config, "repeat", seed), purpose="repeat", seed=seed, time_to_target_s=4.0)
+        for record in contenders(asked, done())
+        for seed in (1, 2)
+    ]
+    drawn = draw(asked, done() + repeats)[FRONT]
+    assert drawn.svg.count("<title>") == 7
+    assert "64, bf16: 4 s, 297 MiB" in drawn.svg
+    assert "95 % intervals" in drawn.caption
+
+
+def test_dollars_have_an_axis_where_they_have_a_price() -> None:
+    priced = [
+        replace(record, metrics={**record.metrics, "usd_to_target": (record.time_to_target_s or 0) / 9})
+        for record in done()
+    ]
+    assert "USD to target" in draw(config(), priced)[FRONT].svg
+    assert "USD to target" not in draw(config(), done())[FRONT].svg

@@ -190,26 +190,6 @@ def test_best_yaml_is_a_run(sweep: Storage) -> None:
     assert (best.task_dir, best.epochs, best.optimizer.lr) == ("/home/me/digits", 30, 0.002)
 
 
-def test_a_populations_best_says_what_its_weights_went_through(sweep: Storage) -> None:
-    records = done()
-    course = [
-        {"trial": records[0].id, "step": 0, "epoch": 0.0, "config": records[0].config},
-        {"trial": records[3].id, "step": 40, "epoch": 2.5, "config": records[3].config},
-    ]
-    records[3] = replace(records[3], schedule=course)
-    found = written(sweep, records)
-    assert found.best == records[3]
-    assert f"its weights went on from trial {records[0].id}'s at epoch 2.5" in found.sentence
-    text = sweep.read("best.yaml").decode()
-    assert f"#   from epoch 0 in trial {records[0].id}: global_batch_size: 32, precision: fp32\n" in text
-    assert f"#   from epoch 2.5 in trial {records[3].id}: global_batch_size: 64, precision: bf16\n" in text
-    assert build(TrainConfig, parse_mapping(text, "best.yaml"), "best.yaml").global_batch_size == 64
-    rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet"))).to_pylist()
-    assert rows[3]["exploited_from"] == records[0].id
-    assert json.loads(rows[3]["schedule"]) == course
-    assert rows[0]["exploited_from"] is rows[0]["schedule"] is None
-
-
 def test_summary_is_plain_data(sweep: Storage) -> None:
     found = written(sweep, done() + failed())
     summary = json.loads(sweep.read("summary.json"), parse_constant=pytest.fail)
@@ -298,15 +278,13 @@ def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep: 
 
     key = f"task_args.{words}"
     found = config(words, space={key: [words, "b"], "precision": ["fp32", "bf16"]}, objective={"mode": "max"})
-    course = [{"trial": words, "step": n, "epoch": n / 2, "config": {key: words}} for n in range(2)]
     harmless = [
         trial(n, "done", {key: value, "precision": "fp32"}, samples_per_s=9.0 + n, peak_memory_bytes=2**30,
               metrics={words: 1.0 + n, "val_loss": 1.0}, curve=curve(0.9, 0.1, 5.0, 3))
         for n, value in enumerate((words, "b"))
     ]  # fmt: skip
     hostile = [
-        replace(one, id=words + one.id, message=f"{words}\ud800", traceback=f"\ud800{words}", schedule=course)
-        for one in harmless
+        replace(one, id=words + one.id, message=f"{words}\ud800", traceback=f"\ud800{words}") for one in harmless
     ]
     ended = [replace(one, id=one.id + "f", status="error") for one in hostile]
     train = {**TRAIN, "task_args": {words: words}}
