@@ -16,7 +16,7 @@ _STEPWISE = ("forward", "backward", "loss")
 _LATER = {"transform": 40, "collate": 40, "metrics": 3, "evaluate": 3, "state_dict": 12}
 """Phases that come again and again: the latest occurrence that is drawn."""
 # How often each scenario is drawn: the slow ones less.
-_SHARES = {"local": 5, "loader": 2, "s3": 2, "spawn": 6, "torchrun": 4, "ray": 4, "sweep": 4, "population": 1}
+_SHARES = {"local": 5, "loader": 2, "s3": 2, "spawn": 6, "torchrun": 4, "ray": 4, "sweep": 4}
 _PLAIN_SHARES = {"plain run": 3, "plain sweep": 1}
 _KINDS = {"signal": 10, "storage": 5, "raise": 5, "memory": 2, "nan": 1, "hang": 1, "clock": 1, "start": 1, "two": 3}
 # The plain scripts have no storage of ours to hook into: theirs is filled or deleted.

@@ -233,11 +233,6 @@ SWEEP: dict[str, Any] = {
     "objective": {"metric": "val_loss", "target": {"val_loss": 1.0}},
 }
 DRAWN = SWEEP | {"search": "random", "space": {"optimizer.lr": {"loguniform": [1e-3, 1e-1]}}, "budget": {"trials": 3}}
-FRONTIER = SWEEP | {
-    "search": "frontier",
-    "space": {"global_batch_size": {"min": 8, "max": 64}},
-    "objective": {"metric": "time_to_target", "target": {"val_loss": 1.0}},
-}
 TRAIN_KEYS = tuple([key for key, _, _ in entries(TrainConfig)] + list(TrainConfig.foreign))
 SWEEP_KEYS = tuple([key for key, _, _ in entries(SweepConfig)] + list(SweepConfig.foreign))
 
@@ -406,7 +401,7 @@ READ_BACK = (
 )
 TARGETS = (
     Target("train.yaml", lambda: files((TRAIN,), TRAIN_KEYS), _train, 280),
-    Target("sweep.yaml", lambda: files((SWEEP, DRAWN, FRONTIER), SWEEP_KEYS), _sweep, 220),
+    Target("sweep.yaml", lambda: files((SWEEP, DRAWN), SWEEP_KEYS), _sweep, 220),
     Target("overrides", lambda: ARGS, _overrides, 210),
     Target("ray up", lambda: files((LOCAL, *map(shipped, ("aws", "gcp", "azure", "onprem")))), _cluster, 60),
     Target("kuberay", lambda: files((shipped("kuberay"), shipped("kuberay", 1))), _cluster, 80),

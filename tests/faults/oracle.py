@@ -187,9 +187,7 @@ def right_status(seen: Observed) -> Iterator[str]:
 
 
 def equal_weights(seen: Observed) -> Iterator[str]:
-    """The weights are those of the unbroken run, to the bit; a population's curves those of their recorded courses."""
-    if seen.case.scenario.kind == "population":
-        yield from _replayed(seen)
+    """The weights are those of the unbroken run, to the bit."""
     if seen.case.scenario.kind != "run":
         return
     found = read_weights(seen.directory, seen.case.scenario)
@@ -207,22 +205,8 @@ def equal_weights(seen: Observed) -> Iterator[str]:
             yield f"{name} differs by {float((theirs - value).abs().max()):.2g}"
 
 
-def _replayed(seen: Observed) -> Iterator[str]:
-    from tests.on_ray.test_population import replay, rows
-    from trainers.storage import Storage
-    from tune.sweeps.spec import read_saved
-    from tune.trials.journal import Journal
-
-    uri = str(seen.directory / "runs" / "run")
-    for record in Journal(Storage(uri)).records():
-        if record.status == "done" and rows(record.curve) != replay(seen.directory, read_saved(uri).train, record):
-            yield f"trial {record.id} has another curve than its recorded course gives"
-
-
 def exact_samples(seen: Observed) -> Iterator[str]:
     """Every step was trained on its samples, whoever trained it."""
-    if seen.case.scenario.kind == "population":
-        return
     done = set()
     for process in read_samples(seen.directory):
         last = next(reversed(process), None)

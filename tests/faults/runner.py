@@ -108,8 +108,7 @@ def run_case(case: Case, workspace: Path, broken: str = "", limit_s: float | Non
         found = violations(Observed(case, directory, reference, facts, ends, beside[0] if beside else None))
         since = first.ended if len(ends) > 1 else facts[0]["when"]
         new = first_new(directory, facts[0], since)
-        has_turns = case.scenario.kind == "population"  # another member's step is no recovery
-        recovery_s = None if new is None or has_turns else new - facts[0]["when"]
+        recovery_s = None if new is None else new - facts[0]["when"]
         if found and os.environ.get("PACELINE_FAULTS_KEEP"):
             kept = workspace / "broken" / case.name
             shutil.copytree(directory, kept, dirs_exist_ok=True, ignore_dangling_symlinks=True, ignore=_no_sockets)

@@ -38,7 +38,7 @@ class Scenario:
     """One command."""
 
     name: str
-    kind: Literal["run", "sweep", "population"]
+    kind: Literal["run", "sweep"]
     root: str
     """The role of the process that the command line starts."""
     world: int
@@ -63,7 +63,7 @@ class Scenario:
     @property
     def num_trials(self) -> int:
         """Trials of a sweep."""
-        return PLAIN_TRIALS if self.plain or self.kind == "population" else TRIALS
+        return PLAIN_TRIALS if self.plain else TRIALS
 
     def command(self, directory: Path, storage: str) -> list[str]:
         """The command line, whose file is written into the directory; the same one goes on with the run."""
@@ -105,13 +105,6 @@ _SWEEP = {
     "objective": {"metric": "val_loss"},
     "lanes": 2,
 }
-_POPULATION = {
-    "space": {"optimizer.lr": [1e-7, 3e-3, 1e-2]},
-    "objective": {"metric": "val_loss"},
-    "scheduler": "pbt",
-    "pbt": {"resample_probability": 0.0},
-    "lanes": 1,
-}
 _PAUSED = {"task_args": {"pause_s": 0.02}}
 SCENARIOS = {
     one.name: one
@@ -145,16 +138,6 @@ SCENARIOS = {
             {**_TWO, "launcher": "ray", "task_args": {"pause_s": 0.02}},
         ),
         Scenario("sweep", "sweep", "driver", 1, _LANES, _PAUSED, _SWEEP, ("-m", "tune")),
-        Scenario(
-            "population",
-            "population",
-            "driver",
-            1,
-            _LANES,
-            {**_PAUSED, "evaluate": {"every_epochs": 1}},
-            _POPULATION,
-            ("-m", "tune"),
-        ),
         Scenario("plain run", "run", "driver", 2, ("driver", "worker", "controller", *_CLUSTER), plain=True),
         Scenario(
             "plain sweep",

@@ -67,19 +67,6 @@ def test_a_stopped_actor_is_killed_and_costs_no_trial(
     assert [record.status for record in records] == ["done"] * 3
 
 
-@pytest.mark.campaign
-def test_a_killed_actor_of_a_population(tmp_path: Path, driver: Any) -> None:
-    pids = tmp_path / "pids"
-    train = {"task_args": {"pids": str(pids), "pause_s": 0.1}, "epochs": 3, "max_steps": None, "evaluate": {}}
-    space = {"optimizer.lr": [0.01, 0.02, 0.03, 0.04]}
-    spec = sweep(tmp_path, space, train, scheduler="pbt", pbt={"perturbation_interval": 1})
-    thread = when(lambda: lines(pids) == 3, lambda: kill("ResourceTrainable"))
-    records = run(spec)
-    thread.join()
-    assert [record.status for record in records] == ["done"] * 4
-    assert all(record.curve[-1]["epoch"] == 3 for record in records)
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.campaign)])
 def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_on(
     tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch, how: int

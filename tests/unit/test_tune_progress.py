@@ -10,17 +10,15 @@ from typing import Any
 
 import pytest
 import ray
-from pydantic import ValidationError
 
 from tests.unit.report_records import config
 from trainers.errors import PacelineError, StorageError
 from trainers.output import Output
 from trainers.storage import Storage
 from tune.lanes.messages import Event
-from tune.search.space import Suggestion, wrap
 from tune.sweeps.progress import Progress
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord, Until, make_record
+from tune.trials.record import TrialRecord, make_record
 
 TRIAL = {"global_batch_size": 32, "precision": "fp32"}
 NAME = trial_id(TRIAL)
@@ -41,11 +39,11 @@ class Parts:
         )
         self.storage = Storage(str(directory))
         self.journal = Journal(self.storage)
-        spec, plan = SimpleNamespace(config=config(), storage=self.storage, train={}), SimpleNamespace(total=1)
+        spec, plan = SimpleNamespace(config=config(), storage=self.storage, train={}), SimpleNamespace(num_trials=1)
         plan.lane_usd_per_hour = None
         pace = SimpleNamespace(trial_started=lambda name: None, trial_ended=lambda was_known: None)
         self.progress = Progress(spec, plan, mailbox, pace, None, Output())  # type: ignore[arg-type]
-        self.trial = SimpleNamespace(trial_id="t", config=wrap(Suggestion(TRIAL)), num_failures=4, error_file=None)
+        self.trial = SimpleNamespace(trial_id="t", config=TRIAL, num_failures=4, error_file=None)
         self.progress.on_trial_start(0, [], self.trial)
 
     def complete(self) -> None:
@@ -135,27 +133,25 @@ def test_records_that_vanish_are_written_again(parts: Parts) -> None:
     assert parts.journal.records() == before
 
 
-def test_a_trial_ends_at_its_target_where_the_time_to_it_is_all_that_counts() -> None:
-    assert config("time_to_target").objective.watched == ("time_to_target", "val_accuracy")
-    assert Until.of(config("time_to_target").objective) == Until(("val_accuracy", 0.97))
-    assert Until.of(config("usd_to_target", usd_per_hour=1.0).objective, probe=True).probe
-    assert Until.of(config("val_accuracy").objective) == Until()
-    assert Until.of(config("val_loss", objective={"target": None}).objective) == Until()
-
-
-def test_train_to_says_where_a_trial_ends() -> None:
+def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target() -> None:
     whole = config(objective={"train_to": "end"}).objective
-    assert Until.of(whole) == Until()
-    assert Until.at_target(whole) == Until(("val_accuracy", 0.97))  # a repeat tells only the time
-    assert Until.of(config("val_loss", objective={"train_to": "target"}).objective) == Until(("val_accuracy", 0.97))
-    with pytest.raises(ValidationError, match=r"but needs an objective\.target"):
-        config("val_loss", objective={"target": None, "train_to": "target"})
     rows = [{**ROW, "step": step, "train_time_s": step, "val_accuracy": 0.9 + step / 100} for step in (5.0, 8.0, 9.0)]
     record = make_record(NAME, TRIAL, whole, 0.0, rows, {"status": "done"})
     assert (record.status, record.time_to_target_s, record.missed_target_s) == ("done", 8.0, 5.0)
     assert record.metrics["val_accuracy"] == 0.99
     for purpose, status in (("trial", "stopped"), ("repeat", "done")):
         assert make_record(NAME, TRIAL, whole, 0.0, rows, {"status": "stopped"}, None, purpose).status == status
+
+
+def test_a_record_keeps_what_was_used_beside_its_metrics() -> None:
+    objective = config("energy_j").objective
+    row = {**ROW, "energy_j": 2.0}
+    outcome = {"status": "done", "result": {"peak_memory_bytes": 7, "energy_j": 3.5}}
+    record = make_record(NAME, TRIAL, objective, 0.0, [row], outcome)
+    assert (record.status, record.peak_memory_bytes, record.energy_j) == ("done", 7, 3.5)
+    assert "energy_j" not in record.metrics
+    assert make_record(NAME, TRIAL, objective, 0.0, [row], {"status": "stopped"}).energy_j == 2.0
+    assert make_record(NAME, TRIAL, objective, 0.0, [ROW], {"status": "done"}).status == "error", "nobody told it"
 
 
 @pytest.mark.parametrize(("metric", "accuracy", "status"), [

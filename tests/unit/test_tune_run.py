@@ -29,20 +29,17 @@ class Driver:
         self.terminal = self
         self.say, self.close = self.acts.append, lambda: None
         scaling = SimpleNamespace(num_workers=1)
-        plan = SimpleNamespace(is_independent=True, num_lanes=1, num_at_once=1, total=1, use_gpu=False)
+        plan = SimpleNamespace(is_independent=True, num_lanes=1, num_at_once=1, num_trials=1, use_gpu=False)
         plan.train = SimpleNamespace(scaling=scaling)
         ask = SimpleNamespace(remote=lambda: RESTARTS)
         lanes = {name: lambda *args: None for name in ("grow", "await_first", "settle", "close", "end")}
         replaced: dict[str, Any] = {
             "_plan": lambda spec, checked: plan,
-            "start_mailbox": lambda *given: SimpleNamespace(restarts=ask, learned=ask),
+            "start_mailbox": lambda *given: SimpleNamespace(restarts=ask),
             "Lanes": lambda *args, **options: SimpleNamespace(**lanes, count=1, mailbox=args[0]),
             "Pace": lambda *args: SimpleNamespace(over=lambda: None),
             "Progress": lambda *args: self,
             "_tuner": lambda *args: SimpleNamespace(fit=lambda: self.fit(fails)),
-            "here": lambda *args: None,
-            "take": lambda *args: [],
-            "leave": lambda spec, where, records, bounds: self.acts.append("leave"),
             "run_repeats": lambda *args: {},
             "save": lambda spec: self.acts.append("save"),
             "ending_with_cluster": self.watching,
@@ -55,7 +52,7 @@ class Driver:
         self.spec: Any = SimpleNamespace(
             config=config(), storage=Storage(str(directory)), uri=str(directory), train={}, path=(), source="s"
         )
-        self.spec.is_of_function, self.spec.past = False, list
+        self.spec.is_of_function = False
 
     def __enter__(self) -> Driver:
         return self
@@ -95,7 +92,7 @@ def test_a_sweep_s_end_misses_nothing_and_its_report_says_what_restarts_cost(
     words = "once, 12 s: still running: thread spin (1)"
     said = f"lanes started again: {words}"
     acts = [act for act in driver.acts if act != said]
-    assert acts == ["watch", "fit", "rest", "restore", "save", "leave", "watched"]
+    assert acts == ["watch", "fit", "rest", "restore", "save", "watched"]
     assert said in driver.acts
     assert facts == {"lane_restarts": words}
 

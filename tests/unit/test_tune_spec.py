@@ -14,8 +14,7 @@ from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError
 from trainers.lease import LEASE, held
 from trainers.storage import Storage
-from tune.search.population import population as members
-from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.sweeps.spec import SAVED, SweepSpec, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 
@@ -246,22 +245,6 @@ def test_a_live_sweep_is_neither_started_again_nor_deleted(
             [line] = capsys.readouterr().err.splitlines()
             assert "is in use: process " in line
         assert (holder(spec), spec.storage.names()) == before
-
-
-def test_a_population_is_another_sweep_than_one_of_single_trials(user: Path) -> None:
-    space = {"optimizer.lr": [0.1, 0.2]}
-    prepare(read(user, space=space), fresh=False)
-    with pytest.raises(ConfigError, match=r"`scheduler` is \"pbt\", but differs from none"):
-        prepare(read(user, space=space, scheduler="pbt"), fresh=False)
-    population = read(user, space=space, scheduler="pbt", name="population")
-    assert prepare(population, fresh=False) == 0
-    assert prepare(read(user, space=space, scheduler="pbt", name="population", lanes=1), fresh=False) == 0
-    assert not is_complete(population)
-    journal = Journal(population.storage)
-    for name in [name for name, _ in members(population.config)]:
-        course = [{"trial": name, "step": 0, "epoch": 0, "config": {"optimizer.lr": 0.15}}]
-        journal.append(TrialRecord(name, {"optimizer.lr": 0.15}, "done", 1.0, 2.0, schedule=course))
-    assert is_complete(population), "whatever values its trials have come to"
 
 
 def test_speed_may_change_between_launches(user: Path) -> None:

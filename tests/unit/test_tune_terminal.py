@@ -72,8 +72,8 @@ def test_it_shows_all_that_there_is() -> None:
 
 def test_it_shows_nothing_that_is_not_known() -> None:
     nothing: dict[str, Any] = {"lanes": [], "running": {}, "boundary": {}}
-    shown = text(view(config=config(), total=None, statuses={}, state=nothing, best=None))
-    assert "0/? trials" in shown
+    shown = text(view(config=config(), total=7, statuses={}, state=nothing, best=None))
+    assert "0/7 trials" in shown
     for words in ("best", "microbatch", "USD", "budget", "lane "):
         assert words not in shown, shown
 
