@@ -39,18 +39,6 @@ def test_worker_killed_resumes_with_an_equal_curve(tmp_path: Path, driver: Any) 
     assert result.checkpoint.endswith("step-000000000030")
 
 
-@pytest.mark.campaign
-def test_a_run_goes_on_after_checkpoints_that_ray_knows_of_are_gone(tmp_path: Path, driver: Any) -> None:
-    from trainers.on_ray.trainer import run_on_ray
-
-    first = make(tmp_path, launcher="ray", max_steps=12, checkpoint__every_steps=3, checkpoint__keep=1)
-    run_on_ray(first)
-    known = json.loads(first.storage.read("checkpoint_manager_snapshot.json"))["checkpoint_results"]
-    assert not (tmp_path / "run" / known[0]["checkpoint_dir_name"]).exists()
-    result = run_on_ray(make(tmp_path, launcher="ray", max_steps=15, checkpoint__every_steps=3, checkpoint__keep=1))
-    assert (result.status, result.steps) == ("done", 15)
-
-
 def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> None:
     from trainers.on_ray.trainer import run_on_ray
 
@@ -106,24 +94,6 @@ def test_elastic_workers_though_a_killed_driver_had_them(
     kept = json.loads(spec.storage.read("environment.json"))
     assert kept["device"] == "cpu"
     assert {"torch", "ray", "python"} <= set(kept)
-
-
-def test_dead_runs_are_no_condition_of_a_start(
-    driver: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whether a controller is alive is asked of the dashboard, which a cluster may not have."""
-    import ray.util.state
-    from ray.train.v2._internal.state.state_actor import get_or_create_state_actor
-
-    from trainers.on_ray.coordinator import free_dead_runs
-
-    def without_dashboard(*args: Any, **options: Any) -> None:
-        raise ValueError("Couldn't obtain the API server address from GCS.")
-
-    driver.get(get_or_create_state_actor().get_train_runs.remote())
-    monkeypatch.setattr(ray.util.state, "list_actors", without_dashboard)
-    free_dead_runs()
-    assert "Ray may hold workers of killed runs for 180 s: Couldn't obtain" in caplog.text
 
 
 def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:
