@@ -106,28 +106,6 @@ def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> 
     assert check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=2)) == "cpu"
 
 
-def test_the_limits_in_ray_count_before_they_are_up(tmp_path: Path, driver: Any) -> None:
-    from ray._private.state import state
-    from ray.core.generated.autoscaler_pb2 import ClusterConfig
-
-    from trainers.on_ray.connect import check_cluster
-
-    group = {"resources": {"CPU": 4}, "min_count": 0, "max_count": 2, "name": "worker"}
-    config = ClusterConfig(node_group_configs=[group])
-    accessor = state._connect_and_get_accessor()
-    key = driver._raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode()
-    namespace = driver._raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode()
-    gcs = driver._private.worker.global_worker.gcs_client
-    gcs.internal_kv_put(key, config.SerializeToString(), True, namespace)
-    try:
-        assert accessor is not None
-        assert check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=8)) == "cpu"
-        with pytest.raises(ConfigError, match="at most 8"):
-            check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=9))
-    finally:
-        gcs.internal_kv_del(key, False, namespace)
-
-
 def test_what_the_cluster_file_allows_counts_before_it_is_up(
     tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

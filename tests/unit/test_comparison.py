@@ -163,7 +163,3 @@ def test_a_long_comparison_ends_at_its_first_report_after_its_time(monkeypatch: 
 def test_a_difference_is_named(again: list[list[dict[str, Any]]], words: str | None) -> None:
     first = [[{"loss": 0.5}], [{"loss": float("nan")}]]
     assert difference(first, again) == words
-
-
-def test_every_rank_is_compared() -> None:
-    assert difference([[{"x": 1}, {"x": 2}]], [[{"x": 1}, {"x": 3}]]) == "`x` is 3, not 2 (report 1 of rank 1)"

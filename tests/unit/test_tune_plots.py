@@ -67,13 +67,6 @@ def test_nothing_is_drawn_of_nothing() -> None:
     assert draw(config(), [trial(0, "error", {"precision": "fp32"})]) == {}
 
 
-def test_the_series_are_values_that_are_few() -> None:
-    legend = texts(draw(config(), done())["Throughput"])
-    assert {"fp32", "bf16"} <= set(legend)
-    one = [record for record in done() if record.config["precision"] == "bf16"]
-    assert "bf16" not in texts(draw(config(), one)["Throughput"])
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -122,12 +115,6 @@ def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]]) -> None:
 def test_any_value_has_a_place(values: list[Any], ticks: list[str]) -> None:
     found = texts(draw_values("task_args.x", values)["Throughput"])
     assert [text for text in found if text in ticks][: len(ticks)] == ticks
-
-
-def test_long_values_below_the_axis_are_turned() -> None:
-    for length, is_turned in ((5, False), (25, True)):
-        svg = draw_values("task_args.x", [f"{letter * length}" for letter in "abc"])["Throughput"].svg
-        assert bool(re.search(r"rotate\(-25\b[^<]*>a", svg)) == is_turned
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308])

@@ -60,28 +60,23 @@ def ended(status: str = "done") -> TrialRecord:
     return make_record(NAME, TRIAL, config().objective, 0.0, [ROW], {"status": status})
 
 
-def test_a_trial_with_its_record_is_forgotten_by_the_mailbox(parts: Parts) -> None:
-    parts.journal.append(ended())
+@pytest.mark.parametrize(
+    ("heard", "status", "message"),
+    [
+        ([Event(ROW)], "stopped", "stopped by the search"),
+        # Its actor could not write the record: the disk was full then, or the directory gone.
+        ([Event(ROW), Event(outcome={"status": "done", "lane": 3})], "done", ""),
+    ],
+)
+def test_a_trial_is_recorded_as_its_lane_has_told_it(
+    parts: Parts, heard: list[Event], status: str, message: str
+) -> None:
+    parts.heard = heard
     parts.complete()
-    assert parts.progress.records == {NAME: parts.journal.find(NAME)}
+    [record] = parts.journal.records()
+    assert (record.id, record.status, record.message, record.curve) == (NAME, status, message, [ROW])
+    assert parts.progress.records == {NAME: record}
     assert parts.forgotten == [NAME]
-
-
-def test_a_trial_that_the_search_stopped_is_recorded_as_stopped(parts: Parts) -> None:
-    parts.heard = [Event(ROW)]
-    parts.complete()
-    record = parts.journal.find(NAME)
-    assert record is not None
-    assert (record.status, record.message, record.curve) == ("stopped", "stopped by the search", [ROW])
-
-
-def test_a_trial_that_ended_by_itself_is_never_recorded_as_stopped(parts: Parts) -> None:
-    """Its actor could not write the record: the disk was full then, or the directory gone."""
-    parts.heard = [Event(ROW), Event(outcome={"status": "done", "lane": 3})]
-    parts.complete()
-    record = parts.journal.find(NAME)
-    assert record is not None
-    assert (record.status, record.lane) == ("done", 3)
 
 
 def test_what_cannot_be_written_ends_the_sweep(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,16 +87,10 @@ def test_what_cannot_be_written_ends_the_sweep(parts: Parts, monkeypatch: pytest
     parts.heard = [Event(ROW), Event(outcome={"status": "done"})]
     parts.complete()  # Tune would blame the trial for what is raised here
     assert parts.forgotten == []
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(StorageError):
         parts.progress.tick()
-    with pytest.raises(StorageError, match="No space left"):
+    with pytest.raises(StorageError):
         parts.progress.record_rest(is_over_budget=True)
-
-
-def test_a_dead_actor_s_submission_waits_for_the_next_one(parts: Parts) -> None:
-    parts.progress.on_trial_recover(0, [], parts.trial)
-    assert parts.orphans == [NAME]
-    assert parts.journal.records() == []
 
 
 def test_a_trial_that_tune_gave_up_has_no_record_and_ends_the_sweep(parts: Parts, tmp_path: Path) -> None:
@@ -167,9 +156,7 @@ def test_a_trial_that_stopped_at_its_target_is_done(metric: str, accuracy: float
 
 @pytest.mark.parametrize(("error", "free_bytes", "words"), [
     (StorageError("could not write a.json: No space left"), 0, r"no space is left on the disk of /.* \(could not wri"),
-    (EOFError("Ran out of input"), 0, r"no space is left on the disk of /.* \(Ran out of input\)"),
     (StorageError("could not write a.json: Permission denied"), 2**30, "^could not write a.json: Permission denied$"),
-    (EOFError("Ran out of input"), 2**30, "^EOFError: Ran out of input$"),
     (ray.exceptions.ActorDiedError(), 2**30, "^the sweep's mailbox, an actor, has died"),
 ])  # fmt: skip
 def test_what_has_cut_a_sweep_off_is_said_and_not_what_followed(
