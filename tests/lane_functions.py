@@ -83,10 +83,3 @@ def by_tune(config: dict[str, Any]) -> None:
 def without_config() -> None:
     """Takes nothing."""
     ray.train.report({"loss": 1.0})
-
-
-def remembers(config: dict[str, Any]) -> None:
-    """Gives something else where a file says that this process has called it before: no lane looks for that."""
-    mark = Path(config["note"], str(os.getpid()))
-    ray.train.report({"loss": config["lr"] + mark.exists(), "process": os.getpid()})
-    mark.touch()

@@ -116,18 +116,6 @@ class Poison(Blobs):
         torch.distributed.destroy_process_group()
 
 
-class Weighed(Blobs):
-    """Writes the resident memory of its process, in pages, as each trial starts."""
-
-    def __init__(self, file: str, **args: Any) -> None:
-        super().__init__(**args)
-        self.file = Path(file)
-
-    def setup(self) -> None:
-        with self.file.open("a") as file:
-            file.write(f"{Path('/proc/self/statm').read_text().split()[1]}\n")
-
-
 class Signed(Blobs):
     """Writes its seed once it trains."""
 

@@ -29,7 +29,7 @@ trainers: model task
 trainers: arrow measure step
 trainers: checkpoint loop launch explain tracking on_ray inference start __main__
 cluster: finding spot files rules health __main__
-tune: objective config trials search knowledge lanes ray report sweeps views watch __main__
+tune: objective config trials search lanes ray report sweeps watch __main__
 """
 ORDER = {
     package: [

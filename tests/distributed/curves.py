@@ -30,12 +30,14 @@ def losses(
     task: Task,
     changes: dict[str, Any],
     path: Path | None = None,
-    until: float | None = None,
+    steps: int | None = None,
 ) -> list[float]:
-    """Of each step that this start makes; with a `path` it goes on from there, up to epoch `until`."""
+    """Of each step that this start makes; with a `path` it goes on from there, up to a number of `steps` in all."""
     tree = {"task": "x:Y", "device": "cpu", "log_every_steps": 1, **SETTINGS, **changes}
+    if steps is not None:
+        del tree["epochs"]
+        tree["max_steps"] = steps
     context = Reports(Storage(str(path)) if path else None, "spawn", rank, world_size, rank, world_size)
-    context.until_epoch = until
     fit(task, build(TrainConfig, tree, "test"), context)
     return getattr(context, "losses", [])
 
@@ -47,7 +49,7 @@ def check_resume(
     changes = changes | {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}
     before, after = ranks
     whole = run_processes(before, losses, path, task, changes)[0]
-    first = run_processes(before, losses, path, task, changes, path / "moved", steps[0] / 6)[0]
+    first = run_processes(before, losses, path, task, changes, path / "moved", steps[0])[0]
     last = run_processes(after, losses, path, task, changes, path / "moved")[0]
     assert (len(first), len(last)) == steps
     if before == after:

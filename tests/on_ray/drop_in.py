@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import sys
 import tempfile
 import threading
@@ -137,11 +136,6 @@ def draws(config: dict[str, Any]) -> None:
     ray.train.report({"score": ctypes.CDLL(None).lrand48(), "process": os.getpid()})
 
 
-def unseeded(config: dict[str, Any]) -> None:
-    """Never reports the same."""
-    ray.train.report({"score": random.random(), "process": os.getpid()})
-
-
 def main(way: str, sweeps: str, storage: str) -> None:
     """Run some of the sweeps below, with commas between their names."""
     if "RAY_ADDRESS" not in os.environ:
@@ -166,7 +160,6 @@ SWEEPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     ),
     "stops": (slow, 1, {"slope": [BEST, 3.0, 2.0, 1.0, 0.5]}),
     "draws": (draws, 1, {"x": [0, 1, 2]}),
-    "unseeded": (unseeded, 1, {"x": [0, 1, 2]}),
     "memory": (
         runs_out,
         2,

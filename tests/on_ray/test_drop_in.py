@@ -86,15 +86,7 @@ def test_a_function_whose_reports_depend_on_the_trial_before_has_fresh_processes
 
 @pytest.fixture(scope="module")
 def more(command: Callable[..., Done], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(command, cluster, tmp_path_factory.mktemp("more"), "ours", "unseeded", "memory")
-
-
-@pytest.mark.campaign
-def test_a_function_that_never_reports_the_same_stays_warm(more: dict[str, Any]) -> None:
-    trials = more["unseeded"]["trials"]
-    assert more["unseeded"]["restarts"] == []
-    assert len({column(trial, "score")[0] for trial in trials}) == 3
-    assert len({column(trial, "process")[0] for trial in trials}) < 3
+    return run(command, cluster, tmp_path_factory.mktemp("more"), "ours", "memory")
 
 
 def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str, Any]) -> None:

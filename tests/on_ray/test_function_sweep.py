@@ -19,7 +19,6 @@ from tests.specs import REPOSITORY
 from tests.waits import until
 from trainers.__main__ import main as train
 from tune.__main__ import main as tune
-from tune.sweeps.run import run_sweep
 from tune.sweeps.spec import SweepSpec, read_sweep
 from tune.trials.journal import Journal
 
@@ -131,23 +130,6 @@ def test_retries_targets_and_functions_of_tune(tmp_path: Path, driver: Any) -> N
     of_tune = [record for record in records if "by_tune" in record.config["train_func"]]
     assert all(len(record.curve) == 1 for record in of_tune), "the first report is at the target"
     assert len({record.metrics["drawn"] for record in of_tune}) == 4, "random draws are those of new processes"
-
-
-@pytest.mark.campaign  # test_drop_in.py has one that draws
-def test_a_function_that_remembers_has_a_process_for_each_trial(tmp_path: Path, driver: Any) -> None:
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    file = write(
-        tmp_path,
-        {"train_func": "tests.lane_functions:remembers", "train_loop_config": {"lr": 0.0, "note": str(notes)}},
-        space={"train_loop_config.lr": [0.1, 0.2, 0.3]},
-        objective={"metric": "loss"},
-    )
-    spec, facts = read_sweep(file, {}), dict[str, str]()
-    records = run_sweep(spec, facts=facts)
-    assert {record.metrics["loss"] for record in records} == {0.1, 0.2, 0.3}
-    assert len({record.metrics["process"] for record in records}) == 3
-    assert "remembers does not give the same on a warm lane: `loss` is #.#, not #.#" in facts["lane_restarts"]
 
 
 def rows(record: Any) -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ from tests.waits import HANG_S, until, when
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.storage import Storage
-from tune.lanes.lanes import Lanes, start_mailbox
+from tune.lanes.lanes import Lanes
 
 pytestmark = pytest.mark.ray
 
@@ -88,44 +88,6 @@ def test_a_drained_node_costs_its_trial_no_step(
     assert len(moved) == 1, "one trial has gone on in the other lane"
     assert all([row["step"] for row in record.curve] == [50, 100, 150, 200] for record in records)
     assert all(name.startswith("lane-") for name in spec.storage.names("lanes")), "what it kept is deleted"
-
-
-@pytest.mark.campaign
-def test_what_serves_the_sweep_is_on_the_drivers_node(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
-    """Ray puts an actor without a CPU on any node: on one that may be taken back, or that is dead, which Ray learns
-    half a minute later.
-    """
-    here = driver.get_runtime_context().get_node_id()
-    with another_node(cluster, driver, cpus=1):
-        mailboxes = [start_mailbox(Storage(str(tmp_path))) for _ in range(8)]
-        driver.get([mailbox.starts.remote("controller") for mailbox in mailboxes])
-        found = [driver.state.actors(mailbox._actor_id.hex())["Address"]["NodeID"] for mailbox in mailboxes]
-    for mailbox in mailboxes:
-        driver.kill(mailbox)
-    assert found == [here] * 8
-
-
-@pytest.mark.campaign
-def test_a_lane_that_still_starts_is_ended_with_the_sweep(tmp_path: Path, driver: Any) -> None:
-    """Its thread would call Ray after the connection is closed, and that ends the process with an error."""
-    spec = sweep(tmp_path, {"seed": [1]})
-    mailbox = start_mailbox(spec.storage, spec.path)
-    at_once = 2
-    config = build(TrainConfig, spec.train, "test")
-    lanes = Lanes(mailbox, config.scaling, False, False, spec.storage, at_once, is_patient=False)
-    threads = {thread for thread in threading.enumerate() if thread.name.startswith("lane-")}
-    lanes.grow(3)
-    until(lambda: len(driver.get(mailbox.starts.remote("controller"))) == at_once, "the controllers", every_s=0.05)
-    assert driver.get(mailbox.watch.remote())["lanes"] == [], "no workers yet"
-    until(
-        lambda: driver.available_resources().get("CPU", 0) < driver.cluster_resources()["CPU"],
-        "a lane's reservation",
-        every_s=0.05,
-    )
-    lanes.close()
-    assert {thread for thread in threading.enumerate() if thread.name.startswith("lane-")} <= threads
-    free = driver.cluster_resources()["CPU"]
-    until(lambda: driver.available_resources().get("CPU", 0) >= free, "the end of a lane's reservation")
 
 
 def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(tmp_path: Path, driver: Any) -> None:

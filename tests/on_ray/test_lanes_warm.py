@@ -75,16 +75,3 @@ def test_what_cannot_be_put_back_costs_a_restart_and_nothing_else(tmp_path: Path
     ran = pids.read_text().split()
     assert len(ran) == 5
     assert ran[0] == ran[1] != ran[2] == ran[3] != ran[4]
-
-
-@pytest.mark.full
-@pytest.mark.campaign
-def test_a_lane_does_not_grow(tmp_path: Path, driver: Any) -> None:
-    """Resident memory of the worker after 200 trials, beside that after 10."""
-    memory = tmp_path / "memory"
-    task = {"task": "tests.lane_tasks:Weighed", "max_steps": 4, "evaluate": {"every_steps": 4}}
-    records = run(sweep(tmp_path, {"seed": list(range(200))}, {**task, "task_args": {"file": str(memory)}}))
-    assert {record.status for record in records} == {"done"}
-    sizes = [int(line) for line in memory.read_text().split()]
-    assert len(sizes) == 200
-    assert sizes[-1] <= 1.05 * sizes[9], (sizes[9], sizes[-1])

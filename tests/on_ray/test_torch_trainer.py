@@ -39,18 +39,6 @@ def test_worker_killed_resumes_with_an_equal_curve(tmp_path: Path, driver: Any) 
     assert result.checkpoint.endswith("step-000000000030")
 
 
-@pytest.mark.campaign
-def test_a_run_goes_on_after_checkpoints_that_ray_knows_of_are_gone(tmp_path: Path, driver: Any) -> None:
-    from trainers.on_ray.trainer import run_on_ray
-
-    first = make(tmp_path, launcher="ray", max_steps=12, checkpoint__every_steps=3, checkpoint__keep=1)
-    run_on_ray(first)
-    known = json.loads(first.storage.read("checkpoint_manager_snapshot.json"))["checkpoint_results"]
-    assert not (tmp_path / "run" / known[0]["checkpoint_dir_name"]).exists()
-    result = run_on_ray(make(tmp_path, launcher="ray", max_steps=15, checkpoint__every_steps=3, checkpoint__keep=1))
-    assert (result.status, result.steps) == ("done", 15)
-
-
 def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> None:
     from trainers.on_ray.trainer import run_on_ray
 
@@ -108,24 +96,6 @@ def test_elastic_workers_though_a_killed_driver_had_them(
     assert {"torch", "ray", "python"} <= set(kept)
 
 
-def test_dead_runs_are_no_condition_of_a_start(
-    driver: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whether a controller is alive is asked of the dashboard, which a cluster may not have."""
-    import ray.util.state
-    from ray.train.v2._internal.state.state_actor import get_or_create_state_actor
-
-    from trainers.on_ray.coordinator import free_dead_runs
-
-    def without_dashboard(*args: Any, **options: Any) -> None:
-        raise ValueError("Couldn't obtain the API server address from GCS.")
-
-    driver.get(get_or_create_state_actor().get_train_runs.remote())
-    monkeypatch.setattr(ray.util.state, "list_actors", without_dashboard)
-    free_dead_runs()
-    assert "Ray may hold workers of killed runs for 180 s: Couldn't obtain" in caplog.text
-
-
 def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> None:
     from trainers.on_ray.connect import check_cluster
 
@@ -134,28 +104,6 @@ def test_more_workers_than_the_cluster_can_hold(tmp_path: Path, driver: Any) -> 
     with pytest.raises(ConfigError, match="add nodes with a GPU"):
         check_cluster(make(tmp_path, launcher="ray", scaling__use_gpu=True))
     assert check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=2)) == "cpu"
-
-
-def test_the_limits_in_ray_count_before_they_are_up(tmp_path: Path, driver: Any) -> None:
-    from ray._private.state import state
-    from ray.core.generated.autoscaler_pb2 import ClusterConfig
-
-    from trainers.on_ray.connect import check_cluster
-
-    group = {"resources": {"CPU": 4}, "min_count": 0, "max_count": 2, "name": "worker"}
-    config = ClusterConfig(node_group_configs=[group])
-    accessor = state._connect_and_get_accessor()
-    key = driver._raylet.GCS_AUTOSCALER_CLUSTER_CONFIG_KEY.encode()
-    namespace = driver._raylet.GCS_AUTOSCALER_STATE_NAMESPACE.encode()
-    gcs = driver._private.worker.global_worker.gcs_client
-    gcs.internal_kv_put(key, config.SerializeToString(), True, namespace)
-    try:
-        assert accessor is not None
-        assert check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=8)) == "cpu"
-        with pytest.raises(ConfigError, match="at most 8"):
-            check_cluster(make(tmp_path, launcher="ray", scaling__num_workers=9))
-    finally:
-        gcs.internal_kv_del(key, False, namespace)
 
 
 def test_what_the_cluster_file_allows_counts_before_it_is_up(

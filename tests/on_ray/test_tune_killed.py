@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ TRIALS = 16
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kills", [1, pytest.param(4, marks=pytest.mark.campaign)])
-def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluster, driver: Any, kills: int) -> None:
+def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluster, driver: Any) -> None:
     ran, file = tmp_path / "ran", tmp_path / "sweep.yaml"
     keys = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
     tree = {
@@ -39,23 +36,15 @@ def test_a_killed_driver_costs_no_finished_trial(tmp_path: Path, cluster: Cluste
     }
     file.write_text(yaml.safe_dump(tree))
     journal = tmp_path / "sweep" / "trials"
-    draw = random.Random(4)
-    finished: dict[str, str] = {}
-    command = [str(file)]
-    for _ in range(kills):
-        killed = start(command, cluster)
-        wanted = len(finished) + draw.randint(1, 3)
-        until(lambda number=wanted: len(names(journal)) >= number, "its records", process=killed, every_s=0.01)
-        time.sleep(draw.random() * 0.5)
-        killed.kill()
-        killed.communicate()
-        await_end_of_trials()
-        before, finished = finished, {name: (journal / name).read_text() for name in names(journal)}
-        assert before.items() <= finished.items(), "a record is never changed"
-        command = ["resume", str(tmp_path / "sweep")]
+    killed = start([str(file)], cluster)
+    until(lambda: len(names(journal)) >= 2, "its records", process=killed, every_s=0.01)
+    killed.kill()
+    killed.communicate()
+    await_end_of_trials()
+    finished = {name: (journal / name).read_text() for name in names(journal)}
     kept = {json.loads(text)["config"]["seed"] for text in finished.values()}
     runs_before = ran.read_text().split()
-    last = start(command, cluster)
+    last = start(["resume", str(tmp_path / "sweep")], cluster)
     out, _ = last.communicate(timeout=HANG_S)
     assert last.returncode == 0, out
     assert len(names(journal)) == TRIALS

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.test_mailbox_functions import assignment, row
 from tune.lanes import comparison
+from tune.lanes.comparison import difference
 from tune.lanes.mailbox import Mailbox
 from tune.lanes.messages import Assignment
 
@@ -42,11 +43,12 @@ async def trained(mailbox: Mailbox, name: str, *losses: float, lane: int = 0, ou
     await mailbox.end(lane, found.ticket, outcome)
 
 
-def test_a_function_that_gives_the_same_goes_on_in_the_same_process() -> None:
+@pytest.mark.parametrize("end", [DONE, {"status": "stopped"}], ids=["done", "at its target"])
+def test_a_function_that_gives_the_same_goes_on_in_the_same_process(end: dict[str, Any]) -> None:
     async def steps(mailbox: Mailbox) -> None:
         for name in ("a", "b", "c"):
             await mailbox.submit(assignment(name))
-        await trained(mailbox, "a", 3.0, 2.0)
+        await trained(mailbox, "a", 3.0, 2.0, outcome=end)
         found = await mailbox.take(0, 0.02)
         assert isinstance(found, Assignment)
         assert found.trial == "a-compared"
@@ -57,7 +59,7 @@ def test_a_function_that_gives_the_same_goes_on_in_the_same_process() -> None:
         woken = asyncio.ensure_future(mailbox.take(1, 5))
         for number, loss in ((1, 3.0), (2, 2.0)):
             assert await mailbox.report_part(found.ticket, 0, number, 1, row(number, loss), None)
-        await mailbox.end(0, found.ticket, DONE)
+        await mailbox.end(0, found.ticket, end)
         assert (await woken).trial == "c"  # type: ignore[union-attr]
         assert await mailbox.restarts() == []
         assert await mailbox.heard("a-compared") == [], "nothing is left of it"
@@ -105,15 +107,6 @@ def test_one_that_never_gives_the_same_cannot_be_compared() -> None:
     run(steps)
 
 
-def test_a_trial_alone_costs_no_comparison() -> None:
-    async def steps(mailbox: Mailbox) -> None:
-        await mailbox.submit(assignment("a"))
-        await trained(mailbox, "a", 3.0)
-        assert await taken(mailbox) is None
-
-    run(steps)
-
-
 def test_a_process_in_which_a_trial_has_failed_is_not_what_others_are_compared_with() -> None:
     async def steps(mailbox: Mailbox) -> None:
         for name in ("a", "b"):
@@ -154,3 +147,19 @@ def test_a_long_comparison_ends_at_its_first_report_after_its_time(monkeypatch: 
         assert await taken(mailbox) == "b"
 
     run(steps)
+
+
+@pytest.mark.parametrize(
+    ("again", "words"),
+    [
+        ([[{"loss": 0.5}], [{"loss": float("nan")}]], None),
+        ([[{"loss": 0.5}]], None),
+        ([[{"loss": 0.5, "epoch_time_s": 3.0, "processId": 7, "samples_per_s": 1e3}], [{"loss": float("nan")}]], None),
+        ([[{"loss": 0.5}], [{"loss": 0.25}]], "`loss` is 0.25, not nan (report 2 of rank 0)"),
+        ([[{"loss": 0.5, "accuracy": {"top5": 1}}]], "`accuracy.top5` is 1, not missing (report 1 of rank 0)"),
+        ([[{"its end": "out of files"}]], "`loss` is missing, not 0.5 (report 1 of rank 0)"),
+    ],
+)
+def test_a_difference_is_named(again: list[list[dict[str, Any]]], words: str | None) -> None:
+    first = [[{"loss": 0.5}], [{"loss": float("nan")}]]
+    assert difference(first, again) == words

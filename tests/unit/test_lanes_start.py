@@ -41,42 +41,6 @@ def test_a_settled_sweep_starts_no_lane_and_awaits_those_that_are_starting(
     assert lanes.settle(), "a lane that has ended is not starting"
 
 
-def test_lanes_end_though_the_mailbox_that_knows_their_controllers_is_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread that still called Ray would end the process once it has left the cluster."""
-
-    def dead(value: object, timeout: float | None = None) -> None:
-        raise module.ray.exceptions.ActorDiedError
-
-    over = threading.Event()
-    mailbox: Any = SimpleNamespace(starts=SimpleNamespace(remote=lambda what: None))
-    monkeypatch.setattr(module.ray, "get", dead)
-    lanes = Lanes(mailbox, ScalingConfig(), False, False, Storage(str(tmp_path)), 1, is_patient=False)
-    freed: list[bool] = []
-    monkeypatch.setattr(lanes, "_fit", lambda lane: over.wait(60))
-    monkeypatch.setattr(lanes, "_free", lambda: freed.append(True))
-    monkeypatch.setattr(module, "end_actors", over.set)
-    lanes.grow(1)
-    lanes.end()
-    assert not lanes._threads[0].is_alive()
-    assert freed == [True], "what a killed controller had reserved"
-
-
-def test_a_lane_that_ended_with_its_mailbox_leaves_nothing_reserved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its controller may have died before; the thread is gone when the sweep looks."""
-    freed: list[bool] = []
-    lanes = Lanes(None, ScalingConfig(), False, False, Storage(str(tmp_path)), 1, is_patient=False)
-    monkeypatch.setattr(lanes, "_keep_up", lambda lane: None)
-    monkeypatch.setattr(lanes, "_free", lambda: freed.append(True))
-    lanes.grow(1)
-    lanes._threads[0].join(60)
-    lanes.end()
-    assert freed == [True]
-
-
 def test_a_reservation_in_the_making_is_freed_once_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Removed before, its processors would be lost to the cluster: ray issue 64693."""
     made, waits, gone, foreign = ("11" * 14, "22" * 14, "33" * 14, "44" * 14)  # ids end in the job's

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
-from tests.unit.test_mailbox import WAIT_S, asynchronous
+from tests.unit.test_mailbox import WAIT_S, asynchronous, end_of, taken
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.storage import Storage
 from tune.lanes.mailbox import Mailbox
-from tune.lanes.messages import Assignment, Submission
-from tune.trials.microbatch_bounds import PastBound
+from tune.lanes.messages import Assignment
 
 TREE = override(
     TrainConfig,
@@ -30,167 +30,93 @@ def assignment(ticket: str, size: int | str = "auto", **keys: Any) -> Assignment
 async def learn(mailbox: Mailbox, lane: int, **sizes: bool) -> None:
     """A trial on this lane tries sizes (`s8=True`: eight fit)."""
     await mailbox.submit(assignment("teacher"))
-    assert (await mailbox.take(lane, WAIT_S)).ticket == "teacher"  # type: ignore[union-attr]
+    assert await taken(mailbox, lane) == "teacher"
     for name, fits in sizes.items():
         await mailbox.observe(lane, "teacher", int(name[1:]), fits)
 
 
+async def bounds(mailbox: Mailbox, **keys: Any) -> tuple[int | None, int | None]:
+    """What the next trial of lane 0 is told."""
+    await mailbox.submit(assignment("next", **keys))
+    found = await mailbox.take(0, WAIT_S)
+    assert isinstance(found, Assignment)
+    return found.microbatch_bounds
+
+
+async def ran_out(mailbox: Mailbox, ticket: str) -> str:
+    """The message of a trial that was refused."""
+    outcome = await end_of(mailbox, ticket)
+    assert outcome["status"] == "out_of_memory"
+    return str(outcome["message"])
+
+
 @asynchronous
-async def test_a_trial_that_starts_is_told_what_others_have_learned(mailbox: Mailbox) -> None:
+async def test_a_trial_that_starts_is_told_what_others_like_it_have_learned(mailbox: Mailbox) -> None:
     await mailbox.hello(0, CPU)
     await learn(mailbox, 0, s8=True, s16=False)
-    await mailbox.submit(assignment("same"))
-    await mailbox.submit(assignment("other", precision="bf16"))
-    same, other = [await mailbox.take(0, WAIT_S) for _ in range(2)]
-    assert isinstance(same, Assignment)
-    assert isinstance(other, Assignment)
-    assert (same.microbatch_bounds, other.microbatch_bounds) == ((8, 16), (None, None))
+    assert await bounds(mailbox) == (8, 16)
+    assert await bounds(mailbox, precision="bf16") == (None, None)
 
 
 @asynchronous
 async def test_what_is_known_not_to_fit_never_runs(mailbox: Mailbox) -> None:
     await mailbox.hello(0, CPU)
-    await mailbox.submit(assignment("waits", 32))
-    await mailbox.submit(assignment("fits", 15))
+    for ticket, size in (("waits", 32), ("fits", 15)):
+        await mailbox.submit(assignment(ticket, size))
     await mailbox.observe(0, "waits", 16, False)  # another trial of the same key would say it
-    await mailbox.submit(assignment("late", 16))
+    await mailbox.lost(0)
+    await mailbox.submit(assignment("late", 16))  # nobody would look at it again once the lane is back
     for ticket in ("waits", "late"):
-        outcome = (await mailbox.next_event(ticket, 0)).outcome
-        assert outcome is not None
-        assert outcome["status"] == "out_of_memory"
-        assert "one of 16 ran out of memory (fp32 on cpu, 8.0 GiB)" in outcome["message"]
-    taken = await mailbox.take(0, WAIT_S)
-    assert isinstance(taken, Assignment)
-    assert taken.ticket == "fits"
-    assert await mailbox.take(0, WAIT_S) is None
-
-
-@asynchronous
-async def test_auto_never_runs_when_not_even_one_sample_fits(mailbox: Mailbox) -> None:
+        assert "one of 16 ran out of memory" in await ran_out(mailbox, ticket)
     await mailbox.hello(0, CPU)
-    await learn(mailbox, 0, s1=False)
+    assert [await taken(mailbox), await taken(mailbox)] == ["fits", None]
+    await mailbox.observe(0, "fits", 1, False)
     await mailbox.submit(assignment("auto"))
-    assert (await mailbox.next_event("auto", 0)).outcome["status"] == "out_of_memory"  # type: ignore[index]
+    await ran_out(mailbox, "auto")  # not even one sample fits
 
 
 @asynchronous
-async def test_a_size_too_large_for_one_gpu_waits_for_a_larger(mailbox: Mailbox) -> None:
+async def test_a_size_too_large_for_one_gpu_waits_for_a_larger_that_may_come(mailbox: Mailbox) -> None:
     await mailbox.hello(0, SMALL)
     await mailbox.hello(1, LARGE)
     await learn(mailbox, 0, s16=False)
     await mailbox.submit(assignment("large", 32))
-    assert await mailbox.take(0, WAIT_S) is None
-    taken = await mailbox.take(1, WAIT_S)
-    assert isinstance(taken, Assignment)
-    assert taken.ticket == "large"
-
-
-@asynchronous
-async def test_a_trial_that_comes_while_its_lane_is_down_is_refused(mailbox: Mailbox) -> None:
-    """It waited forever: nobody looked at it again once the lane was back."""
-    await mailbox.hello(0, CPU)
-    await learn(mailbox, 0, s16=False)
-    await mailbox.lost(0)
-    await mailbox.submit(assignment("large", 32))
-    assert (await mailbox.next_event("large", 0)).outcome["status"] == "out_of_memory"  # type: ignore[index]
-
-
-@asynchronous
-async def test_who_waits_for_a_larger_device_ends_where_none_comes_back(mailbox: Mailbox) -> None:
-    await mailbox.hello(0, SMALL)
-    await mailbox.hello(1, LARGE)
-    await learn(mailbox, 0, s16=False)
-    await mailbox.submit(assignment("large", 32))
+    assert [await taken(mailbox, 0), await taken(mailbox, 1)] == [None, "large"]
+    await mailbox.submit(assignment("larger", 64))
     await mailbox.lost(1)
-    assert await mailbox.take(0, WAIT_S) is None
-    assert not await mailbox.heard("large"), "its lane starts again"
+    assert await taken(mailbox, 0) is None
+    assert not await mailbox.heard("larger"), "its lane starts again"
     await mailbox.hello(1, SMALL)
-    assert await mailbox.take(1, WAIT_S) is None
-    assert (await mailbox.next_event("large", 0)).outcome["status"] == "out_of_memory"  # type: ignore[index]
-
-
-@asynchronous
-async def test_a_trial_goes_to_another_lane_when_its_own_is_lost(mailbox: Mailbox) -> None:
-    await mailbox.hello(0, CPU)
-    await mailbox.hello(1, CPU)
-    await mailbox.submit(assignment("a"))
-    await mailbox.take(0, WAIT_S)
-    await mailbox.lost(0)
-    taken = await mailbox.take(1, WAIT_S)
-    assert isinstance(taken, Assignment)
-    assert taken.ticket == "a"
-    state = await mailbox.watch()
-    assert (state["lanes"], list(state["running"])) == ([1], [1])
-    assert state["notes"] == ["lane 0 died under trial a, which starts again"]
-    await mailbox.hello(0, CPU)  # it is back, and has lost nothing more
-    assert list((await mailbox.watch())["running"]) == [1]
+    await taken(mailbox, 1)
+    await ran_out(mailbox, "larger")
 
 
 @asynchronous
 async def test_what_has_ended_is_forgotten(mailbox: Mailbox) -> None:
-    for index in range(50):
-        ticket = f"t{index}"
+    for ticket in map(str, range(5)):
         await mailbox.submit(assignment(ticket))
-        await mailbox.take(0, WAIT_S)
-        await mailbox.report(ticket, {"step": 1})
+        await taken(mailbox)
         await mailbox.end(0, ticket, {"status": "done"})
         await mailbox.forget(ticket)
     assert not mailbox._trials
 
 
-def test_knowledge_outlives_the_mailbox(tmp_path: Path) -> None:
+def test_what_was_learned_outlives_the_mailbox(tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
 
-    async def first(mailbox: Mailbox) -> None:
-        kept = Mailbox(storage)
-        await kept.hello(0, CPU)
-        await learn(kept, 0, s8=True, s16=False, s12=False, s4=True)
+    async def first() -> None:
+        mailbox = Mailbox(storage)
+        await mailbox.hello(0, CPU)
+        await learn(mailbox, 0, s8=True, s16=False, s12=False, s4=True)
 
-    async def second(mailbox: Mailbox) -> None:
-        kept = Mailbox(storage)
-        await kept.hello(0, CPU)
-        await kept.submit(assignment("next"))
-        taken = await kept.take(0, WAIT_S)
-        assert isinstance(taken, Assignment)
-        assert taken.microbatch_bounds == (8, 12)
+    async def second(known: tuple[int | None, int | None]) -> None:
+        mailbox = Mailbox(storage)
+        await mailbox.hello(0, CPU)
+        assert await bounds(mailbox) == known
 
-    asynchronous(first)()
+    asyncio.run(first())
     [entry] = json.loads((tmp_path / "boundary.json").read_text()).values()
     assert entry == {"fits": [8], "misfit": 12}
-    asynchronous(second)()
+    asyncio.run(second((8, 12)))
     (tmp_path / "boundary.json").write_text('{"key": 3}')
-    asynchronous(learn_anew(storage))()
-
-
-def learn_anew(storage: Storage) -> Any:
-    async def test(mailbox: Mailbox) -> None:
-        kept = Mailbox(storage)  # damaged: said, and nothing is known
-        await kept.hello(0, CPU)
-        await learn(kept, 0, s16=False)
-
-    return test
-
-
-def test_what_earlier_sweeps_found_holds_on_the_same_device_and_is_a_hint_on_others() -> None:
-    key = Submission(assignment("any")).key("")
-
-    async def test(_: Mailbox) -> None:
-        mailbox = Mailbox(past=[PastBound(key, SMALL, 16, 24, is_exact=True)])
-        for lane, device in ((0, SMALL), (1, LARGE)):
-            await mailbox.hello(lane, device)
-            await mailbox.submit(assignment(device))
-        small, large = [await mailbox.take(lane, WAIT_S) for lane in (0, 1)]
-        assert isinstance(small, Assignment)
-        assert isinstance(large, Assignment)
-        assert small.microbatch_bounds == (16, 24)
-        assert large.microbatch_bounds == (None, None)
-        assert large.microbatch_hint == round(16 * 79.1 / 22.5)
-        await mailbox.submit(assignment("too large", 32))
-        assert await mailbox.take(0, 0.01) is None  # it never runs there
-        taken = await mailbox.take(1, WAIT_S)
-        assert isinstance(taken, Assignment)
-        assert taken.ticket == "too large"
-        known = {one["device"]: (one["fits"], one["misfit"]) for one in await mailbox.learned()}
-        assert known[SMALL] == (16, 24)
-
-    asynchronous(test)()
+    asyncio.run(second((None, None)))  # damaged: said, and nothing is known

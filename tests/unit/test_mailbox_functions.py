@@ -10,7 +10,6 @@ import pytest
 from tests.unit.test_mailbox import WAIT_S, asynchronous, reports, taken
 from tune.lanes.mailbox import Mailbox
 from tune.lanes.messages import Assignment, Begun
-from tune.trials.record import Until
 
 
 def assignment(ticket: str, rows: int = 8, failures: int = 0, **given: Any) -> Assignment:
@@ -50,7 +49,7 @@ async def test_a_report_counts_once_all_ranks_have_brought_their_part(mailbox: M
 def test_all_ranks_end_at_the_same_report(why: str) -> None:
     async def main() -> None:
         mailbox = Mailbox()
-        await mailbox.submit(assignment("a", until=Until(("loss", 0.5)) if why == "target" else Until()))
+        await mailbox.submit(assignment("a", target={"loss": 0.5} if why == "target" else {}))
         await taken(mailbox)
         assert await both(mailbox, 1) == [True, True]
         if why == "cancelled":
@@ -104,5 +103,5 @@ async def test_a_batch_as_large_as_one_that_did_not_fit_is_refused(mailbox: Mail
         await mailbox.submit(assignment(ticket, rows))
     assert await taken(mailbox) == "smaller"
     [end] = await mailbox.heard("larger")
-    words = "a batch of 128 is not tried: one of 64 ran out of memory (fp32 on cpu, 8 GiB)"
-    assert end.outcome == {"status": "out_of_memory", "message": words}
+    assert end.outcome is not None
+    assert end.outcome["status"] == "out_of_memory"

@@ -328,21 +328,3 @@ def test_auto_takes_as_few_parts_as_fit(share: int) -> None:
         assert fewest_parts(share, fits) == -(-share // fewest)
         assert len(set(tried)) == len(tried)
         assert len(tried) <= 2 * math.ceil(math.log2(fewest)) + 1
-
-
-@pytest.mark.parametrize("share", [1, 2, 7, 24, 59, 96])
-def test_a_hint_is_where_auto_looks_first(share: int) -> None:
-    """The same size as without, whatever the hint; two questions where it is right, and no size is tried twice."""
-    for limit in range(1, share + 1):
-        for hint in range(1, share + 3):
-            tried: list[int] = []
-
-            def fits(size: int, limit: int = limit, tried: list[int] = tried) -> bool:
-                tried.append(size)
-                return size <= limit
-
-            found = fewest_parts(share, fits, hint)
-            assert found == fewest_parts(share, lambda size, limit=limit: size <= limit)
-            assert len(set(tried)) == len(tried)
-            if hint == found:
-                assert len(tried) <= 2

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import tests.unit.test_ray_functions
-from trainers.errors import ConfigError
 from tune.ray.misfits import Misfits, sized
 from tune.ray.pool import most_lanes
 from tune.ray.shape import Shape, likely_scaling, makes_trainer
@@ -149,11 +148,6 @@ def test_a_function_that_makes_a_trainer_is_told_from_one_that_trains_itself() -
 def test_the_batch_is_found_by_its_key(config: dict[str, Any], key: str | None, size: int | None) -> None:
     found = sized("train", config, key)
     assert (found and found.size) == size
-
-
-def test_a_key_that_names_no_size_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"batch_key.*rows.*whole number.*it has loader\.size, lr"):
-        sized("train", {"loader": {"size": 8}, "lr": 0.1}, "rows")
 
 
 def test_what_ran_out_is_not_tried_again_and_smaller_sizes_are() -> None:

@@ -26,7 +26,7 @@ from trainers.step.ceiling import read_ceiling
 from trainers.storage import Storage
 from tune.report.table import table
 from tune.report.write import read_environment, write_report
-from tune.trials.journal import Journal, Stage, read_boundary
+from tune.trials.journal import Journal, read_boundary
 from tune.trials.live import read_live
 
 T = TypeVar("T")
@@ -116,23 +116,6 @@ def test_an_evaluation_at_no_place_of_a_run_is_refused(name: str, value: float |
     (tmp_path / f"trials/{whole['id']}.json").write_text(json.dumps(whole | {"curve": [*rows, last]}))
     with pytest.raises(CheckpointError, match=f"{name} is no position in a run"):
         journal.find(whole["id"])
-
-
-def test_a_stage_of_any_shape_is_refused_or_a_stage(tmp_path: Path) -> None:
-    journal = Journal(Storage(str(tmp_path)))
-    row = {"step": 4, "epoch": 1.0, "train_time_s": 0.5, "val_loss": 0.1}
-    part = {"trial": "0123456789", "step": 0, "epoch": 0.0, "config": {"optimizer.lr": 0.1}}
-    stage = Stage("0123456789", 3, {"optimizer.lr": 0.1}, 1.0, "9876543210/00002", [part], [row])
-    journal.write_stage(stage)
-    assert journal.newest_stage("0123456789") == stage
-    for tree in swapped(asdict(stage)):
-        (tmp_path / f"population/{stage.name}.json").write_text(json.dumps(tree))
-        found, words = attempt(lambda: journal.stage(stage.name))
-        assert found or stage.name in words
-        if found:
-            assert journal.stage_directory(found.name).uri.startswith(str(tmp_path))
-            assert ".." not in (found.source or "")
-            assert all(one["epoch"] + one["step"] >= 0 for one in (*found.curve, *found.schedule))
 
 
 def test_a_record_under_another_trials_name_is_refused(tmp_path: Path) -> None:

@@ -45,13 +45,6 @@ def test_what_is_not_finite_never_wins(metric: str, value: float) -> None:
     assert odd not in answer(config(metric), [odd, *done()]).ranking
 
 
-def test_a_stopped_trial_may_win_and_a_failed_one_may_not() -> None:
-    objective = Objective(metric="val_loss")
-    for status, value in (("stopped", 0.1), ("done", 0.1), ("out_of_memory", None), ("preempted", None)):
-        record = trial(0, status, {"precision": "fp32"}, metrics={"val_loss": 0.1})  # type: ignore[arg-type]
-        assert objective_value(objective, record) == value
-
-
 def test_the_sentence_says_the_margin_and_the_throughputs_winner() -> None:
     assert answer(config(), done()).sentence == (
         "global_batch_size 64 with bf16 reaches val_accuracy 0.97 in 3.12 s of training, but the next (32, bf16) needs "
@@ -102,13 +95,6 @@ def test_why_there_is_no_best() -> None:
     assert answer(config(), []).sentence == "There is no best trial: none has run."
 
 
-def test_a_value_that_is_not_finite_is_not_called_missing() -> None:
-    records = [trial(0, "done", {"precision": "fp32"}, metrics={"val_loss": math.nan})]
-    assert answer(config("val_loss"), records).sentence == (
-        "There is no best trial: no finished one has a val_loss that is a finite number."
-    )
-
-
 @pytest.mark.parametrize(("rate", "is_said"), [(104.0, False), (106.0, True)])
 def test_the_throughputs_winner_is_said_where_the_best_is_slower(rate: float, is_said: bool) -> None:
     records = [
@@ -149,10 +135,3 @@ def test_a_key_keeps_its_whole_name_where_the_last_part_is_taken() -> None:
 )
 def test_values_are_shown_in_one_line(value: Any, text: str) -> None:
     assert shown(value) == text
-
-
-def test_the_sentence_moves_no_cursor() -> None:
-    name = "val_\x1b[2J\nloss"
-    records = [trial(0, "done", {"task_args.\x07": "\x1b[31m"}, samples_per_s=1.0, metrics={name: 1.0})]
-    found = answer(config(name, space={"task_args.\x07": ["\x1b[31m"]}), records)
-    assert found.sentence == r"\x07 \x1b[31m has the lowest val_\x1b[2J\nloss, 1; it is the only trial."

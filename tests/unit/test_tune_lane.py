@@ -13,34 +13,30 @@ import ray.train
 
 from tests.specs import BASE
 from tests.unit.report_records import config
-from trainers.errors import RunFailedError
 from trainers.storage import Storage
-from tune.lanes import worker
-from tune.lanes.messages import Assignment
+from tune.lanes.messages import Assignment, Event
 from tune.lanes.worker import LaneContext
-from tune.objective import Objective
-from tune.search.space import Suggestion, wrap
 from tune.sweeps.trial import LaneTrial
-from tune.trials.record import CPU_PRESSURE, Until
 
 ROW = {"step": 10, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}
-TARGET = Until(("val_accuracy", 0.97))
+TARGET = {"val_accuracy": 0.97}
 
 
 class Box:
     """A mailbox that keeps what it is told."""
 
-    def __init__(self, orphan: str | None = None) -> None:
+    def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
-        self.orphan = orphan
+        self.events: list[Event] = []
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *args: self._answer(name, args))
 
     def _answer(self, name: str, args: Any) -> Any:
         self.told.append((name, args))
-        submitted = self.orphan or (args[0].ticket if name == "submit" else None)
-        return {"report": True, "submit": submitted}.get(name)
+        submitted = args[0].ticket if name == "submit" else None
+        event = self.events[args[1]] if name == "next_event" else None
+        return {"report": True, "submit": submitted, "next_event": event}.get(name)
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +48,14 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.on_ray.context.own_gpu", lambda: 0)
 
 
-def lane(box: Box, until: Until) -> LaneContext:
+def lane(box: Box, target: dict[str, float]) -> LaneContext:
     gauges: Any = SimpleNamespace(set=lambda figures: None)
-    return LaneContext(box, 3, Assignment("t/1", "t", {}, until=until, watches=("val_accuracy",)), gauges)
+    return LaneContext(box, 3, Assignment("t/1", "t", {}, target=target, watches=("val_accuracy",)), gauges)
 
 
-@pytest.mark.parametrize(("until", "stops"), [(TARGET, True), (Until(), False)])
-def test_a_lane_ends_its_trial_at_the_target(until: Until, stops: bool) -> None:
-    context = lane(Box(), until)
+@pytest.mark.parametrize(("target", "stops"), [(TARGET, True), ({}, False)])
+def test_a_lane_ends_its_trial_at_the_target(target: dict[str, float], stops: bool) -> None:
+    context = lane(Box(), target)
     assert context.watches == ("val_accuracy",)
     context.report(ROW, None, 1.0)
     assert not context.should_stop(1.0)
@@ -81,71 +77,47 @@ def test_a_lane_asks_ray_for_drained_nodes_every_two_seconds_where_there_may_be_
     assert len(asked) == 3, "of a cluster whose nodes are never drained nothing is asked"
 
 
-def test_a_lane_says_what_its_trial_has_used_so_far_where_several_objectives_ask() -> None:
+def test_a_lane_says_what_its_trial_has_used_so_far_where_the_objective_asks(tmp_path: Path) -> None:
     box, gauges = Box(), cast(Any, SimpleNamespace(set=lambda figures: None))
-    watches = ("time_to_target", "peak_memory_bytes", "val_accuracy", CPU_PRESSURE)
+    watches = ("peak_memory_bytes",)
     context = LaneContext(box, 3, Assignment("t/1", "t", {}, watches=watches), gauges)
-    context.observe({"peak_bytes": 5.0, "energy_j": 7.0, "steps": 10.0, "settled": 0.0, "progress": 0.1})
+    context.observe({"peak_bytes": 5.0, "energy_j": 7.0})
     context.report(ROW, None, 1.0)
-    lane(box, Until()).report(ROW, None, 1.0)
-    (_, (_, row)), (_, (_, plain)) = box.told
-    assert {name: row[name] for name in row if name not in ROW and name != CPU_PRESSURE} == {"peak_memory_bytes": 5.0}
-    assert 0 <= row.get(CPU_PRESSURE, 0.0) <= 1
+    lane(box, {}).report(ROW, None, 1.0)
+    (_, (_, asked)), (_, (_, plain)) = box.told
+    assert asked == ROW | {"peak_memory_bytes": 5.0}
     assert plain == ROW
 
 
-def test_tune_hears_of_every_objective_and_of_a_running_trial_its_bounds(tmp_path: Path) -> None:
-    box, trial = Box(), LaneTrial.__new__(LaneTrial)
-    goal = {"metrics": ["time_to_target", "peak_memory_bytes"], "target": {"val_accuracy": 0.97}}
-    given: dict[str, Any] = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
-    trial.setup(wrap(Suggestion({"seed": 1})), **given, objective=Objective.model_validate(goal).model_dump())
-    assert box.told[0][1][0].watches == ("time_to_target", "peak_memory_bytes", "val_accuracy", CPU_PRESSURE)
-    trial._curve = [{**ROW, "peak_memory_bytes": 5.0}]
-    latest = trial._latest()
-    assert (latest["objective"], latest["objective_1"]) == (1.0, 5.0)
-    trial._curve.append({**ROW, "step": 20, "train_time_s": 2.0, "val_accuracy": 0.98, "peak_memory_bytes": 6.0})
-    record = trial._make_record({"status": "stopped", "result": {"peak_memory_bytes": 7}})
-    assert record.status == "done"
-    final = trial._final(record)
-    assert (final["objective"], final["objective_1"]) == (2.0, 7.0)
-    failed = trial._final(trial._make_record({"status": "error"}))
-    assert (failed["objective"], failed["objective_1"]) == (math.inf, math.inf)
+@pytest.mark.parametrize(
+    ("metric", "status", "value"),
+    [
+        ("time_to_target", "stopped", 2.0),  # at its target
+        ("time_to_target", "out_of_memory", math.inf),
+        ("peak_memory_bytes", "done", 7),
+        ("val_accuracy", "done", 0.98),
+        ("val_accuracy", "error", -math.inf),
+    ],
+)
+def test_tune_hears_of_a_trials_objective_in_the_end(tmp_path: Path, metric: str, status: str, value: float) -> None:
+    box = Box()
+    outcome = {"status": status, "result": {"peak_memory_bytes": 7}}
+    box.events = [
+        Event(ROW),
+        Event(ROW | {"step": 20, "train_time_s": 2.0, "val_accuracy": 0.98}),
+        Event(outcome=outcome),
+    ]
+    trial = begun(tmp_path, box, metric)
+    assert box.told[0][1][0].target == (TARGET if metric == "time_to_target" else {})
+    assert trial.step()["train_time_s"] == 1.0
+    trial.step()
+    last = trial.step()
+    assert (last["done"], last["objective"]) == (True, value)
+    assert begun(tmp_path, box, metric).step() == last, "from its record"
 
 
-def test_a_hang_in_a_lane_is_told_to_the_mailbox() -> None:
-    box, failure = Box(), RunFailedError("hung", "rank 0 made no step for 5 s in setup")
-    lane(box, Until()).hung(failure, "the stack")
-    assert box.told == [("hung", (3, "t/1", failure, "the stack", 1))]
-
-
-def test_a_worker_whose_mailbox_is_gone_leaves_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver ends the sweep then, and says why."""
-
-    def serve(loop_config: object) -> None:
-        raise ray.exceptions.ActorDiedError
-
-    monkeypatch.setattr(worker, "_serve", serve)
-    worker.serve_trials({})
-
-
-def begun(tmp_path: Path, box: Box) -> LaneTrial:
+def begun(tmp_path: Path, box: Box, metric: str = "time_to_target") -> LaneTrial:
     trial = LaneTrial.__new__(LaneTrial)
     given: dict[str, Any] = {"mailbox": box, "sweep": Storage(str(tmp_path)), "train": BASE}
-    trial.setup(wrap(Suggestion({"seed": 1})), **given, objective=config("time_to_target").objective.model_dump())
+    trial.setup({"seed": 1}, **given, objective=config(metric).objective.model_dump())
     return trial
-
-
-def test_a_trial_is_handed_over_with_what_ends_it(tmp_path: Path) -> None:
-    box = Box()
-    begun(tmp_path, box)
-    [(name, [assignment])] = box.told
-    assert name == "submit"
-    assert assignment.until == TARGET
-    assert assignment.tree["seed"] == 1
-
-
-def test_an_actor_goes_on_with_what_the_dead_one_before_it_has_submitted(tmp_path: Path) -> None:
-    box = Box(orphan="t/1")
-    trial = begun(tmp_path, box)
-    assert [name for name, _ in box.told] == ["submit"]
-    assert trial._ticket == "t/1"

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from trainers.config.yaml import dump_yaml, parse_mapping
+from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.lease import LEASE, held
 from trainers.storage import Storage
-from tune.search.population import population as members
-from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
+from tune.sweeps.spec import SAVED, SweepSpec, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 
@@ -69,21 +68,9 @@ def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
     assert "storage_path" not in spec.train
 
 
-def test_the_run_may_stand_in_the_sweep_itself(user: Path) -> None:
-    write(user, {"train": TRAIN})
-    inside = read(user)
-    write(user)
-    assert inside.train == read(user).train
-
-
 def test_what_only_the_space_gives_need_not_be_in_the_run(user: Path) -> None:
     write(user, train={key: value for key, value in TRAIN.items() if key != "global_batch_size"})
     assert read(user).train["global_batch_size"] == 8
-
-
-def test_a_swept_key_replaces_the_other_one_of_its_group(user: Path) -> None:
-    write(user, {"space": {"batch_size_per_worker": [2, 4]}})
-    assert read(user).train["global_batch_size"] == 2
 
 
 def test_overrides_go_to_the_sweep_or_to_the_run(user: Path, tmp_path: Path) -> None:
@@ -103,20 +90,14 @@ def test_overrides_go_to_the_sweep_or_to_the_run(user: Path, tmp_path: Path) -> 
         ({"space": {"precision": ["fp99"]}}, {}, "sweep.yaml", "precision"),
         ({"space": {"precison": ["fp32"]}}, {}, "sweep.yaml", "did you mean `precision`?"),
         ({"train": "trian.yaml"}, {}, "trian.yaml", "train.yaml"),
-        ({"lanes": 0}, {}, "sweep.yaml", "lanes"),
-        ({"storage_path": "relative"}, {}, "", ""),
         ({}, {"optimizer": {"lr": -1}}, "train.yaml", "greater than 0"),
         ({}, {"task": "nowhere:Mine"}, "train.yaml", "cannot be found"),
-        ({}, {"epoch": 3}, "train.yaml", "did you mean `epochs`?"),
     ],
 )
 def test_a_mistake_names_the_file_that_it_is_in(
     user: Path, sweep: dict[str, Any], train: dict[str, Any], file: str, words: str
 ) -> None:
     write(user, sweep, TRAIN | train)
-    if not file:
-        read(user)
-        return
     with pytest.raises(ConfigError) as raised:
         read(user)
     assert words in str(raised.value)
@@ -135,15 +116,17 @@ def test_a_relative_storage_inside_a_ray_job_is_refused(user: Path, monkeypatch:
 @pytest.mark.parametrize(
     "sweep",
     [
-        {},
-        {"lanes": 2, "scheduler": "asha", "budget": {"trials": 3, "time_s": 60}},
-        {"space": {"clip_grad_norm": [None, 1.0]}},
+        {
+            "lanes": 2,
+            "scheduler": "asha",
+            "budget": {"trials": 3, "time_s": 60},
+            "space": {"clip_grad_norm": [None, 1]},
+        },
         {
             "search": "random",
             "budget": {"trials": 3},
             "space": {"optimizer.lr": {"loguniform": [1e-4, 1.0]}, "global_batch_size": {"min": 2, "max": 64}},
         },
-        {"objective": {"metric": "time_to_target", "target": {"val_accuracy": 0.9}}},
     ],
 )
 def test_the_saved_sweep_is_the_same_sweep(user: Path, sweep: dict[str, Any]) -> None:
@@ -174,11 +157,6 @@ def test_a_sweep_is_resumed_from_any_directory(
     assert str(user) in saved.path
 
 
-def test_a_directory_without_a_sweep_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no sweep"):
-        read_saved(str(tmp_path))
-
-
 def test_ended_trials_are_counted(user: Path) -> None:
     spec = read(user)
     prepare(spec, fresh=False)
@@ -195,11 +173,7 @@ def test_ended_trials_are_counted(user: Path) -> None:
     ("overrides", "field"),
     [
         ({"space": {"global_batch_size": [8, 32]}}, "space"),
-        ({"seed": 3}, "seed"),
-        ({"objective__metric": "val_accuracy"}, "objective"),
         ({"train__optimizer__lr": 0.5}, "train.optimizer"),
-        ({"train__epochs": 3}, "train.epochs"),
-        ({"train__seed": 3}, "train.seed"),
     ],
 )
 def test_another_sweep_of_the_same_name_is_refused(user: Path, overrides: dict[str, Any], field: str) -> None:
@@ -248,49 +222,13 @@ def test_a_live_sweep_is_neither_started_again_nor_deleted(
         assert (holder(spec), spec.storage.names()) == before
 
 
-def test_a_population_is_another_sweep_than_one_of_single_trials(user: Path) -> None:
-    space = {"optimizer.lr": [0.1, 0.2]}
-    prepare(read(user, space=space), fresh=False)
-    with pytest.raises(ConfigError, match=r"`scheduler` is \"pbt\", but differs from none"):
-        prepare(read(user, space=space, scheduler="pbt"), fresh=False)
-    population = read(user, space=space, scheduler="pbt", name="population")
-    assert prepare(population, fresh=False) == 0
-    assert prepare(read(user, space=space, scheduler="pbt", name="population", lanes=1), fresh=False) == 0
-    assert not is_complete(population)
-    journal = Journal(population.storage)
-    for name in [name for name, _ in members(population.config)]:
-        course = [{"trial": name, "step": 0, "epoch": 0, "config": {"optimizer.lr": 0.15}}]
-        journal.append(TrialRecord(name, {"optimizer.lr": 0.15}, "done", 1.0, 2.0, schedule=course))
-    assert is_complete(population), "whatever values its trials have come to"
-
-
-def test_speed_may_change_between_launches(user: Path) -> None:
-    prepare(read(user), fresh=False)
-    assert prepare(read(user, lanes=1, budget__time_s=5, scheduler="asha"), fresh=False) == 0
-
-
-def test_a_name_and_a_place_of_the_run_mean_nothing_in_a_sweep(user: Path) -> None:
-    write(user, train=TRAIN | {"name": "x", "storage_path": "/nowhere/at/all"})
-    spec = read(user)
-    assert spec.train["name"] == "run"
-    assert "storage_path" not in spec.train
-
-
-@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"name: x\n", b"\xff"])
+@pytest.mark.parametrize("data", [b"", b"name: x\n", b"\xff"])
 def test_a_damaged_saved_sweep_is_a_config_error(user: Path, data: bytes) -> None:
     spec = read(user)
     prepare(spec, fresh=False)
     Storage(spec.uri).write("sweep.yaml", data)
     with pytest.raises(ConfigError, match=r"sweep\.yaml"):
         read_saved(spec.uri)
-
-
-def test_the_saved_file_is_plain_yaml(user: Path) -> None:
-    spec = read(user)
-    prepare(spec, fresh=False)
-    tree = parse_mapping(spec.storage.read("sweep.yaml").decode(), "f")
-    assert tree["space"] == SWEEP["space"]
-    assert tree["train"]["task"] == TRAIN["task"]
 
 
 def test_a_dotted_key_of_the_space_may_be_overridden(user: Path) -> None:

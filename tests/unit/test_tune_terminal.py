@@ -70,24 +70,6 @@ def test_it_shows_all_that_there_is() -> None:
         assert words in shown, shown
 
 
-def test_it_shows_nothing_that_is_not_known() -> None:
-    nothing: dict[str, Any] = {"lanes": [], "running": {}, "boundary": {}}
-    shown = text(view(config=config(), total=None, statuses={}, state=nothing, best=None))
-    assert "0/? trials" in shown
-    for words in ("best", "microbatch", "USD", "budget", "lane "):
-        assert words not in shown, shown
-
-
-def test_without_a_terminal_only_lines_are_written(caplog: pytest.LogCaptureFixture) -> None:
-    file = io.StringIO()
-    logging.getLogger("tune").propagate = True
-    with caplog.at_level(logging.INFO, "tune"), Terminal(Console(file=file)) as terminal:
-        terminal.update(view())
-        terminal.say("trial 1/24  done")
-    assert file.getvalue() == ""
-    assert caplog.messages == ["trial 1/24  done"]
-
-
 def test_lines_stay_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that took hold of standard output before must not write through the table."""
     file = io.StringIO()

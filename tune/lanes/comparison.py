@@ -99,7 +99,8 @@ class Comparison:
         if function is None or not self.is_wanted:
             return None
         if not trial.is_comparison:
-            if trial.is_fresh and trial.outcome["status"] == "done" and trial.losses + trial.failures == 0:
+            has_ended_well = trial.outcome["status"] in ("done", "stopped") and trial.losses + trial.failures == 0
+            if trial.is_fresh and has_ended_well and _reports(trial):
                 self._first.setdefault(function, trial)
             return None
         one = self._open.pop(function)
