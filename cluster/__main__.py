@@ -68,11 +68,9 @@ def validate(
 
 def _examined(file: str) -> Iterator[tuple[str, str, list[Finding]]]:
     """The findings on each cluster of a file, with its name and what it is."""
-    from cluster.files.slurm import is_slurm, load_slurm
+    from cluster.rules.slurm import is_slurm, load_slurm, slurm_findings
 
     if is_slurm(file):
-        from cluster.rules.slurm import slurm_findings
-
         script = load_slurm(file)
         yield file, f"slurm, {script.options.get('nodes') or 1} nodes", slurm_findings(script)
         return
@@ -96,8 +94,8 @@ def plan(
 ) -> int:
     """Say what fits on a cluster, for how many dollars an hour."""
     from cluster.files.ray_up import load_cluster
-    from cluster.files.slurm import is_slurm
     from cluster.plan import ClusterPlan, has_gpus, with_resources
+    from cluster.rules.slurm import is_slurm
 
     if is_slurm(file):
         rule = "is a Slurm script, and Slurm knows what its nodes have"

@@ -7,77 +7,73 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Any
 
+from cluster.files.capacity import NodeType
 from cluster.files.cluster_file import ClusterFile
+from cluster.files.prices import load_prices
+from cluster.files.ray_up import HEAD, WORKER, gpus_of, scheduling_of
 from cluster.finding import Finding, error, warning
-from cluster.rules.commands import HEAD, WORKER, brings, exported
-from cluster.rules.head import head_findings
+from cluster.rules import common
 from cluster.rules.kuberay import kuberay_findings
-from cluster.rules.machines import access_findings, machine_findings
-from cluster.rules.sentences import KEYS, OPEN_PORT, SECRET
-from cluster.rules.timeouts import reaction_findings
-from cluster.rules.versions import version_findings
 from trainers.errors import MISSING
 
 _WORLD = ("0.0.0.0/0", "::/0")
 _SSH_PORT = 22
 _TOKEN_FILE = "~/.ray/auth_token"  # noqa: S105 (where Ray looks for the token, not the token)
-_OWN_DISK = re.compile(r"(?:/tmp|/home|/root|~|\$HOME|/var/tmp)(?:/|$)")
+_ACCOUNTS = {("aws", "s3"): "IamInstanceProfile", ("gcp", "gs"): "serviceAccounts"}
+"""The field of a `node_config` that lets a node write to a bucket, by cloud and kind of address."""
 
 
 def findings(cluster: ClusterFile, environ: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Return all remarks on a file that Ray (or Kubernetes) accepts, in the order of the fields they are about."""
+    """Return all remarks on a file that Ray (or Kubernetes) accepts."""
     if cluster.provider == "kuberay":
-        return [*_keys(cluster), *kuberay_findings(cluster)]
+        return [*common.key_findings(cluster.written), *kuberay_findings(cluster)]
+    starts = {field: _environment(cluster, field) for field in (HEAD, WORKER)}
     return [
-        *_limits(cluster),
-        *_local(cluster, environ),
+        *_local(cluster, starts[HEAD], environ),
         *_ports(cluster),
-        *_keys(cluster),
-        *machine_findings(cluster),
-        *version_findings(cluster),
+        *common.key_findings(cluster.written),
+        *_machines(cluster),
+        *_versions(cluster),
         *_head_start(cluster),
-        *_token(cluster),
-        *head_findings(cluster),
-        *_storage(cluster),
+        *common.environment_findings(starts),
+        *common.reaction_findings(HEAD, starts[HEAD]),
+        *_token_file(cluster, starts[HEAD]),
+        *_access(cluster, starts[WORKER].get("PACELINE_STORAGE", "")),
     ]
 
 
-def _limits(cluster: ClusterFile) -> Iterator[Finding]:
-    asked = cluster.written.get("max_workers")
-    addresses = cluster.config["provider"].get("worker_ips")
-    if cluster.provider == "local" and addresses is not None:
-        if asked is not None and asked != len(addresses):
-            rule = f"does not match the {len(addresses)} addresses in provider.worker_ips"
-            yield warning("max_workers", asked, rule, "remove it, and Ray uses them all")
-    elif cluster.max_workers > cluster.sum_max_workers:
-        rule = f"can never be reached, because the types allow {cluster.sum_max_workers} together"
-        fix = f"write {cluster.sum_max_workers}, or raise max_workers of a type"
-        yield warning("max_workers", cluster.max_workers, rule, fix)
+def _environment(cluster: ClusterFile, field: str) -> dict[str, str]:
+    """What is set where `ray start` runs: in that command, or in a profile by set-up.
+
+    Each command has a shell of its own, so an export in another start command does not count.
+    """
+    setup = "head_setup_commands" if field == HEAD else "worker_setup_commands"
+    both = [*cluster.commands["setup_commands"], *cluster.commands[setup]]
+    profile = [command for command in both if "bashrc" in command or "profile" in command]
+    starts = [command.split("ray start")[0] for command in cluster.commands[field] if "ray start" in command]
+    return common.assignments("\n".join([*profile, *starts]))
 
 
-def _local(cluster: ClusterFile, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _local(cluster: ClusterFile, head: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[Finding]:
     if cluster.provider != "local":
         return
     # `ray up` puts its export before the head's command, so one in the command itself has the last word.
-    switches = environ.get("RAY_UP_enable_autoscaler_v2"), exported(cluster, HEAD, "RAY_enable_autoscaler_v2")
-    if "0" not in switches:
+    if "0" not in (environ.get("RAY_UP_enable_autoscaler_v2"), head.get("RAY_enable_autoscaler_v2")):
         rule = "does not work with Ray's autoscaler v2, which is the default"
         fix = f"put `export RAY_enable_autoscaler_v2=0;` before `ray start` in {HEAD}"
         yield warning("provider.type", "local", rule, fix)
     provider = cluster.config["provider"]
-    head, workers = provider.get("head_ip"), list(provider.get("worker_ips") or ())
-    if head in workers:
-        rule = "must not hold the head, which would stop itself to start as a worker"
-        yield error("provider.worker_ips", head, rule, "remove it there")
-    for address in sorted({address for address in workers if workers.count(address) > 1}):
-        yield error("provider.worker_ips", address, "must hold each address once", "remove the second")
-    for field, address in [("head_ip", head), *(("worker_ips", worker) for worker in workers)]:
-        if _is_loopback(address):
-            rule = "must be an address that the other hosts reach"
-            yield error(f"provider.{field}", address, rule, "write the host's address in your network")
+    workers = list(provider.get("worker_ips") or ())
+    addresses = [provider.get("head_ip"), *workers]
+    for address in {address for address in workers if addresses.count(address) > 1}:
+        rule = "must not hold an address twice, or the head: that host would stop itself to start again"
+        yield error("provider.worker_ips", address, rule, "remove it there")
+    for address in filter(_is_loopback, addresses):
+        field = "worker_ips" if address in workers else "head_ip"
+        rule = "must be an address that the other hosts reach"
+        yield error(f"provider.{field}", address, rule, "write the host's address in your network")
 
 
 def _is_loopback(address: object) -> bool:
@@ -96,35 +92,62 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
         if is_open and ports != (_SSH_PORT, _SSH_PORT):
             value = f"ports {ports[0]} to {ports[1]} for everybody"
             fix = "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)"
-            yield error("provider.security_group.IpPermissions", value, OPEN_PORT, fix)
+            yield error("provider.security_group.IpPermissions", value, common.OPEN_PORT, fix)
     docker = cluster.config.get("docker") or {}
     for key in ("run_options", "head_run_options", "worker_run_options"):
         for option in docker.get(key) or ():
             match = re.match(r"(?:-p|--publish)[=\s]*(\S+)", option)
             if match and not match[1].startswith(("127.0.0.1:", "[::1]:")):
-                yield error(f"docker.{key}", option, OPEN_PORT, "remove it: Ray uses the host's own network")
+                yield error(f"docker.{key}", option, common.OPEN_PORT, "remove it: Ray uses the host's own network")
 
 
-def _keys(cluster: ClusterFile) -> Iterator[Finding]:
-    rule = "must not stand in the file: it is a long-lived key, and is copied to every node"
-    provider = cluster.config.get("provider") or {}
-    for key in ("aws_credentials", "gcp_credentials"):
-        if key in provider:
-            fix = "log in on this machine, and give the nodes a role (instance profile, service account)"
-            yield error(f"provider.{key}", MISSING, rule, fix)
-            return
-    if any(map(KEYS.search, _texts(cluster.written))):
-        fix = "give the nodes a role (instance profile, service account, managed identity)"
-        yield error("a cloud key", MISSING, rule, fix)
+def _machines(cluster: ClusterFile) -> Iterator[Finding]:
+    """Resources that the machine does not have, GPUs left idle, training on the head, GPUs that cannot start."""
+    known = load_prices(cluster.provider)
+    for node_type in cluster.node_types:
+        field = f"available_node_types.{node_type.name}"
+        machine = _node_config(cluster, node_type)
+        price = known.get(node_type.instance_type or "")
+        yield from _resource(node_type, "CPU", price.vcpus if price else None, f"{field}.resources.CPU")
+        yield from _resource(node_type, "GPU", gpus_of(machine, price), f"{field}.resources.GPU")
+        must_stop = cluster.provider == "gcp" and node_type.resources.get("GPU")
+        if must_stop and scheduling_of(machine).get("onHostMaintenance") != "TERMINATE":
+            where = f"{field}.node_config.scheduling.onHostMaintenance"
+            rule = "must be TERMINATE, or Google Cloud refuses a machine with GPUs"
+            yield error(where, MISSING, rule, "write `scheduling: {onHostMaintenance: TERMINATE}`")
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All text in plain data, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for part in chain(value, value.values()) if isinstance(value, Mapping) else value:
-            yield from _texts(part)
+def _resource(node_type: NodeType, resource: str, has: int | None, field: str) -> Iterator[Finding]:
+    said = node_type.resources.get(resource, 0)
+    machine = node_type.instance_type or "machine with these accelerators"
+    if has is not None and said > has:
+        rule = f"must be at most {has}, which is what a {machine} has"
+        yield error(field, said, rule, f"write {has}, or take a larger machine")
+    elif node_type.is_head and said:
+        yield warning(field, said, common.HEAD_WORKS, "write 0, and let workers do it")
+    elif has and resource == "GPU" and said < has and not node_type.is_head:
+        rule = f"leaves GPUs idle that are paid for: a {machine} has {has}"
+        yield warning(field, said, rule, f"write {has}")
+
+
+def _versions(cluster: ClusterFile) -> Iterator[Finding]:
+    commands = dict(cluster.commands)
+    for name, node_type in cluster.config["available_node_types"].items():
+        for key in ("initialization_commands", "worker_setup_commands"):
+            commands[f"available_node_types.{name}.{key}"] = tuple(node_type.get(key, ()))
+    for field, lines in commands.items():
+        for line in lines:
+            for package, version in common.installs(line):
+                yield from common.version_finding(field, package, version)
+            files = [file for words in common.pip_words(line) for file in common.constraint_files(words)]
+            for file in files:
+                if "://" not in file and not _brings(cluster, file):
+                    rule = "must be brought to the nodes, which have no such file"
+                    yield error(field, file, rule, f"add `{file}: constraints.txt` to file_mounts")
+    docker = cluster.config.get("docker") or {}
+    for key in ("image", "head_image", "worker_image"):
+        if docker.get(key):
+            yield from common.image_finding(f"docker.{key}", docker[key])
 
 
 def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
@@ -137,39 +160,39 @@ def _head_start(cluster: ClusterFile) -> Iterator[Finding]:
     if "ray start" in text and "--autoscaling-config" not in text:
         rule = "must give `ray start` its --autoscaling-config, or no worker is ever started"
         yield error(HEAD, MISSING, rule, "add --autoscaling-config=~/ray_bootstrap_config.yaml")
-    yield from reaction_findings(HEAD, lambda name: exported(cluster, HEAD, name))
 
 
-def _token(cluster: ClusterFile) -> Iterator[Finding]:
-    modes = {field: exported(cluster, field, "RAY_AUTH_MODE") for field in (HEAD, WORKER)}
-    for field, mode in modes.items():
-        if mode != "token":
-            value = f"RAY_AUTH_MODE={mode}" if mode else MISSING
-            rule = "must turn token authentication on, or whoever reaches a port runs code"
-            yield error(field, value, rule, "put `export RAY_AUTH_MODE=token;` before `ray start`")
-    if any(re.search(r"\bRAY_AUTH_TOKEN=", command) for commands in cluster.commands.values() for command in commands):
-        fix = f"send the token by `file_mounts: {{{_TOKEN_FILE}: {_TOKEN_FILE}}}`"
-        yield error("RAY_AUTH_TOKEN", MISSING, SECRET, fix)
-    elif "token" in modes.values():
-        place = exported(cluster, HEAD, "RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
-        if not brings(cluster, place):
-            rule = f"must bring the token to {place}, or no node can join"
-            fix = f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)"
-            yield error("file_mounts", MISSING, rule, fix)
+def _token_file(cluster: ClusterFile, head: Mapping[str, str]) -> Iterator[Finding]:
+    place = head.get("RAY_AUTH_TOKEN_PATH") or _TOKEN_FILE
+    if head.get("RAY_AUTH_MODE") == "token" and "RAY_AUTH_TOKEN" not in head and not _brings(cluster, place):
+        rule = f"must bring the token to {place}, or no node can join"
+        fix = f"add `{place}: {_TOKEN_FILE}` (made by `ray get-auth-token --generate`)"
+        yield error("file_mounts", MISSING, rule, fix)
 
 
-def _storage(cluster: ClusterFile) -> Iterator[Finding]:
-    head, worker = exported(cluster, HEAD, "PACELINE_STORAGE"), exported(cluster, WORKER, "PACELINE_STORAGE")
-    for field, value in ((HEAD, head), (WORKER, worker)):
-        if not value:
-            rule = "must export PACELINE_STORAGE, or checkpoints stay on one node and die with it"
-            fix = "put `export PACELINE_STORAGE=s3://BUCKET/PREFIX;` before `ray start`"
-            yield warning(field, MISSING, rule, fix)
-    if head and worker and head != worker:
-        rule = f"differs from the head's, {head}"
-        yield error(WORKER, f"PACELINE_STORAGE={worker}", rule, "write the same place in both")
-    elif head and worker and _OWN_DISK.match(head):
-        rule = "is on each node's own disk, where no other node finds a checkpoint"
-        yield error(HEAD, f"PACELINE_STORAGE={head}", rule, "name a bucket, or a directory on NFS")
-    elif worker:
-        yield from access_findings(cluster, worker)
+def _access(cluster: ClusterFile, storage: str) -> Iterator[Finding]:
+    """Workers that may not write to `storage`; Ray gives its own account to the head only."""
+    scheme = storage.split("://")[0]
+    if cluster.provider == "azure" and scheme in ("abfs", "abfss") and "msi_name" not in cluster.config["provider"]:
+        rule = "must name an identity that may write to the container: Ray's own may only start machines"
+        fix = "add `msi_name` and `msi_resource_group` of an identity with the role Storage Blob Data Contributor"
+        yield warning("provider.msi_name", MISSING, rule, fix)
+    key = _ACCOUNTS.get((cluster.provider, scheme))
+    for node_type in cluster.node_types:
+        if key and not node_type.is_head and not _node_config(cluster, node_type).get(key):
+            field = f"available_node_types.{node_type.name}.node_config.{key}"
+            rule = f"must let workers write to {scheme}://, which Ray arranges for the head only"
+            yield warning(field, MISSING, rule, f"add `{key}` of an account that may use the bucket")
+
+
+def _brings(cluster: ClusterFile, place: str) -> bool:
+    """Whether `file_mounts` brings a file to a place; $HOME, /home/ubuntu and /root are what `~` means there."""
+    place = re.sub(r"^\$\{?HOME\}?(?=/)", "~", place)
+    mounts: list[str] = list(cluster.config["file_mounts"])
+    ends = [mount for mount in mounts if mount.startswith("/") and mount.endswith(place[1:])]
+    return place in mounts or (place.startswith("~") and bool(ends))
+
+
+def _node_config(cluster: ClusterFile, node_type: NodeType) -> Mapping[str, Any]:
+    types: Mapping[str, Any] = cluster.config["available_node_types"]
+    return types.get(node_type.name, {}).get("node_config", {})  # type: ignore[no-any-return]
