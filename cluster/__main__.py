@@ -75,7 +75,7 @@ def _examined(file: str) -> Iterator[tuple[str, str, list[Finding]]]:
         yield file, f"slurm, {script.options.get('nodes') or 1} nodes", slurm_findings(script)
         return
     from cluster.files.ray_up import load_clusters
-    from cluster.rules.ray_up import findings
+    from cluster.rules.clusters import findings
 
     for cluster in load_clusters(file):
         at_most = min(cluster.max_workers, cluster.sum_max_workers)

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.health.links import free_port
+from cluster.health.probes import free_port
 from trainers import residents
 from trainers.errors import ClusterError
 from trainers.on_ray import reaper

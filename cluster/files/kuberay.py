@@ -82,10 +82,9 @@ def _cluster_file(document: Mapping[str, Any], source: str) -> ClusterFile:
     groups = groups_of(spec, prefix_of(document))
     types = tuple(_node_type(field, group, where) for field, group in groups.items())
     names = [node_type.name for node_type in types[1:]]
-    for index, group_name in enumerate(names):
-        if group_name in names[:index]:
-            field = f"{prefix_of(document)}.workerGroupSpecs.{index}.groupName"
-            raise ConfigError(field, group_name, "must differ from those before", "rename the group", where)
+    if len(set(names)) < len(names):
+        field = f"{prefix_of(document)}.workerGroupSpecs"
+        raise ConfigError(field, names, "must have another groupName each", "rename a group", where)
     max_workers = sum(node_type.max_workers for node_type in types)
     return ClusterFile(where, str(name), "kuberay", max_workers, types, written=document, config=spec)
 

@@ -20,8 +20,6 @@ HEAD, WORKER = "head_start_ray_commands", "worker_start_ray_commands"
 _SETUP_FIELDS = ("head_setup_commands", "worker_setup_commands")
 _COMMAND_FIELDS = ("initialization_commands", "setup_commands", *_SETUP_FIELDS, HEAD, WORKER)
 _HOW_TO_WRITE = "docs.ray.io lists the fields of a cluster YAML"
-# Google's accelerator types carry the number of GPUs in their name: a2-highgpu-8g.
-_GPUS_IN_NAME = re.compile(r"a[234]-\w+-(\d{1,4})g(?:-\w+)?")
 
 
 def load_cluster(path: str | Path) -> ClusterFile:
@@ -45,23 +43,14 @@ def load_clusters(path: str | Path) -> tuple[ClusterFile, ...]:
     return (_ray_up(documents, source),)
 
 
-def instance_type_of(machine: Mapping[str, Any]) -> str | None:
-    """Return the cloud's name of the machine in a `node_config` of AWS, Google Cloud or Azure."""
-    azure = machine.get("azure_arm_parameters") or {}
-    return machine.get("InstanceType") or machine.get("machineType") or azure.get("vmSize")
-
-
 def gpus_of(machine: Mapping[str, Any], price: Price | None) -> int | None:
-    """Return how many GPUs the machine has: attached ones, by the price list, or by its name; None when unknown."""
+    """Return how many GPUs the machine has: attached ones, or by the price list; None when unknown."""
     if attached := machine.get("guestAccelerators"):
         return sum(entry.get("acceleratorCount") or 0 for entry in attached)
-    if price is not None:
-        return price.gpus
-    match = _GPUS_IN_NAME.fullmatch(instance_type_of(machine) or "")
-    return int(match[1]) if match else None
+    return None if price is None else price.gpus
 
 
-def scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
+def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
     """Return Google Cloud's `scheduling`, which Ray's own examples write as a list of mappings."""
     scheduling = machine.get("scheduling") or {}
     parts = scheduling if isinstance(scheduling, list) else [scheduling]
@@ -173,7 +162,8 @@ def _node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]
     found = []
     for name, node_type in config["available_node_types"].items():
         machine = node_type["node_config"]
-        instance_type = instance_type_of(machine)
+        azure = machine.get("azure_arm_parameters") or {}
+        instance_type = machine.get("InstanceType") or machine.get("machineType") or azure.get("vmSize")
         price = known.get(instance_type or "")
         # AWS is asked for what a file leaves out; offline the price list knows it of some types.
         detected = {"CPU": price.vcpus, "GPU": price.gpus} if price and provider == "aws" else {}
@@ -194,7 +184,7 @@ def _node_types(config: Mapping[str, Any], commands: Mapping[str, Sequence[str]]
 
 def _is_spot(machine: Mapping[str, Any]) -> bool:
     aws = machine.get("InstanceMarketOptions") or {}
-    google = scheduling_of(machine)
+    google = google_scheduling_of(machine)
     azure = machine.get("azure_arm_parameters") or {}
     on_google = bool(google.get("preemptible")) or google.get("provisioningModel") == "SPOT"
     return on_google or aws.get("MarketType") == "spot" or azure.get("priority") == "Spot"

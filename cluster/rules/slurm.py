@@ -14,22 +14,8 @@ from cluster.rules import common
 from trainers.config.yaml import read_text
 from trainers.errors import MISSING, ConfigError
 
-_SHORT = {
-    "-N": "nodes",
-    "-n": "ntasks",
-    "-c": "cpus-per-task",
-    "-t": "time",
-    "-G": "gpus",
-    "-a": "array",
-    "-o": "output",
-    "-J": "job-name",
-    "-p": "partition",
-    "-A": "account",
-}
+_SHORT = {"-N": "nodes", "-c": "cpus-per-task", "-t": "time", "-G": "gpus"}
 _OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/local|\$\{?(?:TMPDIR|SLURM_TMPDIR|RAY_TMPDIR)\}?)(?:/|$)")
-_EACH_TIME = re.compile(r"RANDOM|RESTART_COUNT|\$\((?:date|mktemp|uuidgen)|`")
-_LONGEST_TMPDIR = 28
-"""Bytes: a socket's path has 107, and Ray puts some 79 below RAY_TMPDIR."""
 _SIGNALS = {"10": "USR1", "12": "USR2", "15": "TERM"}
 
 _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
@@ -241,14 +227,6 @@ def _options_findings(script: SlurmScript) -> Iterator[Finding]:
             rule = f"must have a `trap` for {name} in the script: bash ends by it, and the job with it"
             fix = "add one that asks the command to stop, as in cluster/slurm.sbatch"
             yield error(script.where("signal"), options["signal"], rule, fix)
-    used = script.search(r"--num-gpus[=\s]+[\"']?[1-9]|use_gpu[=\s]+true")
-    if used and not any(name.startswith("gpus") or name == "gres" for name in options):
-        rule = "must ask for the GPUs that are used, or no node with one is given"
-        yield error("--gpus-per-node", MISSING, rule, f"add it, or use none in line {used.line}")
-    if "array" in options and not script.search("SLURM_ARRAY_TASK_ID"):
-        rule = "makes jobs that are one run: they would take its directory from each other"
-        fix = "add `--name run-$SLURM_ARRAY_TASK_ID` to the command, or let a sweep try the values"
-        yield error(script.where("array"), options["array"], rule, fix)
 
 
 def _step(script: SlurmScript, step: Command) -> Iterator[Finding]:
@@ -262,10 +240,6 @@ def _step(script: SlurmScript, step: Command) -> Iterator[Finding]:
     elif "$SLURM_CPUS_PER_TASK" in step.text and "cpus-per-task" not in script.options:
         rule = f"must be there: line {step.line} uses SLURM_CPUS_PER_TASK, which Slurm sets with it alone"
         yield error("--cpus-per-task", MISSING, rule, "add `#SBATCH --cpus-per-task=8`")
-    export = script.options.get("export", "ALL")
-    if "ALL" not in export.upper().split(",") and "--export" not in own_options:
-        rule = "holds for srun as well: nothing that this script exports, the token among it, reaches a node"
-        yield error(script.where("export"), export, rule, f"write `srun --export=ALL` in line {step.line}")
     later = [command.text for command in script.commands if command.line > step.line]
     waits = any(re.search(r"(?:^|[;{]|\bdo\b|&&)\s*wait\b", text) for text in later)
     in_background = re.search(r"&(?!&)\s*(?:\w+=\S*)?$", step.text)
@@ -278,22 +252,12 @@ def _step(script: SlurmScript, step: Command) -> Iterator[Finding]:
 
 
 def _environment(script: SlurmScript, environment: Mapping[str, str]) -> Iterator[Finding]:
-    storage = environment.get("PACELINE_STORAGE", "")
-    if _EACH_TIME.search(storage):
-        rule = "is another place in each try: the job that comes back starts from the beginning"
-        yield error("PACELINE_STORAGE", storage, rule, "write one place for all tries")
     if not script.search(r"\bray\s+(?:start|symmetric-run)\b"):
         return
     yield from common.environment_findings({"the script": environment}, _OWN_DISK)
-    directory = environment.get("RAY_TMPDIR")
-    if directory is None:
+    if "RAY_TMPDIR" not in environment:
         rule = "should be set: /tmp/ray may be another user's, and a long TMPDIR breaks Ray's sockets"
         yield warning("RAY_TMPDIR", MISSING, rule, "export RAY_TMPDIR=/tmp/paceline-$SLURM_JOB_ID")
-        return
-    path = re.sub(r"\$\{?SLURM_JOB_ID\}?", "12345678", directory)
-    if "$" not in path and len(path) > _LONGEST_TMPDIR:
-        rule = f"must have at most {_LONGEST_TMPDIR} characters: a socket's path has 107, and Ray adds the others"
-        yield error("RAY_TMPDIR", directory, rule, "write a shorter one, below /tmp")
 
 
 def _symmetric_run(script: SlurmScript) -> Iterator[Finding]:
