@@ -39,7 +39,6 @@ _given, _, _scratch = os.environ.get("PYTEST_SCRATCH", "").partition("=")
 IS_OWN = _given != _OWNER
 SCRATCH = Path(tempfile.mkdtemp(prefix="pl-", dir="/tmp") if IS_OWN else _scratch)
 os.environ["PYTEST_SCRATCH"] = f"{_OWNER}={SCRATCH}"
-os.environ["PACELINE_RESIDENT"] = "0"
 os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = str(SCRATCH)
 tempfile.tempdir = None
 multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ignore[attr-defined]

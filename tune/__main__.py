@@ -20,7 +20,6 @@ from pydantic import Field
 from trainers.command_line import run
 from trainers.output import Output
 from tune.config import SweepConfig
-from tune.sweeps.client import RESIDENT, run_by_resident
 from tune.sweeps.spec import SweepSpec, is_complete, read_saved, read_sweep
 from tune.sweeps.sweep import SweepInterrupted, SweepResult, run_to_answer, saved_answer
 
@@ -116,24 +115,8 @@ def plan(
     return 0
 
 
-_by_resident: list[list[str]] = []
-"""The arguments of the command, which the resident driver may run in place of this process."""
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == [RESIDENT]:
-        from tune.sweeps.resident import serve
-
-        serve(Path(arguments[1]), run_here)
-        return 0
-    _by_resident[:] = [arguments]
-    return run_here(arguments)
-
-
-def run_here(arguments: list[str]) -> int:
-    """The command, in this process; returns its exit code."""
     functions: dict[str, Callable[..., int]] = {
         "": sweep,
         "resume": resume,
@@ -143,13 +126,10 @@ def run_here(arguments: list[str]) -> int:
         "track": track,
         "plan": plan,
     }
-    return run("python -m tune", __doc__, functions, arguments, SweepConfig)
+    return run("python -m tune", __doc__, functions, argv, SweepConfig)
 
 
 def _sweep(spec: SweepSpec, fresh: bool, checked: bool, output: Output) -> int:
-    may_keep = spec.config.keep_lanes_s > 0 and spec.config.isolation == "warm"
-    if _by_resident and may_keep and (code := run_by_resident(_by_resident[0], output.descriptor)) is not None:
-        return code
     try:
         result = run_to_answer(spec, fresh, checked, True, output)
     except SweepInterrupted as interrupted:

@@ -162,14 +162,9 @@ class SweepConfig(Settings):
         default="auto", examples=[2], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
     )
     """Worker groups that run trials side by side; auto: as many as the cluster holds, or may grow to by its file."""
-    keep_lanes_s: float = Field(default=300.0, ge=0, le=86400)
-    """How long, in seconds, the lanes stay up for the next sweep on a cluster that outlives this one; they end as soon
-    as anybody else waits for what they hold. 0: they end with the sweep."""
     isolation: Literal["warm", "fresh"] = Field(default="warm")
-    """warm: trial after trial in the same processes; fresh: a worker group of its own for each trial."""
-    compare: bool = Field(default=True)
-    """Whether a `train_func` that ended well in a fresh process runs once more on a warm lane, for 20 s or until it has
-    reported: where that gives anything else, and another fresh process does not, each trial has one of its own."""
+    """warm: trial after trial in the same processes (a `train_func` has proven first, once, that it reports the same
+    there as in a fresh one); fresh: a worker group of its own for each trial."""
     finalists: Finalists = Field(default_factory=Finalists)
     """The best trials once more, for an answer with an interval."""
     explain: bool = Field(default=True)

@@ -132,8 +132,6 @@ def _spec(
     try:
         if kind_of(base) is FunctionConfig:
             config.check_function()
-        else:
-            config.refuse_if(not config.compare, "compare", "has no effect on a `task`", "remove it")
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
         raise error.at(source) from error
