@@ -32,9 +32,6 @@ REPOSITORY = Path(__file__).parent.parent
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
 
-# Prices are the shipped ones, whatever table this user keeps.
-os.environ["PACELINE_PRICES"] = str(REPOSITORY / "cluster/files/prices.csv")
-
 # Embedded clusters and torchrun keep their files here (short: Ray's sockets lie below it), not in /tmp itself. Each
 # process of pytest's makes one; those that its tests start, and that import this for a task, have that of theirs.
 _OWNER = os.environ.get("PYTEST_XDIST_WORKER", "main")
@@ -42,7 +39,6 @@ _given, _, _scratch = os.environ.get("PYTEST_SCRATCH", "").partition("=")
 IS_OWN = _given != _OWNER
 SCRATCH = Path(tempfile.mkdtemp(prefix="pl-", dir="/tmp") if IS_OWN else _scratch)
 os.environ["PYTEST_SCRATCH"] = f"{_OWNER}={SCRATCH}"
-os.environ["PACELINE_RESIDENT"] = "0"
 os.environ["RAY_TMPDIR"] = os.environ["TMPDIR"] = str(SCRATCH)
 tempfile.tempdir = None
 multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ignore[attr-defined]

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
-Answer = tuple[int, str] | tuple[int, str, dict[str, str]]
+Answer = tuple[int, str]
 
 
 @dataclass
@@ -32,12 +32,10 @@ class Machine:
     faults: list[Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=list)
     """What is done, each once, in the place of an answer."""
     asked: list[str] = field(default_factory=list)
-    changed: threading.Event = field(default_factory=threading.Event)
-    """Set when `preempted` is."""
     address: str = ""
 
     def answer(self, method: str, path: str, headers: Any) -> Answer:
-        """Return status, text and headers of the answer, as the clouds document them."""
+        """Return status and text of the answer, as the clouds document them."""
         url = urlsplit(path)
         if path == "/latest/api/token":
             ttl = headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
@@ -53,9 +51,7 @@ class Machine:
             is_notice = path.endswith("/spot/instance-action") and self.action is not None
             return (200, json.dumps(self.action)) if is_notice else (404, "Not Found")
         if path.startswith("/computeMetadata/v1/instance/"):
-            return (
-                self._google(url.path, parse_qs(url.query)) if headers.get("Metadata-Flavor") == "Google" else (403, "")
-            )
+            return self._google(path) if headers.get("Metadata-Flavor") == "Google" else (403, "")
         if headers.get("Metadata") != "true" or "api-version" not in url.query:
             return 400, "Bad request"
         if url.path == "/metadata/instance/compute":
@@ -64,14 +60,10 @@ class Machine:
             return 200, json.dumps({"DocumentIncarnation": len(self.events), "Events": self.events})
         return 404, ""
 
-    def _google(self, path: str, query: dict[str, list[str]]) -> Answer:
+    def _google(self, path: str) -> Answer:
         if path.endswith("/scheduling/preemptible"):
             return 200, str(self.is_spot).upper()
-        if not path.endswith("/preempted"):
-            return 404, ""
-        if query.get("last_etag") == [str(self.preempted)]:
-            self.changed.wait(float(query["timeout_sec"][0]))
-        return 200, str(self.preempted).upper(), {"ETag": str(self.preempted)}
+        return (200, str(self.preempted).upper()) if path.endswith("/preempted") else (404, "")
 
 
 class _Server(ThreadingHTTPServer):
@@ -90,8 +82,7 @@ def metadata_service(listening: socket.socket | None = None) -> Iterator[Machine
             if machine.faults:
                 machine.faults.pop(0)(self)
                 return
-            status, text, *headers = machine.answer(self.command, self.path, self.headers)
-            respond(self, status, text, headers[0] if headers else {})
+            respond(self, *machine.answer(self.command, self.path, self.headers))
 
         do_GET = do_PUT = _serve  # noqa: N815 (the names are http.server's)
 
@@ -108,17 +99,14 @@ def metadata_service(listening: socket.socket | None = None) -> Iterator[Machine
     try:
         yield machine
     finally:
-        machine.changed.set()
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-def respond(handler: BaseHTTPRequestHandler, status: int, text: str, headers: dict[str, str] | None = None) -> None:
+def respond(handler: BaseHTTPRequestHandler, status: int, text: str) -> None:
     """Send an answer."""
     handler.send_response(status)
-    for name, value in (headers or {}).items():
-        handler.send_header(name, value)
     handler.send_header("Content-Length", str(len(text)))
     handler.end_headers()
     handler.wfile.write(text.encode())

@@ -23,13 +23,13 @@ PACKAGES = ("trainers", "cluster", "tune")
 """Lowest first: each may import itself and those before it."""
 
 _ORDER = """
-trainers: redaction output terminal errors residents causes json_data storage lease versions context config command_line
+trainers: redaction output terminal errors causes json_data storage lease versions context config command_line
 trainers: devices data
 trainers: model task
 trainers: arrow measure step
 trainers: checkpoint loop launch explain tracking on_ray inference start __main__
-cluster: finding spot files catalog rules plan health local_cluster __main__
-tune: objective config trials search knowledge lanes ray report sweeps what_if views __main__
+cluster: finding spot files rules health __main__
+tune: objective config trials search knowledge lanes ray report sweeps views watch __main__
 """
 ORDER = {
     package: [

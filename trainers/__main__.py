@@ -9,22 +9,19 @@ Exit codes: 0 done or stopped; 1 the run failed; 2 a value on the command line o
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainers import residents
 from trainers.command_line import run
 from trainers.config import TrainConfig
 from trainers.launch.signals import follow_agent
 from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
 from trainers.output import Output
 from trainers.redaction import redact
-from trainers.residents import join_cluster
-from trainers.start import do_on_cluster, in_lane, launch, run_training, train_function
+from trainers.start import do_on_cluster, launch, run_training, train_function
 from trainers.storage import storage_uri
 
 _PROFILE_STEPS = 5
@@ -49,11 +46,7 @@ def train(
         done = train_function(spec, fresh, True, output)
         output.result(str(done), _joined(str(done)), {"status": "done", **asdict(done)})
         return 0
-    handed = _hand_over(output) if torchrun is None and spec.config.launcher == "ray" else {}
-    if "exit" in handed:
-        return int(handed["exit"])
-    # One that was begun elsewhere goes on.
-    result = run_training(spec, fresh and not handed.get("begun"), True, output)
+    result = run_training(spec, fresh, True, output)
     output.result(str(result), _joined(str(result), 2), {**asdict(result), "uri": spec.uri})
     return 0
 
@@ -135,13 +128,11 @@ def explain(
     """Say where a run's time goes, and which lines of its configuration would change that; changes nothing."""
     from trainers.explain import explanation
     from trainers.launch.log import setup_logging
+    from trainers.on_ray.environment import embedded
 
     setup_logging(0, quiet=True)
     subject = explanation.read_subject(run)
-    on_cluster = not recorded and subject.recorded.config.launcher == "ray" and residents.has_cluster()
-    handed = _hand_over(output) if on_cluster else {}
-    if "exit" in handed:
-        return int(handed["exit"])
+    on_cluster = not recorded and subject.recorded.config.launcher == "ray" and not embedded()
     found = explanation.explain(
         subject, seconds, not recorded, on_cluster if verify is None else verify, do_on_cluster if on_cluster else None
     )
@@ -160,22 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         "memory": memory,
         "explain": explain,
     }
-    join_cluster()
-    _arguments[:] = sys.argv[1:] if argv is None else argv
-    return run("python -m trainers", __doc__, commands, _arguments, TrainConfig, advise=True)
-
-
-_arguments: list[str] = []
-"""Of the command."""
-
-
-def _hand_over(output: Output) -> dict[str, Any]:
-    """Have the driver run this command that keeps the lanes of a sweep, where there is one; returns what it says."""
-    place = None if in_lane else residents.place()
-    if place is None:
-        return {}
-    found = residents.hand_over(place, {"train": _arguments}, output.descriptor)
-    return {"begun": True} if found is None else found
+    return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)
 
 
 def _infer(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from trainers.errors import ConfigError
 from trainers.launch.from_python import Given, check_thread, plain, read_given
@@ -26,16 +26,6 @@ from trainers.tracking.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
 
-
-class InLane(Protocol):
-    """Does a job in warm workers; `take` is given the records of a run."""
-
-    def __call__(self, job: Job[R], take: Take | None = None) -> R:
-        """Do it."""
-
-
-in_lane: list[InLane] = []
-"""What trains on Ray in a process that has warm workers; empty: each run starts its own."""
 
 if TYPE_CHECKING:
     from trainers.inference.trained_run import TrainedRun
@@ -160,9 +150,7 @@ def train_function(
 
 
 def do_on_cluster(job: Job[R]) -> R:
-    """Have workers of the cluster do what keeps nothing, those of a lane where this process has warm ones."""
-    if in_lane:
-        return in_lane[0](job)
+    """Have workers of the cluster do what keeps nothing."""
     from trainers.on_ray.connect import leaving
     from trainers.on_ray.job import run_job
 
@@ -180,7 +168,7 @@ def launch(job: Job[R], launcher: str, rank: int, is_command: bool = True, take:
     if launcher == "ray":
         from trainers.on_ray.trainer import run_on_ray
 
-        starts["ray"] = in_lane[0] if in_lane else run_on_ray
+        starts["ray"] = run_on_ray
     with local.failing_as_run(rank, is_command):
         done: R = starts[launcher](job, take)
         return done

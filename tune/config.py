@@ -1,6 +1,5 @@
 """SweepConfig: everything that `sweep.yaml` may say, strict, without torch and Ray."""
 
-import datetime as dt
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -163,14 +162,9 @@ class SweepConfig(Settings):
         default="auto", examples=[2], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
     )
     """Worker groups that run trials side by side; auto: as many as the cluster holds, or may grow to by its file."""
-    keep_lanes_s: float = Field(default=300.0, ge=0, le=86400)
-    """How long, in seconds, the lanes stay up for the next sweep on a cluster that outlives this one; they end as soon
-    as anybody else waits for what they hold. 0: they end with the sweep."""
     isolation: Literal["warm", "fresh"] = Field(default="warm")
-    """warm: trial after trial in the same processes; fresh: a worker group of its own for each trial."""
-    compare: bool = Field(default=True)
-    """Whether a `train_func` that ended well in a fresh process runs once more on a warm lane, for 20 s or until it has
-    reported: where that gives anything else, and another fresh process does not, each trial has one of its own."""
+    """warm: trial after trial in the same processes (a `train_func` has proven first, once, that it reports the same
+    there as in a fresh one); fresh: a worker group of its own for each trial."""
     finalists: Finalists = Field(default_factory=Finalists)
     """The best trials once more, for an answer with an interval."""
     explain: bool = Field(default=True)
@@ -181,8 +175,6 @@ class SweepConfig(Settings):
     knowledge: bool = Field(default=False)
     """Whether what earlier sweeps of the task found (`knowledge/` below `storage_path`) is where this one begins, and
     whether it leaves there what it finds itself."""
-    deadline: str | None = Field(default=None, examples=["2026-12-01T18:00+01:00"])
-    """When the sweep ends at the latest, with the best so far; without a zone, of the machine that runs the sweep."""
     tracking: Tracking | None = Field(default=None, examples=[["mlflow"]])
     """Experiment trackers that get the sweep as a run with its trials below it, as `tracking` of a run has them
     (default: those of `train`)."""
@@ -271,19 +263,10 @@ class SweepConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _deadline_is_a_time(self) -> Self:
-        try:
-            _ = self.deadline and dt.datetime.fromisoformat(self.deadline)
-        except ValueError as error:
-            fix = "write for example 2026-12-01T18:00"
-            raise ConfigError("deadline", self.deadline, "must be a date with a time", fix) from error
-        return self
-
-    @model_validator(mode="after")
     def _dollars_have_a_price(self) -> Self:
         needs = "budget.usd" if self.budget.usd is not None else "usd_to_target"
         needed = self.budget.usd is not None or "usd_to_target" in self.objective.decisive
-        fix = "add for example `usd_per_hour: 9.69`; `python -m cluster plan` says what a cluster costs"
+        fix = "add for example `usd_per_hour: 9.69`; `python -m tune plan` says what a cluster costs"
         self.refuse_if(needed and self.usd_per_hour is None, "usd_per_hour", f"is needed for {needs}", fix)
         return self
 
@@ -310,13 +293,4 @@ class SweepConfig(Settings):
         limits = [] if self.budget.time_s is None else [self.budget.time_s]
         if self.budget.usd is not None and self.usd_per_hour is not None:
             limits.append(min(1e9, self.budget.usd / self.usd_per_hour * 3600))
-        return min(limits, default=None)
-
-    def time_left_s(self, spent_s: float, now: float) -> float | None:
-        """Seconds until the budget is used up, of which `spent_s` are, or the deadline, at `now` (seconds since 1970),
-        whichever is first; None without either.
-        """
-        limits = [] if self.time_budget_s is None else [self.time_budget_s - spent_s]
-        if self.deadline is not None:
-            limits.append(dt.datetime.fromisoformat(self.deadline).timestamp() - now)
         return min(limits, default=None)

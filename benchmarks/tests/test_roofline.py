@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from benchmarks import ladder
-from benchmarks.roofline import Ceiling, bandwidth, ceiling, lowest, rates
+from benchmarks.roofline import Ceiling, Operators, bandwidth, ceiling, lowest, rates
 from benchmarks.runs import Runs, matmul_flops
-from trainers.step.operators import Operators
 
 CPU = torch.device("cpu")
 RATE, BYTES_S = 1e6, 1e3

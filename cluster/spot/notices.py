@@ -12,13 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
-from urllib.parse import quote
 
 ADDRESS = "169.254.169.254"
 _TIMEOUT_S = 5.0
 _LONGEST = 2**20
-_HELD_S = 5
-"""Seconds for which Google's service may hold a question back while nothing changes."""
 
 
 class UnansweredError(Exception):
@@ -51,16 +48,14 @@ class MetadataService(ABC):
     def notice(self) -> Notice | None:
         """Return the notice that this machine is taken back, or None without one; raises UnansweredError."""
 
-    def _ask(
-        self, path: str, headers: Mapping[str, str], method: str = "GET", held_s: float = 0.0
-    ) -> tuple[int, str, str]:
-        """Return status, text and ETag of an answer, which the service may hold back for `held_s`."""
+    def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> tuple[int, str]:
+        """Return status and text of an answer."""
         try:
-            connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S + held_s)
+            connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)
             try:
                 connection.request(method, path, headers=dict(headers))
                 answer = connection.getresponse()
-                return answer.status, answer.read(_LONGEST).decode().strip(), answer.headers.get("ETag", "")
+                return answer.status, answer.read(_LONGEST).decode().strip()
             finally:
                 connection.close()
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -68,8 +63,7 @@ class MetadataService(ABC):
 
     def _read(self, path: str, headers: Mapping[str, str]) -> Any:
         """Return the JSON of an answer."""
-        status, text, _ = self._ask(path, headers)
-        return _as_json(_require(path, status, text), path)
+        return _as_json(_require(path, *self._ask(path, headers)), path)
 
 
 class Ec2(MetadataService):
@@ -110,43 +104,36 @@ class Ec2(MetadataService):
             status, text = self._get_once(item)
         if status == http.HTTPStatus.UNAUTHORIZED:
             path, headers = "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(self._TTL_S)}
-            self._token = _require(path, *self._ask(path, headers, "PUT")[:2])
+            self._token = _require(path, *self._ask(path, headers, "PUT"))
             status, text = self._get_once(item)
         return status, text
 
     def _get_once(self, item: str) -> tuple[int, str]:
-        return self._ask(f"/latest/meta-data/{item}", {"X-aws-ec2-metadata-token": self._token})[:2]
+        return self._ask(f"/latest/meta-data/{item}", {"X-aws-ec2-metadata-token": self._token})
 
 
 class Google(MetadataService):
-    """Google Cloud's `instance/preempted`, which answers when it changes; the machine is gone half a minute later."""
+    """Google Cloud's `instance/preempted`: the machine is gone half a minute after it has become TRUE."""
 
     every_s = 1.0
     _NOTICE_S = 30.0
     _HEADERS: ClassVar = {"Metadata-Flavor": "Google"}
-
-    def __init__(self, address: str = ADDRESS) -> None:
-        super().__init__(address)
-        self._etag = "NONE"
 
     def is_spot(self) -> bool:
         """Return whether the instance is preemptible, as spot instances are."""
         return self._flag("scheduling/preemptible")
 
     def notice(self) -> Notice | None:
-        """Return the notice as soon as there is one; after a few seconds, that there is none."""
-        wait = f"?wait_for_change=true&timeout_sec={_HELD_S}&last_etag={quote(self._etag, safe='')}"
-        if not self._flag("preempted", wait):
+        """Return the notice once there is one."""
+        if not self._flag("preempted"):
             return None
         return Notice(time.time() + self._NOTICE_S, "Google Cloud's notice: preempted")
 
-    def _flag(self, item: str, query: str = "") -> bool:
+    def _flag(self, item: str) -> bool:
         path = f"/computeMetadata/v1/instance/{item}"
-        status, text, etag = self._ask(path + query, self._HEADERS, held_s=_HELD_S if query else 0)
-        if _require(path, status, text) not in ("TRUE", "FALSE"):
+        text = _require(path, *self._ask(path, self._HEADERS))
+        if text not in ("TRUE", "FALSE"):
             raise UnansweredError(f"GET {path}: neither TRUE nor FALSE")
-        if query:
-            self._etag = etag or "NONE"
         return text == "TRUE"
 
 

@@ -81,7 +81,6 @@ space: {{optimizer.lr: {RATES}}}
 objective: {{metric: val_loss}}
 lanes: 3
 explain: false
-keep_lanes_s: 0
 """
 
 

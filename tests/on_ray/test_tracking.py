@@ -27,7 +27,7 @@ def test_every_tracker_has_the_sweep(
     train = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
     train |= {"task_dir": str(REPOSITORY), "tracking": [*tracking, "tensorboard"]}  # a sweep has those of its run
     given = {"train": train, "space": {"global_batch_size": [8, 24], "seed": [1, 2]}, "lanes": 1}
-    (tmp_path / "sweep.yaml").write_text(dump_yaml({**given, "storage_path": str(tmp_path), "keep_lanes_s": 0.0}))
+    (tmp_path / "sweep.yaml").write_text(dump_yaml({**given, "storage_path": str(tmp_path)}))
     start = ("-m", "tune", str(tmp_path / "sweep.yaml"), "--no-check")
     done = command(*start, cwd=tmp_path, env=environment, ray_address=cluster.address, forked=True)
     assert done.code == 0, done.out + done.err

@@ -1,23 +1,17 @@
-"""Capacity, prices and the plan: hand-made cases in both directions."""
+"""Capacity and cost: hand-made cases in both directions."""
 
 from __future__ import annotations
 
-import datetime as dt
 import itertools
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import yaml
 
-from cluster.__main__ import main
 from cluster.files.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_slots
-from cluster.files.prices import STALE_AFTER_DAYS, load_prices
 
-AWS = Path(__file__).parents[2] / "cluster" / "aws.yaml"
 GPU_NODE = {"CPU": 8, "GPU": 1}
 FOUR_GPUS = {"CPU": 48, "GPU": 4}
 
@@ -128,74 +122,7 @@ def test_cost_counts_the_head_and_names_what_has_no_price() -> None:
     assert cost([NodeType("bare", GPU_NODE)], {"bare": 1}, prices).missing == ("bare",)
 
 
-def _write(tmp_path: Path, **changes: object) -> str:
-    config = yaml.safe_load(AWS.read_text(encoding="utf-8"))
-    types = config["available_node_types"]
-    types["gpu_spot"] |= {"min_workers": 1, **changes}
-    path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    return str(path)
-
-
-def test_plan_shows_now_one_group_and_fully_grown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = _write(tmp_path)
-    prices = ["--price", "m5.2xlarge=1", "--price", "g5.2xlarge=2"]
-    assert main(["plan", file, "--workers", "3", *prices]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    rows = {cells[0].strip(): cells[1:] for cells in (line.rsplit(maxsplit=7) for line in lines[2:5])}
-    assert rows["now"] == ["2", "8", "1", "1", "0", "3.00", "3.00"]
-    assert rows["one group"] == ["4", "24", "3", "3", "1", "7.00", "7.00"]
-    assert rows["fully grown"] == ["9", "64", "8", "8", "2", "17.00", "17.00"]
-    assert "price of g5.2xlarge: 2 USD/hour (--price)" in lines
-
-
-def test_plan_says_the_age_of_a_price(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(AWS), "--workers", "1"]) == 0
-    out = capsys.readouterr().out
-    price = load_prices("aws", "us-east-1")["m5.2xlarge"]
-    age = price.age_days(dt.datetime.now(dt.UTC).date())
-    assert f"price of m5.2xlarge: 0.384 USD/hour in us-east-1, 0.1656 on spot; read {age} days ago" in out
-    assert ("STALE" in out.split("m5.2xlarge")[1].splitlines()[0]) == (age > STALE_AFTER_DAYS)
-
-
-def test_plan_does_not_guess_a_missing_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = _write(tmp_path, node_config={"InstanceType": "z9.huge"})
-    assert main(["plan", file, "--workers", "1"]) == 0
-    out = capsys.readouterr().out
-    assert "at least 0.38" in out
-    assert "price of z9.huge: not in the price table; `python -m cluster prices update`, or give it with --price" in out
-
-
-def test_plan_refuses_what_never_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(AWS), "--workers", "8"]) == 0
-    assert main(["plan", str(AWS), "--workers", "9"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {AWS}: `--workers` is 9, but never fits: the file can grow to 8 workers")
-
-
-def test_plan_needs_resources_that_are_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = _write(tmp_path, node_config={"InstanceType": "z9.huge"}, resources={})
-    assert main(["plan", file, "--workers", "1"]) == 2
-    assert "`available_node_types.gpu_spot.resources` is not known" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (["--workers", "0"], "`--workers` is 0, but must be at least 1; write `--workers N`."),
-        (["--workers", "x"], '`--workers` is "x", but must be a whole number'),
-        (["--workers", "1", "--price", "g5.xlarge"], '`--price` is "g5.xlarge", but must be TYPE=USD'),
-        (["--workers", "1", "--price", "g5.xlarge=-1"], "must be TYPE=USD"),
-        (["--workers", "1", "--cpus-per-worker", "-1"], "must be at least 0"),
-        (["--workers", "1", "--gpus_per_worker", ".inf"], "must be a finite number"),
-    ],
-)
-def test_plan_refuses_wrong_arguments(wrong: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(AWS), *wrong]) == 2
-    assert words in capsys.readouterr().err
-
-
 def test_wrong_arguments_are_said_without_importing_ray() -> None:
-    code = "import sys, cluster.__main__ as m; assert 'ray' not in sys.modules; sys.exit(m.main(['plan']))"
+    code = "import sys, cluster.__main__ as m; assert 'ray' not in sys.modules; sys.exit(m.main(['validate']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, "required" in done.stderr) == (2, True)

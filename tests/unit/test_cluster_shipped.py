@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from cluster.__main__ import main
-from cluster.files.ray_up import load_cluster, load_clusters
+from cluster.files.ray_up import load_clusters
 from cluster.rules.versions import expected_versions
 from tests.specs import REPOSITORY
 from tests.waits import HANG_S
@@ -226,27 +226,3 @@ def test_every_field_says_why(name: str) -> None:
             assert lines[i - 1].startswith("#"), key
     num_comments = sum(line.lstrip().startswith("#") for line in lines)
     assert num_comments >= 0.25 * len(lines)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_plan_works(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    per_node = ["--cpus-per-node", "16", "--gpus-per-node", "2"] if name == "onprem" else []
-    assert main(["plan", str(path_of(name)), "--workers", "2", *per_node]) == 0
-    out = capsys.readouterr().out
-    if name in ("onprem", "kuberay"):
-        assert "unknown" in out.splitlines()[4]
-        assert "price unknown: the file names no machine" in out
-    else:
-        cluster = load_cluster(path_of(name))
-        for node_type in cluster.node_types:
-            assert f"price of {node_type.instance_type}: " in out
-        assert f"USD/hour in {cluster.region}," in out
-
-
-def test_plan_of_own_hosts_asks_for_what_the_file_cannot_say(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(path_of("onprem")), "--workers", "2"]) == 2
-    assert "give --cpus-per-node and --gpus-per-node" in capsys.readouterr().err
-    assert (
-        main(["plan", str(path_of("onprem")), "--workers", "5", "--cpus-per-node", "16", "--gpus-per-node", "2"]) == 2
-    )
-    assert "can grow to 4 workers" in capsys.readouterr().err

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.test_mailbox_functions import assignment, row
-from trainers.storage import Storage
 from tune.lanes import comparison
 from tune.lanes.mailbox import Mailbox
 from tune.lanes.messages import Assignment
@@ -154,28 +152,5 @@ def test_a_long_comparison_ends_at_its_first_report_after_its_time(monkeypatch: 
         assert not await mailbox.report_part(found.ticket, 0, 1, 1, row(1, 3.0), None)
         await mailbox.end(0, found.ticket, {"status": "stopped"})
         assert await taken(mailbox) == "b"
-
-    run(steps)
-
-
-def test_the_next_sweep_finds_fresh_processes_and_does_not_count_their_start(tmp_path: Path) -> None:
-    async def steps(mailbox: Mailbox) -> None:
-        await mailbox.submit(assignment("a"))
-        await trained(mailbox, "a", 3.0)
-        await mailbox.renew()
-        assert await taken(mailbox) == "anew"
-        assert await taken(mailbox, lane=1) is None, "nothing has run in its process"
-        await mailbox.lost(0)
-        assert (await mailbox.watch())["renewed"] == [0], "lanes that start again are kept"
-        await mailbox.begin(Storage(str(tmp_path / "second")), (), True)
-        await mailbox.submit(assignment("b"))
-        await mailbox.hello(0, "cpu")
-        found = await mailbox.take(0, 0.02)
-        assert isinstance(found, Assignment)
-        assert found.trial == "b"
-        assert found.storage is not None
-        assert found.storage.uri == str(tmp_path / "second" / "lanes" / "b")
-        assert (await mailbox.watch())["renewed"] == []
-        assert await mailbox.restarts() == []
 
     run(steps)

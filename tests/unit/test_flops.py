@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tests.unit.test_loop import curve, train
 from trainers.model.precision import resolve_precision
-from trainers.step.data_sheets import PEAKS
-from trainers.step.flops import count_flops, device_peak, gpu_peak, utilisation
+from trainers.step.flops import PEAKS, count_flops, device_peak, gpu_peak, utilisation
 from trainers.step.forward import ForwardPass
 from trainers.step.throwaway import throwaway
 from trainers.task import Task

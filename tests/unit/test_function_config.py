@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.specs import REPOSITORY
 from trainers.__main__ import main as train
 from trainers.config.function import BATCH_KEYS, FunctionConfig, build_run
 from trainers.config.model import build
@@ -217,11 +216,3 @@ def test_a_throughput_that_a_function_reports_is_the_trials(user: Path) -> None:
 
 def record(config: dict[str, Any], loss: float) -> TrialRecord:
     return TrialRecord(trial_id(config), config, "done", 0.0, 1.0, metrics={"loss": loss})
-
-
-def test_a_task_has_nothing_to_compare(tmp_path: Path) -> None:
-    train = {"task": "tests.tasks:Blobs", "task_dir": str(REPOSITORY)}
-    tree = {"train": train, "space": {"seed": [0, 1]}, "objective": {"metric": "val_loss"}, "compare": False}
-    (tmp_path / "sweep.yaml").write_text(dump_yaml(tree))
-    with pytest.raises(ConfigError, match="`compare` is false, but has no effect on a `task`; remove it"):
-        read_sweep(str(tmp_path / "sweep.yaml"), {})

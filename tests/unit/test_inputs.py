@@ -16,7 +16,7 @@ import cluster.__main__
 import trainers.__main__
 import tune.__main__
 from tests.faults.fuzz import laughs
-from tests.unit.cluster_files import LOCAL, TYPES, Change, broken, drop, put, write
+from tests.unit.cluster_files import TYPES, Change, broken, drop, put
 from trainers.config import TrainConfig
 from trainers.config.model import Settings, build
 from trainers.config.overrides import override
@@ -368,20 +368,8 @@ def test_a_cluster_file_of_any_shape(
     name: str, change: Change, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = broken(name, change, tmp_path)
-    for command in (["validate", file], ["plan", file, "--workers=1", "--cpus-per-node=1"]):
-        assert cluster.__main__.main(command) == 2
-        assert f"{field}` " in one_sentence(capsys)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--cpus-per-worker=1e-300"], ["--gpus-per-worker=1e-9"], ["--workers=1e308"], ["--price", "x=" + "9" * 400]],
-    ids=lambda value: str(value)[:30],
-)
-def test_a_plan_of_any_size(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path, LOCAL)
-    assert cluster.__main__.main(["plan", file, "--workers=1", "--cpus-per-node=4", *options]) == 2
-    one_sentence(capsys)
+    assert cluster.__main__.main(["validate", file]) == 2
+    assert f"{field}` " in one_sentence(capsys)
 
 
 def test_a_long_image_name_is_read_at_once(tmp_path: Path) -> None:

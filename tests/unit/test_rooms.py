@@ -74,7 +74,7 @@ def test_an_upward_import_a_strange_room_and_a_wrong_package_are_found() -> None
     ]
     assert upward({"trainers.task": {"tune.config"}}) == ["trainers.task imports tune.config, which lies above it"]
     assert upward({"trainers.cellar.wine": set()}) == ["trainers.cellar.wine lies in no known room"]
-    assert upward({"tune.sweeps.run": {"cluster.plan", "trainers.task"}}) == []
+    assert upward({"tune.sweeps.run": {"cluster.spot", "trainers.task"}}) == []
 
 
 def test_ray_in_a_wrong_room_is_found(tmp_path: Path) -> None:

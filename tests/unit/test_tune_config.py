@@ -80,7 +80,6 @@ def test_the_defaults_are_a_sweep() -> None:
         ({"objective": {"metric": "val_loss", "target": {"a_loss": 1, "b_loss": 2}}}, "objective.target", "at most 1"),
         ({"budget": {"trials": 0}}, "budget.trials", "at least 1"),
         ({"budget": {"time_s": 0}}, "budget.time_s", "greater than 0"),
-        ({"deadline": "Friday"}, "deadline", "must be a date with a time"),
         ({"name": "a/b"}, "name", "letters, digits"),
         ({"objektive": {}}, "objektive", "did you mean `objective`?"),
     ],
@@ -167,11 +166,3 @@ def test_overrides_mean_keys_of_the_sweep() -> None:
 )
 def test_a_budget_of_dollars_is_one_of_time(budget: dict[str, float], time_s: float | None) -> None:
     assert make(budget=budget, usd_per_hour=10.0).time_budget_s == time_s
-
-
-def test_a_deadline_and_a_budget_of_time_end_a_sweep_by_whichever_is_first() -> None:
-    config = make(deadline="1970-01-01T01:00+00:00", budget={"time_s": 100})
-    assert config.time_left_s(spent_s=10.0, now=0.0) == 90
-    assert config.time_left_s(spent_s=10.0, now=3590.0) == 10
-    assert make(deadline="1970-01-01T02:00+01:00").time_left_s(0.0, 0.0) == 3600
-    assert make().time_left_s(0.0, 0.0) is None

@@ -105,7 +105,7 @@ def test_a_trial_that_lacks_a_figure_is_never_the_best() -> None:
 
 def test_the_page_weighs_by_the_one_script_that_its_policy_names(tmp_path: Any) -> None:
     sweep, given = several(), done()
-    shown = contents(Storage(str(tmp_path)), sweep, {}, {}, given, {}, answer(sweep, given), drawn=[])
+    shown = contents(Storage(str(tmp_path)), sweep, {}, {}, given, {}, answer(sweep, given))
     page = render("report.html", **shown)
     assert page.count("<script>") == 1
     assert f"script-src '{shown['script_hash']}'" in page
@@ -115,7 +115,7 @@ def test_the_page_weighs_by_the_one_script_that_its_policy_names(tmp_path: Any) 
     assert "--precision bf16" in page
     assert "<script>" not in render(
         "report.html",
-        **contents(Storage(str(tmp_path)), config(), {}, {}, given, {}, answer(config(), given), drawn=[]),
+        **contents(Storage(str(tmp_path)), config(), {}, {}, given, {}, answer(config(), given)),
     )
 
 

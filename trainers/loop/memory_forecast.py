@@ -29,7 +29,6 @@ from trainers.model.precision import resolve_precision
 from trainers.model.sharding import local
 from trainers.step.memory_meter import MemoryMeter
 from trainers.step.microbatch import Probe
-from trainers.step.operators import Operator, Operators
 from trainers.step.phased_step import make_phases
 from trainers.task import Task
 
@@ -140,20 +139,6 @@ class Forecaster:
         state = tensors_of(list(self._probe.optimizer.state.values()))
         optimizer = sum(local(tensor).nbytes for tensor in state)
         return Forecast(self._parameters, self._gradients, optimizer, self._meter.activations, self._meter.peak)
-
-    def operators(self, microbatch_size: int) -> list[Operator]:
-        """Return the operators of a step of one microbatch, once the optimizer has its state."""
-        probe, counted = self._probe, Operators()
-        with self._mode:
-            probe.take_steps(microbatch_size, accumulates=False)
-            probe.optimizer.zero_grad(set_to_none=True)
-            batches = [(one, probe.batch(microbatch_size)) for one in probe.passes]
-            with counted:
-                for one, batch in batches:
-                    with one.alone():
-                        one.loss(batch).backward()
-                probe.optimizer.step()
-        return counted.found
 
     def peak(self, microbatch_size: int) -> int:
         """Return the most bytes that steps of this microbatch size take at once."""

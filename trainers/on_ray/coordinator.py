@@ -5,7 +5,6 @@ run whose driver was killed. Source: default_autoscaling_coordinator.py of ray.d
 """
 
 import logging
-import operator
 import time
 from typing import Any
 
@@ -57,17 +56,6 @@ def count_nodes() -> None:
         ray.get(_coordinator().get_reserved_resources.remote("", recompute=True), timeout=_ANSWER_S)
     except (ray.exceptions.RayError, ImportError, TypeError) as error:
         logger.warning("Ray did not count the nodes again (%s): the group may wait for a dead one", error)
-
-
-def requesters() -> set[str]:
-    """Who has asked Ray's coordinator for resources. An elastic group that is given none waits and reserves nothing: in
-    Ray's lists of what is pending it does not appear.
-    """
-    try:
-        coordinator: Any = ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator")
-        return set(ray.get(coordinator.__ray_call__.remote(operator.attrgetter("_ongoing_reqs")), timeout=_ANSWER_S))
-    except (ValueError, ray.exceptions.RayError):  # there is none; it is busy, or another Ray's
-        return set()
 
 
 def free_dead_runs() -> None:

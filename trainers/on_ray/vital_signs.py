@@ -60,9 +60,7 @@ def end_actors() -> None:
 class VitalSigns:
     """Kills the actors of this driver that have fallen silent, while its block runs and Ray is connected."""
 
-    def __init__(self, keeps: bool = False) -> None:
-        """`keeps`: actors outlive the block, and may be watched again."""
-        self._keeps = keeps
+    def __init__(self) -> None:
         self._heard: dict[bytes, bytes] = {}
         self._silent: dict[bytes, int] = {}
         self._closing = threading.Event()
@@ -77,7 +75,7 @@ class VitalSigns:
         self._closing.set()
         self._thread.join(_BEAT_S)
         # After an error the cluster may be gone, and would not answer; without one Ray would start another.
-        if error is None and not self._keeps and not self._thread.is_alive() and ray.is_initialized():
+        if error is None and not self._thread.is_alive() and ray.is_initialized():
             with contextlib.suppress(Exception):
                 _internal_kv_del(_prefix(), del_by_prefix=True)
 

@@ -74,35 +74,17 @@ class Lanes:
         self._begun: set[int] = set()
         self._threads: list[threading.Thread] = []
 
-    def begin(self, sweep: Storage, num_at_once: int, is_patient: bool) -> None:
-        """Serve another sweep, whose mailbox is the same: lanes that were not let start may do so."""
-        self.sweep, self.num_at_once, self.is_patient = sweep, num_at_once, is_patient
-        self._settled.clear()
-        alive = [lane for lane, thread in enumerate(self._threads) if thread.is_alive()]
-        del self._threads[alive[-1] + 1 if alive else 0 :]
-        self._begun &= set(alive)
-        for lane in set(range(self.count)) - set(alive):
-            self._threads[lane] = self._thread(lane)
-
     @property
     def count(self) -> int:
         """Lanes that were started, whether there is a node for them by now or not."""
         return len(self._threads)
 
-    @property
-    def num_alive(self) -> int:
-        """Lanes that have not ended; a training run lets all but its own end."""
-        return sum(thread.is_alive() for thread in self._threads)
-
     def grow(self, count: int) -> None:
         """Start lanes until there are `count`; returns at once, while their workers come up."""
         for lane in range(self.count, count):
-            self._threads.append(self._thread(lane))
-
-    def _thread(self, lane: int) -> threading.Thread:
-        thread = threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
-        thread.start()
-        return thread
+            thread = threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def await_first(self, cancelled: Callable[[], bool], timeout_s: float = 20.0) -> None:
         """Wait until some lane has worker processes, since what starts any sooner delays its first trial; at most

@@ -51,30 +51,12 @@ class Mailbox:
         self._arrived = asyncio.Condition()
         self._lanes = Roll()
         self._closed = False
-        self._begin(sweep, path, compares, past)
-
-    async def begin(
-        self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound] = ()
-    ) -> None:
-        """Serve another sweep, with the lanes that are up; or, without one, a training run."""
-        used = self._comparison.used
-        self._begin(sweep, path, compares, past)
-        self._comparison.used = used
-
-    async def renew(self) -> None:
-        """Have lanes that have run a training function start again, so that the next sweep finds fresh processes."""
-        async with self._arrived:
-            self._lanes.renew(self._comparison.used)
-            self._arrived.notify_all()
-
-    def _begin(self, sweep: Storage | None, path: tuple[str, ...], compares: bool, past: Sequence[PastBound]) -> None:
         self._sweep, self._path = sweep, path
         self._microbatches = Microbatches(sweep, past)
         self._trials: dict[str, Submission] = {}
         self._queue: deque[str] = deque()
         self._running: dict[int, str] = {}
         self._comparison = Comparison(compares)
-        self._lanes.restarts = []
         self._expected = 0
         self._notes: list[str] = []
         self._broken: str | None = None
@@ -126,7 +108,7 @@ class Mailbox:
             trial.losses += 1
             why = f": {cause.message}" if cause is not None else ""
             status = "node_lost" if cause is None or cause.status == "error" else cause.status
-            if trial.losses >= MAX_LOSSES or status == "hung" or trial.assignment.is_once:
+            if trial.losses >= MAX_LOSSES or status == "hung" or trial.assignment.job is not None:
                 message = f"its worker group died {trial.losses} time{'s' * (trial.losses > 1)} under it{why}"
                 trial.tell(Event(outcome={"status": status, "message": message, "lane": lane}))
                 await self._drop_checkpoints(trial)
@@ -169,11 +151,9 @@ class Mailbox:
         deadline = time.monotonic() + wait_s
         async with self._arrived:
             while True:
-                if self._closed or self._is_needless(lane):
+                if self._closed:
                     self._lanes.ends(lane)
                     return "close"
-                if lane in self._lanes.renewed:
-                    return "anew"
                 trial = self._next(lane)
                 if isinstance(trial, str):
                     await self.starts_again(lane, trial)
@@ -221,11 +201,6 @@ class Mailbox:
                     trial.assignment = replace(trial.assignment, microbatch_bounds=known[0], microbatch_hint=known[1])
                 return trial
         return instead
-
-    def _is_needless(self, lane: int) -> bool:
-        """Whether a training run is all there is to do, and another lane runs it: what this one holds is free then."""
-        runs = [self._trials[ticket].assignment.run for one, ticket in self._running.items() if one != lane]
-        return any(run is not None for run in runs)
 
     def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""
@@ -434,18 +409,14 @@ class Mailbox:
         submissions = [state for state in self._trials.values() if state.assignment.trial == trial]
         return max((state.events for state in submissions), key=len, default=[])
 
-    async def tell(self, words: str) -> None:
-        """Keep a line of a training run for the driver's terminal."""
-        self._notes.append(words)
-
     def say(self, words: str) -> None:
         """Log a line, and keep it for the driver's terminal."""
         logger.warning("%s", words)
         self._notes.append(words)
 
     async def watch(self, notes: int = 0) -> dict[str, Any]:
-        """For the terminal and the metrics: lanes that are up, those that start again for the next sweep, their trials
-        with their newest reports, what is known of microbatches, and the notes from number `notes` on.
+        """For the terminal and the metrics: lanes that are up, their trials with their newest reports, what is known of
+        microbatches, and the notes from number `notes` on.
         """
         running = {}
         for lane, ticket in self._running.items():
@@ -453,5 +424,5 @@ class Mailbox:
             newest = next((event.metrics for event in reversed(trial.events) if event.outcome is None), {})
             running[lane] = {"trial": trial.assignment.trial, "started": trial.started, "metrics": newest}
         boundary = self._microbatches.shown()
-        lanes = {"lanes": sorted(self._lanes.up), "renewed": sorted(self._lanes.renewed)}
-        return {**lanes, "running": running, "boundary": boundary, "notes": self._notes[notes:]}
+        lanes = sorted(self._lanes.up)
+        return {"lanes": lanes, "running": running, "boundary": boundary, "notes": self._notes[notes:]}

@@ -14,7 +14,7 @@ from tune.trials.microbatch_bounds import fixed_size, key_of
 from tune.trials.record import Until
 
 if TYPE_CHECKING:
-    from trainers.launch.spec import Job, RunSpec
+    from trainers.launch.spec import Job
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,8 @@ class Assignment:
     """How often it was started before."""
     begun: Begun | None = None
     """Where a training function goes on that was started before."""
-    run: RunSpec | None = None
-    """The training run that it is, which somebody has asked for; None: a trial."""
     job: Job[Any] | None = None
     """What is to be done in place of a trial; its result, as JSON, is `answer` of the outcome."""
-
-    @property
-    def is_once(self) -> bool:
-        """Whether it is not started again where its lane is lost."""
-        return self.run is not None or self.job is not None
 
 
 def new_ticket(name: str) -> str:

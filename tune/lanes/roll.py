@@ -2,12 +2,11 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 
 class Roll:
-    """Outlives a sweep, as lanes do; only their `restarts` are counted for each."""
+    """One for each sweep."""
 
     def __init__(self) -> None:
         self.starts: dict[str, dict[int, Any]] = defaultdict(dict)
@@ -17,8 +16,6 @@ class Roll:
         self._known: dict[int, str] = {}
         """Of those that are down, too, for as long as they come back."""
         self._down: dict[int, tuple[float, str]] = {}
-        self.renewed: set[int] = set()
-        """Lanes that are to start again for the next sweep, or do so."""
         self.restarts: list[tuple[float, str]] = []
         """How long lanes that started again took no trials, s, and why they had to."""
 
@@ -31,21 +28,16 @@ class Roll:
         """Return a lane's model of device; None of a lane that there is none of any more."""
         return self._known.get(lane)
 
-    def renew(self, lanes: Iterable[int]) -> None:
-        """Have those lanes of these that are up start again."""
-        self.renewed |= self.up.keys() & set(lanes)
-
     def comes(self, lane: int, device: str) -> None:
         """Note that a lane is up."""
         self.up[lane] = self._known[lane] = device
-        self.renewed.discard(lane)
         if lane in self._down:
             since, why = self._down.pop(lane)
             self.restarts.append((time.monotonic() - since, why))
 
     def goes(self, lane: int, why: str) -> None:
         """Note that a lane is up no more, if it was; where it is down for another reason already, that one stays."""
-        if self.up.pop(lane, None) is not None and lane not in self.renewed:
+        if self.up.pop(lane, None) is not None:
             self._down.setdefault(lane, (time.monotonic(), why))
 
     def starts_again(self, lane: int, why: str) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,11 +21,9 @@ from trainers.devices.device import device_name, grow_segments, total_memory_byt
 from trainers.devices.group import Group
 from trainers.errors import DivergedError, PacelineError, PreemptedError, RunFailedError
 from trainers.launch.imports import without_collection
-from trainers.launch.log import setup_logging, show_log
+from trainers.launch.log import setup_logging
 from trainers.launch.spec import RunSpec
-from trainers.on_ray.context import Gauges, RayContext, WorkerContext, own_gpu
-from trainers.on_ray.records import telling
-from trainers.redaction import redact
+from trainers.on_ray.context import Gauges, WorkerContext, own_gpu
 from trainers.storage import Storage
 from tune.lanes.leftovers import adopt_orphans
 from tune.lanes.messages import Assignment
@@ -97,36 +95,6 @@ class LaneContext(WorkerContext):
         ray.get(self._mailbox.hung.remote(self._lane, self._ticket, failure, stack, self.world_size))
 
 
-class RunInLane(RayContext):
-    """RunContext of a training run in a lane, whose controller must not hear of its checkpoints."""
-
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
-        """Nothing: what is on storage is all that the run goes on from."""
-
-
-class _Telling(logging.Handler):
-    """Sends what a run logs to the driver's terminal, by way of the mailbox."""
-
-    def __init__(self, mailbox: Any) -> None:
-        super().__init__()
-        self._mailbox = mailbox
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._mailbox.tell.remote(redact(self.format(record)))
-
-
-@contextlib.contextmanager
-def _shown(mailbox: Any, rank: int, quiet: bool) -> Iterator[None]:
-    """Show the log of rank 0 as a run of its own would."""
-    setup_logging(rank, quiet)
-    if rank == 0:
-        show_log(_Telling(mailbox), logging.WARNING if quiet else logging.INFO)
-    try:
-        yield
-    finally:
-        setup_logging(1)
-
-
 def serve_trials(loop_config: Mapping[str, Any]) -> None:
     """Run trials as a worker of a lane, until the mailbox closes, or is gone: the driver ends the sweep then."""
     with contextlib.suppress(ray.exceptions.ActorDiedError):
@@ -167,8 +135,7 @@ def _serve(loop_config: Mapping[str, Any]) -> None:
             outcome |= {"cpu_pressure": pressure.share()}
         else:
             outcome = _run(assignment, mailbox, lane, gauges, loop_config["may_drain"])
-            outcome |= {"device": " and ".join(devices)}
-            if outcome["status"] == "preempted" and assignment.run is None:
+            if outcome["status"] == "preempted":
                 if group.rank == 0:
                     ray.get(mailbox.hand_back.remote(lane, assignment.ticket, outcome["message"]))
                 _leave(mailbox, lane)
@@ -213,10 +180,6 @@ def _function() -> Any:
 def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges, may_drain: bool) -> dict[str, Any]:
     """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
     path, source = assignment.path, assignment.trial
-    if (run := assignment.run) is not None:
-        of_run = RunInLane(run.storage)
-        with _shown(mailbox, of_run.rank, run.quiet), telling(run, of_run):
-            return _outcome(run, of_run)
     context = LaneContext(mailbox, lane, assignment, gauges, may_drain)
     if (job := assignment.job) is not None:
         try:
@@ -229,13 +192,13 @@ def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges, may_dr
     return _outcome(RunSpec(assignment.tree, path, f"trial {source}", ""), context)
 
 
-def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
+def _outcome(spec: RunSpec, context: LaneContext) -> dict[str, Any]:
     """Train as one worker; returns how it has ended."""
     pressure, began, clock = Pressure(), time.time(), time.monotonic()
     try:
         result = spec.execute(context)
     except Exception as error:
-        if isinstance(error, PreemptedError) and isinstance(context, LaneContext):
+        if isinstance(error, PreemptedError):
             return {"status": error.status, "message": str(error)}
         return _failed(error, context)
     total_s = time.monotonic() - clock
@@ -251,7 +214,7 @@ def _outcome(spec: RunSpec, context: WorkerContext) -> dict[str, Any]:
     return {"status": result.status, "result": asdict(result), "spent": spent, "cpu_pressure": pressure.share()}
 
 
-def _failed(error: Exception, context: WorkerContext) -> dict[str, Any]:
+def _failed(error: Exception, context: LaneContext) -> dict[str, Any]:
     """Return the outcome of what an error has ended."""
     failure = failure_of(error, context.rank)
     outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}

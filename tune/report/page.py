@@ -16,7 +16,6 @@ from trainers.redaction import escape_controls, redact
 from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.answer import Answer, objective_value
-from tune.report.canvas import Figure
 from tune.report.explained import read_explained
 from tune.report.figures import figures
 from tune.report.front import script_hash, weighing
@@ -57,13 +56,12 @@ def contents(
     records: list[TrialRecord],
     environment: Mapping[str, str],
     found: Answer,
-    drawn: list[Figure] | None = None,
     past: Sequence[Past] = (),
 ) -> dict[str, Any]:
     """Return what the template report.html shows of a sweep.
 
-    `train` is the run that is varied, `resolved` that of the best trial where there is one, `drawn` the figures where
-    they are there already, `past` what search frontier has heard of earlier sweeps.
+    `train` is the run that is varied, `resolved` that of the best trial where there is one, `past` what search frontier
+    has heard of earlier sweeps.
     """
     explained = read_explained(sweep)
     is_of_best = explained is not None and found.best is not None and explained.trial == found.best.id
@@ -77,7 +75,7 @@ def contents(
         "columns": table,
         "command": best_command(sweep),
         "explanation": explained.explanation if explained is not None and is_of_best else None,
-        "figures": figures(config, records, found.best, train, past) if drawn is None else drawn,
+        "figures": figures(config, records, found.best, train, past),
         "reasons": found.reasons,
         "records": in_order(config, records),
         "same": ", ".join(said),

@@ -4,17 +4,18 @@
 sweep would hold and cost before a cent is spent.
 """
 
+import datetime as dt
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from cluster.files.capacity import total, worker_slots
+from cluster.files.capacity import Cost, cost, grow, nodes_of, total, worker_slots
 from cluster.files.cluster_file import ClusterFile
-from cluster.plan import ClusterPlan, Size, has_gpus, with_resources
+from cluster.files.prices import load_prices
 from trainers.config.function import FunctionConfig, RunConfig, build_run
-from trainers.errors import ConfigError, StorageError, first_line
+from trainers.errors import MISSING, ConfigError, StorageError, first_line, printable
 from tune.report.words import duration
 from tune.sweeps.spec import SweepSpec
 from tune.trials.interval import dollars
@@ -104,13 +105,67 @@ def starts_at_once(count: int, fits: int, cpus: Sequence[float], workers: int) -
 
 
 @dataclass(frozen=True)
+class Size:
+    """A cluster with a number of worker nodes of each type beside its head."""
+
+    counts: Mapping[str, int]
+    nodes: Nodes
+    """The head's among them."""
+    num_workers: int
+    """Workers that fit side by side."""
+    cost: Cost
+
+    @property
+    def words(self) -> str:
+        """Its nodes, and what they have."""
+        workers = [f"{count} {name}" for name, count in self.counts.items() if count]
+        has = f"{total(self.nodes, 'CPU'):g} CPUs, {total(self.nodes, 'GPU'):g} GPUs"
+        return f"the head and {', '.join(workers) or 'no worker node'}: {has}"
+
+    @property
+    def usd_per_hour(self) -> str:
+        """Its price in words: a lower bound, or unknown, where prices are missing."""
+        if self.cost.missing and not self.cost.usd_per_hour:
+            return "unknown"
+        return f"{'at least ' if self.cost.missing else ''}{self.cost.usd_per_hour:.2f}"
+
+
+@dataclass(frozen=True)
+class WorkerShape:
+    """What one worker reserves."""
+
+    cpus: float
+    gpus: float
+
+    @property
+    def words(self) -> str:
+        """Its resources."""
+        return f"{self.cpus:g} CPU" + (f" and {self.gpus:g} GPU" if self.gpus else "")
+
+
+def size_of(cluster: ClusterFile, worker: WorkerShape, num_workers: int | None = None) -> Size:
+    """Return the fewest nodes on which `num_workers` workers fit; None: all that the cluster may have."""
+    types = cluster.node_types
+    counts = grow(types, cluster.max_workers, worker.cpus, worker.gpus, num_workers)
+    nodes = nodes_of(types, counts)
+    usd_per_hour: dict[str, float] = {}
+    spot_usd_per_hour: dict[str, float] = {}
+    for name, price in load_prices(cluster.provider, cluster.region).items():
+        usd_per_hour[name] = price.usd_per_hour
+        if price.spot_usd_per_hour is not None:
+            spot_usd_per_hour[name] = price.spot_usd_per_hour
+    slots = worker_slots(nodes, worker.cpus, worker.gpus)
+    return Size(counts, nodes, slots, cost(types, counts, usd_per_hour, spot_usd_per_hour))
+
+
+@dataclass(frozen=True)
 class Forecast:
     """A sweep on what a cluster file can grow to: what it would hold, how long it would take, what it would cost."""
 
     spec: SweepSpec
     plan: SweepPlan
-    on: ClusterPlan
-    """The cluster, and workers of the sweep's shape."""
+    cluster: ClusterFile
+    worker: WorkerShape
     ended: int
     """Trials that the sweep's directory holds already."""
     trials: int
@@ -119,8 +174,10 @@ class Forecast:
     """Those of them that end within the budget."""
     held: Size
     """The nodes that the lanes need."""
+    most: Size
+    """All that the cluster may have."""
     usd_per_hour: float | None
-    """Price of those nodes, as given or by the price list; None where that of a node is not known."""
+    """Price of the nodes that are held, as given or by the price list; None where that of a node is not known."""
     trial_s: float | None
     """Duration of a trial; None when nothing is known of it."""
     trial_source: str
@@ -131,38 +188,68 @@ class Forecast:
 
     def lines(self) -> Iterator[str]:
         """As the terminal shows it."""
-        config, held, time_s = self.spec.config, self.held, self.time_s
-        lanes, most, size = self.plan.num_lanes, self.plan.max_lanes, self.plan.train.scaling.min_workers
+        cluster = self.cluster
+        where = f"{cluster.provider}, {cluster.region or 'no region'}"
+        yield f"{self.spec.config.name} on {printable(cluster.name)} ({where})"
         again = f" ({self.ended} more have ended already)" if self.ended else ""
-        of = f" of at most {most}" if most > lanes else ""
-        rounds = math.ceil(self.trials / lanes)
-        lane = f"{size} worker{'s' * (size > 1)} of {self.on.worker}"
-        source = "on-demand list prices"
-        if held.cost.spot_usd_per_hour is not None:
-            source += f"; {held.cost.spot_usd_per_hour:.2f} with spot nodes at their spot prices"
-        if config.usd_per_hour is not None:
-            source = "given: usd_per_hour"
-        elif held.cost.missing:
-            source = f"no price of {', '.join(held.cost.missing)}: give --usd_per_hour X for all nodes together"
-        time = "unknown" if time_s is None else f"{duration(time_s)} once the nodes are up"
-        if time_s is None and config.time_budget_s is not None:
-            time += f", at most {duration(config.time_budget_s)} by the budget"
-        shown = {
+        rows = {
             "trials": f"{self.trials}{again}",
-            "lanes": f"{lanes}{of}, each {lane}; {rounds} trial{'s' * (rounds != 1)} one after the other",
-            "nodes": f"the head and {held.words}: {total(held.nodes, 'CPU'):g} CPUs, {total(held.nodes, 'GPU'):g} GPUs",
-            "USD/hour": f"{'unknown' if self.usd_per_hour is None else f'{self.usd_per_hour:.2f}'} ({source})",
+            "lanes": self._lanes(),
+            "nodes": self.held.words,
+            "fully grown": f"{self.most.words}, {self.most.usd_per_hour} USD/hour",
+            "USD/hour": f"{_usd(self.usd_per_hour)} ({self._price_source()})",
             "one trial": f"{'unknown' if self.trial_s is None else duration(self.trial_s)} ({self.trial_source})",
-            "time": time,
-            "USD": "unknown" if self.usd is None else f"{self.usd:.2f}",
+            "time": self._time(),
+            "USD": _usd(self.usd),
         }
         if self.within < self.trials:
-            shown["budget"] = f"ends the sweep after about {self.within} of {self.trials} trials"
-        yield f"{config.name} on {self.on.title}"
-        for label, words in shown.items():
+            rows["budget"] = f"ends the sweep after about {self.within} of {self.trials} trials"
+        for label, words in rows.items():
             yield f"{label:13}{words}"
-        if config.usd_per_hour is None and not held.cost.missing:
-            yield from self.on.remarks(held)
+        if self.spec.config.usd_per_hour is None and not self.held.cost.missing:
+            yield from self._remarks()
+
+    def _lanes(self) -> str:
+        lanes, most = self.plan.num_lanes, self.plan.max_lanes
+        workers = self.plan.train.scaling.min_workers
+        rounds = math.ceil(self.trials / lanes)
+        of_most = f" of at most {most}" if most > lanes else ""
+        lane = f"{workers} worker{'s' * (workers > 1)} of {self.worker.words}"
+        return f"{lanes}{of_most}, each {lane}; {rounds} trial{'s' * (rounds != 1)} one after the other"
+
+    def _price_source(self) -> str:
+        found = self.held.cost
+        if self.spec.config.usd_per_hour is not None:
+            return "given: usd_per_hour"
+        if found.missing:
+            return f"no price of {', '.join(found.missing)}: give --usd_per_hour X for all nodes together"
+        if found.spot_usd_per_hour is None:
+            return "on-demand list prices"
+        return f"on-demand list prices; {_usd(found.spot_usd_per_hour)} with spot nodes at their spot prices"
+
+    def _time(self) -> str:
+        budget_s = self.spec.config.time_budget_s
+        if self.time_s is not None:
+            return f"{duration(self.time_s)} once the nodes are up"
+        return "unknown" if budget_s is None else f"unknown, at most {duration(budget_s)} by the budget"
+
+    def _remarks(self) -> Iterator[str]:
+        """Where the price of each node that is held is from, how old it is, and whether spot nodes cost less."""
+        cluster, today = self.cluster, dt.datetime.now(dt.UTC).date()
+        types = [one for one in cluster.node_types if one.is_head or self.held.counts.get(one.name)]
+        prices = load_prices(cluster.provider, cluster.region)
+        for name in dict.fromkeys(node_type.instance_type or "" for node_type in types):
+            price = prices[name]
+            region = "" if price.region == cluster.region else f", not of {cluster.region}"
+            spot = "none" if price.spot_usd_per_hour is None else f"{price.spot_usd_per_hour:g}"
+            figures = f"{price.usd_per_hour:g} USD/hour in {price.region}{region}, {spot} on spot"
+            yield f"price of {name}: {figures}; {price.age(today)} ({price.source})"
+        if any(node_type.spot for node_type in types):
+            yield "USD/hour counts spot nodes at the on-demand price, which is the most they cost."
+
+
+def _usd(amount: float | None) -> str:
+    return "unknown" if amount is None else f"{amount:.2f}"
 
 
 def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | None) -> Forecast:
@@ -171,20 +258,25 @@ def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | 
     Raises ConfigError when the sweep cannot fit: no node holds a worker, the cluster never holds one group or the
     lanes that are asked for, or the budget ends before the first trial does.
     """
-    train, cluster = build_run(spec.train, spec.source), with_resources(cluster)
-    scaling, budget = train.scaling, spec.config.budget
-    use_gpu = has_gpus(cluster) if scaling.use_gpu == "auto" else scaling.use_gpu
+    _check_resources(cluster)
+    train = build_run(spec.train, spec.source)
+    scaling = train.scaling
+    use_gpu = _has_gpus(cluster) if scaling.use_gpu == "auto" else scaling.use_gpu
     use_gpu = use_gpu and (isinstance(train, FunctionConfig) or train.device in ("auto", "cuda"))
-    on = ClusterPlan(cluster, float(scaling.cpus_per_worker), scaling.gpus_per_worker if use_gpu else 0.0)
-    on.require(scaling.min_workers, "train.scaling.num_workers", scaling.num_workers, spec.source)
-    plan = SweepPlan.make(spec, on.grown().nodes, (), use_gpu)
+    worker = WorkerShape(float(scaling.cpus_per_worker), scaling.gpus_per_worker if use_gpu else 0.0)
+    most = size_of(cluster, worker)
+    if most.num_workers < scaling.min_workers:
+        rule = f"never fits: {cluster.source} can grow to {most.num_workers} workers of {worker.words}"
+        fix = "ask for fewer or smaller workers, or raise the cluster's max_workers"
+        raise ConfigError("train.scaling.num_workers", scaling.num_workers, rule, fix, spec.source)
+    plan = SweepPlan.make(spec, most.nodes, (), use_gpu)
     try:
         records, note = Journal(spec.storage).records(), ""
     except StorageError as error:
         records, note = [], f"; {spec.uri} cannot be read: {first_line(error)}"
     trial_s, trial_source = _trial_s(records, minutes_per_trial, note)
     trials = within = max(0, plan.num_trials - len(records))
-    held = on.grown(plan.num_lanes * scaling.min_workers)
+    held = size_of(cluster, worker, plan.num_lanes * scaling.min_workers)
     usd_per_hour = spec.config.usd_per_hour or (None if held.cost.missing else held.cost.usd_per_hour)
     budget_s, time_s = spec.config.time_budget_s, None
     if trial_s is not None:
@@ -192,15 +284,48 @@ def make_plan(spec: SweepSpec, cluster: ClusterFile, minutes_per_trial: float | 
         if budget_s is not None:
             within = min(trials, math.floor(budget_s / trial_s + 1e-9) * plan.num_lanes)
     if trial_s is not None and trials and within == 0:
-        key = "time_s" if budget_s == budget.time_s else "usd"
-        rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
-        rule += f" at {usd_per_hour:.2f} USD an hour" if key == "usd" else ""
-        fix = "raise it, or lower `lanes` or the length of a trial"
-        raise ConfigError(f"budget.{key}", getattr(budget, key), rule, fix, spec.source)
-    usd = None if time_s is None or usd_per_hour is None else dollars(time_s, usd_per_hour)
+        raise _too_short(spec, plan, trial_s, usd_per_hour)
     return Forecast(
-        spec, plan, on, len(records), trials, within, held, usd_per_hour, trial_s, trial_source, time_s, usd
+        spec=spec,
+        plan=plan,
+        cluster=cluster,
+        worker=worker,
+        ended=len(records),
+        trials=trials,
+        within=within,
+        held=held,
+        most=most,
+        usd_per_hour=usd_per_hour,
+        trial_s=trial_s,
+        trial_source=trial_source,
+        time_s=time_s,
+        usd=None if time_s is None or usd_per_hour is None else dollars(time_s, usd_per_hour),
     )
+
+
+def _too_short(spec: SweepSpec, plan: SweepPlan, trial_s: float, usd_per_hour: float | None) -> ConfigError:
+    budget = spec.config.budget
+    key = "time_s" if spec.config.time_budget_s == budget.time_s else "usd"
+    rule = f"is used up before the first trial ends, which takes {duration(trial_s)} on {plan.num_lanes} lanes"
+    rule += f" at {usd_per_hour:.2f} USD an hour" if key == "usd" else ""
+    fix = "raise it, or lower `lanes` or the length of a trial"
+    return ConfigError(f"budget.{key}", getattr(budget, key), rule, fix, spec.source)
+
+
+def _check_resources(cluster: ClusterFile) -> None:
+    """Raise ConfigError for a node type whose processors only the running node tells."""
+    for node_type in cluster.node_types:
+        if "CPU" not in node_type.resources:
+            name = f"available_node_types.{node_type.name}.resources"
+            fix = "write `resources: {CPU: n, GPU: n}`, or ask the running cluster with `ray status`"
+            if cluster.provider == "local":
+                name = f"resources of a {node_type.name}"
+                fix = "add --num-cpus and --num-gpus to the file's `ray start`"
+            raise ConfigError(name, MISSING, "is not known before the node is up", fix, cluster.source)
+
+
+def _has_gpus(cluster: ClusterFile) -> bool:
+    return any(node_type.resources.get("GPU") for node_type in cluster.node_types)
 
 
 def _trial_s(records: Sequence[TrialRecord], minutes: float | None, note: str) -> tuple[float | None, str]:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
 from tune.knowledge.taken import past_bounds
-from tune.lanes.kept import resident
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.report.words import duration
 from tune.search import ray_search
@@ -59,7 +58,6 @@ def run_sweep(
     asked to stop, and PacelineError when it is cut off: what has ended until then is in the journal.
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
-    _time_left_s(spec)
     plan = _plan(spec, checked)
     journal = Journal(spec.storage)
     # A grid and a random search come to their old trials again; optuna and frontier go on from them.
@@ -69,7 +67,7 @@ def run_sweep(
     taken = take(spec, where)
     given = spec.train, journal.records, spec.past()
     search = ray_search.searcher(spec.config, at_a_time, _objectives(spec, before), *given)
-    lanes, keep = _lanes(spec, plan, past_bounds(taken))
+    lanes = _lanes(spec, plan, past_bounds(taken))
     mailbox, is_auto = lanes.mailbox, spec.config.lanes == "auto"
     pace = Pace(search, mailbox, plan.total if plan.is_independent else None)
 
@@ -86,14 +84,14 @@ def run_sweep(
     progress.records.update({record.id: record for record in before})
     try:
         ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
-        with ending, progress.heeding_signals(), progress.terminal, VitalSigns(bool(resident)), run_environment():
+        with ending, progress.heeding_signals(), progress.terminal, VitalSigns(), run_environment():
             lanes.grow(plan.num_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
-            began, left_s = time.monotonic(), _time_left_s(spec)
+            began, budget_s = time.monotonic(), spec.config.time_budget_s
             with sweep_environment():
-                _tuner(spec, plan, mailbox, search, progress, len(before), left_s).fit()
+                _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
-            is_over_budget = time.monotonic() - began >= (left_s or math.inf)
+            is_over_budget = time.monotonic() - began >= (budget_s or math.inf)
             progress.record_rest(is_over_budget)
             if not is_over_budget:
                 repeats = run_repeats(spec, plan, mailbox, lanes.settle, progress.tick, progress.terminal.say)
@@ -109,7 +107,8 @@ def run_sweep(
             if restarts := _restarts(ray.get(mailbox.restarts.remote())):
                 progress.terminal.say(f"lanes started again: {restarts}")
                 (facts if facts is not None else {})["lane_restarts"] = restarts
-        keep()
+        lanes.close()
+        ray.kill(mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
     except BaseException as error:
         with contextlib.suppress(PacelineError):
             progress.restore_records()
@@ -127,32 +126,20 @@ def run_sweep(
     return [progress.records[name] for name in names if name in progress.records]
 
 
-def _lanes(spec: SweepSpec, plan: SweepPlan, bounds: Sequence[PastBound]) -> tuple[Lanes, Callable[[], None]]:
-    """Return the lanes of a sweep, kept ones where there are, and what to call once it has ended well."""
-    is_fresh, is_patient = spec.config.isolation == "fresh", spec.config.lanes == "auto"
-    compares = spec.is_of_function and spec.config.compare and not is_fresh
-    given = spec.storage, spec.path, compares, bounds
-    scaling, use_gpu, at_once = plan.train.scaling, plan.use_gpu, plan.num_at_once
-    key = scaling, use_gpu, spec.is_of_function
-    kept = resident[0] if resident else None
-    if kept is not None and not is_fresh and (lanes := kept.take(key)) is not None:
-        ray.get(lanes.mailbox.begin.remote(*given))
-        lanes.begin(spec.storage, at_once, is_patient)
-    else:
-        at = start_mailbox(*given), scaling, use_gpu, is_fresh, spec.storage, at_once
-        lanes = Lanes(*at, is_patient=is_patient, of_function=spec.is_of_function)
-
-    def end() -> None:
-        if kept is not None and not is_fresh and spec.config.keep_lanes_s:
-            lanes.settle()  # a start would be in the way of the next sweep
-            if compares:
-                ray.get(lanes.mailbox.renew.remote())
-            kept.keep(lanes, key, spec.config.keep_lanes_s)
-            return
-        lanes.close()
-        ray.kill(lanes.mailbox)  # Tune's copy of its handle would keep it for as long as this process lives
-
-    return lanes, end
+def _lanes(spec: SweepSpec, plan: SweepPlan, bounds: Sequence[PastBound]) -> Lanes:
+    """Return the lanes of a sweep, none of which has started."""
+    is_fresh = spec.config.isolation == "fresh"
+    mailbox = start_mailbox(spec.storage, spec.path, spec.is_of_function and not is_fresh, bounds)
+    return Lanes(
+        mailbox,
+        plan.train.scaling,
+        plan.use_gpu,
+        is_fresh,
+        spec.storage,
+        plan.num_at_once,
+        is_patient=spec.config.lanes == "auto",
+        of_function=spec.is_of_function,
+    )
 
 
 def _restarts(restarts: Sequence[tuple[float, str]]) -> str:
@@ -216,15 +203,6 @@ def _driver_node() -> str:
     return next(name for name in names if name in own["Resources"])
 
 
-def _time_left_s(spec: SweepSpec) -> float | None:
-    """Return the seconds that the sweep has from now on; raise ConfigError where its deadline has passed."""
-    left_s = spec.config.time_left_s(0.0, time.time())
-    if left_s is not None and left_s <= 0:
-        rule = f"has passed; `python -m tune report {spec.uri}` answers from the trials that have ended"
-        raise ConfigError("deadline", spec.config.deadline, rule, "give a later one", spec.source)
-    return left_s
-
-
 def _objectives(spec: SweepSpec, records: Sequence[TrialRecord]) -> list[tuple[dict[str, Any], list[float]]]:
     """The configurations of ended trials and their objectives, the worst for those that have none."""
     objective = spec.config.objective
@@ -238,7 +216,6 @@ def _tuner(
     search: Any,
     progress: Progress,
     num_before: int,
-    time_left_s: float | None,
 ) -> tune.Tuner:
     config, objective = spec.config, spec.config.objective
     population = config.scheduler == "pbt"
@@ -269,7 +246,7 @@ def _tuner(
             search_alg=search,
             scheduler=scheduler,
             reuse_actors=True,
-            time_budget_s=time_left_s,
+            time_budget_s=config.time_budget_s,
             trial_name_creator=ray_search.member_name if population else None,
         ),
         run_config=tune.RunConfig(

@@ -26,7 +26,6 @@ from tune.search.history import Past
 from tune.search.population import population
 from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import TrialRecord
 
 SAVED = "sweep.yaml"
 
@@ -133,8 +132,6 @@ def _spec(
     try:
         if kind_of(base) is FunctionConfig:
             config.check_function()
-        else:
-            config.refuse_if(not config.compare, "compare", "has no effect on a `task`", "remove it")
         uri = Storage(storage_uri(config.storage_path)).child(config.name).uri
     except ConfigError as error:
         raise error.at(source) from error
@@ -178,11 +175,9 @@ def save(spec: SweepSpec) -> None:
         spec.storage.write(SAVED, dump_yaml(spec.saved()).encode())
 
 
-def is_complete(spec: SweepSpec, records: list[TrialRecord] | None = None) -> bool:
-    """Whether every trial has a record, of `records` or of the journal; a random search is known to be complete only
-    by running it.
-    """
-    config, records = spec.config, Journal(spec.storage).records() if records is None else records
+def is_complete(spec: SweepSpec) -> bool:
+    """Whether every trial has a record; a random search is known to be complete only by running it."""
+    config, records = spec.config, Journal(spec.storage).records()
     if config.search == "optuna":
         return len(records) >= spec.num_trials
     if config.search == "frontier":

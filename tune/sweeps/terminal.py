@@ -69,9 +69,8 @@ def render(view: View) -> RenderableType:
     spent = f"time          {duration(view.spent_s)}, {len(running)} of {len(view.state['lanes'])} lanes busy"
     if config.usd_per_hour is not None:
         spent += f", {config.usd_per_hour * view.spent_s / 3600:.2f} USD"
-    left_s = config.time_left_s(view.spent_s, time.time())
-    if left_s is not None:
-        spent += f"; {duration(max(0.0, left_s))} of the budget left"
+    if config.time_budget_s is not None:
+        spent += f"; {duration(max(0.0, config.time_budget_s - view.spent_s))} of the budget left"
     return Group(Text(head, style="bold"), table, *(Text(redact(line)) for line in [*lines, spent]))
 
 

@@ -121,19 +121,6 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """On what a trial ran, and how its steps were divided."""
-
-    device: str
-    """Model and memory of each worker's ("NVIDIA A10G, 22.5 GiB", "cpu, 15.6 GiB")."""
-    workers: _Whole
-    global_batch_size: _Whole
-    microbatch_size: _Whole
-    accumulation: _Whole
-    """Microbatches of a step on the busiest rank."""
-
-
-@dataclass(frozen=True)
 class TrialRecord:
     """How one trial ended."""
 
@@ -180,8 +167,6 @@ class TrialRecord:
     """The course of its weights, in a population."""
     spent: Spent | None = None
     """Where its time went; None where it failed, or is a population's, which runs in stages."""
-    ran: Ran | None = None
-    """None where it failed, and of a training function."""
     energy_j: _Amount | None = None
     """Energy of its GPUs, else of its nodes' processors, from the loop's start to its end; None where nothing tells."""
 
@@ -299,15 +284,7 @@ def make_record(
         message=redact(message),
         traceback=redact(outcome.get("traceback", "")),
         spent=Spent(**outcome["spent"]) if outcome.get("spent") else None,
-        ran=_ran(outcome.get("device", ""), result),
     )
-
-
-def _ran(device: str, result: Mapping[str, Any]) -> Ran | None:
-    if not device or "microbatch_size" not in result:
-        return None
-    names = ("global_batch_size", "microbatch_size", "accumulation")
-    return Ran(device, result["world_size"], *(result[name] for name in names))
 
 
 def _samples(result: Mapping[str, Any]) -> float | None:

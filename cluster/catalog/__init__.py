@@ -1,1 +1,0 @@
-"""Price tables from a kept catalog: download, read, combine, write."""
