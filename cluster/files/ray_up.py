@@ -75,13 +75,10 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
         if not shape.get(legacy):
             shape.pop(legacy, None)
     if isinstance(written.get("available_node_types"), dict):
-        _check_head(written, source)
+        _check_types(written, source)
     with _asking_ray(source):
         validate_config(shape)
     check_schema(written, "ray_up", "", _HOW_TO_WRITE, source)
-    if written["provider"]["type"] == "local" and "available_node_types" in written:
-        rule = "has no effect with provider local"
-        raise ConfigError("available_node_types", MISSING, rule, "remove it; Ray asks the hosts", source)
     with _asking_ray(source):
         config = prepare_config(copy.deepcopy(written))
         validate_config(config)
@@ -121,8 +118,12 @@ def _asking_ray(source: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _check_head(written: Mapping[str, Any], source: str) -> None:
+def _check_types(written: Mapping[str, Any], source: str) -> None:
     types = written["available_node_types"]
+    provider = written.get("provider")
+    if isinstance(provider, dict) and provider.get("type") == "local":
+        rule = "has no effect with provider local"
+        raise ConfigError("available_node_types", MISSING, rule, "remove it; Ray asks the hosts", source)
     head = written.get("head_node_type", MISSING)
     if str(head) not in types:
         fix = did_you_mean(head, types, f"name one of {', '.join(map(str, types))}")

@@ -3,7 +3,6 @@
 Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage that is proved.
 """
 
-import logging
 import math
 import os
 import statistics
@@ -34,8 +33,6 @@ from cluster.health.verdicts import (
 from trainers.errors import PacelineError, last_line
 from trainers.on_ray.gpus import hide_unassigned_gpus
 from trainers.storage import Storage
-
-logger = logging.getLogger(__name__)
 
 _START_S, _PART_S, _MEASURE_S, _COLLECTIVE_S = 60.0, 20.0, 45.0, 40.0
 """How long a node may take to start an actor, to answer, to measure, and to meet the others."""
@@ -202,18 +199,12 @@ class Checkup:
         answers: dict[str, AllReduce] = self.ask("all-reduce", _COLLECTIVE_S, calls)
         for node_id, answer in answers.items():
             self._note(node_id, wrong_sum=self.facts[node_id].wrong_sum or not answer.is_right)
-        return [_of_all([answers.get(node_id) for node_id in group]) for group in groups]
-
-
-def _of_all(answers: Sequence[AllReduce | None]) -> AllReduce:
-    """One group's all-reduce, as its slowest rank saw it."""
-    failure = None if all(answers) else "a node is silent"
-    rates = []
-    for answer in filter(None, answers):
-        failure = failure or answer.failure
-        rates.append(answer.mb_per_s or 0.0)
-    is_right = all(answer.is_right for answer in answers if answer)
-    return AllReduce(len(answers), None if failure else min(rates), failure, is_right)
+        slowest = []
+        for group in groups:
+            silent = AllReduce(len(group), failure="a node is silent")
+            seen = [answers.get(node_id, silent) for node_id in group]
+            slowest.append(min(seen, key=lambda answer: answer.mb_per_s or 0.0))
+        return slowest
 
 
 def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -273,16 +264,12 @@ def examine(uri: str | None, quick: bool, workers_wanted: int | None = None) -> 
 
 
 def require_sound(uri: str | None) -> None:
-    """Before a sweep on several nodes: log the warnings of the quick part, and raise ClusterError for errors."""
+    """Before a sweep on several nodes: raise ClusterError for what the quick part finds."""
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return
     found = judge(replace(examine(uri, quick=True), lost=()))  # a sweep starts on the living nodes
-    for each in found:
-        if each.finding.level == "warning":
-            logger.warning("%s", each)
-    errors = [str(each) for each in found if each.finding.level == "error"]
-    if errors:
-        raise ClusterError("\n".join([*errors, "fix these nodes, or go on all the same with --no-check"]))
+    if found:
+        raise ClusterError("\n".join([*map(str, found), "fix these nodes, or go on all the same with --no-check"]))
 
 
 def check(

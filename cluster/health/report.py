@@ -56,7 +56,7 @@ def _lines(cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None,
     result = table_lines(_COLUMNS, rows)
     total = cluster.all_reduce
     if total is not None and total.mb_per_s is not None:
-        how = "right" if total.is_right else "wrong"
+        how = "wrong" if any(node.wrong_sum for node in cluster.nodes) else "right"
         result.append(f"all-reduce between nodes: {total.num_ranks} ranks, {how}, {total.mb_per_s:,.0f} MB/s")
     result += [f"{each.finding.level}: {each}" for each in found]
     if uri is None and len(cluster.nodes) > 1:

@@ -138,13 +138,13 @@ def _versions(cluster: ClusterFile) -> Iterator[Finding]:
             commands[f"available_node_types.{name}.{key}"] = tuple(node_type.get(key, ()))
     for field, lines in commands.items():
         for line in lines:
-            for package, version in common.installs(line):
-                yield from common.version_finding(field, package, version)
-            files = [file for words in common.pip_words(line) for file in common.constraint_files(words)]
-            for file in files:
-                if "://" not in file and not _brings(cluster, file):
-                    rule = "must be brought to the nodes, which have no such file"
-                    yield error(field, file, rule, f"add `{file}: constraints.txt` to file_mounts")
+            for arguments in common.pip_arguments(line):
+                for package, version in common.installs(arguments):
+                    yield from common.version_finding(field, package, version)
+                for file in common.constraint_files(arguments):
+                    if "://" not in file and not _brings(cluster, file):
+                        rule = "must be brought to the nodes, which have no such file"
+                        yield error(field, file, rule, f"add `{file}: constraints.txt` to file_mounts")
     docker = cluster.config.get("docker") or {}
     for key in ("image", "head_image", "worker_image"):
         if docker.get(key):

@@ -3,24 +3,17 @@
 import functools
 import math
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
-
 from cluster.finding import Finding, error, warning
-from trainers.config.yaml import read_text
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import MISSING
 from trainers.versions import package_versions
 
 HEAD_WORKS = "should be 0 on the head: work there slows the scheduler, and can end the cluster"
 OPEN_PORT = "must not open a port to the world: the Jobs API runs any code that reaches it"
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
-# Nodes with other versions of these cannot talk to each other, or run the code differently.
-_MUST_BE_PINNED = ("ray", "torch")
 _RAY_IN_IMAGE = re.compile(r"(?:rayproject/ray(?:-ml|-llm)?:|ray[-_]?)(\d+\.\d+\.\d+)")
 _ASSIGNMENT = re.compile(r"(?<![\w$-])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s;&|'\"]*)")
 # Keys of AWS, of Google and of anybody, and passwords in an address; what they match is never shown.
@@ -93,11 +86,11 @@ def key_findings(written: object) -> Iterator[Finding]:
         yield error("a cloud key", MISSING, rule, fix)
 
 
-def version_finding(field: str, package: str, version: str | None) -> Iterator[Finding]:
-    """Compare what a file installs with what Paceline has here; `version` None: it is not pinned."""
+def version_finding(field: str, package: str, version: str) -> Iterator[Finding]:
+    """Compare what a file installs with what Paceline has here; `version` is "" where it is not pinned."""
     right = expected_versions().get(package)
     fix = f"write {package}=={right}"
-    if version is None:
+    if not version:
         yield warning(field, package, "must be pinned, or nodes that start later differ", fix)
     elif right is not None and not same_version(version, right):
         # Ray's client and cluster must be the same version; others merely should be.
@@ -116,34 +109,21 @@ def image_finding(field: str, image: str | None) -> Iterator[Finding]:
         yield from version_finding(field, "ray", version[1])
 
 
-def installs(command: str) -> Iterator[tuple[str, str | None]]:
-    """Yield (package, version or None) of each package of a `pip install` whose version matters."""
-    for words in pip_words(command):
-        is_constrained = bool(constraint_files(words))
-        for word in words:
-            try:
-                requirement = Requirement(word)
-            except InvalidRequirement:  # an option, or a path
-                continue
-            package = canonicalize_name(requirement.name)
-            pins = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
-            if package in _MUST_BE_PINNED and (pins or not is_constrained):
-                yield package, pins[0] if pins else None
+def pip_arguments(command: str) -> list[str]:
+    """Return what each `pip install` of a shell command is told."""
+    return re.findall(r"\bpip3?\s+install\b([^;&|\n]*)", command)
 
 
-def pip_words(command: str) -> Iterator[list[str]]:
-    """Yield the arguments of each `pip install` in a shell command."""
-    for arguments in re.findall(r"\bpip3?\s+install\b([^;&|\n]*)", command):
-        try:
-            yield shlex.split(arguments)
-        except ValueError:  # an open quote: the shell would fail as well
-            yield arguments.split()
-
-
-def constraint_files(words: list[str]) -> list[str]:
+def constraint_files(arguments: str) -> list[str]:
     """Return the files and addresses that `-c` and `-r` name."""
-    flags = ("-c", "-r", "--constraint", "--requirement")
-    return [words[index + 1] for index, word in enumerate(words[:-1]) if word in flags]
+    return re.findall(r"(?:-c|-r|--constraint|--requirement)[\s=]+(\S+)", arguments)
+
+
+def installs(arguments: str) -> list[tuple[str, str]]:
+    """Return (package, version) of each package whose version matters; "" where it is not pinned at all."""
+    found = re.findall(r"(?<![\w./-])(ray|torch)(?:\[[^\]]*\])?(?:==([\w.+]+))?(?![\w.-])", arguments)
+    is_constrained = bool(constraint_files(arguments))
+    return [(package, version) for package, version in found if version or not is_constrained]
 
 
 def assignments(text: str) -> dict[str, str]:
@@ -154,16 +134,8 @@ def assignments(text: str) -> dict[str, str]:
 @functools.cache
 def expected_versions(constraints: Path = _CONSTRAINTS) -> dict[str, str]:
     """Return the versions for every node: as in constraints.txt, ray and torch else as installed here."""
-    versions = package_versions(*_MUST_BE_PINNED)
-    try:
-        lines = read_text(constraints, str(constraints)).splitlines()
-    except (OSError, ConfigError):
-        return versions
-    for line in lines:
-        name, is_pin, version = line.split("#")[0].strip().partition("==")
-        if is_pin:
-            versions[canonicalize_name(name.partition("[")[0])] = version
-    return versions
+    text = constraints.read_text(encoding="utf-8") if constraints.is_file() else ""
+    return package_versions("ray", "torch") | dict(re.findall(r"^([\w.-]+)==([\w.+]+)", text, re.MULTILINE))
 
 
 def same_version(version: str, other: str) -> bool:

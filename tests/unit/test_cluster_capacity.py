@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.files.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_slots
+from cluster.files.capacity import NodeType, cost, grow, nodes_of, worker_slots
 
 GPU_NODE = {"CPU": 8, "GPU": 1}
 FOUR_GPUS = {"CPU": 48, "GPU": 4}
@@ -50,14 +50,6 @@ HEAD = NodeType("head", {"CPU": 0, "GPU": 0}, is_head=True, instance_type="m5.2x
 SMALL = NodeType("small", GPU_NODE, 1, 8, instance_type="g5.2xlarge")
 LARGE = NodeType("large", FOUR_GPUS, 0, 2, instance_type="g5.12xlarge")
 SPOT = NodeType("spot", GPU_NODE, 0, 8, instance_type="g5.2xlarge", spot=True, priority=10)
-
-
-def test_the_smallest_cluster_is_the_head_and_the_minimum() -> None:
-    counts = smallest([HEAD, SMALL, LARGE])
-    assert counts == {"head": 0, "small": 1, "large": 0}
-    nodes = nodes_of([HEAD, SMALL, LARGE], counts)
-    assert nodes == [{"CPU": 0, "GPU": 0}, GPU_NODE]
-    assert (total(nodes, "CPU"), total(nodes, "GPU"), total(nodes, "TPU")) == (8, 1, 0)
 
 
 @pytest.mark.parametrize(

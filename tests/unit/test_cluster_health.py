@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
 from cluster.health.actors import Nodes
-from cluster.health.check import Checkup
 from cluster.health.facts import ClusterFacts, Collective, GpuHealth, Kind, LostNode, NodeFacts, Rate
+
+from cluster.health.check import Checkup
 from cluster.health.report import lines, print_report
 from cluster.health.verdicts import judge, label_selector, least, slow, unshared, verdicts
 

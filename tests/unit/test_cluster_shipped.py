@@ -19,7 +19,7 @@ import yaml
 
 from cluster.__main__ import main
 from cluster.files.ray_up import load_clusters
-from cluster.rules.versions import expected_versions
+from cluster.rules.common import expected_versions
 from tests.specs import REPOSITORY
 from tests.waits import HANG_S
 

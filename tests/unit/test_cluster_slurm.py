@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from cluster.files.slurm import load_slurm
 
 from cluster.__main__ import main
-from cluster.files.slurm import load_slurm
 from cluster.rules.slurm import slurm_findings
 from tests.specs import REPOSITORY
 from tests.waits import until

@@ -21,7 +21,7 @@ from ray.train.v2._internal.util import construct_train_func
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cluster.health.actors import Probe
+from cluster.health.check import Probe
 from tests.specs import make
 from tests.tasks import Blobs
 from tests.waits import HANG_S
