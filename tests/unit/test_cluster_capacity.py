@@ -52,25 +52,6 @@ LARGE = NodeType("large", FOUR_GPUS, 0, 2, instance_type="g5.12xlarge")
 SPOT = NodeType("spot", GPU_NODE, 0, 8, instance_type="g5.2xlarge", spot=True, priority=10)
 
 
-@pytest.mark.parametrize(
-    ("limit", "workers", "expected"),
-    [
-        (10, None, {"head": 0, "small": 8, "large": 2}),
-        (4, None, {"head": 0, "small": 2, "large": 2}),  # the type with more GPUs a node first
-        (2, None, {"head": 0, "small": 1, "large": 1}),
-        (1, None, {"head": 0, "small": 1, "large": 0}),  # the minimum uses up the limit
-        (10, 1, {"head": 0, "small": 1, "large": 0}),  # fits already
-        (10, 2, {"head": 0, "small": 1, "large": 1}),
-        (10, 5, {"head": 0, "small": 1, "large": 1}),
-        (10, 6, {"head": 0, "small": 1, "large": 2}),
-        (10, 10, {"head": 0, "small": 2, "large": 2}),
-        (3, 99, {"head": 0, "small": 1, "large": 2}),  # all there is, though it does not suffice
-    ],
-)
-def test_grow(limit: int, workers: int | None, expected: dict[str, int]) -> None:
-    assert grow([HEAD, SMALL, LARGE], limit, 1, 1, workers) == expected
-
-
 def test_grow_prefers_the_higher_priority_and_leaves_useless_types_alone() -> None:
     on_demand = NodeType("on_demand", GPU_NODE, 0, 8)
     cpu_only = NodeType("cpu_only", {"CPU": 64}, 0, 8)
