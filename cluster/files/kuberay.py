@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.files.capacity import NodeType
-from cluster.files.cluster_file import MOST_NODES, ClusterFile, check_schema, join
+from cluster.files.cluster_file import ClusterFile, check_schema, join
 from trainers.errors import ConfigError, printable
 
 GPU = "nvidia.com/gpu"
@@ -97,13 +97,11 @@ def _node_type(field: str, group: Mapping[str, Any], source: str) -> NodeType:
             resources[resource] = at_most if told is None else told
     if field.endswith("headGroupSpec"):
         return NodeType("head", resources, is_head=True)
-    low, high, hosts = group["minReplicas"], group["maxReplicas"], group.get("numOfHosts") or 1
+    low, high = group["minReplicas"], group["maxReplicas"]
+    hosts = group.get("numOfHosts") or 1
     if low > high:
         rule = f"must be at most maxReplicas, {high}"
         raise ConfigError(f"{field}.minReplicas", low, rule, f"write {high} or less, or raise maxReplicas", source)
-    if high * hosts > MOST_NODES:
-        rule = f"makes {high * hosts} pods with numOfHosts {hosts}, more than {MOST_NODES}"
-        raise ConfigError(f"{field}.maxReplicas", high, rule, "lower one of the two", source)
     return NodeType(
         name=group["groupName"],
         resources=resources,

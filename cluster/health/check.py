@@ -30,7 +30,7 @@ from cluster.health.verdicts import (
     slow,
     unshared,
 )
-from trainers.errors import PacelineError, last_line
+from trainers.errors import ClusterError, last_line
 from trainers.on_ray.gpus import hide_unassigned_gpus
 from trainers.storage import Storage
 
@@ -41,10 +41,6 @@ _MEASUREMENTS = 4  # at most: as long as a node looks slow
 _UNEXPECTED = 2  # of Ray's NodeDeathInfo: neither drained nor scaled down
 
 Call = tuple[Any, ...]  # a function of cluster/health/probes.py, and its arguments
-
-
-class ClusterError(PacelineError):
-    """Nodes that cannot be trained on, a line each."""
 
 
 class Probe:
@@ -92,20 +88,21 @@ class Checkup:
 
     def quick(self, uri: str | None) -> None:
         """Examine versions, clocks and storage."""
-        self._learn("versions", "its start", _START_S, probes.versions, False)
+        self._learn("versions", "its start", _START_S, probes.versions)
         self._clocks()
         if uri is not None and len(self.facts) > 1:
             self._storage(uri)
 
     def full(self) -> None:
-        """Examine NCCL's version and the GPUs' health, and measure every rate."""
-        self._learn("versions", "importing torch", _START_S, probes.versions, True)
+        """Examine the GPUs' health, and measure every rate."""
+        self._learn("device", "importing torch", _START_S, probes.device_name)
         self._learn("gpus", "reading its GPUs", _PART_S, probes.gpu_health)
-        self._learn("device", "naming its device", _PART_S, probes.device_name)
         for _ in range(_MEASUREMENTS):
             self._measure()
+            nodes = [self.facts[node_id] for node_id in self.answering()]
+            is_cut = any(rate.value == 0 for node in nodes for rate in node.rates)  # each try takes its whole timeout
             # A node that is slow stays slow in every measurement; one that something disturbed for a moment does not.
-            if not slow([self.facts[node_id] for node_id in self.answering()]):
+            if is_cut or not slow(nodes):
                 break
         training = self.answering(training=True)
         if len(training) > 1:
@@ -209,11 +206,10 @@ class Checkup:
 
 def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Return a ring of pairs in rounds in which every node is in one pair at most."""
-    if len(nodes) <= 2:
-        return [[(nodes[0], nodes[1])]] if len(nodes) == 2 else []
-    ring = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-    last = [ring.pop()] if len(nodes) % 2 else []
-    return [pairs for pairs in (ring[::2], ring[1::2], last) if pairs]
+    first = list(zip(nodes[::2], nodes[1::2], strict=False))
+    second = list(zip(nodes[1::2], nodes[2::2], strict=False))
+    third = [(nodes[-1], nodes[0])] if len(nodes) > 2 else []
+    return [pairs for pairs in (first, second, third) if pairs]
 
 
 def lost_nodes(nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]) -> tuple[LostNode, ...]:
@@ -233,15 +229,13 @@ def lost_nodes(nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]) -> t
 
 def wait_for_workers(num_workers: int, timeout_s: float) -> None:
     """Wait until `num_workers` nodes for workers are alive, or the time is up."""
-    deadline, told = time.monotonic() + timeout_s, -1
-    while True:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
         resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         up = sum(each.get("CPU", 0) + each.get("GPU", 0) > 0 for each in resources)
-        if up >= num_workers or time.monotonic() > deadline:
+        if up >= num_workers:
             return
-        if up != told:
-            print(f"waiting for {num_workers} worker nodes, {up} are up", file=sys.stderr, flush=True)
-            told = up
+        print(f"waiting for {num_workers} worker nodes, {up} are up", end="\r", file=sys.stderr, flush=True)
         time.sleep(1)
 
 

@@ -21,12 +21,10 @@ _SAMPLE_S = 0.15  # long against a scheduler's time slice, so that one sample is
 _SEEN_WITHIN_S = 5.0  # how late a file of another node may appear: NFS caches a directory for a few seconds
 
 
-def versions(with_nccl: bool) -> dict[str, str | None]:
-    """Return what must be equal on all nodes. NCCL's costs an import of torch."""
+def versions() -> dict[str, str | None]:
+    """Return what must be equal on all nodes; torch brings NCCL."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": None, "ray": None}
     found |= package_versions("torch", "ray")
-    if with_nccl:
-        found["nccl"] = nccl_version()
     found["paceline"] = code_digest(("cluster", "trainers", "tune"))
     return found
 
@@ -93,8 +91,7 @@ def _health(nvml: Any, index: int) -> GpuHealth:
     _, _, pending, failed = ask("RemappedRows", otherwise=(0, 0, 0, 0))
     slowed = ask("CurrentClocksThrottleReasons", otherwise=0) & ~_POWER_CAP
     reasons = tuple(words for bit, words in SLOWED.items() if slowed & bit)
-    others = len(ask("ComputeRunningProcesses", otherwise=()))
-    return GpuHealth(index, int(errors), bool(pending or failed), reasons, others)
+    return GpuHealth(index, int(errors), bool(pending or failed), reasons)
 
 
 def matmul_rates() -> tuple[Rate, ...]:

@@ -32,7 +32,7 @@ def print_report(
         bad = bad_nodes(found)
         good = sum(node.trains and node.node_id not in bad for node in cluster.nodes)
         return int(good < (cluster.workers_wanted or 1))
-    return int(any(each.finding.level == "error" for each in found))
+    return int(bool(found))
 
 
 def _as_tree(cluster: ClusterFacts, found: Sequence[NodeFinding], seconds: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.finding import Finding, error, warning
+from cluster.finding import Finding, error
 
 Kind = Literal["matmul", "network"]
 """What is measured of every node that trains."""
@@ -41,7 +41,6 @@ class GpuHealth:
     rows_failed: bool = False
     """A defective row could not be replaced, or its replacement waits for a reset."""
     slowed_by: tuple[str, ...] = ()
-    other_processes: int = 0
     failure: str | None = None
     """Why NVML says nothing of it."""
 
@@ -116,7 +115,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """A remark on one node, or on the cluster where `node_id` is empty."""
+    """What is wrong with one node, or with the cluster where `node_id` is empty."""
 
     node_id: str
     host: str
@@ -127,7 +126,7 @@ class NodeFinding:
 
 
 def judge(cluster: ClusterFacts) -> list[NodeFinding]:
-    """Return every remark on every node, those on the cluster as a whole last."""
+    """Return all that is wrong, on each node first and then with the cluster as a whole."""
     answering = [node for node in cluster.nodes if node.answers]
     found = [_on(node, finding) for node in cluster.nodes for finding in _alone(node)]
     for name in dict.fromkeys(name for node in answering for name in node.versions):
@@ -141,8 +140,8 @@ def judge(cluster: ClusterFacts) -> list[NodeFinding]:
 
 
 def bad_nodes(found: Sequence[NodeFinding]) -> list[str]:
-    """Return the ids of the nodes that have an error."""
-    return sorted({each.node_id for each in found if each.node_id and each.finding.level == "error"})
+    """Return the ids of the nodes that something is wrong with."""
+    return sorted({each.node_id for each in found if each.node_id})
 
 
 def label_selector(found: Sequence[NodeFinding]) -> dict[str, str]:
@@ -219,9 +218,6 @@ def _gpu(gpu: GpuHealth) -> Iterator[Finding]:
     if gpu.slowed_by:
         value = f"slowed by {', '.join(gpu.slowed_by)}"
         yield error(field, value, "must run at its own clocks", "look at cooling and power")
-    if gpu.other_processes:
-        value = f"used by {gpu.other_processes} other processes"
-        yield warning(field, value, "should be free", "see `nvidia-smi` there")
 
 
 def _versions(name: str, nodes: Sequence[NodeFacts]) -> Iterator[NodeFinding]:

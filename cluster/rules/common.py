@@ -46,9 +46,7 @@ def environment_findings(
         token = environment.get("RAY_AUTH_TOKEN", "$")
         if not token.startswith("$"):
             rule = "must not hold RAY_AUTH_TOKEN: it is a secret"
-            fix = (
-                "bring it in a file that only you can read, or from a Secret (`ray get-auth-token --generate` makes it)"
-            )
+            fix = "bring it in a file (`ray get-auth-token --generate` makes one), or from a Secret"
             yield error(field, MISSING, rule, fix)
         own = environment.get("PACELINE_STORAGE")
         if not own:

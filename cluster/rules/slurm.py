@@ -16,7 +16,6 @@ from trainers.errors import MISSING, ConfigError
 
 _SHORT = {"-N": "nodes", "-c": "cpus-per-task", "-t": "time", "-G": "gpus"}
 _OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/local|\$\{?(?:TMPDIR|SLURM_TMPDIR|RAY_TMPDIR)\}?)(?:/|$)")
-_SIGNALS = {"10": "USR1", "12": "USR2", "15": "TERM"}
 
 _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
     (
@@ -221,7 +220,7 @@ def _options_findings(script: SlurmScript) -> Iterator[Finding]:
             yield Finding(level, script.where(name), MISSING if value is None else value, rule, fix)
     if options.get("signal"):
         name = options["signal"].rpartition(":")[2].partition("@")[0]
-        name = _SIGNALS.get(name, name.removeprefix("SIG"))
+        name = name.removeprefix("SIG")
         # A trap of "" lets bash ignore the signal.
         if not script.search(rf"^trap\s+(?!\"\"|''|-\s).*\b(SIG)?{re.escape(name)}\b"):
             rule = f"must have a `trap` for {name} in the script: bash ends by it, and the job with it"

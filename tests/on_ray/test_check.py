@@ -53,7 +53,8 @@ def test_more_workers_than_there_are_is_an_error(
 
 
 def test_a_sweep_is_refused_where_storage_cannot_be_written(tmp_path: Path, second_node: str, driver: Any) -> None:
-    from cluster.health.check import ClusterError, require_sound
+    from cluster.health.check import require_sound
+    from trainers.errors import ClusterError
 
     require_sound(str(tmp_path))
     unwritable = tmp_path / "file"

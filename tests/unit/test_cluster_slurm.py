@@ -28,15 +28,11 @@ ADDRESS = '--address "$address"'
 # The text before, the text in its place, the level and the end of the field of what is found.
 BROKEN: dict[str, tuple[str, str, str, str]] = {
     "tasks_on_a_node": ("--ntasks-per-node=1", "--ntasks-per-node=8", "error", "--ntasks-per-node"),
-    "tasks_in_all": ("#SBATCH --ntasks-per-node=1", "#SBATCH -n 16", "error", "--ntasks-per-node"),
     "shared_nodes": ("#SBATCH --exclusive\n", "", "warning", "--exclusive"),
-    "nodes_of_a_user": ("--exclusive", "--exclusive=user", "warning", "--exclusive"),
     "one_cpu": (CPUS, "\\\n", "error", "srun"),
     "cpus_not_asked_for": ("#SBATCH --cpus-per-task=8\n", "", "error", "--cpus-per-task"),
-    "no_limit": ("#SBATCH --time=04:00:00\n", "", "warning", "--time"),
     "not_told": (SIGNAL, "", "error", "--signal"),
     "tells_ray": (SIGNAL, "#SBATCH --signal=USR1@120", "error", "--signal"),
-    "told_late": (SIGNAL, "#SBATCH --signal=B:10@30", "error", "--signal"),
     "tells_what_is_not_heeded": (SIGNAL, "#SBATCH --signal=B:TERM@120", "error", "--signal"),
     "not_heeded": ("trap stop USR1", "", "error", "--signal"),
     "in_the_foreground": ('"$@" &\n', '"$@"\n', "error", "srun"),
@@ -44,7 +40,6 @@ BROKEN: dict[str, tuple[str, str, str, str]] = {
     "never_back": ("--requeue", "--no-requeue", "warning", "--requeue"),
     "log_overwritten": ("#SBATCH --open-mode=append", "", "warning", "--open-mode"),
     "own_disk": (STORAGE, "PACELINE_STORAGE=/tmp/$USER", "error", "the script"),
-    "own_disk_of_the_job": (STORAGE, 'PACELINE_STORAGE="$TMPDIR/runs"', "error", "the script"),
     "no_storage": (f"export {STORAGE}", "", "warning", "the script"),
     "no_token": ("export RAY_AUTH_MODE=token", "", "error", "the script"),
     "token_in_the_file": ("AUTH_MODE=token", "AUTH_MODE=token RAY_AUTH_TOKEN=abc", "error", "the script"),
