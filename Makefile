@@ -27,7 +27,7 @@ test: install
 	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands
 
-WAITING := tests/lab/test_aws_hosts.py tests/lab/test_slurm.py
+WAITING := tests/lab/test_aws.py tests/lab/test_slurm.py
 
 test-all: install
 	@echo "=== 1 of 3: plain Python, in two processes; in a third one what waits for a cloud's machines and Slurm's time limits"
@@ -37,10 +37,10 @@ test-all: install
 	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
 	$(BIN)/python -m pytest -m "not campaign" tests/lab $(WAITING:%=--ignore=%)
 
-# `ray up cluster/aws.yaml` against AWS's API on this machine, without a network: with hosts that only obey (36 s on two
-# cores), and with namespaces for hosts (150 s; skipped without root). Both are in `test-all`, too.
+# `ray up cluster/aws.yaml` against AWS's API on this machine, without a network, with namespaces for hosts (some minutes;
+# skipped without root). It is in `test-all`, too.
 aws-lab: install
-	$(BIN)/python -m pytest tests/lab/test_aws.py tests/lab/test_aws_hosts.py
+	$(BIN)/python -m pytest tests/lab/test_aws.py
 
 # Thousands of fuzzed inputs a door, the tests that are too long for `test-all`, then a campaign of faults over real processes, hours long, which goes on where it stopped.
 # `make faults n=500 seed=1`; `only=spawn` for a scenario or a kind of fault, `plain=1` for the same on plain Ray: these

@@ -51,16 +51,14 @@ def validate(
 
 def _examined(file: str) -> Iterator[tuple[str, str, list[Finding]]]:
     """The findings on each cluster of a file, with its name and what it is."""
-    from cluster.files.slurm import is_slurm, load_slurm
+    from cluster.rules.slurm import is_slurm, load_slurm, slurm_findings
 
     if is_slurm(file):
-        from cluster.rules.slurm import slurm_findings
-
         script = load_slurm(file)
         yield file, f"slurm, {script.options.get('nodes') or 1} nodes", slurm_findings(script)
         return
     from cluster.files.ray_up import load_clusters
-    from cluster.rules.ray_up import findings
+    from cluster.rules.clusters import findings
 
     for cluster in load_clusters(file):
         at_most = min(cluster.max_workers, cluster.sum_max_workers)

@@ -126,6 +126,7 @@ def explain(
     from trainers.explain import explanation
     from trainers.launch.local import run_spawn
     from trainers.launch.log import setup_logging
+    from trainers.on_ray.environment import embedded
 
     setup_logging(0, quiet=True)
     subject = explanation.read_subject(run)

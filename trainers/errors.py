@@ -113,7 +113,7 @@ class CheckpointError(PacelineError):
 
 
 class ClusterError(PacelineError):
-    """A Ray cluster that could not be started, or joined."""
+    """A Ray cluster that could not be started, joined, or trained on."""
 
 
 class ShardError(PacelineError):

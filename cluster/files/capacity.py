@@ -49,11 +49,6 @@ def worker_slots(nodes: Sequence[Mapping[str, float]], cpus_per_worker: float, g
     return sum(_slots(node, cpus_per_worker, gpus_per_worker) for node in nodes)
 
 
-def smallest(node_types: Sequence[NodeType]) -> dict[str, int]:
-    """Count the worker nodes of each type that are always up."""
-    return {node_type.name: node_type.min_workers for node_type in node_types}
-
-
 def grow(
     node_types: Sequence[NodeType],
     max_workers: int,
@@ -67,7 +62,7 @@ def grow(
     the higher priority), within each type's limit and the cluster's. With `workers` it stops as soon as that
     many fit: no fewer nodes would do. Without, the result holds the most workers that can ever fit.
     """
-    counts = smallest(node_types)
+    counts = {node_type.name: node_type.min_workers for node_type in node_types}
     nodes = nodes_of(node_types, counts)
     slots = worker_slots(nodes, cpus_per_worker, gpus_per_worker)
     budget = max_workers - sum(counts.values())

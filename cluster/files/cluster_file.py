@@ -1,13 +1,18 @@
-"""What Paceline knows of a cluster file of any kind, and the reading of its YAML; needs no Ray."""
+"""What Paceline knows of a cluster file of any kind, and the schema that its parts must obey; needs no Ray."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from cluster.files.capacity import NodeType
-from trainers.config.yaml import parse_documents, read_text
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import MISSING, ConfigError, did_you_mean
+
+MOST_NODES = 100_000
+"""Of one node type: far beyond what Ray runs, and still cheap to count. cluster/files/schemas.yaml has it as well."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +41,57 @@ class ClusterFile:
         return sum(node_type.max_workers for node_type in self.node_types)
 
 
-def read_documents(path: Path, source: str) -> list[Any]:
-    """Read the YAML documents of a file; ConfigError with line and column for what is no YAML."""
-    try:
-        text = read_text(path, source)
-    except FileNotFoundError as error:
-        raise ConfigError("the file", MISSING, "does not exist", "give the path of a cluster YAML", source) from error
-    return parse_documents(text, source)
+def check_schema(value: Any, name: str, field: str, how_to_write: str, source: str | None = None) -> None:
+    """Raise ConfigError for the first part of `value` that breaks a schema of cluster/files/schemas.yaml.
+
+    `field` is where `value` stands. What is null counts as absent.
+    """
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(_schemas()[name])
+    for error in validator.iter_errors(_without_nulls(value)):
+        raise schema_error(error, field, how_to_write, source)
+
+
+def schema_error(error: Any, field: str, how_to_write: str, source: str | None) -> ConfigError:
+    """Return a jsonschema.ValidationError as a sentence."""
+    for part in error.absolute_path:
+        field = join(field, part)
+    if error.validator == "additionalProperties":
+        known = sorted(error.schema["properties"])
+        unknown = next(key for key in error.instance if key not in known)
+        fix = did_you_mean(unknown, known, f"the fields here are {', '.join(known)}")
+        return ConfigError(join(field, unknown), error.instance[unknown], "is no such field", fix, source)
+    if error.validator == "required":
+        missing = next(key for key in error.validator_value if key not in error.instance)
+        return ConfigError(join(field, missing), MISSING, "is required", f"add `{missing}`", source)
+    rules = {
+        "type": f"must be of the type {error.validator_value}",
+        "minimum": f"must be at least {error.validator_value}",
+        "maximum": f"must be at most {error.validator_value}",
+        "enum": f"must be one of {error.validator_value}",
+        "minItems": "must not be empty",
+        "pattern": error.schema.get("rule"),
+    }
+    rule = rules.get(error.validator) or f"breaks the schema ({error.message[-160:]})"
+    return ConfigError(field or "the file", error.instance, rule, how_to_write, source)
 
 
 def join(field: str, key: object) -> str:
     """Return a dotted path one step deeper."""
     return f"{field}.{key}" if field else str(key)
+
+
+@functools.cache
+def _schemas() -> dict[str, Any]:
+    text = Path(__file__).with_name("schemas.yaml").read_text(encoding="utf-8")
+    schemas: dict[str, Any] = yaml.safe_load(text)
+    return schemas
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    return value

@@ -3,186 +3,225 @@
 Environment read: RAY_ADDRESS, the cluster; PACELINE_STORAGE, the shared storage that is proved.
 """
 
-import logging
+import math
 import os
 import statistics
 import sys
 import time
 import uuid
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.health import links, probes
-from cluster.health.actors import Call, Nodes
-from cluster.health.facts import ClusterFacts, Collective, Kind, LostNode, NodeFinding, Rate
+from cluster.health import probes
 from cluster.health.report import print_report
-from cluster.health.verdicts import better, doubtful, judge, unshared
-from trainers.errors import PacelineError
+from cluster.health.verdicts import (
+    AllReduce,
+    ClusterFacts,
+    LostNode,
+    NodeFacts,
+    Rate,
+    better,
+    judge,
+    slow,
+    unshared,
+)
+from trainers.errors import ClusterError, last_line
+from trainers.on_ray.gpus import hide_unassigned_gpus
 from trainers.storage import Storage
-
-logger = logging.getLogger(__name__)
 
 _START_S, _PART_S, _MEASURE_S, _COLLECTIVE_S = 60.0, 20.0, 45.0, 40.0
 """How long a node may take to start an actor, to answer, to measure, and to meet the others."""
 _PINGS = 5
-_REPEATS = 3  # how often a doubtful rate is measured again
+_MEASUREMENTS = 4  # at most: as long as a node looks slow
 _UNEXPECTED = 2  # of Ray's NodeDeathInfo: neither drained nor scaled down
 
-
-class ClusterError(PacelineError):
-    """Nodes that cannot be trained on, a line each."""
+Call = tuple[Any, ...]  # a function of cluster/health/probes.py, and its arguments
 
 
-@dataclass
+class Probe:
+    """Runs probes on its node."""
+
+    def __init__(self) -> None:
+        hide_unassigned_gpus()  # something else trains on them: products beside it are slow, and the node is called bad
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a function."""
+        return function(*args)
+
+
 class Checkup:
-    """One examination of the connected cluster."""
+    """One examination of the connected cluster; a node that fails to answer is left out of what follows."""
 
-    nodes: Nodes = field(default_factory=Nodes)
-    collectives: list[Collective] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.facts: dict[str, NodeFacts] = {}
+        """By node id."""
+        self.all_reduce: AllReduce | None = None
+        self._actors: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Start an actor on every node that is alive; it holds the node's GPUs if nothing else does."""
+        available = available_resources_per_node()
+        for node in ray.nodes():
+            if not node["Alive"]:
+                continue
+            node_id, resources = node["NodeID"], node["Resources"]
+            gpus = int(resources.get("GPU", 0))
+            is_free = available.get(node_id, {}).get("GPU", 0) >= gpus
+            strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            actor = ray.remote(Probe).options(
+                num_cpus=0, num_gpus=gpus if is_free else 0, max_restarts=0, scheduling_strategy=strategy
+            )
+            self._actors[node_id] = actor.remote()
+            host, address = node["NodeManagerHostname"], node["NodeManagerAddress"]
+            trains = resources.get("CPU", 0) + gpus > 0
+            self.facts[node_id] = NodeFacts(node_id, host, address, trains, num_gpus=gpus)
+
+    def close(self) -> None:
+        """End the actors."""
+        for actor in self._actors.values():
+            ray.kill(actor)
 
     def quick(self, uri: str | None) -> None:
         """Examine versions, clocks and storage."""
-        self.nodes.learn("versions", "its start", _START_S, probes.versions, False)
-        self.nodes.learn("own_address", "its name", _PART_S, probes.own_address)
+        self._learn("versions", "its start", _START_S, probes.versions)
         self._clocks()
-        if uri is not None and len(self.nodes.facts) > 1:
+        if uri is not None and len(self.facts) > 1:
             self._storage(uri)
 
-    def full(self, uri: str | None) -> None:
-        """Examine NCCL's version and the GPUs' health, and measure every rate."""
-        self.nodes.learn("versions", "importing torch", _START_S, probes.versions, True)
-        self.nodes.learn("gpus", "reading its GPUs", _PART_S, probes.gpu_health)
-        self.nodes.learn("device", "naming its device", _PART_S, probes.device_name, training=True)
-        self._rates(uri)
-        self._all_reduce()
+    def full(self) -> None:
+        """Examine the GPUs' health, and measure every rate."""
+        self._learn("device", "importing torch", _START_S, probes.device_name)
+        self._learn("gpus", "reading its GPUs", _PART_S, probes.gpu_health)
+        for _ in range(_MEASUREMENTS):
+            self._measure()
+            nodes = [self.facts[node_id] for node_id in self.answering()]
+            is_cut = any(rate.value == 0 for node in nodes for rate in node.rates)  # each try takes its whole timeout
+            # A node that is slow stays slow in every measurement; one that something disturbed for a moment does not.
+            if is_cut or not slow(nodes):
+                break
+        training = self.answering(training=True)
+        if len(training) > 1:
+            self.all_reduce = self._meet([training])[0]
+
+    def answering(self, training: bool = False) -> list[str]:
+        """List the nodes that have answered everything so far; `training`: only those for workers."""
+        return [id_ for id_, node in self.facts.items() if node.answers and (node.trains or not training)]
+
+    def ask(self, part: str, timeout_s: float, calls: Mapping[str, Call]) -> dict[str, Any]:
+        """Return results by node id, of all `calls` at once.
+
+        Notes which node gave none in time, or failed.
+        """
+        references = {node_id: self._actors[node_id].call.remote(*call) for node_id, call in calls.items()}
+        ready, _ = ray.wait(list(references.values()), num_returns=len(references), timeout=timeout_s)
+        results = {}
+        for node_id, reference in references.items():
+            if reference not in ready:
+                self._note(node_id, silent_in=part)
+                continue
+            try:
+                results[node_id] = ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                self._note(node_id, failure=f"{part}: {last_line(error)}")
+            except ray.exceptions.RayError as error:
+                # An actor whose class cannot be imported there has died of it; else its node is gone.
+                words = last_line(error)
+                self._note(node_id, **({"failure": words} if "Error:" in words else {"silent_in": part}))
+        return results
+
+    def _note(self, node_id: str, **facts: Any) -> None:
+        self.facts[node_id] = replace(self.facts[node_id], **facts)
+
+    def _learn(self, fact: str, part: str, timeout_s: float, *call: Any) -> None:
+        """Ask the same of all that answer, and note each answer as a field of the node's facts."""
+        for node_id, answer in self.ask(part, timeout_s, dict.fromkeys(self.answering(), call)).items():
+            self._note(node_id, **{fact: answer})
 
     def _clocks(self) -> None:
         """Each clock against this one by the quickest of some questions (Cristian 1989), then against their median."""
-        offsets: dict[str, tuple[float, float]] = {}
-        for node_id in self.nodes.answering():
-            for _ in range(_PINGS):
-                asked = time.time()
-                answer = self.nodes.ask("reading its clock", _PART_S, {node_id: (time.time,)})
-                if node_id not in answer:
-                    break
-                half_s = (time.time() - asked) / 2
-                this_one = (half_s, answer[node_id] - asked - half_s)
-                offsets[node_id] = min(this_one, offsets.get(node_id, this_one))
-        usual = statistics.median(offset for _, offset in offsets.values()) if offsets else 0.0
-        for node_id, (half_s, offset) in offsets.items():
-            self.nodes.note(node_id, clock_offset_s=offset - usual, clock_error_s=half_s)
+        best_s, offsets = math.inf, {}
+        for _ in range(_PINGS):
+            asked = time.time()
+            answers = self.ask("reading its clock", _PART_S, dict.fromkeys(self.answering(), (time.time,)))
+            half_s = (time.time() - asked) / 2
+            if half_s < best_s:
+                best_s = half_s
+                offsets = {node_id: answer - asked - half_s for node_id, answer in answers.items()}
+        usual = statistics.median(offsets.values()) if offsets else 0.0
+        for node_id, offset in offsets.items():
+            self._note(node_id, clock_offset_s=offset - usual, clock_error_s=best_s)
 
     def _storage(self, uri: str) -> None:
-        """Every node writes a marker, reads those of all, and deletes another's; the first sees that they are gone."""
+        """Every node writes a marker, then reads those of all."""
         place = Storage(uri).child(f".check-{uuid.uuid4().hex[:8]}").uri
-        calls: dict[str, Call] = {node_id: (probes.write_marker, place, node_id) for node_id in self.nodes.answering()}
-        wrote = self.nodes.ask("writing to storage", _PART_S, calls)
-        writers = sorted(node_id for node_id, wrong in wrote.items() if wrong is None)
+        calls: dict[str, Call] = {node_id: (probes.write_marker, place, node_id) for node_id in self.answering()}
+        wrote = self.ask("writing to storage", _PART_S, calls)
+        writers = [node_id for node_id, wrong in wrote.items() if wrong is None]
         calls = dict.fromkeys(writers, (probes.seen_markers, place, writers))
-        seen = self.nodes.ask("reading from storage", _PART_S, calls)
-        apart = unshared({node_id: set(names) for node_id, names in seen.items()})
-        together = [node_id for node_id in seen if node_id not in apart]
-        others = dict(zip(together, [*together[1:], *together[:1]], strict=True))
-        calls = {node_id: (probes.delete_marker, place, other) for node_id, other in others.items()}
-        deleted = self.nodes.ask("deleting from storage", _PART_S, calls)
-        calls = dict.fromkeys([*together[:1], *apart], (probes.remaining_markers, place))
-        left = self.nodes.ask("looking at storage", _PART_S, calls)
-        for node_id, wrong in (wrote | deleted).items():
-            if node_id in others and wrong is None and others[node_id] in left.get(together[0], []):
-                wrong = f"{uri}: a file that it deleted is still seen by another node"
-            elif node_id in apart:
-                wrong = f"{uri}: a file that {self.nodes.facts[apart[node_id]].host} wrote cannot be read"
-            self.nodes.note(node_id, storage=wrong)
+        seen = self.ask("reading from storage", _PART_S, calls)
+        self.ask("deleting from storage", _PART_S, dict.fromkeys(seen, (probes.delete_markers, place)))
+        for node_id, wrong in wrote.items():
+            self._note(node_id, storage=wrong)
+        for node_id in unshared(seen):
+            self._note(node_id, storage=f"{uri}: files that other nodes wrote cannot be read")
 
-    def _rates(self, uri: str | None) -> None:
-        """Products, links and disks; a doubtful figure is measured again beside its fastest peer, and the best counts.
+    def _measure(self) -> None:
+        """Products of each node, and its better link of those with the one before and the one after it."""
+        training = self.answering(training=True)
+        measured = self.ask("multiplying", _MEASURE_S, dict.fromkeys(training, (probes.matmul_rates,)))
+        best = dict.fromkeys(training, 0.0)
+        for pairs in link_rounds(self.answering(training=True)):
+            for pair, link in zip(pairs, self._meet(pairs), strict=True):
+                for node_id in pair:
+                    best[node_id] = max(best[node_id], link.mb_per_s or 0.0)
+        for node_id in measured:
+            rates = list(measured[node_id])
+            if len(training) > 1:
+                rates.append(Rate("network", "network", best[node_id], "MB/s"))
+            self._note(node_id, rates=better(self.facts[node_id].rates, rates))
 
-        A node that is slow stays slow in every measurement; one that something disturbed for a moment does not.
-        """
-        kinds: tuple[Kind, ...] = ("matmul", "network", "local disk", *(("storage",) if uri else ()))
-        again = {kind: set(self.nodes.answering(training=True)) for kind in kinds}
-        times: Counter[tuple[Kind, str]] = Counter()
-        while again:
-            for kind, node_ids in again.items():
-                present = [node_id for node_id in self.nodes.answering(training=True) if node_id in node_ids]
-                times.update((kind, node_id) for node_id in present)
-                for node_id, rates in self._measure(kind, present, uri).items():
-                    self.nodes.note(node_id, rates=better(self.nodes.facts[node_id].rates, rates))
-            settled = {each for each, num in times.items() if num > _REPEATS}
-            again = doubtful([self.nodes.facts[node_id] for node_id in self.nodes.answering()], settled)
-
-    def _measure(self, kind: Kind, nodes: Sequence[str], uri: str | None) -> dict[str, list[Rate]]:
-        """One kind of rate, on all of `nodes` at once."""
-        if kind == "network":
-            return {node_id: [Rate(kind, kind, value, "MB/s")] for node_id, value in self._links(nodes).items()}
-        if kind == "matmul":
-            return self.nodes.ask("multiplying", _MEASURE_S, dict.fromkeys(nodes, (probes.matmul_rates,)))
-        call = (probes.disk_rates, kind, uri if kind == "storage" else None)
-        return self.nodes.ask(f"writing to {kind}", _MEASURE_S, dict.fromkeys(nodes, call))
-
-    def _links(self, nodes: Sequence[str]) -> dict[str, float]:
-        """MB/s of each node: the better one of its links with the one before and the one after it."""
-        best: dict[str, float] = {}
-        for pairs in link_rounds(nodes):
-            address = {receiver: self.nodes.facts[receiver].address for _, receiver in pairs}
-            ports = self.nodes.ask("listening", _PART_S, {node_id: ("listen", at) for node_id, at in address.items()})
-            calls = {sender: (links.send, address[to], ports[to]) for sender, to in pairs if to in ports}
-            self.nodes.ask("sending", _MEASURE_S, calls)
-            rates = self.nodes.ask("receiving", _MEASURE_S, dict.fromkeys(ports, ("received",)))
-            for sender, receiver in pairs:
-                for node_id in (sender, receiver):
-                    best[node_id] = max(best.get(node_id, 0.0), rates.get(receiver, 0.0))
-        return best
-
-    def _all_reduce(self) -> None:
-        calls: dict[str, Call] = dict.fromkeys(self.nodes.answering(training=True), (links.all_reduce_within,))
-        for node_id, answer in self.nodes.ask("all-reduce", _COLLECTIVE_S, calls).items():
-            if answer is not None:
-                num_gpus, correct, mb_per_s = answer
-                between = f"within {self.nodes.facts[node_id].host}"
-                self.collectives.append(Collective(between, num_gpus, mb_per_s, None, () if correct else (node_id,)))
-        training = self.nodes.answering(training=True)
-        if len(training) < 2:
-            return
-        address, failure = self.nodes.facts[training[0]].address, None
-        port = self.nodes.ask("all-reduce", _PART_S, {training[0]: (links.free_port, address)}).get(training[0])
-        meeting = (len(training), address, port, _COLLECTIVE_S / 2)
-        calls = {node_id: (links.all_reduce, rank, *meeting) for rank, node_id in enumerate(training)}
-        answers = self.nodes.ask("all-reduce", _COLLECTIVE_S, calls)
-        for node_id in training:
-            facts = self.nodes.facts[node_id]
-            if node_id not in answers:
-                failure = failure or facts.failure or f"{facts.host} is silent"
-                self.nodes.note(node_id, failure=None)  # which node is to blame is not known from this
-        slowest = min((mb_per_s for _, mb_per_s in answers.values()), default=None)
-        wrong = tuple(node_id for node_id, (correct, _) in answers.items() if not correct)
-        self.collectives.append(Collective("between nodes", len(training), slowest, failure, wrong))
+    def _meet(self, groups: Sequence[Sequence[str]]) -> list[AllReduce]:
+        """All-reduce within each group of nodes, all groups at once; of each the slowest rank."""
+        first = {group[0]: (probes.free_port, self.facts[group[0]].address) for group in groups}
+        ports = self.ask("all-reduce", _PART_S, first)
+        calls: dict[str, Call] = {}
+        for group in groups:
+            meeting = (len(group), self.facts[group[0]].address, ports.get(group[0]), _COLLECTIVE_S / 2)
+            calls |= {node_id: (probes.all_reduce, rank, *meeting) for rank, node_id in enumerate(group)}
+        answers: dict[str, AllReduce] = self.ask("all-reduce", _COLLECTIVE_S, calls)
+        for node_id, answer in answers.items():
+            self._note(node_id, wrong_sum=self.facts[node_id].wrong_sum or not answer.is_right)
+        slowest = []
+        for group in groups:
+            silent = AllReduce(len(group), failure="a node is silent")
+            seen = [answers.get(node_id, silent) for node_id in group]
+            slowest.append(min(seen, key=lambda answer: answer.mb_per_s or 0.0))
+        return slowest
 
 
 def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Return a ring of (sender, receiver) in rounds in which every node is in one pair at most."""
-    if len(nodes) <= 2:
-        return [[(nodes[0], nodes[1])]] if len(nodes) == 2 else []
-    ring = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
-    last = [ring.pop()] if len(nodes) % 2 else []
-    return [pairs for pairs in (ring[::2], ring[1::2], last) if pairs]
+    """Return a ring of pairs in rounds in which every node is in one pair at most."""
+    first = list(zip(nodes[::2], nodes[1::2], strict=False))
+    second = list(zip(nodes[1::2], nodes[2::2], strict=False))
+    third = [(nodes[-1], nodes[0])] if len(nodes) > 2 else []
+    return [pairs for pairs in (first, second, third) if pairs]
 
 
-def lost_nodes(nodes: Iterable[Mapping[str, Any]], examined: Iterable[str]) -> tuple[LostNode, ...]:
+def lost_nodes(nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]) -> tuple[LostNode, ...]:
     """Return those of Ray's nodes that died unexpectedly and whose address has no living one.
 
     Not those among `examined`: that they are silent is said already.
     """
-    nodes, known = list(nodes), set(examined)
-    alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+    gone = {node["NodeManagerAddress"] for node in nodes} - {n["NodeManagerAddress"] for n in nodes if n["Alive"]}
     found = {}
     for node in nodes:
         address, node_id = node["NodeManagerAddress"], node["NodeID"]
-        if address not in alive and node_id not in known and node["DeathReason"] == _UNEXPECTED:
+        if address in gone and node_id not in examined and node["DeathReason"] == _UNEXPECTED:
             reason = (node["DeathReasonMessage"] or "dead").strip()
             found[address] = LostNode(node_id, node["NodeManagerHostname"], address, reason)
     return tuple(found.values())
@@ -190,55 +229,41 @@ def lost_nodes(nodes: Iterable[Mapping[str, Any]], examined: Iterable[str]) -> t
 
 def wait_for_workers(num_workers: int, timeout_s: float) -> None:
     """Wait until `num_workers` nodes for workers are alive, or the time is up."""
-    deadline, told = time.monotonic() + timeout_s, -1
-    while True:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
         resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         up = sum(each.get("CPU", 0) + each.get("GPU", 0) > 0 for each in resources)
-        if up >= num_workers or time.monotonic() > deadline:
+        if up >= num_workers:
             return
-        if up != told:
-            print(f"waiting for {num_workers} worker nodes, {up} are up", file=sys.stderr, flush=True)
-            told = up
+        print(f"waiting for {num_workers} worker nodes, {up} are up", end="\r", file=sys.stderr, flush=True)
         time.sleep(1)
 
 
-def examine(uri: str | None, quick: bool, workers_wanted: int | None = None) -> tuple[ClusterFacts, list[NodeFinding]]:
-    """Measure the connected cluster and judge it. `uri` is the storage that all nodes must share; None: not proved."""
+def examine(uri: str | None, quick: bool, workers_wanted: int | None = None) -> ClusterFacts:
+    """Measure the connected cluster. `uri` is the storage that all nodes must share; None: not proved."""
     checkup = Checkup()
     try:
-        checkup.nodes.start()
+        checkup.start()
         checkup.quick(uri)
         if not quick:
-            checkup.full(uri)
+            checkup.full()
     finally:
-        checkup.nodes.close()
-    facts = ClusterFacts(
-        tuple(checkup.nodes.facts.values()),
-        lost_nodes(ray.nodes(), checkup.nodes.facts),
+        checkup.close()
+    return ClusterFacts(
+        tuple(checkup.facts.values()),
+        lost_nodes(ray.nodes(), checkup.facts),
         workers_wanted,
-        tuple(checkup.collectives),
-        probes.versions(with_nccl=False),
+        checkup.all_reduce,
     )
-    return facts, judge(facts)
-
-
-def quick_check(uri: str | None) -> list[NodeFinding]:
-    """Return what the quick part says of the living nodes of the connected cluster; nothing on one node."""
-    if sum(node["Alive"] for node in ray.nodes()) < 2:
-        return []
-    facts, _ = examine(uri, quick=True)
-    return judge(replace(facts, lost=()))  # a sweep starts on the living nodes
 
 
 def require_sound(uri: str | None) -> None:
-    """Before a sweep: log the warnings of the quick part, and raise ClusterError when a node has an error."""
-    found = quick_check(uri)
-    for each in found:
-        if each.finding.level == "warning":
-            logger.warning("%s", each)
-    errors = [str(each) for each in found if each.finding.level == "error"]
-    if errors:
-        raise ClusterError("\n".join([*errors, "fix these nodes, or go on all the same with --no-check"]))
+    """Before a sweep on several nodes: raise ClusterError for what the quick part finds."""
+    if sum(node["Alive"] for node in ray.nodes()) < 2:
+        return
+    found = judge(replace(examine(uri, quick=True), lost=()))  # a sweep starts on the living nodes
+    if found:
+        raise ClusterError("\n".join([*map(str, found), "fix these nodes, or go on all the same with --no-check"]))
 
 
 def check(
@@ -256,5 +281,5 @@ def check(
     # A relative default would be another directory on every node.
     uri = storage_path or os.environ.get("PACELINE_STORAGE")
     began = time.monotonic()
-    facts, found = examine(uri, quick, num_workers)
-    return print_report(facts, found, uri, time.monotonic() - began, as_json, exclude_bad)
+    facts = examine(uri, quick, num_workers)
+    return print_report(facts, judge(facts), uri, time.monotonic() - began, as_json, exclude_bad)

@@ -1,17 +1,16 @@
-"""What one node measures of itself; every function runs on that node."""
+"""What nodes measure, each of itself and together with others; every function runs on the node that it is about."""
 
 import contextlib
-import os
 import platform
 import socket
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cluster.health.facts import GpuHealth, Kind, Rate
+from cluster.health.verdicts import AllReduce, GpuHealth, Rate
 from trainers.devices.peers import code_digest
 from trainers.errors import StorageError, first_line
 from trainers.storage import Storage
@@ -19,17 +18,13 @@ from trainers.versions import package_versions
 
 _POWER_CAP = 0x4  # one of NVML's reasons for lower clocks, which may be intended
 _SAMPLE_S = 0.15  # long against a scheduler's time slice, so that one sample is no lucky moment
-_FILE_BYTES, _FILES = 32 * 2**20, 3
-_BLOCK_BYTES = 2**20
 _SEEN_WITHIN_S = 5.0  # how late a file of another node may appear: NFS caches a directory for a few seconds
 
 
-def versions(with_nccl: bool) -> dict[str, str | None]:
-    """Return what must be equal on all nodes. NCCL's costs an import of torch."""
+def versions() -> dict[str, str | None]:
+    """Return what must be equal on all nodes; torch brings NCCL."""
     found: dict[str, str | None] = {"python": platform.python_version(), "torch": None, "ray": None}
     found |= package_versions("torch", "ray")
-    if with_nccl:
-        found["nccl"] = nccl_version()
     found["paceline"] = code_digest(("cluster", "trainers", "tune"))
     return found
 
@@ -39,14 +34,6 @@ def nccl_version() -> str | None:
     import torch
 
     return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
-
-
-def own_address() -> str:
-    """Return what this host's own name resolves to."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError as error:
-        return f"nothing ({error})"
 
 
 def processor() -> str:
@@ -92,9 +79,8 @@ def _health(nvml: Any, index: int) -> GpuHealth:
 
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        name = str(nvml.nvmlDeviceGetName(handle))
     except nvml.NVMLError as error:
-        return GpuHealth(index, f"GPU {index}", failure=str(error))
+        return GpuHealth(index, failure=str(error))
 
     def ask(question: str, *of: int, otherwise: Any) -> Any:
         with contextlib.suppress(nvml.NVMLError):
@@ -102,14 +88,13 @@ def _health(nvml: Any, index: int) -> GpuHealth:
         return otherwise
 
     errors = ask("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC, otherwise=0)
-    _, _, pending, failure = ask("RemappedRows", otherwise=(0, 0, 0, 0))
+    _, _, pending, failed = ask("RemappedRows", otherwise=(0, 0, 0, 0))
     slowed = ask("CurrentClocksThrottleReasons", otherwise=0) & ~_POWER_CAP
     reasons = tuple(words for bit, words in SLOWED.items() if slowed & bit)
-    others = len(ask("ComputeRunningProcesses", otherwise=()))
-    return GpuHealth(index, name, int(errors), bool(pending or failure), reasons, others)
+    return GpuHealth(index, int(errors), bool(pending or failed), reasons)
 
 
-def matmul_rates() -> list[Rate]:
+def matmul_rates() -> tuple[Rate, ...]:
     """Measure every GPU that torch sees here, or one core where there is none. Takes a second or two for each."""
     import torch
 
@@ -130,12 +115,70 @@ def matmul_rates() -> list[Rate]:
             torch.cuda.empty_cache()  # nothing without a GPU
     finally:
         torch.set_num_threads(threads)
-    return rates
+    return tuple(rates)
+
+
+def free_port(address: str) -> int:
+    """Return a port that is free there now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def all_reduce(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> AllReduce:
+    """Sum over one device of each node; every rank must call it.
+
+    NCCL between GPUs, gloo where a node has none, or its own are in use. Integers in float32 have only one right sum.
+    """
+    import torch
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)  # type: ignore[attr-defined]
+        store.set(f"gpu-{rank}", str(torch.cuda.is_available()))
+        gpu = all(store.get(f"gpu-{other}") == b"True" for other in range(world_size))
+        backend = "nccl" if gpu else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        try:
+            device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+            return _summed(rank, world_size, device)
+        finally:
+            dist.destroy_process_group()
+    except (RuntimeError, OSError) as error:
+        return AllReduce(world_size, failure=first_line(error))
+
+
+def _summed(rank: int, world_size: int, device: Any) -> AllReduce:
+    """The best of three, after one that connects."""
+    import torch
+    import torch.distributed as dist
+
+    from trainers.devices.device import synchronize
+
+    pattern = torch.arange(2**26 if device.type == "cuda" else 2**21, device=device, dtype=torch.float32) % 251
+    right = pattern * (world_size * (world_size + 1) // 2)
+    best, is_right = 0.0, True
+    for _ in range(4):
+        tensor = pattern * (rank + 1)
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        synchronize(device)
+        took_s = time.perf_counter() - began
+        is_right = is_right and torch.equal(tensor, right)
+        # Bus bandwidth, as NCCL's own tests define it.
+        best = max(best, tensor.nbytes / took_s * 2 * (world_size - 1) / world_size / 1e6)
+    return AllReduce(world_size, best, is_right=is_right)
 
 
 def write_marker(uri: str, name: str) -> str | None:
     """Write a file that says who wrote it; return what went wrong, or None."""
-    return _wrong(f"{uri}: cannot be written", lambda: Storage(uri).write(name, name.encode()))
+    try:
+        Storage(uri).write(name, name.encode())
+    except (StorageError, OSError) as error:
+        return f"{uri}: cannot be written ({first_line(error)})"
+    return None
 
 
 def seen_markers(uri: str, names: list[str]) -> list[str]:
@@ -151,44 +194,7 @@ def seen_markers(uri: str, names: list[str]) -> list[str]:
         time.sleep(0.1)
 
 
-def delete_marker(uri: str, name: str) -> str | None:
-    """Delete another node's marker; return what went wrong, or None."""
-    return _wrong(f"{uri}: a file of another node cannot be deleted", lambda: Storage(uri).delete(name))
-
-
-def _wrong(what: str, act: Callable[[], object]) -> str | None:
-    try:
-        act()
-    except (StorageError, OSError) as error:
-        return f"{what} ({first_line(error)})"
-    return None
-
-
-def remaining_markers(uri: str) -> list[str]:
-    """Return the markers that are still there though all were deleted elsewhere; the directory goes too."""
-    storage, deadline = Storage(uri), time.monotonic() + _SEEN_WITHIN_S
-    try:
-        while (left := storage.names()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        storage.delete("")
-    except (StorageError, OSError):
-        return []
-    return left
-
-
-def disk_rates(kind: Kind, uri: str | None) -> list[Rate]:
-    """Measure writing a file to `uri`, or to this node's own disk. The best of some counts: others write there too.
-
-    Empty where it cannot be written, which the markers tell.
-    """
-    data = os.urandom(_BLOCK_BYTES) * (_FILE_BYTES // _BLOCK_BYTES)
-    took_s = []
-    with tempfile.TemporaryDirectory() as local, contextlib.suppress(StorageError, OSError):
-        storage, name = Storage(uri or local), f"speed-{os.getpid()}-{time.time_ns()}"
-        for _ in range(_FILES):
-            began = time.perf_counter()
-            storage.write(name, data)
-            took_s.append(time.perf_counter() - began)
-            storage.delete(name)
-        return [Rate(kind, f"writing to {kind}", _FILE_BYTES / min(took_s) / 1e6, "MB/s")]
-    return []
+def delete_markers(uri: str) -> None:
+    """Delete all of them, with their directory."""
+    with contextlib.suppress(StorageError, OSError):
+        Storage(uri).delete("")

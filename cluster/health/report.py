@@ -10,10 +10,9 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from cluster.health.facts import ClusterFacts, Kind, NodeFacts, NodeFinding
-from cluster.health.verdicts import Verdict, label_selector, verdicts
+from cluster.health.verdicts import ClusterFacts, Kind, NodeFacts, NodeFinding, bad_nodes, label_selector
 
-_COLUMNS = ("node", "address", "device", "clock", "matmul", "network", "disk", "storage", "verdict")
+_COLUMNS = ("node", "address", "device", "clock", "matmul", "network", "storage", "verdict")
 
 
 def print_report(
@@ -23,48 +22,46 @@ def print_report(
 
     With `exclude_bad` standard output holds the selector alone, for `--scaling.label_selector`.
     """
-    verdict = verdicts(cluster, found)
     out: TextIO = sys.stderr if exclude_bad else sys.stdout
     if as_json:
-        print(json.dumps(as_tree(cluster, found, verdict, seconds), indent=2), file=out)
+        print(json.dumps(_as_tree(cluster, found, seconds), indent=2), file=out)
     else:
-        print("\n".join(lines(cluster, found, uri, seconds)), file=out)
+        print("\n".join(_lines(cluster, found, uri, seconds)), file=out)
     if exclude_bad:
-        print(json.dumps(label_selector(verdict)))
-        good = sum(node.trains and verdict[node.node_id] != "bad" for node in cluster.nodes)
+        print(json.dumps(label_selector(found)))
+        bad = bad_nodes(found)
+        good = sum(node.trains and node.node_id not in bad for node in cluster.nodes)
         return int(good < (cluster.workers_wanted or 1))
-    return int(any(each.finding.level == "error" for each in found))
+    return int(bool(found))
 
 
-def as_tree(
-    cluster: ClusterFacts, found: Sequence[NodeFinding], verdict: dict[str, Verdict], seconds: float
-) -> dict[str, Any]:
-    """Return all of it as plain data."""
+def _as_tree(cluster: ClusterFacts, found: Sequence[NodeFinding], seconds: float) -> dict[str, Any]:
+    bad = bad_nodes(found)
+    verdict = {node.node_id: "bad" if node.node_id in bad else "ok" for node in cluster.nodes}
     return {
         "nodes": [dataclasses.asdict(node) | {"verdict": verdict[node.node_id]} for node in cluster.nodes],
         "lost": [dataclasses.asdict(lost) for lost in cluster.lost],
-        "all_reduce": [dataclasses.asdict(each) for each in cluster.collectives],
+        "all_reduce": dataclasses.asdict(cluster.all_reduce) if cluster.all_reduce else None,
         "findings": [{"node_id": each.node_id, "host": each.host} | dataclasses.asdict(each.finding) for each in found],
-        "label_selector": label_selector(verdict),
+        "label_selector": label_selector(found),
         "seconds": round(seconds, 1),
     }
 
 
-def lines(cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None, seconds: float) -> list[str]:
-    """Return the table, a row for each node, and the findings below it."""
-    verdict = verdicts(cluster, found)
-    rows = [_row(node, verdict[node.node_id], uri) for node in cluster.nodes]
-    rows += [(lost.host, lost.address, "", "", "", "", "", "", "bad: lost") for lost in cluster.lost]
+def _lines(cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None, seconds: float) -> list[str]:
+    """The table, a row for each node, and the findings below it."""
+    bad = bad_nodes(found)
+    rows = [_row(node, node.node_id in bad, uri) for node in cluster.nodes]
+    rows += [(lost.host, lost.address, "", "", "", "", "", "bad: lost") for lost in cluster.lost]
     result = table_lines(_COLUMNS, rows)
-    for each in cluster.collectives:
-        if each.mb_per_s is not None:
-            how = "wrong" if each.wrong_on else "right"
-            result.append(f"all-reduce {each.between}: {each.num_ranks} ranks, {how}, {each.mb_per_s:,.0f} MB/s")
+    total = cluster.all_reduce
+    if total is not None and total.mb_per_s is not None:
+        how = "wrong" if any(node.wrong_sum for node in cluster.nodes) else "right"
+        result.append(f"all-reduce between nodes: {total.num_ranks} ranks, {how}, {total.mb_per_s:,.0f} MB/s")
     result += [f"{each.finding.level}: {each}" for each in found]
     if uri is None and len(cluster.nodes) > 1:
         result.append("note: storage was not looked at; give --storage_path or set PACELINE_STORAGE")
-    bad = sum(is_ == "bad" for is_ in verdict.values())
-    result.append(f"{len(verdict) - bad} of {len(verdict)} nodes in order, in {seconds:.1f} s")
+    result.append(f"{len(rows) - len(bad)} of {len(rows)} nodes in order, in {seconds:.1f} s")
     return result
 
 
@@ -81,17 +78,24 @@ def table_lines(columns: Sequence[str], rows: Iterable[Sequence[str]], num_left:
     return [line.rstrip() for line in text.getvalue().splitlines()]
 
 
-def _row(node: NodeFacts, verdict: Verdict, uri: str | None) -> tuple[str, ...]:
-    clock = f"{node.clock_offset_s * 1e3:+.0f} ms" if node.clock_offset_s is not None else "-"
-    storage = "not shared" if node.storage else _rate(node, "storage", "shared")
-    shared = "-" if uri is None or node.silent_in else storage
+def _row(node: NodeFacts, is_bad: bool, uri: str | None) -> tuple[str, ...]:
+    clock = "-" if node.clock_offset_s is None else f"{node.clock_offset_s * 1e3:+.0f} ms"
+    storage = "not shared" if node.storage else "shared"
     device = f"{node.num_gpus} x {node.device}" if node.num_gpus and node.device else node.device
-    figures = [_rate(node, "matmul"), _rate(node, "network"), _rate(node, "local disk")]
-    words = "bad: silent" if node.silent_in is not None else verdict
-    return (node.host, node.address, device[:32] or "-", clock, *figures, shared, words)
+    verdict = "bad" if is_bad else "ok"
+    return (
+        node.host,
+        node.address,
+        device[:32] or "-",
+        clock,
+        _rate(node, "matmul"),
+        _rate(node, "network"),
+        "-" if uri is None or node.silent_in else storage,
+        "bad: silent" if node.silent_in is not None else verdict,
+    )
 
 
-def _rate(node: NodeFacts, kind: Kind, otherwise: str = "-") -> str:
+def _rate(node: NodeFacts, kind: Kind) -> str:
     """The lowest figure of a kind: with several GPUs the one that the others wait for."""
     worst = min((rate for rate in node.rates if rate.kind == kind), key=lambda rate: rate.value, default=None)
-    return f"{worst.value:,.0f} {worst.unit}" if worst else otherwise
+    return f"{worst.value:,.0f} {worst.unit}" if worst else "-"

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +39,9 @@ for line in sys.stdin:
 """
 
 
-def with_redis(text: str) -> str:
-    """cluster/onprem.yaml with cluster/onprem-redis.patch."""
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory, "onprem.yaml")
-        file.write_text(text, encoding="utf-8")
-        patch = REPOSITORY / "cluster" / "onprem-redis.patch"
-        subprocess.run(["patch", "--quiet", "--fuzz=0", str(file), str(patch)], check=True)
-        return file.read_text(encoding="utf-8")
-
-
-def derived(workers: list[str], redis: bool = False) -> dict[str, Any]:
-    """cluster/onprem.yaml for the lab: its addresses, its login, its shared directory, and nothing to install.
-
-    `redis`: with its patch, for a Redis on `ctl`.
-    """
+def derived(workers: list[str]) -> dict[str, Any]:
+    """cluster/onprem.yaml for the lab: its addresses, its login, its shared directory, and nothing to install."""
     text = (REPOSITORY / "cluster" / "onprem.yaml").read_text(encoding="utf-8")
-    if redis:
-        text = with_redis(text).replace("rediss://192.168.0.13:", f"rediss://{address_of(CONTROL)}:")
     tree: dict[str, Any] = yaml.safe_load(re.sub(r"(?<=[\s=])/nfs\b", "/srv/nfs", text))
     tree["provider"] |= {"head_ip": address_of(HEAD), "worker_ips": [address_of(name) for name in workers]}
     tree["auth"] |= {"ssh_user": "root", "ssh_private_key": SSH_KEY}
@@ -134,14 +118,9 @@ class RayUp:
         assert status == 200, body
         return json.loads(body)
 
-    def submit(self, *entrypoint: str, wait: bool = True, host: str = HEAD, directory: str = ".") -> str:
-        """`ray job submit --working-dir` through the tunnel; its log, or the id where it is not waited for.
-
-        `host`: where the driver runs.
-        """
+    def submit(self, *entrypoint: str, wait: bool = True, directory: str = ".") -> str:
+        """`ray job submit --working-dir` through the tunnel; its log, or the id where it is not waited for."""
         options = ["--address", DASHBOARD, "--working-dir", directory, *([] if wait else ["--no-wait"])]
-        if host != HEAD:
-            options += ["--entrypoint-resources", json.dumps({f"node:{address_of(host)}": 0.001})]
         printed = self.type("ray", "job", "submit", *options, "--", *entrypoint)
         if wait:
             return printed
@@ -188,7 +167,7 @@ class RayUp:
 class OnPremises(RayUp):
     """The cluster of cluster/onprem.yaml."""
 
-    def __init__(self, lab: Lab, redis: bool = False) -> None:
+    def __init__(self, lab: Lab) -> None:
         super().__init__(lab, FILE)
-        tree = derived(lab.names[1:], redis)
+        tree = derived(lab.names[1:])
         (lab.home(CONTROL) / Path(FILE).name).write_text(yaml.safe_dump(tree, sort_keys=False))

@@ -2,16 +2,12 @@
 
 Three hosts on one machine (tests/lab/hosts.py), a head and two workers. The tests of this file build on each other:
 a host that has left in one of them returns in the next, because each return takes half a minute.
-
-Environment read: PACELINE_LAB_CLEAN_RUNS, how often a cluster without a fault is checked (1).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -25,15 +21,14 @@ import pytest
 
 from tests.lab.fixtures import lab_of
 from tests.lab.hosts import REPOSITORY, Lab, address_of
-from tests.lab.on_premises import DASHBOARD, HEAD, OWN, OnPremises, derived
+from tests.lab.on_premises import DASHBOARD, HEAD, OnPremises
 from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
 
-WORKERS = ["h1", "h2"]
+HOSTS, WORKERS = ["h0", "h1", "h2"], ["h1", "h2"]
 PROMETHEUS = "http://127.0.0.1:9090"
 DIGITS = ("python", "-m", "trainers", "examples/digits/train.yaml", "--launcher", "ray")
-CLEAN_RUNS = int(os.environ.get("PACELINE_LAB_CLEAN_RUNS", "1"))
 INTERVAL = 500
 """Steps between the checkpoints of the run that loses its hosts: three seconds or so."""
 
@@ -47,9 +42,7 @@ def lab() -> Iterator[Lab]:
 @pytest.fixture(scope="module")
 def cluster(lab: Lab) -> OnPremises:
     cluster = OnPremises(lab)
-    began = time.monotonic()
     cluster.up()
-    print(f"\nray up and the tunnel: {time.monotonic() - began:.1f} s")
     if shutil.which("prometheus"):
         config = f"--config.file={REPOSITORY}/cluster/monitoring/prometheus.yml"
         where = ("--web.listen-address=127.0.0.1:9090", "--storage.tsdb.path=/tmp/prometheus")
@@ -94,14 +87,6 @@ def resumed_at(log: str) -> list[int]:
     return [int(step) for step in re.findall(r"resumed at step (\d+) ", log)]
 
 
-def finish(cluster: OnPremises, job: str) -> str:
-    """A job's log, once it has ended well."""
-    until(lambda: cluster.job(job) not in ("PENDING", "RUNNING"), f"the end of {job}", every_s=1)
-    log = cluster.log(job)
-    assert cluster.job(job) == "SUCCEEDED", log[-6000:]
-    return log
-
-
 def asked(cluster: OnPremises, query: str) -> list[dict[str, str]]:
     """The labels of every series that Prometheus finds for a query."""
     path = f"/api/v1/query?{urlencode({'query': query})}"
@@ -110,62 +95,33 @@ def asked(cluster: OnPremises, query: str) -> list[dict[str, str]]:
     return [found["metric"] for found in json.loads(body)["data"]["result"]]
 
 
-def test_the_file_of_the_lab_is_the_shipped_one_but_for_the_hosts() -> None:
-    from cluster.files.ray_up import load_cluster
-
-    shipped, ours = load_cluster(str(REPOSITORY / "cluster" / "onprem.yaml")), derived(WORKERS)
-    for field in ("head_start_ray_commands", "worker_start_ray_commands"):
-        for theirs, own in zip(shipped.commands[field], ours[field], strict=True):
-            assert own.replace("/srv/nfs", "/nfs").replace(f" {OWN[field]}", "") == theirs
-
-
 def test_every_node_is_in_order(cluster: OnPremises) -> None:
-    began = time.monotonic()
     printed = cluster.submit("python", "-m", "cluster", "check", "--workers", "2")
     assert "3 of 3 nodes in order" in printed, printed
     assert re.search(r"all-reduce between nodes: 2 ranks, right, [\d,]+ MB/s", printed)
-    table = printed[printed.index("node  ") : printed.index("nodes in order")]
-    print(f"\n{table}nodes in order; as a job, with the wait for the workers: {time.monotonic() - began:.1f} s")
-    assert cluster.alive() == ["h0", "h1", "h2"]
-
-
-def test_a_cluster_in_order_raises_no_alarm(cluster: OnPremises) -> None:
-    took_s = []
-    for _ in range(CLEAN_RUNS):
-        code, report = check(cluster)
-        took_s.append(report["seconds"])
-        assert (code, report["findings"]) == (0, [])
-    print(f"\n{CLEAN_RUNS} checks of a cluster in order: none raised an alarm, {min(took_s)} to {max(took_s)} s each")
+    assert cluster.alive() == HOSTS
 
 
 def test_a_job_trains_on_two_hosts(cluster: OnPremises) -> None:
-    until(lambda: cluster.alive() == ["h0", "h1", "h2"], "all hosts", every_s=1)
-    began = time.monotonic()
     log = cluster.submit(*DIGITS, "--epochs", "6", "--scaling.num_workers", "2")
-    print(f"\na run of six epochs on two hosts: {time.monotonic() - began:.1f} s")
     assert re.search(r"done: 138 steps, 6 epochs", log), log[-6000:]
     assert re.search(r"0\s+h[12]\s.*\n\s+1\s+h[12]\s", log), "a rank on each host"
     runs = {run["name"]: run["status"] for run in cluster.get("/api/train/v2/runs/v1")["train_runs"]}
     assert runs["digits"] == "FINISHED"
 
 
-def test_nobody_gets_in_without_the_token(cluster: OnPremises) -> None:
+def test_the_dashboard_answers_on_the_loopback_alone_and_with_the_token_alone(cluster: OnPremises) -> None:
     for path in ("/api/version", "/api/jobs/", "/api/train/v2/runs/v1", "/api/v0/nodes"):
         assert cluster.fetch(path, token=False)[0] in (401, 403), path
         assert cluster.fetch(path)[0] == 200, path
     wrong = cluster.type("ray", "job", "list", "--address", DASHBOARD, check=False, RAY_AUTH_TOKEN="f" * 64)
     assert "Invalid authentication token" in wrong or "401" in wrong or "403" in wrong, wrong
-
-
-def test_the_dashboard_answers_on_the_loopback_alone(cluster: OnPremises) -> None:
-    assert cluster.fetch("/api/version", name=HEAD)[0] == 200
     for name in ("ctl", "h1", HEAD):
         status, reason = cluster.fetch("/api/version", name=name, base=f"http://{address_of(HEAD)}:8265")
         assert (status, "refused" in reason) == (0, True), name
 
 
 def test_a_sweep_trains_in_two_lanes_which_are_processes_of_their_own(cluster: OnPremises) -> None:
-    began = time.monotonic()
     space = "{optimizer.lr: [0.001, 0.002], global_batch_size: [32, 64]}"  # bf16 takes minutes where it is emulated
     # Long enough for the lane that is up a little later, and for Prometheus, which looks every ten seconds.
     size = ("--train.epochs", "64", "--lanes", "2")
@@ -178,23 +134,13 @@ def test_a_sweep_trains_in_two_lanes_which_are_processes_of_their_own(cluster: O
         return cluster.job(job) not in ("PENDING", "RUNNING")
 
     until(ended, "the end of the sweep", every_s=2)
-    driver, log = cluster.driver(job), finish(cluster, job)
-    print(f"\na sweep of four trials in two lanes: {time.monotonic() - began:.1f} s")
-    assert "4 trials in 2 lanes of 1 worker" in log
+    log = cluster.log(job)
+    assert cluster.job(job) == "SUCCEEDED", log[-6000:]
     assert len(re.findall(r"trial \d/4 .* done", log)) == 4, log[-6000:]
     assert (cluster.lab.shared / "paceline" / "digits-sweep" / "best.yaml").exists()
-    runs = {run["name"] for run in cluster.get("/api/train/v2/runs/v1")["train_runs"]}
-    assert {"lane-0", "lane-1"} <= runs, "the lanes are runs of their own"
-
     lanes = {(host, pid) for kind, host, pid in seen if kind == "RayTrainWorker"}
-    # A class that Tune has given resources goes by the name of Tune's wrapper.
-    trials = {(host, pid) for kind, host, pid in seen if kind.endswith("ResourceTrainable")}
-    print(f"driver {driver}, trial actors {sorted(trials)}, workers of the lanes {sorted(lanes)}")
-    assert driver[0] == HEAD
     assert sorted(host for host, _ in lanes) == WORKERS, "a lane on each host, and one process for all of its trials"
-    assert len(trials) in (1, 2), f"an actor runs trial after trial; there were {seen}"
-    assert not trials & lanes
-    assert driver not in trials | lanes
+    assert cluster.driver(job)[0] == HEAD
 
 
 def test_prometheus_has_every_node_and_the_runs(cluster: OnPremises) -> None:
@@ -204,7 +150,6 @@ def test_prometheus_has_every_node_and_the_runs(cluster: OnPremises) -> None:
     assert instances == {address_of(name) for name in cluster.lab.names}
     newest = "last_over_time(ray_paceline_{}[30m])".format
     runs = {found["run"] for found in asked(cluster, newest("samples_per_s"))}
-    print(f"\nPrometheus: samples per second of {sorted(runs)}")
     assert "digits" in runs
     assert runs & {"digits-sweep/lane-0", "digits-sweep/lane-1"}
     assert {found["run"] for found in asked(cluster, newest("trials"))} == {"digits-sweep"}
@@ -224,10 +169,9 @@ def test_check_names_another_torch_and_storage_that_is_not_shared_and_a_slow_hos
     finally:
         lab.run("h1", "umount", "/srv/nfs")
         lab.run("h2", "umount", str(metadata))
-    print(f"\ncheck with three faults: {report['seconds']} s; {sorted(named(report))}")
+    planted = {("h2", "torch"), ("h1", "storage"), ("h1", "matmul of one core")}
     assert code == 1
-    assert {("h2", "torch"), ("h1", "storage"), ("h1", "matmul of one core")} <= named(report)
-    assert named(report) <= {("h2", "torch"), ("h1", "storage"), ("h1", "matmul of one core"), ("h1", "network")}
+    assert planted <= named(report) <= planted | {("h1", "network"), ("cluster", "all-reduce")}
     assert {node["host"]: node["verdict"] for node in report["nodes"]} == {"h0": "ok", "h1": "bad", "h2": "bad"}
     ids = [cluster.nodes()[name]["node_id"] for name in WORKERS]
     assert report["label_selector"]["ray.io/node-id"] == f"!in({','.join(sorted(ids))})"
@@ -243,33 +187,24 @@ def test_a_drained_host_loses_nothing(cluster: OnPremises, elastic: str) -> None
     )
     # fmt: on
     time.sleep(notice_s)
-    ended = time.monotonic()
     last = steps_of(cluster.log(elastic))[-1]
     cluster.lab.power_cut("h2")
     cluster.lab.start("h2")
     until(lambda: resumed_at(cluster.log(elastic)), "the run's return")
     [at] = resumed_at(cluster.log(elastic))
-    print(f"\ndrained in {notice_s} s: went on {time.monotonic() - ended:.1f} s after them, at step {at}")
     assert f"a node is being taken away; step {at} is kept" in cluster.log(elastic)
     assert at == last, "no step was made after it"
 
 
 def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster: OnPremises, elastic: str) -> None:
-    until(lambda: cluster.alive() == ["h0", "h1", "h2"], "the host's return", every_s=1)
+    until(lambda: cluster.alive() == HOSTS, "the host's return", every_s=1)
     before = resumed_at(cluster.log(elastic))
     until(lambda: steps_of(cluster.log(elastic))[-1] > before[-1] + INTERVAL, "a checkpoint since then")
     cluster.lab.power_cut("h1")
-    cut = time.monotonic()
     until(lambda: cluster.nodes()["h1"]["state"] == "DEAD", "the node's death")
-    noticed_s = time.monotonic() - cut
     last = steps_of(cluster.log(elastic))[-1]
     until(lambda: len(resumed_at(cluster.log(elastic))) > len(before), "the run's return")
-    resumed_s = time.monotonic() - cut
-    at = resumed_at(cluster.log(elastic))[-1]
-    print(
-        f"\na power cut at step {last}: noticed after {noticed_s:.1f} s, resumed after {resumed_s:.1f} s at step {at}"
-    )
-    assert last - INTERVAL - 50 <= at <= last + 50
+    assert last - INTERVAL - 50 <= resumed_at(cluster.log(elastic))[-1] <= last + 50
 
 
 def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(cluster: OnPremises, elastic: str) -> None:
@@ -287,31 +222,22 @@ def test_a_stopped_job_leaves_a_checkpoint_of_its_last_step(cluster: OnPremises,
 
 def test_check_names_a_host_that_is_off_and_one_out_of_reach(cluster: OnPremises) -> None:
     cluster.lab.partition("h2")
-    began = time.monotonic()
     try:
         code, report = check(cluster, "--quick")
     finally:
         cluster.lab.heal("h2")
         cluster.lab.start("h1")
-    print(f"\ncheck with a host off and one out of reach: {time.monotonic() - began:.1f} s")
     assert (code, named(report)) == (1, {("h1", "node"), ("h2", "node")})
-    back_s = until(lambda: cluster.alive() == ["h0", "h1", "h2"], "the hosts' return", every_s=1)
-    print(f"both back in the cluster after {back_s:.1f} s")
+    until(lambda: cluster.alive() == HOSTS, "the hosts' return", every_s=1)
 
 
 def test_ray_down_leaves_nothing(cluster: OnPremises) -> None:
-    began = time.monotonic()
-    printed = cluster.down()
-    print(f"\nray down: {time.monotonic() - began:.1f} s")
-    assert "No nodes remaining" in printed
+    assert "No nodes remaining" in cluster.down()
 
     def left() -> list[str]:
         outputs = [cluster.lab.run(name, "ps", "-eo", "args").stdout for name in cluster.lab.names]
         return [line for line in "\n".join(outputs).splitlines() if re.search(r"raylet|gcs_server|ray::|/ray/", line)]
 
-    with contextlib.suppress(AssertionError):
-        after_s = until(lambda: not left(), "the workers' end", every_s=1, within_s=60)
-        print(f"nothing of Ray is left on any host {after_s:.1f} s later")
-    assert left() == []
+    until(lambda: not left(), "the workers' end", every_s=1, within_s=60)
     cluster.lab.close()
     assert cluster.lab.processes() == []

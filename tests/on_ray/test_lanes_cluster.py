@@ -50,7 +50,7 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
 
 
 @pytest.mark.full
-@pytest.mark.campaign  # in the lab a whole host is drained (tests/lab/test_aws_hosts.py)
+@pytest.mark.campaign  # in the lab a whole host is drained (tests/lab/test_aws.py)
 def test_a_drained_node_costs_its_trial_no_step(
     tmp_path: Path, cluster: Cluster, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

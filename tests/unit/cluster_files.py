@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 
 from cluster.files.ray_up import load_cluster
-from cluster.finding import Finding
-from cluster.rules.ray_up import findings
+from cluster.rules.clusters import findings
 from tests.specs import REPOSITORY
 
 Tree = Any
@@ -60,9 +59,11 @@ def broken(name: str, change: Change, tmp_path: Path) -> str:
     return write(tmp_path, tree)
 
 
-def remarks(tmp_path: Path, tree: Tree, environ: dict[str, str] | None = None) -> list[Finding]:
-    """All findings on a tree."""
-    return findings(load_cluster(write(tmp_path, tree)), environ or {})
+def remarks(file: str) -> list[tuple[str, str]]:
+    """(level, field) of each finding on the first cluster of a file."""
+    found = findings(load_cluster(file), {})
+    assert all(finding.rule and finding.fix for finding in found)
+    return [(finding.level, finding.field) for finding in found]
 
 
 def parent_of(tree: Tree, dotted: str) -> tuple[Tree, Any]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.files.capacity import NodeType, cost, grow, nodes_of, smallest, total, worker_slots
+from cluster.files.capacity import NodeType, cost, grow, nodes_of, worker_slots
 
 GPU_NODE = {"CPU": 8, "GPU": 1}
 FOUR_GPUS = {"CPU": 48, "GPU": 4}
@@ -50,33 +50,6 @@ HEAD = NodeType("head", {"CPU": 0, "GPU": 0}, is_head=True, instance_type="m5.2x
 SMALL = NodeType("small", GPU_NODE, 1, 8, instance_type="g5.2xlarge")
 LARGE = NodeType("large", FOUR_GPUS, 0, 2, instance_type="g5.12xlarge")
 SPOT = NodeType("spot", GPU_NODE, 0, 8, instance_type="g5.2xlarge", spot=True, priority=10)
-
-
-def test_the_smallest_cluster_is_the_head_and_the_minimum() -> None:
-    counts = smallest([HEAD, SMALL, LARGE])
-    assert counts == {"head": 0, "small": 1, "large": 0}
-    nodes = nodes_of([HEAD, SMALL, LARGE], counts)
-    assert nodes == [{"CPU": 0, "GPU": 0}, GPU_NODE]
-    assert (total(nodes, "CPU"), total(nodes, "GPU"), total(nodes, "TPU")) == (8, 1, 0)
-
-
-@pytest.mark.parametrize(
-    ("limit", "workers", "expected"),
-    [
-        (10, None, {"head": 0, "small": 8, "large": 2}),
-        (4, None, {"head": 0, "small": 2, "large": 2}),  # the type with more GPUs a node first
-        (2, None, {"head": 0, "small": 1, "large": 1}),
-        (1, None, {"head": 0, "small": 1, "large": 0}),  # the minimum uses up the limit
-        (10, 1, {"head": 0, "small": 1, "large": 0}),  # fits already
-        (10, 2, {"head": 0, "small": 1, "large": 1}),
-        (10, 5, {"head": 0, "small": 1, "large": 1}),
-        (10, 6, {"head": 0, "small": 1, "large": 2}),
-        (10, 10, {"head": 0, "small": 2, "large": 2}),
-        (3, 99, {"head": 0, "small": 1, "large": 2}),  # all there is, though it does not suffice
-    ],
-)
-def test_grow(limit: int, workers: int | None, expected: dict[str, int]) -> None:
-    assert grow([HEAD, SMALL, LARGE], limit, 1, 1, workers) == expected
 
 
 def test_grow_prefers_the_higher_priority_and_leaves_useless_types_alone() -> None:

@@ -17,7 +17,7 @@ import ray.train
 import torch
 from ray.train.v2._internal.util import construct_train_func
 
-from cluster.health.actors import Probe
+from cluster.health.check import Probe
 from tests.specs import make
 from tests.tasks import Blobs
 from trainers.context import RunContext

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cluster.__main__ import main
-from cluster.rules.versions import expected_versions
+from cluster.rules.common import expected_versions
 from tests.specs import REPOSITORY
 
 # docs.skypilot.co, "SkyPilot YAML"; dstack.ai, "task" of the reference of .dstack.yml; containers.dev, "Dev Container

@@ -1,0 +1,341 @@
+"""Cluster files: broken variants of the shipped ones, each with its one finding or its refusal."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from cluster.__main__ import main
+from cluster.files.ray_up import load_cluster, load_clusters
+from cluster.rules.clusters import findings
+from tests.specs import REPOSITORY
+from tests.unit.cluster_files import (
+    HEAD,
+    LOCAL,
+    TYPES,
+    WORKER,
+    Change,
+    Tree,
+    broken,
+    drop,
+    parent_of,
+    put,
+    remarks,
+    replace,
+    shipped,
+    write,
+)
+from trainers.errors import ConfigError
+
+SPOT = f"{TYPES}.gpu_spot"
+CONSTRAINTS = "~/paceline-src/constraints.txt"
+PORTS = "provider.security_group.IpPermissions"
+ON_HEAD, GROUP = "spec.headGroupSpec", "spec.workerGroupSpecs.0"
+POD = "template.spec"
+CONTAINER = f"{POD}.containers.0"
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths in file_mounts are relative to where `ray up` runs; nothing is set for provider local."""
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delenv("RAY_UP_enable_autoscaler_v2", raising=False)
+
+
+def opened(port: int, addresses: str) -> Change:
+    entry = {"FromPort": port, "ToPort": port, "IpProtocol": "tcp", "IpRanges": [{"CidrIp": addresses}]}
+    return put("provider.security_group", {"GroupName": "g", "IpPermissions": [entry]})
+
+
+def image(name: str) -> Change:
+    return put("docker", {"image": name, "container_name": "c", "run_options": []})
+
+
+def unmounted(place: str) -> Change:
+    return lambda tree: tree["file_mounts"].pop(place)
+
+
+def unpinned(old: str, new: str) -> Change:
+    """What is installed changed, without the file of constraints."""
+
+    def change(tree: Tree) -> None:
+        replace("setup_commands", f"-c {CONSTRAINTS} ")(tree)
+        replace("setup_commands", old, new)(tree)
+
+    return change
+
+
+def everywhere(old: str, new: str) -> Change:
+    return lambda tree: [replace(field, old, new)(tree) for field in (HEAD, WORKER)]
+
+
+def env(group: str, name: str, **entry: object) -> Change:
+    """An environment variable of a group's container replaced, or taken out."""
+
+    def change(tree: Tree) -> None:
+        parent, key = parent_of(tree, f"{group}.{CONTAINER}.env")
+        kept = [item for item in parent[key] if item["name"] != name]
+        parent[key] = [*kept, {"name": name, **entry}] if entry else kept
+
+    return change
+
+
+def no_gpu_limit(tree: Tree) -> None:
+    parent, key = parent_of(tree, f"{GROUP}.{CONTAINER}.resources")
+    parent[key] = {"limits": {"cpu": 8}}
+
+
+# The file, the change, and the level and field of what is found.
+FOUND: dict[str, tuple[str, Change, str, str]] = {
+    "token_off": ("aws", replace(WORKER, "MODE=token", "MODE=disabled"), "error", WORKER),
+    "no_token": ("azure", replace(WORKER, "export RAY_AUTH_MODE=token;"), "error", WORKER),
+    "token_in_the_file": ("aws", replace(HEAD, "export RAY_AUTH", "RAY_AUTH_TOKEN=a export RAY_AUTH"), "error", HEAD),
+    "token_stays_at_home": ("aws", unmounted("~/.ray/auth_token"), "error", "file_mounts"),
+    "open_dashboard": ("onprem", replace(HEAD, "host=127.0.0.1", "host=0.0.0.0"), "warning", HEAD),
+    "open_port": ("aws", opened(8265, "0.0.0.0/0"), "error", PORTS),
+    "container_port": (
+        "aws",
+        put("docker", {"image": "a:1", "container_name": "c", "run_options": ["-p 8265:8265"]}),
+        "error",
+        "docker.run_options",
+    ),
+    "cloud_key": ("aws", put("setup_commands", ["x AKIAABCDEFGHIJKLMNOP"]), "error", "a cloud key"),
+    "password": ("azure", put("rsync_filter", ["https://me:hunter2@x.org"]), "error", "a cloud key"),
+    "ray_older": ("gcp", replace("setup_commands", "==2.60.0", "==2.55.0"), "error", "setup_commands"),
+    "torch_older": ("aws", replace("setup_commands", "torch==2.15.0", "torch==2.11.0"), "warning", "setup_commands"),
+    "ray_not_pinned": ("aws", unpinned("tune]==2.60.0", "tune]"), "warning", "setup_commands"),
+    "ray_older_in_a_type": (
+        "aws",
+        put(f"{SPOT}.worker_setup_commands", ["pip install ray==2.1.0"]),
+        "error",
+        f"{SPOT}.worker_setup_commands",
+    ),
+    "constraints_stay_at_home": ("aws", unmounted(CONSTRAINTS), "error", "setup_commands"),
+    "image_older": ("aws", image("rayproject/ray:2.59.0-py312-gpu"), "error", "docker.image"),
+    "more_gpus": ("azure", put(f"{SPOT}.resources.GPU", 4), "error", f"{SPOT}.resources.GPU"),
+    "more_cpus": ("azure", put(f"{SPOT}.resources.CPU", 32), "error", f"{SPOT}.resources.CPU"),
+    "idle_gpus": ("aws", put(f"{SPOT}.resources.GPU", 0), "warning", f"{SPOT}.resources.GPU"),
+    "head_works": ("gcp", put(f"{TYPES}.head.resources.CPU", 8), "warning", f"{TYPES}.head.resources.CPU"),
+    "gpu_that_cannot_start": (
+        "gcp",
+        drop(f"{SPOT}.node_config.scheduling"),
+        "error",
+        f"{SPOT}.node_config.scheduling.onHostMaintenance",
+    ),
+    "no_profile": (
+        "aws",
+        drop(f"{SPOT}.node_config.IamInstanceProfile"),
+        "warning",
+        f"{SPOT}.node_config.IamInstanceProfile",
+    ),
+    "no_identity": ("azure", drop("provider.msi_name"), "warning", "provider.msi_name"),
+    "no_storage": ("azure", replace(HEAD, "export PACELINE_STORAGE=", "echo "), "warning", HEAD),
+    "two_storages": ("onprem", replace(WORKER, "=/nfs/paceline", "=/nfs2"), "error", WORKER),
+    "own_disk": ("gcp", everywhere("gs://MY-BUCKET", "/tmp"), "error", HEAD),
+    "slow_to_notice": ("azure", replace(HEAD, "export RAY_health_check_timeout_ms=1000;"), "warning", HEAD),
+    "no_time_to_stop": ("azure", replace(HEAD, "export RAY_JOB_STOP_WAIT_TIME_S=120;"), "warning", HEAD),
+    "no_autoscaler": ("aws", replace(HEAD, "--autoscaling-config=~/ray_bootstrap_config.yaml"), "error", HEAD),
+    "autoscaler_v2": ("onprem", replace(HEAD, "export RAY_enable_autoscaler_v2=0;"), "warning", "provider.type"),
+    "head_is_a_worker": (
+        "onprem",
+        put("provider.worker_ips", ["192.168.0.10", "192.168.0.11"]),
+        "error",
+        "provider.worker_ips",
+    ),
+    "loopback": ("onprem", put("provider.head_ip", "127.0.0.1"), "error", "provider.head_ip"),
+    "k8s_ray_older": ("kuberay", put("spec.rayVersion", "2.55.0"), "error", "spec.rayVersion"),
+    "k8s_ray_not_said": ("kuberay", drop("spec.rayVersion"), "error", "spec.rayVersion"),
+    "k8s_token_in_the_file": (
+        "kuberay",
+        env(ON_HEAD, "RAY_AUTH_TOKEN", value="secret"),
+        "error",
+        f"{ON_HEAD}.{CONTAINER}.env",
+    ),
+    "k8s_open_service": (
+        "kuberay",
+        put(f"{ON_HEAD}.serviceType", "LoadBalancer"),
+        "error",
+        f"{ON_HEAD}.serviceType",
+    ),
+    "k8s_no_autoscaler": (
+        "kuberay",
+        put("spec.enableInTreeAutoscaling", False),
+        "warning",
+        "spec.enableInTreeAutoscaling",
+    ),
+    "k8s_restarts": ("kuberay", put(f"{GROUP}.{POD}.restartPolicy", "Always"), "error", f"{GROUP}.{POD}.restartPolicy"),
+    "k8s_image": ("kuberay", put(f"{GROUP}.{CONTAINER}.image", "a:5000/b"), "warning", f"{GROUP}.{CONTAINER}.image"),
+    "k8s_gpus_not_asked_for": ("kuberay", no_gpu_limit, "error", f"{GROUP}.rayStartParams.num-gpus"),
+    "k8s_no_toleration": ("kuberay", put(f"{GROUP}.{POD}.tolerations", []), "warning", f"{GROUP}.{POD}.tolerations"),
+    "k8s_head_works": (
+        "kuberay",
+        drop(f"{ON_HEAD}.rayStartParams.num-cpus"),
+        "warning",
+        f"{ON_HEAD}.rayStartParams",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "level", "field"), FOUND.values(), ids=FOUND)
+def test_found(name: str, change: Change, level: str, field: str, tmp_path: Path) -> None:
+    file = broken(name, change, tmp_path)
+    assert remarks(file) == [(level, field)]
+    assert main(["validate", file]) == (2 if level == "error" else 0)
+    assert main(["validate", file, "--strict"]) == (2 if level == "error" else 1)
+
+
+IN_ORDER: dict[str, Change] = {
+    "local_build": replace("setup_commands", "torch==2.15.0", "torch==2.15.0+cu130"),
+    "pinned_on_the_web": put("worker_setup_commands", ["pip install -c https://x/c.txt ray torch"]),
+    "other_packages": put("worker_setup_commands", ["pip install torchvision ray_lightning raytune-x"]),
+    "no_install": put("worker_setup_commands", ["echo ray torch==1.0", "ray stop"]),
+    "image": image("rayproject/ray:2.60.0-py312-gpu"),
+    "other_image": image("my.registry/ray-train:7"),
+    "unknown_machine": put(f"{SPOT}.node_config.InstanceType", "z9.huge"),
+    "detected": put(f"{SPOT}.resources", {}),
+    "localhost": replace(HEAD, "host=127.0.0.1", "host=localhost"),
+    "ssh_for_everybody": opened(22, "0.0.0.0/0"),
+    "own_addresses": opened(8265, "10.0.0.0/8"),
+}
+
+
+@pytest.mark.parametrize("change", IN_ORDER.values(), ids=IN_ORDER)
+def test_in_order(change: Change, tmp_path: Path) -> None:
+    assert remarks(broken("aws", change, tmp_path)) == []
+
+
+def test_settings_in_a_profile_count_and_those_of_another_command_do_not(tmp_path: Path) -> None:
+    storage = "export PACELINE_STORAGE=s3://MY-BUCKET/paceline;"
+    tree = shipped("aws")
+    replace(HEAD, storage)(tree)
+    tree[HEAD].insert(1, storage)
+    assert remarks(write(tmp_path, tree)) == [("warning", HEAD)]
+    tree["head_setup_commands"].append(f"echo '{storage}' >> ~/.bashrc")
+    assert remarks(write(tmp_path, tree)) == []
+
+
+def test_rays_defaults_are_remarked_on(tmp_path: Path) -> None:
+    """Ray's own commands: an open dashboard, no token, a wheel from a branch, ..."""
+    found = remarks(write(tmp_path, {"cluster_name": "a", "provider": {"type": "aws", "region": "us-east-1"}}))
+    assert {("error", HEAD), ("error", WORKER), ("warning", HEAD), ("warning", "setup_commands")} <= set(found)
+
+
+def test_a_token_by_hand_in_every_container(tmp_path: Path) -> None:
+    tree = shipped("kuberay")
+    del tree["spec"]["authOptions"]
+    assert [level for level, _ in remarks(write(tmp_path, tree))] == ["error", "error"]
+    for group in (ON_HEAD, GROUP):
+        env(group, "RAY_AUTH_MODE", value="token")(tree)
+        env(group, "RAY_AUTH_TOKEN", valueFrom={"secretKeyRef": {"name": "n", "key": "k"}})(tree)
+    assert remarks(write(tmp_path, tree)) == []
+
+
+@pytest.mark.parametrize(
+    ("document", "change", "field"),
+    [
+        (1, drop("spec.shutdownAfterJobFinishes"), "spec.shutdownAfterJobFinishes"),
+        (2, drop("metadata.labels"), "spec.suspend"),
+    ],
+    ids=["cluster_stays", "no_queue"],
+)
+def test_a_job_that_waits_or_costs_for_ever(document: int, change: Change, field: str, tmp_path: Path) -> None:
+    tree = shipped("kuberay", document)
+    change(tree)
+    assert ("warning", field) in remarks(write(tmp_path, tree))
+
+
+# The file, the change, the field, and a word of the fix.
+REFUSED: dict[str, tuple[str, Change, str, str]] = {
+    "typo": ("aws", put("setup_comands", []), "setup_comands", "`setup_commands`"),
+    "typo_in_a_type": ("aws", put(f"{SPOT}.min_worker", 1), f"{SPOT}.min_worker", "`min_workers`"),
+    "head_typo": ("aws", put("head_node_type", "haed"), "head_node_type", "`head`"),
+    "no_head": ("aws", drop("head_node_type"), "head_node_type", "gpu_spot"),
+    "no_provider": ("aws", drop("provider"), "provider", "`provider`"),
+    "provider_unknown": ("aws", put("provider.type", "amazon"), "provider.type", ""),
+    "kuberay": ("aws", put("provider.type", "kuberay"), "provider.type", ""),
+    "min_above_max": ("aws", put(f"{SPOT}.min_workers", 9), "the file", ""),
+    "min_above_own_max": (
+        "aws",
+        put(f"{TYPES}.gpu_on_demand.min_workers", 5),
+        f"{TYPES}.gpu_on_demand.min_workers",
+        "4",
+    ),
+    "commands_no_list": ("aws", put("setup_commands", "ls"), "setup_commands", ""),
+    "half_a_gpu": ("aws", put(f"{SPOT}.resources.GPU", 0.5), f"{SPOT}.resources.GPU", ""),
+    "no_resources": ("aws", drop(f"{SPOT}.resources"), f"{SPOT}.resources", "`resources`"),
+    "half_docker": ("aws", put("docker", {"image": "x"}), "the file", ""),
+    "no_head_ip": ("onprem", drop("provider.head_ip"), "provider.head_ip", "`head_ip`"),
+    "types_of_hosts": ("onprem", put(TYPES, {}), TYPES, ""),
+    "k8s_typo": ("kuberay", put("spec.enableIntreeAutoscaling", True), "spec.enableIntreeAutoscaling", "InTree"),
+    "k8s_typo_in_a_group": ("kuberay", put(f"{GROUP}.minReplica", 1), f"{GROUP}.minReplica", "`minReplicas`"),
+    "k8s_no_limit": ("kuberay", drop(f"{GROUP}.maxReplicas"), f"{GROUP}.maxReplicas", "`maxReplicas`"),
+    "k8s_min_above_max": ("kuberay", put(f"{GROUP}.minReplicas", 9), f"{GROUP}.minReplicas", "8"),
+    "k8s_no_container": ("kuberay", put(f"{GROUP}.{POD}.containers", []), f"{GROUP}.{POD}.containers", ""),
+    "k8s_quantity": (
+        "kuberay",
+        put(f"{GROUP}.rayStartParams.num-cpus", "8Gi"),
+        f"{GROUP}.rayStartParams.num-cpus",
+        "",
+    ),
+    "k8s_no_name": ("kuberay", drop("metadata.name"), "metadata.name", "`name`"),
+}
+
+
+@pytest.mark.parametrize(("name", "change", "field", "fix"), REFUSED.values(), ids=REFUSED)
+def test_refused(name: str, change: Change, field: str, fix: str, tmp_path: Path) -> None:
+    file = broken(name, change, tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(file)
+    assert (caught.value.field, str(caught.value.source).startswith(file)) == (field, True)
+    assert caught.value.rule
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("a: [", "line 1, column 5"),
+        ("- 1\n", "the file"),
+        ("", "the file"),
+        ("a: !!python/object/apply:os.getcwd []\n", "line 1, column 4"),
+        ("cluster_name: a\n---\ncluster_name: b\n", "the file"),
+        ("kind: ConfigMap\n", "kind"),
+    ],
+)
+def test_what_is_no_cluster_file(text: str, field: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_clusters(write(tmp_path, text))
+    assert caught.value.field == field
+
+
+def test_a_missing_file_or_a_directory(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError):
+            load_cluster(path)
+
+
+def test_hosts_are_workers_and_the_environment_may_turn_autoscaler_v2_off(tmp_path: Path) -> None:
+    cluster = load_cluster(write(tmp_path, LOCAL))
+    assert [(node_type.min_workers, node_type.max_workers) for node_type in cluster.node_types] == [(0, 0), (2, 2)]
+    assert findings(cluster, {"RAY_UP_enable_autoscaler_v2": "0"}) == []
+
+
+def test_reading_changes_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    level = logging.getLogger("ray.autoscaler").level
+    file = write(tmp_path, {**LOCAL, "min_workers": 0, "max_workers": 1})  # Ray has a remark on this
+    before = Path(file).read_bytes()
+    load_cluster(file)
+    assert (Path(file).read_bytes(), capfd.readouterr()) == (before, ("", ""))
+    assert logging.getLogger("ray.autoscaler").level == level
+
+
+def test_each_file_is_judged_by_itself_and_no_key_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = broken("aws", put("setup_commands", ["x AKIAABCDEFGHIJKLMNOP"]), tmp_path)
+    good = str(REPOSITORY / "cluster" / "gcp.yaml")
+    assert main(["validate", file, good]) == 2
+    out, err = capsys.readouterr()
+    assert out == f"{good}: in order (gcp, up to 8 worker nodes)\n"
+    assert err.startswith(f"error: {file}: `a cloud key`")
+    assert "AKIA" not in err
