@@ -139,10 +139,6 @@ def imports(path: Path, root: Path) -> set[str]:
     return {file for file in files if (root / file).is_file()}
 
 
-def _folder(file: str) -> str:
-    return Path(file).parent.name
-
-
 def _alike(test: str, file: str) -> bool:
     """Whether a test's name and a file's have a word in common, but for its ending."""
     words = [{word[:5] for word in Path(path).stem.split("_") if len(word) > 3} for path in (test, file)]
@@ -168,10 +164,8 @@ class Tests:
 
     def of(self, file: str) -> list[str]:
         """The test files for a module: named after it, then those that import it, then its importers, and so on."""
-        named = {
-            name: [test for test in sorted(self._of_tests) if _alike(test, name)] for name in (file, _folder(file))
-        }
-        found = list(dict.fromkeys(sum(named.values(), [])))
+        names = (file, Path(file).parent.name)
+        found = list(dict.fromkeys(test for name in names for test in sorted(self._of_tests) if _alike(test, name)))
         near, seen = {file}, {file}
         while near and len(found) < 2 * MOST_FILES:
             found += [test for test, read in sorted(self._of_tests.items()) if read & near and test not in found]

@@ -145,7 +145,7 @@ for name in names:
         baseline.restore()
     found["same"][name] = function("train")() == first
     found["cleared"][name] = baseline.restore()
-print(json.dumps(found))
+print(json.dumps(found), flush=True)
 os._exit(0)
 """
 
