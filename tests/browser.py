@@ -52,19 +52,6 @@ def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) 
     return _browse(lambda profile: _visit(profile, file, expressions, looks or LOOKS))
 
 
-def watch_page(
-    address: str,
-    prepare: str,
-    change: Callable[[], None],
-    until: str,
-    expressions: Sequence[str],
-) -> Page:
-    """Open an address of this machine, evaluate `prepare`, call `change`, wait until an expression is true, and then
-    evaluate the others and take a picture.
-    """
-    return _browse(lambda profile: _stay(profile, address, prepare, change, until, expressions))
-
-
 def _browse(visit: Callable[[Path], Coroutine[Any, Any, Page]]) -> Page:
     """Run a visit with a browser of its own, which knows no name but the loopback's number."""
     import psutil
@@ -126,21 +113,6 @@ async def _visit(profile: Path, file: Path, expressions: tuple[str, ...], looks:
             await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
             await tab.open()
             await tab.note(name, expressions)
-        return tab.page
-
-
-async def _stay(
-    profile: Path, address: str, prepare: str, change: Callable[[], None], until: str, others: Sequence[str]
-) -> Page:
-    async with _opened(profile, address) as tab:
-        metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
-        await tab.open()
-        await tab.value(prepare)
-        await asyncio.to_thread(change)
-        while not await tab.value(until):
-            await asyncio.sleep(0.1)
-        await tab.note("watch", others)
         return tab.page
 
 

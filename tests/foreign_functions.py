@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
-import builtins
 import gc
 import logging
-import math
 import multiprocessing
 import os
 import random
@@ -62,13 +59,6 @@ def own_globals() -> None:
     SEEN.extend(range(5))
 
 
-def package_counter() -> None:
-    import parcel
-
-    parcel.COUNT += 1
-    parcel.NAME = parcel.EXTRA = "mine"
-
-
 def package_containers() -> None:
     import parcel
 
@@ -95,28 +85,10 @@ def package_code() -> None:
     parcel.State.method = lambda self: "mine"
 
 
-def package_array() -> None:
-    import parcel
-
-    parcel.NAME = np.ones(3)
-
-
 def package_replaced() -> None:
     import parcel
 
     sys.modules["parcel"] = type(parcel)("parcel")
-
-
-def new_on_torch() -> None:
-    torch.leak = torch.ones(50 * MIB // 4)
-    np.leak = np.ones(8)
-    builtins.leak = 1
-    torch.nn.Linear.leak = [torch.ones(4)]
-    torch.helper = train
-
-
-def constant() -> None:
-    math.pi = 3.0
 
 
 def torch_code() -> None:
@@ -138,15 +110,6 @@ def modes() -> None:
     TorchDispatchMode().__enter__()
     torch.autograd.graph.save_on_cpu().__enter__()
     torch.no_grad().__enter__()
-
-
-def torch_flags() -> None:
-    torch.set_printoptions(precision=2)
-    torch.autograd.set_multithreading_enabled(False)
-    torch.set_warn_always(True)
-    torch.backends.cudnn.benchmark = True
-    torch._dynamo.config.suppress_errors = True
-    torch._inductor.config.max_autotune = True
 
 
 def module_hooks() -> None:
@@ -219,10 +182,6 @@ def child_forked() -> None:
         time.sleep(3600)
 
 
-def child_popen() -> None:
-    subprocess.Popen(["sleep", "3600"], start_new_session=True)
-
-
 def child_orphaned() -> None:
     subprocess.run(["sh", "-c", "sleep 3600 & exit"], stdout=subprocess.DEVNULL, check=True)
 
@@ -251,12 +210,6 @@ def thread() -> Callable[[], None]:
     return event.set
 
 
-def nameless_thread() -> Callable[[], None]:
-    event = threading.Event()
-    _thread.start_new_thread(wait, (event,))
-    return event.set
-
-
 def wait(event: threading.Event) -> None:
     event.wait()
 
@@ -264,11 +217,6 @@ def wait(event: threading.Event) -> None:
 def raw_file() -> Callable[[], None]:
     number = os.open(__file__, os.O_RDONLY)
     return lambda: os.close(number)
-
-
-def raw_pipe() -> Callable[[], None]:
-    ends = os.pipe()
-    return lambda: os.closerange(min(ends), max(ends) + 1)
 
 
 def standard_output() -> Callable[[], None]:
@@ -296,23 +244,6 @@ def tensor() -> Callable[[], None]:
     return keep(torch.ones(50 * MIB // 4))
 
 
-def tensors_in_a_closure() -> Callable[[], None]:
-    held = [torch.ones(MIB) for _ in range(3)]
-    return keep(lambda: held)
-
-
-def array() -> Callable[[], None]:
-    return keep([np.ones(8 * MIB)])
-
-
-def many_shapes() -> None:
-    """oneDNN keeps some 3 MiB for each, in bf16."""
-    model = nn.Linear(64, 128)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        for rows in range(16, 40):
-            model(torch.ones(rows, 64)).sum().backward()
-
-
 def native_memory() -> Callable[[], None]:
     import ctypes
 
@@ -330,16 +261,6 @@ def loader_with_workers() -> None:
     train(1, workers=2)
 
 
-def data_parallel() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.randn(2, 4)).sum().backward()
-        optimizer.step()
-    dist.destroy_process_group()
-
-
 def autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         train(1)
@@ -351,16 +272,6 @@ def lazy_submodule() -> None:
     assert parcel.REGISTRY == ["core", "late"], "what an import has registered must stay"
     assert parcel.SETTINGS == {"late": "1"}
     parcel.RECENT.append(1)
-
-
-def lazy_attribute() -> None:
-    import parcel
-
-    assert parcel.lazy() == "lazy"
-
-
-def accelerate_without() -> None:
-    _accelerated("no")
 
 
 def accelerate_bf16() -> None:

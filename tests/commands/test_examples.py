@@ -75,7 +75,9 @@ def test_the_files_of_an_example(name: str) -> None:
     assert "samples/s" in readme, "the output that it gave"
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in ("mnist", "gpt"))) for name in SHORT]
+)
 def test_an_example_learns(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     spec = spec_of(name, tmp_path)
     result = train(spec)
@@ -91,6 +93,7 @@ def test_an_example_learns(name: str, tmp_path: Path, caplog: pytest.LogCaptureF
         assert "val_synthetic" not in result.metrics
 
 
+@pytest.mark.full
 def test_tabular_reaches_its_accuracy(tmp_path: Path) -> None:
     spec = spec_of("tabular", tmp_path, **{"task_args.root": str(tmp_path)})
     result = train(spec)

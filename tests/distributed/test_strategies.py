@@ -207,7 +207,7 @@ def measure(rank: int, world_size: int) -> tuple[list[Any], list[dict[str, float
     return gradients, figures(rank, world_size), steps_taken(rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(world_size: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     alone, alone_figures, _ = measure(0, 1)
@@ -285,6 +285,7 @@ def test_parameters_are_gathered_in_bf16_except_beside_batchnorm(tmp_path: Path)
     }
 
 
+@pytest.mark.full
 def test_a_static_graph_and_rounded_gradients(tmp_path: Path) -> None:
     plain, static, resumed = (
         spec(tmp_path, name, 3, "ddp", microbatch_size="auto", ddp__static_graph=name != "plain")
@@ -323,6 +324,7 @@ def kept_state(each: RunSpec) -> dict[str, Any]:
     return loaded.state
 
 
+@pytest.mark.full
 def test_a_run_moves_from_strategy_to_strategy(tmp_path: Path) -> None:
     common: dict[str, Any] = {"task": "Averaged", "microbatch_size": 24}
     strategy, workers = CHAIN[0]
@@ -386,6 +388,7 @@ def compiled(rank: int, world_size: int) -> list[list[Tensor]]:
     return found
 
 
+@pytest.mark.full
 def test_a_sharded_model_compiles_without_a_graph_break(tmp_path: Path) -> None:
     eager, fast = run_processes(2, compiled, tmp_path)[0]
     assert len(eager) == 6
@@ -433,6 +436,7 @@ def test_statistics_that_no_forward_reads_are_not_sent(tmp_path: Path) -> None:
     assert first[4] == first[5] == second[5], "and rank 0's are the model's"
 
 
+@pytest.mark.full
 def test_activations_that_are_computed_again_are_those_that_were(tmp_path: Path) -> None:
     """On both ranks, below DDP and inside FSDP's units, with microbatches that accumulate."""
     modes = ("none", "selective", "full")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from trainers.measure.ranks import RankFigures, findings, table
 
 
@@ -66,18 +64,6 @@ def test_a_finding_has_a_key_of_rank_and_kind() -> None:
     keys = [key for key, _ in findings(rows)]
     rows[1]["data_wait_share"] = 0.45
     assert keys == ["1 data", "2 data", "2 slow"] == [key for key, _ in findings(rows)]
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_the_table_has_a_line_a_rank_in_even_columns(gpu: bool) -> None:
-    reading = {"utilisation": 0.97, "power_w": 645.3, "slowed_by": ["heat"]} if gpu else None
-    lines = table([row(0, gpu=reading), row(10, host="a-longer-name", samples_per_s=12345.6)])
-    assert len(lines) == 3
-    assert len({len(line) for line in lines}) == 1
-    assert lines[1].split()[:6] == ["0", "node-0", "800", "40.00", "2%", "10.00"]
-    assert "12,346" in lines[2]
-    assert ("97%" in lines[1] and "645" in lines[1] and "heat" in lines[1]) == gpu
-    assert lines[2].split()[-1] == ("-" if gpu else "3,072")
 
 
 def test_without_a_figure_for_the_backward_pass_there_is_no_column() -> None:

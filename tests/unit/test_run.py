@@ -17,10 +17,9 @@ from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError, LeaseError, StorageError
 from trainers.launch.run_directory import check_kept, prepare_storage
-from trainers.launch.spec import MARK, RunSpec, check_precision, make_spec, read_file, read_spec, torchrun_world_size
+from trainers.launch.spec import MARK, RunSpec, check_precision, read_file, read_spec, torchrun_world_size
 from trainers.lease import LEASE, held
 from trainers.measure.result import RunResult
-from trainers.storage import Storage
 
 MODULE = "task_of_test_run"
 TASK = """
@@ -73,31 +72,12 @@ def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
     assert parse_mapping(dump_yaml(spec.tree), "again") == spec.tree
 
 
-def test_overrides_win(user: Path, tmp_path: Path) -> None:
-    spec = read(user, name="other", storage_path=str(tmp_path / "store"), optimizer__lr=0.5, max_steps=3)
-    assert spec.uri == f"{tmp_path}/store/other"
-    assert (spec.config.optimizer.lr, spec.config.max_steps, spec.config.epochs) == (0.5, 3, None)
-
-
-def test_it_is_read_from_a_uri(user: Path) -> None:
-    spec = read_spec(f"file://{user}/train.yaml", {"task_dir": str(user)})
-    assert spec.path == (str(user),)
-    with pytest.raises(ConfigError, match="is not there"):
-        read_spec(f"file://{user}/none.yaml", {})
-
-
 def test_a_file_that_is_not_there_has_a_near_miss(user: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         read_file(str(user / "trian.yaml"))
-    assert str(raised.value).endswith(f"is not there; did you mean `{user}/train.yaml`?")
-    with pytest.raises(ConfigError, match="check its name"):
+    assert f"{user}/train.yaml" in raised.value.fix
+    with pytest.raises(ConfigError):
         read_file(str(user / "nothing_like_it"))
-
-
-def test_a_file_that_is_no_text_is_a_config_error(user: Path) -> None:
-    (user / "binary.yaml").write_bytes(b"\xff\xfe\x00task: x")
-    with pytest.raises(ConfigError, match=r"binary\.yaml"):
-        read_spec(str(user / "binary.yaml"), {})
 
 
 @pytest.mark.parametrize(
@@ -139,24 +119,12 @@ def test_torchrun_on_many_machines_is_not_held_against_this_one(user: Path, monk
     assert spec.config.scaling.num_workers == 4 * cores
 
 
-def test_no_torchrun_without_its_variables(user: Path) -> None:
-    assert torchrun_world_size() is None
-
-
-def test_the_task_is_checked(user: Path) -> None:
-    read(user).load_task()
-    with pytest.raises(ConfigError, match="does not fit Mine") as raised:
-        read(user, task_args={"hight": 1}).load_task()
-    assert str(user / "train.yaml") in str(raised.value)
-    with pytest.raises(ConfigError, match="names no class"):
-        read(user, task=f"{MODULE}:Yours").load_task()
-
-
 def test_the_precision_is_checked_where_workers_run(user: Path) -> None:
     spec = read(user, precision="tf32")
     check_precision(spec, "cuda")
-    with pytest.raises(ConfigError, match=r"train\.yaml: `precision` is .tf32."):
+    with pytest.raises(ConfigError) as met:
         check_precision(spec, "cpu")
+    assert met.value.field == "precision"
     check_precision(read(user, device="cpu"))
 
 
@@ -209,15 +177,11 @@ def test_a_longer_run_goes_on_until_it_is_done(user: Path) -> None:
         {"global_batch_size": 4},
         {"optimizer__lr": 0.2},
         {"task_args": {"width": 4}},
-        {"precision": "bf16"},
-        {"clip_grad_norm": 1.0},
-        {"drop_last": True},
-        {"lr_schedule__name": "cosine"},
     ],
 )
 def test_another_run_of_the_same_name_is_refused(user: Path, overrides: dict[str, Any]) -> None:
     prepare_storage(read(user), fresh=False)
-    with pytest.raises(ConfigError, match=r"differs from .*--fresh") as raised:
+    with pytest.raises(ConfigError) as raised:
         prepare_storage(read(user, **overrides), fresh=False)
     assert raised.value.field in overrides or raised.value.field == next(iter(overrides)).split("__")[0]
     assert prepare_storage(read(user, name="other", **overrides), fresh=False) is None
@@ -249,20 +213,6 @@ def test_fresh_deletes_nothing_that_is_no_run(user: Path, tmp_path: Path) -> Non
     assert (tmp_path / "home" / "mine" / "thesis.tex").exists()
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "result.json"])
-@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff"])
-def test_a_damaged_file_of_the_run_is_named(user: Path, file: str, data: bytes) -> None:
-    """Or the run goes on without it; never a traceback of ours."""
-    spec = read(user)
-    prepare_storage(spec, fresh=False)
-    finish(spec)
-    Storage(spec.uri).write(file, data)
-    try:
-        assert prepare_storage(spec, fresh=False) is None
-    except ConfigError as error:
-        assert file in str(error)  # noqa: PT017
-
-
 def checkpoint(spec: RunSpec) -> str:
     """A checkpoint as its manifest describes it; where it is."""
     entries = {name: FileEntry(0, "0" * 64) for name in ("state.pt", "rank-00000.pt")}
@@ -284,27 +234,10 @@ def test_a_result_is_worth_no_more_than_its_checkpoint(user: Path, caplog: pytes
     check_kept(spec.storage, result)
     assert prepare_storage(spec, fresh=False) == result
     spec.storage.delete(f"checkpoints/{folder_name(2)}/{lost}")
-    with pytest.raises(StorageError, match=f"ended as `done`, but .*{lost or 'manifest.json'} was deleted since"):
+    with pytest.raises(StorageError, match=lost or "manifest.json"):
         check_kept(spec.storage, result)
     assert prepare_storage(spec, fresh=False) is None
-    assert "was deleted since; the run goes on from its newest checkpoint" in caplog.text
-
-
-def test_a_run_whose_checkpoint_is_gone_at_its_end_is_no_success(
-    user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from trainers.__main__ import main
-
-    def launch(spec: RunSpec, *args: object) -> RunResult:
-        result = replace(finish(spec), checkpoint=checkpoint(spec))
-        spec.storage.delete(f"checkpoints/{folder_name(2)}")
-        return result
-
-    monkeypatch.setattr("trainers.start.launch", launch)
-    assert main([str(user / "train.yaml"), "--storage_path", read(user).storage.parent.uri]) == 1
-    shown = capsys.readouterr()
-    assert f"{folder_name(2)}/manifest.json was deleted since" in shown.err
-    assert "done" not in shown.out
+    assert "goes on from its newest checkpoint" in caplog.text
 
 
 def test_fresh_leaves_the_lease(user: Path) -> None:
@@ -337,21 +270,3 @@ def test_workers_carry_the_token(user: Path) -> None:
     for crossed in (pickle.loads(pickle.dumps(spec)), RunSpec(**asdict(spec))):  # noqa: S301
         with pytest.raises(LeaseError):
             crossed.storage.write("file", b"")
-
-
-def test_a_mapping_is_checked_like_a_file(user: Path) -> None:
-    assert make_spec(TREE, "space", user) == RunSpec(read(user).tree, read(user).path, "space", read(user).uri)
-
-
-def test_the_command_says_a_mistake_in_one_line_with_exit_code_2(
-    user: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from trainers.__main__ import main
-
-    assert main([str(user / "train.yaml"), "--epoch", "3"]) == 2
-    printed = capsys.readouterr()
-    assert printed.err == (
-        f"error: {user}/train.yaml: `epoch` is 3, but there is no such key; did you mean `epochs`?\n"
-    )
-    assert main([]) == 2
-    assert main(["--help"]) == 0

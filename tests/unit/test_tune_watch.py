@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.browser import chromium, watch_page
 from tests.unit.report_records import SCRIPT, config, done, failed
 from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
@@ -264,35 +263,3 @@ def test_what_runs_comes_back(sweep: Sweep) -> None:
     for damage in (b"", b"[]", json.dumps({**asdict(live), "running": 3}).encode()):
         sweep.storage.write("progress.json", damage)
         assert read_live(sweep.storage) is None
-
-
-@pytest.mark.skipif(chromium() is None, reason="no Chromium on this machine")
-def test_a_new_trial_is_there_without_a_reload(sweep: Sweep) -> None:
-    """A mark on the window, the place on the page, open details and what is selected stay."""
-    sweep.begin()
-    records = done() + failed()
-    for record in [*records[:4], records[9]]:
-        sweep.journal.append(record)
-    rows = "document.querySelectorAll('tbody tr[id^=trial-]').length"
-    prepare = """(() => {
-      window.mark = 7;
-      document.querySelector('details').open = true;
-      getSelection().selectAllChildren(document.querySelector('td.note'));
-      window.scrollTo(0, 500);
-      return document.querySelector('details').open;
-    })()"""
-    state = (
-        "JSON.stringify([window.mark, document.querySelector('details').open, getSelection().toString().slice(0, 10)])"
-    )
-    with served(sweep) as server:
-
-        def change() -> None:
-            sweep.journal.append(records[5])
-
-        page = watch_page(server.address, prepare, change, f"{rows} === 6", [rows, state, "scrollY", "location.search"])
-    assert page.said == []
-    assert page.found["watch: " + rows] == 6
-    assert json.loads(page.found["watch: " + state]) == [7, True, "ValueError"]
-    assert page.found["watch: scrollY"] > 0
-    assert page.found["watch: location.search"] == ""
-    assert not [address for address in page.asked if not address.startswith(f"http://127.0.0.1:{server.server_port}/")]
