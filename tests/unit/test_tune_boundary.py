@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -25,7 +24,6 @@ TRAIN: dict[str, Any] = {
 LIMITS = {"fp32": 37, "bf16": 74}
 """The largest microbatch that really fits."""
 WANTED = 128
-LEVELS = math.ceil(math.log2(WANTED + 1))
 
 
 def key(**changes: Any) -> str:
@@ -68,18 +66,18 @@ def test_what_touches_memory_has_a_key_of_its_own(changes: dict[str, Any]) -> No
     assert key(**changes) != key()
 
 
-def test_sharded_settings_have_keys_of_their_own() -> None:
-    sharded = {"strategy": "fsdp", "precision": "bf16"}
-    kinds = [sharded, *(sharded | {"fsdp": one} for one in ({"param_dtype": "bf16"}, {"reshard_after_forward": False}))]
-    assert len({key(**kind) for kind in kinds}) == len(kinds)
-
-
 def test_all_kinds_of_settings_have_different_keys() -> None:
-    momentum = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
-    keys = [key(), key(optimizer__name="sgd"), key(optimizer=momentum), key(precision="fp16"), key(precision="bf16")]
-    keys += [key(optimizer__state=state) for state in ("bf16", "8bit")]
-    assert len(set(keys)) == len(keys)
-    assert key_of(TRAIN, "NVIDIA A100, 79.2 GiB") != key()
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"optimizer__name": "sgd"},
+        {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
+        {"precision": "fp16"},
+        {"strategy": "fsdp", "precision": "bf16"},
+        {"strategy": "fsdp", "precision": "bf16", "fsdp": {"param_dtype": "bf16"}},
+        {"strategy": "fsdp", "precision": "bf16", "fsdp": {"reshard_after_forward": False}},
+    ]
+    keys = {key(**kind) for kind in kinds} | {key_of(TRAIN, "NVIDIA A100, 79.2 GiB")}
+    assert len(keys) == len(kinds) + 1
 
 
 @pytest.mark.parametrize(
@@ -150,16 +148,16 @@ def test_a_contradiction_is_said_and_the_stricter_wins_in_either_order() -> None
     assert found.observe("k", 24, True) is None
 
 
-def test_the_order_of_observations_does_not_matter() -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_of_observations_does_not_matter(seed: int) -> None:
     seen = [(16, True), (40, True), (32, False), (24, True), (64, False), (31, True), (31, False)]
-    plains = []
-    for order in itertools.islice(itertools.permutations(seen), 0, None, 97):
-        found = Boundary()
-        for size, fits in order:
-            found.observe("k", size, fits)
-        plains.append(json.dumps(found.to_plain()))
-    assert len(plains) > 40
-    assert len(set(plains)) == 1
+    first, other = Boundary(), Boundary()
+    for size, fits in seen:
+        first.observe("k", size, fits)
+    random.Random(seed).shuffle(seen)
+    for size, fits in seen:
+        other.observe("k", size, fits)
+    assert first.to_plain() == other.to_plain()
 
 
 def test_a_boundary_comes_back_from_the_journal() -> None:
@@ -175,54 +173,31 @@ def test_what_is_no_boundary_is_refused(tree: dict[str, Any]) -> None:
         Boundary.from_plain(tree)
 
 
-def test_the_middle_comes_first() -> None:
-    assert bisection_order([8, 16, 24, 32, 40, 48, 56]) == [32, 16, 48, 8, 24, 40, 56]
-    assert sorted(bisection_order(range(1, 100))) == list(range(1, 100))
-    assert bisection_order([]) == []
-    assert bisection_order([5, 5]) == [5]
-
-
-def sweep(order: list[tuple[str, int]], uses_boundary: bool) -> tuple[dict[str, int], int, Boundary]:
-    """Trials with a fixed microbatch, one after the other: misfits of each precision, trials that ran, what is known.
-
-    `order` has one entry a trial: its precision and its microbatch.
-    """
-    found, ran = Boundary(), 0
-    misfits = dict.fromkeys(LIMITS, 0)
-    for precision, size in order:
-        trial = key(precision=precision)
-        if uses_boundary and found.fits(trial, size) is False:
-            continue
-        fits = size <= LIMITS[precision]
-        found.observe(trial, size, fits)
-        misfits[precision] += not fits
-        ran += 1
-    return misfits, ran, found
-
-
-def test_a_sweep_over_fixed_sizes_runs_out_of_memory_once_a_level_and_a_plain_grid_in_every_misfit(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    sizes = range(1, WANTED + 1)
-    middle_first = [(precision, size) for size in bisection_order(sizes) for precision in LIMITS]
-    misfits, ran, found = sweep(middle_first, uses_boundary=True)
-    grid_misfits, grid_ran, _ = sweep(middle_first, uses_boundary=False)
+def test_fixed_sizes_from_the_middle_run_out_of_memory_once_a_level() -> None:
+    order = [(precision, size) for size in bisection_order(range(1, WANTED + 1)) for precision in LIMITS]
+    misfits, found = sweep(order)
+    assert max(misfits.values()) <= math.ceil(math.log2(WANTED + 1))
     for precision, limit in LIMITS.items():
-        assert misfits[precision] <= LEVELS
-        assert found.largest_fit(key(precision=precision)) == limit
-        assert found.smallest_misfit(key(precision=precision)) == limit + 1
-        assert grid_misfits[precision] == WANTED - limit
-    assert ran == sum(LIMITS.values()) + sum(misfits.values())  # all that fit were trained
-    assert grid_ran == 2 * WANTED
-    with capsys.disabled():
-        print(f"\nout of memory: {misfits} of {ran} trials; a plain grid {grid_misfits} of {grid_ran}")
+        known = key(precision=precision)
+        assert (found.largest_fit(known), found.smallest_misfit(known)) == (limit, limit + 1)
 
 
 def test_in_any_order_no_trial_that_is_known_not_to_fit_runs() -> None:
     order = [(precision, size) for size in range(1, WANTED + 1) for precision in LIMITS]
     for seed in range(20):
         random.Random(seed).shuffle(order)
-        misfits, ran, found = sweep(order, uses_boundary=True)
+        misfits, found = sweep(order)
         assert all(found.largest_fit(key(precision=name)) == limit for name, limit in LIMITS.items())
-        assert ran == sum(LIMITS.values()) + sum(misfits.values())
-        assert max(misfits.values()) < 20  # about ln(91): each misfit rules out all that are larger
+        assert max(misfits.values()) < 20, "about ln(91): each misfit rules out all that are larger"
+
+
+def sweep(order: list[tuple[str, int]]) -> tuple[dict[str, int], Boundary]:
+    """Trials of a precision and a fixed microbatch, one after the other: misfits of each precision, what is known."""
+    found, misfits = Boundary(), dict.fromkeys(LIMITS, 0)
+    for precision, size in order:
+        trial = key(precision=precision)
+        if found.fits(trial, size) is not False:
+            fits = size <= LIMITS[precision]
+            found.observe(trial, size, fits)
+            misfits[precision] += not fits
+    return misfits, found

@@ -63,10 +63,6 @@ def test_what_is_appended_is_found_also_by_another_journal(tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "trials").iterdir()] == [f"{full.id}.json"]
 
 
-def test_an_empty_journal_has_no_records(tmp_path: Path) -> None:
-    assert Journal(Storage(str(tmp_path))).records() == []
-
-
 def test_figures_that_are_not_finite_survive(tmp_path: Path) -> None:
     journal = Journal(Storage(str(tmp_path)))
     journal.append(record({"a": 1}, metrics={"nan": math.nan, "up": math.inf, "down": -math.inf}, status="diverged"))

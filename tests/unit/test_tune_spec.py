@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainers.config.yaml import dump_yaml, parse_mapping
+from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.lease import LEASE, held
 from trainers.storage import Storage
@@ -97,30 +97,23 @@ def test_overrides_go_to_the_sweep_or_to_the_run(user: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("sweep", "train", "file", "words"),
+    ("sweep", "train", "file", "field"),
     [
-        ({"space": {"precision": ["fp99"]}}, {}, "sweep.yaml", "precision"),
-        ({"space": {"precison": ["fp32"]}}, {}, "sweep.yaml", "did you mean `precision`?"),
-        ({"train": "trian.yaml"}, {}, "trian.yaml", "train.yaml"),
+        ({"space": {"precision": ["fp99"]}}, {}, "sweep.yaml", "space.precision"),
         ({"lanes": 0}, {}, "sweep.yaml", "lanes"),
-        ({"storage_path": "relative"}, {}, "", ""),
-        ({}, {"optimizer": {"lr": -1}}, "train.yaml", "greater than 0"),
-        ({}, {"task": "nowhere:Mine"}, "train.yaml", "cannot be found"),
-        ({}, {"epoch": 3}, "train.yaml", "did you mean `epochs`?"),
+        ({"train": "trian.yaml"}, {}, "trian.yaml", "the file"),
+        ({}, {"optimizer": {"lr": -1}}, "train.yaml", "optimizer.lr"),
+        ({}, {"task": "nowhere:Mine"}, "train.yaml", "task"),
     ],
 )
 def test_a_mistake_names_the_file_that_it_is_in(
-    user: Path, sweep: dict[str, Any], train: dict[str, Any], file: str, words: str
+    user: Path, sweep: dict[str, Any], train: dict[str, Any], file: str, field: str
 ) -> None:
     write(user, sweep, TRAIN | train)
-    if not file:
-        read(user)
-        return
     with pytest.raises(ConfigError) as raised:
         read(user)
-    assert words in str(raised.value)
+    assert raised.value.field == field
     assert str(user / file) in str(raised.value)
-    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_a_relative_storage_inside_a_ray_job_is_refused(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,14 +259,6 @@ def test_a_damaged_saved_sweep_is_a_config_error(user: Path, data: bytes) -> Non
     Storage(spec.uri).write("sweep.yaml", data)
     with pytest.raises(ConfigError, match=r"sweep\.yaml"):
         read_saved(spec.uri)
-
-
-def test_the_saved_file_is_plain_yaml(user: Path) -> None:
-    spec = read(user)
-    prepare(spec, fresh=False)
-    tree = parse_mapping(spec.storage.read("sweep.yaml").decode(), "f")
-    assert tree["space"] == SWEEP["space"]
-    assert tree["train"]["task"] == TRAIN["task"]
 
 
 def test_a_dotted_key_of_the_space_may_be_overridden(user: Path) -> None:
