@@ -80,49 +80,67 @@ def finish(user: Path, seconds: list[float], status: Any = "done") -> None:
         Journal(spec.storage).append(TrialRecord(trial_id(config), config, status, 1000.0, 1000.0 + time_s))
 
 
-def test_the_figures_are_those_of_a_calculation_by_hand(user: Path) -> None:
-    found = plan(user, minutes=30)
-    assert (found.trials, found.plan.num_lanes, found.plan.max_lanes) == (10, 5, 5)
-    assert found.usd_per_hour == pytest.approx(HEAD_USD + 5 * NODE_USD)
-    assert found.time_s == 2 * 30 * 60  # ten trials in five lanes
-    assert found.usd == pytest.approx(HEAD_USD + 5 * NODE_USD)
-    text = "\n".join(found.lines())
-    assert "each 2 workers of 1 CPU and 1 GPU;" in text
-    usd = HEAD_USD + 5 * NODE_USD
-    assert f"fully grown  the head and 5 gpu: 40 CPUs, 10 GPUs, {usd:.2f} USD/hour" in text
+FIVE_USD, TWO_USD = HEAD_USD + 5 * NODE_USD, HEAD_USD + 2 * NODE_USD
+ON_CPU = {"train": TRAIN | {"scaling": {"num_workers": 2, "use_gpu": False}}}
+ELASTIC = {"train": TRAIN | {"scaling": {"num_workers": [2, 40]}}}
+UNPRICED = {"node_config": {"InstanceType": "x99.huge"}}
 
 
-def test_only_the_nodes_that_the_lanes_need_are_paid_for(user: Path) -> None:
-    found = plan(user, minutes=60, lanes=2)
-    assert (found.plan.num_lanes, found.plan.max_lanes) == (2, 5)
-    assert found.usd_per_hour == pytest.approx(HEAD_USD + 2 * NODE_USD)
-    assert found.time_s == 5 * 3600
-    few = plan(user, space={"precision": ["fp32", "bf16"]})
-    assert (few.plan.num_lanes, few.trials) == (2, 2)  # an idle lane costs and gives nothing
-
-
-def test_the_price_may_be_given(user: Path) -> None:
-    found = plan(user, minutes=30, usd_per_hour=20.0)
-    assert found.usd == 20.0
-    assert "USD/hour     20.00 (given: usd_per_hour)" in list(found.lines())
-
-
-def test_an_unknown_price_is_said_and_not_guessed(user: Path) -> None:
-    found = plan(user, minutes=30, node={"node_config": {"InstanceType": "x99.huge"}})
-    assert (found.usd_per_hour, found.usd) == (None, None)
-    text = "\n".join(found.lines())
-    assert "no price of gpu: give --usd_per_hour" in text
-    assert "USD          unknown" in text
-
-
-def test_an_unknown_duration_is_said_and_not_guessed(user: Path) -> None:
-    found = plan(user)
-    assert (found.trial_s, found.time_s, found.usd) == (None, None, None)
-    text = "\n".join(found.lines())
-    assert "give --minutes_per_trial" in text
-    assert "time         unknown\n" in text
-    with_budget = plan(user, budget={"usd": 10.0}, usd_per_hour=5.0)
-    assert "time         unknown, at most 2 h by the budget" in "\n".join(with_budget.lines())
+@pytest.mark.parametrize(
+    ("minutes", "sweep", "node", "lanes", "trials", "usd_per_hour", "time_s", "words"),
+    [
+        # Ten trials of half an hour in five lanes.
+        (30, {}, {}, (5, 5), 10, FIVE_USD, 3600, "each 2 workers of 1 CPU and 1 GPU;"),
+        (
+            30,
+            {},
+            {},
+            (5, 5),
+            10,
+            FIVE_USD,
+            3600,
+            f"fully grown  the head and 5 gpu: 40 CPUs, 10 GPUs, {FIVE_USD:.2f} USD",
+        ),
+        # Only nodes that the lanes need are paid for, and an idle lane gives nothing.
+        (60, {"lanes": 2}, {}, (2, 5), 10, TWO_USD, 5 * 3600, "2 of at most 5"),
+        (
+            60,
+            {"space": {"precision": ["fp32", "bf16"]}},
+            {},
+            (2, 5),
+            2,
+            TWO_USD,
+            3600,
+            "nodes        the head and 2 gpu",
+        ),
+        (30, ELASTIC, {}, (5, 5), 10, FIVE_USD, 3600, "each 2 workers"),  # at least
+        (30, ON_CPU, {}, (10, 20), 10, HEAD_USD + 3 * NODE_USD, 1800, "each 2 workers of 1 CPU;"),
+        (30, {"usd_per_hour": 20.0}, {}, (5, 5), 10, 20.0, 3600, "USD/hour     20.00 (given: usd_per_hour)"),
+        # What is not known is said, and not guessed.
+        (30, {}, UNPRICED, (5, 5), 10, None, 3600, "no price of gpu: give --usd_per_hour"),
+        (None, {}, {}, (5, 5), 10, FIVE_USD, None, "give --minutes_per_trial"),
+        (None, {"budget": {"usd": 10.0}, "usd_per_hour": 5.0}, {}, (5, 5), 10, 5.0, None, "unknown, at most 2 h"),
+        (30, {"budget": {"trials": 4}}, {}, (4, 5), 4, HEAD_USD + 4 * NODE_USD, 1800, "trials       4"),
+    ],
+)
+def test_the_figures_are_those_of_a_calculation_by_hand(
+    user: Path,
+    minutes: float | None,
+    sweep: dict[str, Any],
+    node: dict[str, Any],
+    lanes: tuple[int, int],
+    trials: int,
+    usd_per_hour: float | None,
+    time_s: float | None,
+    words: str,
+) -> None:
+    found = plan(user, minutes, node, **sweep)
+    assert (found.plan.num_lanes, found.plan.max_lanes) == lanes
+    assert (found.trials, found.time_s) == (trials, time_s)
+    assert found.usd_per_hour == (None if usd_per_hour is None else pytest.approx(usd_per_hour))
+    known = time_s is not None and usd_per_hour is not None
+    assert found.usd == (pytest.approx(usd_per_hour * time_s / 3600) if known else None)
+    assert words in "\n".join(found.lines())
 
 
 def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_again(user: Path) -> None:
@@ -136,17 +154,15 @@ def test_earlier_trials_of_the_same_sweep_tell_the_duration_and_are_not_run_agai
     assert plan(user, minutes=10).trial_s == 600
 
 
-def test_a_budget_cuts_the_sweep_off(user: Path) -> None:
-    found = plan(user, minutes=30, lanes=2, budget={"time_s": 6000})
-    assert (found.within, found.time_s) == (6, 6000)  # three rounds of two end within 100 minutes
-    assert "about 6 of 10 trials" in "\n".join(found.lines())
-    exact = plan(user, minutes=30, lanes=2, budget={"time_s": 5400})
-    assert (exact.within, exact.time_s) == (6, 5400)
-    short = plan(user, minutes=30, lanes=2, budget={"time_s": 5399.9})
-    assert (short.within, short.time_s) == (4, 5399.9)
-    roomy = plan(user, minutes=30, lanes=2, budget={"time_s": 60_000})
-    assert (roomy.within, roomy.time_s) == (10, 9000)
-    assert plan(user, minutes=30, budget={"trials": 4}).trials == 4
+@pytest.mark.parametrize(
+    ("budget_s", "within", "time_s"),
+    [(6000, 6, 6000), (5400, 6, 5400), (5399.9, 4, 5399.9), (60_000, 10, 9000)],
+)
+def test_a_budget_cuts_the_sweep_off(user: Path, budget_s: float, within: int, time_s: float) -> None:
+    """Rounds of two trials, half an hour each."""
+    found = plan(user, minutes=30, lanes=2, budget={"time_s": budget_s})
+    assert (found.within, found.time_s) == (within, time_s)
+    assert (f"about {within} of 10 trials" in "\n".join(found.lines())) == (within < 10)
 
 
 @pytest.mark.parametrize(
@@ -180,17 +196,6 @@ def test_a_sweep_that_cannot_fit_is_refused_with_the_reason(
     assert words in line
 
 
-def test_elastic_workers_need_their_smallest_number(user: Path) -> None:
-    found = plan(user, train=TRAIN | {"scaling": {"num_workers": [2, 40]}})
-    assert found.plan.num_lanes == 5
-
-
-def test_cpu_training_does_not_count_gpus(user: Path) -> None:
-    found = plan(user, train=TRAIN | {"scaling": {"num_workers": 2, "use_gpu": False}})
-    assert found.plan.max_lanes == 20
-    assert any("each 2 workers of 1 CPU;" in line for line in found.lines())
-
-
 def test_lanes_are_those_of_the_running_sweep() -> None:
     assert lanes_for("auto", 5, 3) == 3
     assert lanes_for("auto", 5, 30) == 5
@@ -201,23 +206,20 @@ def test_lanes_are_those_of_the_running_sweep() -> None:
         lanes_for(6, 5, 30)
 
 
-def test_the_command_prints_the_plan_and_starts_nothing(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_plan_and_starts_nothing(user: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, cluster = write(user, {}, {})
-    assert main(["plan", file, "--cluster", cluster, "--minutes_per_trial", "30", "--lanes", "5"]) == 0
-    out = capsys.readouterr().out
+    given = ["plan", file, "--cluster", cluster, "--minutes_per_trial", "30", "--lanes", "5"]
+    assert main(given) == 0
+    out = capfd.readouterr().out
     assert "many on lab (aws, us-east-1)" in out
-    assert "trials       10" in out
     assert "lanes        5, each 2 workers of 1 CPU and 1 GPU; 2 trials one after the other" in out
-    assert f"USD          {HEAD_USD + 5 * NODE_USD:.2f}" in out
-    assert not (user / "results").exists()
-
-
-def test_the_plan_as_json(user: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    file, cluster = write(user, {}, {})
-    assert main(["plan", file, "--cluster", cluster, "--minutes-per-trial", "30", "--json"]) == 0
+    assert main([*given, "--quiet"]) == 0
+    assert capfd.readouterr().out == f"USD          {FIVE_USD:.2f}\n"
+    assert main([*given, "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert (found["trials"], found["time_s"]) == (10, 2 * 30 * 60)
-    assert found["usd"] == pytest.approx(HEAD_USD + 5 * NODE_USD)
+    assert found["usd"] == pytest.approx(FIVE_USD)
+    assert not (user / "results").exists()
 
 
 @pytest.mark.parametrize(
