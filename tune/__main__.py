@@ -124,15 +124,6 @@ def knowledge(
     return 0
 
 
-def track(directory: _Directory) -> int:
-    """Send what the sweep's trackers have not got."""
-    from trainers.launch.log import setup_logging
-    from tune.sweeps.tracking import send_sweep
-
-    setup_logging(0)
-    return 0 if send_sweep(directory) else 1
-
-
 def plan(
     location: _Sweep,
     overrides: dict[str, Any],
@@ -249,7 +240,6 @@ def run_here(arguments: list[str]) -> int:
         "watch": watch,
         "compare": compare,
         "knowledge": knowledge,
-        "track": track,
         "plan": plan,
     }
     return run("python -m tune", __doc__, functions, arguments, SweepConfig)

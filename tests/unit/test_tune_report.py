@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
