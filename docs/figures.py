@@ -31,7 +31,7 @@ UNITS = {
     "shards": "samples/s",
 }
 """Of medians whose names have no unit as their suffix."""
-LEFT_OUT = ("rounds", "train_loss", "true_time_s", "frontier_ended")
+LEFT_OUT = ("rounds", "train_loss")
 """What a table is made of, not what it says."""
 UNIT_SUFFIXES = ("s", "ms", "mb")
 _NAME = re.compile(r"(?P<kind>[a-z-]+)-\d{4}-\d\d-\d\d-(?P<device>\w+)\.json")

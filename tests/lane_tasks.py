@@ -128,19 +128,3 @@ class Signed(Blobs):
             with self.file.open("a") as file:
                 file.write(f"{torch.initial_seed()}\n")
         return super().dataset(split)
-
-
-class Noted(Blobs):
-    """Notes each step: its process, seed and number."""
-
-    def __init__(self, file: str, **args: Any) -> None:
-        super().__init__(**args)
-        self.file, self.seed = Path(file), 0
-
-    def dataset(self, split: str) -> Any:
-        self.seed = torch.initial_seed()  # the trial's by now
-        return super().dataset(split)
-
-    def after_step(self, model: nn.Module, step: int) -> None:
-        with self.file.open("a") as file:
-            file.write(f"{os.getpid()} {self.seed} {step}\n")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,14 +53,33 @@ def mlflow_runs(uri: str, experiment: str, scratch: Path) -> dict[str, Kept]:
     return runs
 
 
+def wandb_records(file: Path) -> Iterator[Any]:
+    """What an offline run's file holds, whose last record may not be whole: W&B's head, then LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+    head, block = 7, 32768
+    data, place, whole = file.read_bytes(), head, b""
+    while place + head <= len(data):
+        left = block - place % block
+        if left < head:  # padding
+            place += left
+            continue
+        length, kind = struct.unpack_from("<4xHB", data, place)
+        start, place = place + head, place + head + length
+        if place > len(data):
+            return
+        whole += data[start:place]
+        if kind in (1, 4):  # a record in one piece, or the last of several
+            yield Record.FromString(whole)
+            whole = b""
+
+
 def wandb_runs(directory: Path) -> dict[str, Kept]:
     """Offline runs by name; the files of all starts of one id are one run."""
-    from trainers.tracking.wandb_sink import records, written
-
     runs: dict[str, Kept] = {}
     for file in sorted(directory.glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime):
         kept: Kept | None = None
-        for record in records(file):
+        for record in wandb_records(file):
             kind = record.WhichOneof("record_type")
             if kind == "run":
                 run = record.run
@@ -69,10 +90,12 @@ def wandb_runs(directory: Path) -> dict[str, Kept]:
             elif kind == "artifact":
                 assert kept is not None
                 kept.files[record.artifact.name] = b""
-        for row in written(file) if kept is not None else ():
-            for name, value in row.items():
-                if not name.startswith("_"):
-                    kept.curves.setdefault(name, []).append((row["_step"], value))
+            elif kind == "history":
+                assert kept is not None
+                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                for name, value in row.items():
+                    if not name.startswith("_"):
+                        kept.curves.setdefault(name, []).append((row["_step"], value))
     return runs
 
 

@@ -130,18 +130,13 @@ def explain(
 
     setup_logging(0, quiet=True)
     subject = explanation.read_subject(run)
-    on_cluster = not recorded and subject.config.launcher == "ray" and _has_cluster()
+    on_cluster = not recorded and subject.config.launcher == "ray" and not embedded()
     workers = do_on_cluster if on_cluster else run_spawn
     found = explanation.explain(
         subject, workers, seconds, "ray" if on_cluster else "spawn", profile=not recorded, verify=verify
     )
     output.result(str(found), _joined(str(found)), {"status": "done", **asdict(found)})
     return 0
-
-
-def _has_cluster() -> bool:
-    """Whether this process has a cluster that was there before it: without one it embeds its own."""
-    return os.environ.get("RAY_ADDRESS", "") not in ("", "local")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,8 @@ from trainers.launch.run_directory import check_kept, prepare_function, prepare_
 from trainers.launch.spec import MARK, FunctionSpec, Job, R, RunSpec, check_precision, run_with, torchrun_world_size
 from trainers.lease import held
 from trainers.output import Output, Take, sending
-from trainers.tracking.following import followed
-from trainers.tracking.trackers import check_trackers
+from trainers.tracking.process import followed
+from trainers.tracking.sinks import check_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +90,8 @@ def run_training(spec: RunSpec, fresh: bool, is_command: bool = False, output: O
         check_precision(spec, check_cluster(spec) if launcher == "ray" else None)
         with held(spec.storage, MARK) if rank == 0 else contextlib.nullcontext("") as token:
             result = prepare_storage(spec, fresh) if rank == 0 else None
-            ended = result.status if result is not None else None
-            with followed(spec.storage, MARK, token, trackers, spec.path, ended=ended):
+            again = f"python -m trainers track {shlex.quote(spec.uri)}"
+            with followed("trainers.tracking.run", spec.storage, token, trackers, spec.path, again):
                 if result is not None and not is_torchrun:
                     anew = "--fresh" if is_command else "fresh=True"
                     logger.info("%s is complete already (%s starts it anew)", spec.uri, anew)

@@ -66,15 +66,6 @@ def watch(
     return 0
 
 
-def track(directory: _Directory) -> int:
-    """Send what the sweep's trackers have not got."""
-    from trainers.launch.log import setup_logging
-    from tune.sweeps.tracking import send_sweep
-
-    setup_logging(0)
-    return 0 if send_sweep(directory) else 1
-
-
 def plan(
     location: _Sweep,
     overrides: dict[str, Any],
@@ -103,7 +94,6 @@ def main(argv: list[str] | None = None) -> int:
         "resume": resume,
         "report": report,
         "watch": watch,
-        "track": track,
         "plan": plan,
     }
     return run("python -m tune", __doc__, functions, argv, SweepConfig)

@@ -13,7 +13,7 @@ from trainers.config.model import Settings
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Count, Positive, Seconds
 from trainers.config.tracking import Tracking
 from trainers.errors import MISSING, ConfigError
-from tune.objective import Objective
+from tune.objective import TO_TARGET, Objective
 
 MOST_TRIALS = 10_000
 
@@ -185,7 +185,8 @@ class SweepConfig(Settings):
     @property
     def ends_beaten(self) -> bool:
         """Whether a trial ends once another is certain to beat it."""
-        return self.objective.ends_at_target and self.scheduler == "none" and "seed" not in self.space
+        is_race = self.objective.metric in TO_TARGET and self.objective.ends_at_target
+        return is_race and self.scheduler == "none" and "seed" not in self.space
 
     @property
     def time_budget_s(self) -> float | None:

@@ -66,34 +66,63 @@ class Seen:
     idle_s: float = 0.0
     """For how long nothing of a trial is new."""
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the sweep's process runs, as far as can be known from here."""
+        if self.holder is None:
+            return False
+        return self.holder.is_alive if self.holder.is_here else self.holder_idle_s <= STALE_S
+
+    @property
+    def num_repeats(self) -> int:
+        """Repeats of finalists that have ended."""
+        return sum(record.purpose == "repeat" for record in self.records)
+
+    @property
+    def num_trials(self) -> int:
+        """Trials that have ended."""
+        return len(self.records) - self.num_repeats
+
+    @property
+    def ended(self) -> str:
+        """What has ended, in words."""
+        trials = counted(self.num_trials, "trial")
+        return f"{trials} and {counted(self.num_repeats, 'repeat')}" if self.num_repeats else trials
+
 
 def judge(seen: Seen) -> tuple[Kind, str]:
     """Return how a sweep is, and that as a sentence."""
-    holder, live = seen.holder, seen.live
-    num_repeats = sum(record.purpose == "repeat" for record in seen.records)
-    num_trials, repeats = len(seen.records) - num_repeats, counted(num_repeats, "repeat")
-    ended = counted(num_trials, "trial") + f" and {repeats}" * bool(num_repeats)
-    is_alive = holder is not None and (holder.is_alive if holder.is_here else seen.holder_idle_s <= STALE_S)
     if not seen.has_sweep:
-        begins = f"A sweep begins in {seen.uri}." if is_alive else f"{seen.uri} holds no sweep yet."
+        begins = f"A sweep begins in {seen.uri}." if seen.is_alive else f"{seen.uri} holds no sweep yet."
         return "waiting", f"{begins} This page shows it as soon as it is there."
-    if is_alive:
-        live = live if live is not None and live.state == "running" else None  # else it is of the start before
-        planned = f" of {live.total}" if live is not None and live.total else ""
-        if not seen.records and (live is None or not live.num_lanes):
-            return "running", "Starting: no lane is up yet."
-        longest_s = max((one.end_time - one.start_time for one in seen.records), default=0.0)
-        if seen.idle_s > max(_QUIET_S, _QUIET_TRIALS * longest_s):
-            why = "its trials may hang, or wait for nodes"
-            return "quiet", f"Nothing new for {duration(seen.idle_s)}, though the sweep's process is alive: {why}."
-        lanes = f" {counted(live.num_lanes, 'lane')} up." if live is not None else ""
-        of_repeats = f", and {repeats} of the best" * bool(num_repeats)
-        return "running", f"Running: {num_trials}{planned} trials have ended{of_repeats}.{lanes}"
-    state = live.state if live is not None and holder is None else None
-    if state == "ended":
-        return "ended", f"The sweep has ended, with {ended}."
-    what = "its process has ended without an answer" if holder is not None else "it was stopped before its end"
-    return "cut", f"Cut off: {what}; {ended} are kept. `python -m tune resume {shlex.quote(seen.uri)}` goes on."
+    if seen.is_alive:
+        return _judge_running(seen)
+    if seen.holder is not None:
+        return "cut", _cut_off(seen, "its process has ended without an answer")
+    if seen.live is not None and seen.live.state == "ended":
+        return "ended", f"The sweep has ended, with {seen.ended}."
+    return "cut", _cut_off(seen, "it was stopped before its end")
+
+
+def _judge_running(seen: Seen) -> tuple[Kind, str]:
+    live = seen.live
+    if live is not None and live.state != "running":  # it is of the start before
+        live = None
+    if not seen.records and (live is None or not live.num_lanes):
+        return "running", "Starting: no lane is up yet."
+    longest_s = max((record.end_time - record.start_time for record in seen.records), default=0.0)
+    if seen.idle_s > max(_QUIET_S, _QUIET_TRIALS * longest_s):
+        why = "its trials may hang, or wait for nodes"
+        return "quiet", f"Nothing new for {duration(seen.idle_s)}, though the sweep's process is alive: {why}."
+    planned = f" of {live.total}" if live is not None and live.total else ""
+    repeats = f", and {counted(seen.num_repeats, 'repeat')} of the best" if seen.num_repeats else ""
+    lanes = f" {counted(live.num_lanes, 'lane')} up." if live is not None else ""
+    return "running", f"Running: {seen.num_trials}{planned} trials have ended{repeats}.{lanes}"
+
+
+def _cut_off(seen: Seen, why: str) -> str:
+    resume = f"python -m tune resume {shlex.quote(seen.uri)}"
+    return f"Cut off: {why}; {seen.ended} are kept. `{resume}` goes on."
 
 
 class Follow:

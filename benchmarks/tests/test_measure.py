@@ -79,7 +79,7 @@ def test_a_benchmark_goes_on_with_what_was_asked_alike(tmp_path: Path, monkeypat
     asked = {"seed": 7, "cases": 30, "only": None}
     assert earlier("what", asked) == {}
     measure.save("what", {**asked, "rows": [{"plant": "transform"}]}, keep=False)
-    measure.save("what-if", asked, keep=False)
+    measure.save("what-not", asked, keep=False)
     assert earlier("what", asked)["rows"] == [{"plant": "transform"}]
     assert earlier("what", {**asked, "seed": 8}) == earlier("what", {**asked, "only": ["lengths"]}) == {}
-    assert earlier("if", asked) == {}
+    assert earlier("not", asked) == {}

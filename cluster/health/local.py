@@ -21,8 +21,7 @@ from trainers.devices.device import total_memory_bytes
 from trainers.errors import first_line
 from trainers.model.precision import able_precisions
 
-_SIZES = (512, 1024, 2048, 4096, 8192)
-_CPU_TARGET_S, _GPU_TARGET_S = 0.1, 0.02  # what one product may take: a GPU's own rate needs larger matrices
+_CPU_SIZE, _GPU_SIZE = 1024, 8192  # a GPU's own rate needs larger matrices
 _NOISY = 0.2
 
 
@@ -96,7 +95,7 @@ def look() -> LocalReport:
     rates: list[ProductRate] = []
     for device in devices:
         try:
-            rates += _rates(device, rates)
+            rates += _rates(device)
         except torch.OutOfMemoryError:
             verdicts.append(Remark("warning", f"{device.device} has no memory left to be measured: what runs on it?"))
         gc.collect()
@@ -166,23 +165,7 @@ def judge_rates(rates: Sequence[ProductRate]) -> list[Remark]:
     return verdicts
 
 
-def size_for(target_s: float, probe_n: int, probe_s: float) -> int:
-    """Return the largest size whose product takes at most `target_s`, by the time of one; work grows as n cubed."""
-    return max((n for n in _SIZES if probe_s * (n / probe_n) ** 3 <= target_s), default=_SIZES[0])
-
-
-def _largest(target_s: float, precision: str, device: torch.device) -> int:
-    """Return the largest size within the time; looked for again from each that was measured, since the first product is
-    too small for a GPU: its time is that of a launch.
-    """
-    n, larger = 0, _SIZES[0]
-    while larger > n:
-        n = larger
-        larger = size_for(target_s, n, min(matmul_times(precision, device, n)))
-    return n
-
-
-def _rates(shown: Device, before: Sequence[ProductRate]) -> list[ProductRate]:
+def _rates(shown: Device) -> list[ProductRate]:
     """The rates of one device: fp32 at the CPU's size too, for the comparison."""
     device = torch.device(shown.device)
     on_cpu = device.type == "cpu"
@@ -191,9 +174,9 @@ def _rates(shown: Device, before: Sequence[ProductRate]) -> list[ProductRate]:
         # A CPU multiplies fp16 hundreds of times slower than fp32: nothing that one waits for.
         if precision not in shown.precisions or (on_cpu and precision == "fp16"):
             continue
-        sizes = {_largest(_CPU_TARGET_S if on_cpu else _GPU_TARGET_S, precision, device)}
+        sizes = {_CPU_SIZE} if on_cpu else {_GPU_SIZE}
         if precision == "fp32":
-            sizes |= {rate.n for rate in before if (rate.device, rate.precision) == ("cpu", "fp32")}
+            sizes |= {_CPU_SIZE}
         for n in sorted(sizes):
             times = matmul_times(precision, device, n)
             median_s = statistics.median(times)

@@ -57,22 +57,6 @@ def test_asked_to_stop_it_keeps_its_state_and_goes_on(tmp_path: Path, driver: An
     assert_equal_curves(rest, tmp_path, max_steps=steps, log_every_steps=10)
 
 
-@pytest.mark.campaign  # test_lanes.py has one of a trial
-def test_a_hang_is_noticed_and_the_group_starts_again(tmp_path: Path, driver: Any) -> None:
-    from trainers.on_ray.trainer import run_on_ray
-
-    args = {"fail_at": 17, "failure": "sleep", "marker": str(tmp_path / "hung")}
-    spec = make(tmp_path, name="hung", launcher="ray", task_args=args, failure__hang_timeout_s=20.0)
-    result = run_on_ray(spec)
-    assert (tmp_path / "hung").exists()
-    assert result.status == "done"
-    [name] = spec.storage.names("hangs")
-    stacks = spec.storage.read(f"hangs/{name}").decode()
-    assert "rank 0 made no step for" in stacks
-    assert "_fail" in stacks, "the line that hangs"
-    assert_equal_curves(spec, tmp_path)
-
-
 def test_out_of_memory_on_one_rank_in_mid_training(tmp_path: Path, driver: Any) -> None:
     """The group starts again with half the microbatch; the result is that of the same global batch."""
     from trainers.on_ray.trainer import run_on_ray

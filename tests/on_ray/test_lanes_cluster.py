@@ -49,47 +49,6 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
     assert len(pids.read_text().split()) == 13, "the trial that the node took with it ran again, and no other"
 
 
-@pytest.mark.full
-@pytest.mark.campaign  # in the lab a whole host is drained (tests/lab/test_aws.py)
-def test_a_drained_node_costs_its_trial_no_step(
-    tmp_path: Path, cluster: Cluster, driver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
-
-    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "1")
-    monkeypatch.setenv("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
-    notes, steps, notice_s = tmp_path / "notes", 200, 12
-
-    def noted() -> list[tuple[int, int, int]]:
-        lines = notes.read_text().splitlines() if notes.exists() else []
-        return [(pid, seed, step) for pid, seed, step in (map(int, line.split()) for line in lines)]
-
-    task = {"task": "tests.lane_tasks:Noted", "task_args": {"file": str(notes), "pause_s": 0.05}}
-    length = {"max_steps": steps, "evaluate": {"every_steps": steps // 4}}
-    seeds = [1, 2, 3, 4]
-    spec = sweep(tmp_path, {"seed": seeds}, {**task, **length, "scaling": {"cpus_per_worker": 2}}, lanes=2)
-    with another_node(cluster, driver, cpus=2) as node:
-
-        def take_away() -> None:
-            reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-            deadline_ms = int((time.time() + notice_s) * 1e3)
-            assert GcsClient(address=cluster.address).drain_node(node.id, reason, "spot", deadline_ms)[0]
-            time.sleep(notice_s)
-            node.cut_power()
-
-        thread = when(lambda: len({pid for pid, _, step in noted() if step > 10}) == 2, take_away)
-        records = run(spec)
-        thread.join()
-    assert [record.status for record in records] == ["done"] * 4
-    made = {seed: [step for _, one, step in noted() if one == seed] for seed in seeds}
-    assert made == {seed: list(range(1, steps + 1)) for seed in seeds}, "each step once, in its order"
-    moved = [seed for seed in seeds if len({pid for pid, one, _ in noted() if one == seed}) == 2]
-    assert len(moved) == 1, "one trial has gone on in the other lane"
-    assert all([row["step"] for row in record.curve] == [50, 100, 150, 200] for record in records)
-    assert all(name.startswith("lane-") for name in spec.storage.names("lanes")), "what it kept is deleted"
-
-
 def test_what_lanes_had_reserved_is_freed_whatever_was_reserved_before(tmp_path: Path, driver: Any) -> None:
     """Ray keeps each group that it has removed, and its state API lists any hundred of all. What is left is found by
     the fixture that looks at the cluster after every test.

@@ -32,6 +32,6 @@ def test_every_tracker_has_the_sweep(
     done = command(*start, cwd=tmp_path, env=environment, ray_address=cluster.address, forked=True)
     assert done.code == 0, done.out + done.err
     spec = read_saved(str(tmp_path / "sweep"))
-    send_rest(command, done, "tune", spec.storage, cwd=tmp_path, env=environment)
+    send_rest(command, done, "tune resume", spec.storage, cwd=tmp_path, env=environment)
     assert_is_sweep(tmp_path, spec, Journal(spec.storage).records())
     assert "tracking:" in spec.storage.read("best.yaml").decode(), "the winner's own run has them, too"

@@ -13,7 +13,7 @@ import torch
 
 from cluster.__main__ import main
 from cluster.health import local
-from cluster.health.local import Driver, LocalReport, ProductRate, Remark, judge_gpus, judge_rates, size_for
+from cluster.health.local import Driver, LocalReport, ProductRate, Remark, judge_gpus, judge_rates
 from cluster.health.matmul import measure
 from tests.waits import HANG_S
 
@@ -74,14 +74,6 @@ def test_what_rates_mean(rates: list[ProductRate], expected: list[tuple[str, str
     assert [remark.level for remark in found] == [level for level, _ in expected]
     for remark, (_, words) in zip(found, expected, strict=True):
         assert words in remark.text
-
-
-@pytest.mark.parametrize(
-    ("probe_s", "n"),
-    [(5.0, 512), (0.1 / 8 * 1.01, 512), (0.1 / 8 * 0.99, 1024), (0.1 / 64 * 0.99, 2048), (1e-6, 8192)],
-)
-def test_the_size_is_the_largest_within_the_time(probe_s: float, n: int) -> None:
-    assert size_for(0.1, 512, probe_s) == n
 
 
 class Machine:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -93,10 +92,10 @@ def is_sent_from(directory: Path) -> bool:
     return False
 
 
-def send_rest(command: Callable[..., Any], done: Any, program: str, storage: Storage, **where: Any) -> None:
+def send_rest(command: Callable[..., Any], done: Any, given: str, storage: Storage, **where: Any) -> None:
     """Do as a run or a sweep says that has ended before a tracker had everything, which slow machines see."""
     if "tracking:" in done.out:
-        sent = command("-m", program, "track", storage.uri, forked=True, **where)
+        sent = command("-m", *given.split(), storage.uri, forked=True, **where)
         assert sent.code == 0, sent.out + sent.err
 
 
@@ -117,7 +116,7 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
     before = {name: run.read_json(f"tracking/{name}", dict[str, Any])[""]["id"] for name in run.names("tracking")}
     done = command(*start, cwd=tmp_path, env=environment, forked=True)
     assert (done.code, done.err) == (0, "")
-    send_rest(command, done, "trainers", run, cwd=tmp_path, env=environment)
+    send_rest(command, done, "trainers track", run, cwd=tmp_path, env=environment)
     assert {name: run.read_json(f"tracking/{name}", dict[str, Any])[""]["id"] for name in before} == before
 
     result, log = run.read_json("result.json", dict[str, Any]), curves_of_log(run)
@@ -139,49 +138,6 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
     assert len(list((tmp_path / "runs" / "run" / "tensorboard").iterdir())) == 3
     again = command(*start, cwd=tmp_path, env=environment | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}, forked=True)
     assert "tracking" not in again.out, "who has everything is not asked"
-
-
-SENDER = """
-import os, sys
-from trainers.storage import Storage
-from trainers.tracking.delivery import Delivery
-from trainers.tracking.history import History
-from trainers.tracking.sink import Row
-from trainers.tracking.wandb_sink import WandbSink
-directory, last, dies = sys.argv[1], *map(int, sys.argv[2:])
-storage = Storage(directory)
-rows = [Row(step, 1.0, {"loss": 1.0} | {"accuracy": 1.0 for _ in range(step % 7 == 0)}) for step in range(1, last + 1)]
-delivery = Delivery("wandb", storage, WandbSink("killed", storage))
-delivery.send([History("run", "run", {"lr": 1}, {}, rows, ended=None if dies else "done")])
-os._exit(0)
-"""
-
-
-def test_what_wandb_had_not_written_when_its_process_was_killed_is_sent_again(tmp_path: Path) -> None:
-    """It notes rows in memory, and writes them every 15 s: less of them than were noted as sent."""
-    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
-    for last, dies in ((20, 1), (25, 1), (25, 0), (30, 0)):
-        given = [sys.executable, "-c", SENDER, str(tmp_path / "run"), str(last), str(dies)]
-        subprocess.run(given, env=environment, cwd=tmp_path, check=True)
-        noted = json.loads((tmp_path / "run/tracking/wandb.json").read_text())[""]["last"]
-        assert noted["loss"] == last
-    (kept,) = wandb_runs(tmp_path / "wandb").values()
-    assert [step for step, _ in kept.curves["loss"]] == list(range(1, 31))
-    assert [step for step, _ in kept.curves["accuracy"]] == [7, 14, 21, 28]
-
-
-def test_what_wandb_has_online_is_what_its_server_says(tmp_path: Path) -> None:
-    """Less than was sent, where another process was killed. No server is here: its answers are made up."""
-    from trainers.tracking.wandb_sink import WandbSink
-
-    sink = WandbSink(None, Storage(str(tmp_path)))
-    answer = {"offline": False, "disabled": False, "resumed": True, "step": 31, "summary": {"loss": 0.5, "lr": 0.1}}
-    sink._runs["known"] = SimpleNamespace(**answer)
-    sink._runs["new"] = SimpleNamespace(**answer | {"resumed": False, "step": 0, "summary": {}})
-    sink._runs["disabled"] = SimpleNamespace(**answer | {"disabled": True})
-    assert sink.last_steps("known") == {"loss": 30, "lr": 30}
-    assert sink.last_steps("new") == {}
-    assert sink.last_steps("disabled") is None
 
 
 def a_sweep(tmp_path: Path, tracking: list[Any]) -> tuple[SweepSpec, list[TrialRecord]]:
@@ -245,12 +201,15 @@ def test_a_sweep_is_a_run_with_its_trials_below_it(
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking, environment = everywhere(tmp_path, "files")
     spec, records = a_sweep(tmp_path, [*tracking, "tensorboard"])
-    track = ("-m", "tune", "track", spec.uri)
-    done = command(*track, cwd=tmp_path, env=environment, forked=True)
-    assert (done.code, done.err.count("Error")) == (0, 0), done.out + done.err
+    resume = ("-m", "tune", "resume", spec.uri)
+    while True:  # a slow machine sends in several starts
+        done = command(*resume, cwd=tmp_path, env=environment, forked=True)
+        assert (done.code, done.err.count("Error")) == (0, 0), done.out + done.err
+        if "tracking:" not in done.out:
+            break
     assert_is_sweep(tmp_path, spec, records)
     sent = {name: spec.storage.read(f"tracking/{name}") for name in spec.storage.names("tracking")}
-    assert command(*track, cwd=tmp_path, env=environment, forked=True).code == 0
+    assert command(*resume, cwd=tmp_path, env=environment, forked=True).code == 0
     assert {name: spec.storage.read(f"tracking/{name}") for name in sent} == sent
 
 
@@ -287,7 +246,7 @@ def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
     environment = {"PYTHONPATH": str(REPOSITORY), "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{silent_port}"}
     done = command("-m", "trainers", str(tmp_path / "train.yaml"), cwd=tmp_path, env=environment, forked=True)
     again = f"`python -m trainers track {run.uri}` sends the rest"
-    assert (done.code, done.out.count("tracking:"), done.out.count(again)) == (0, 1, 1), done.out
+    assert (done.code, done.out.count(again)) == (0, 1), done.out
 
     uri = f"http://127.0.0.1:{port}"
     store = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", str(tmp_path / "art")]

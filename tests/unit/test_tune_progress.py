@@ -169,13 +169,3 @@ def test_what_has_cut_a_sweep_off_is_said_and_not_what_followed(
     said = run._why(error, spec)
     assert re.search(words, said), said
     assert "\n" not in said
-
-
-def test_what_lanes_that_started_again_cost_is_summed_by_reason() -> None:
-    from tune.sweeps.run import _restarts
-
-    found = [(12.0, "still running: thread Thread-5 (spin)"), (10.5, "still running: thread Thread-17 (spin)")]
-    assert _restarts([*found, (4.0, "its workers died")]) == (
-        "3 times, 26.5 s: still running: thread Thread-# (spin) (2); its workers died (1)"
-    )
-    assert _restarts([]) == ""

@@ -191,5 +191,6 @@ def test_a_trial_is_stopped_once_another_is_certain_to_beat_it(
 def test_only_a_race_to_a_target_ends_beaten_trials() -> None:
     assert sweep_config().ends_beaten
     assert not sweep_config(objective={"train_to": "end"}).ends_beaten
+    assert not sweep_config("val_loss", objective={"train_to": "target"}).ends_beaten
     assert not sweep_config(scheduler="asha").ends_beaten
     assert not sweep_config(space={"seed": [1, 2]}).ends_beaten

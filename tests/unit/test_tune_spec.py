@@ -68,11 +68,6 @@ def test_a_file_becomes_a_spec(user: Path, tmp_path: Path) -> None:
     assert "storage_path" not in spec.train
 
 
-def test_what_only_the_space_gives_need_not_be_in_the_run(user: Path) -> None:
-    write(user, train={key: value for key, value in TRAIN.items() if key != "global_batch_size"})
-    assert read(user).train["global_batch_size"] == 8
-
-
 def test_overrides_go_to_the_sweep_or_to_the_run(user: Path, tmp_path: Path) -> None:
     spec = read(
         user, name="other", storage_path=str(tmp_path / "s"), lanes=2, objective__metric="val_accuracy",

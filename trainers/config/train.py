@@ -163,9 +163,6 @@ class TrainConfig(Settings):
     """Experiment trackers that get the run's metrics, configuration and result: mlflow, wandb, trackio, tensorboard,
     csv, or a sink of your own as `module:Class`; `{tracker: mlflow, project: digits}` names the project or experiment.
     Where a tracker is, its own environment variables say (MLFLOW_TRACKING_URI, WANDB_MODE, ...)."""
-    tensorboard: bool = Field(default=False)
-    """The same as `tracking: [tensorboard]`: rank 0 writes the metrics as TensorBoard events too, to `tensorboard/` in
-    the run's directory."""
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
     noise_scale: bool = Field(default=False)
@@ -291,7 +288,7 @@ class TrainConfig(Settings):
     @property
     def writes_events(self) -> bool:
         """Whether rank 0 writes TensorBoard events."""
-        return self.tensorboard or any(one.tracker == "tensorboard" for one in chosen(self.tracking))
+        return any(one.tracker == "tensorboard" for one in chosen(self.tracking))
 
     @property
     def trackers(self) -> list[TrackerConfig]:

@@ -59,7 +59,7 @@ def total_energy_j(rows: list[RankFigures]) -> float | None:
 
 
 def findings(rows: list[RankFigures]) -> list[tuple[str, str]]:
-    """What is uneven between ranks, and GPUs that are slowed: a key that names rank and kind, and the sentence to log."""
+    """What is uneven between ranks, and slowed GPUs: a key that names rank and kind, and the sentence to log."""
     found: list[tuple[str, str]] = []
     for row in rows:
         rank = row["rank"]

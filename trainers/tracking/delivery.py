@@ -1,22 +1,36 @@
-"""Delivery of histories to one tracker: under the same id in every resume, and each metric once for each step.
+"""Sends what a run has left on storage to one tracker: under the same id in every resume, each step at least once.
 
 `tracking/<tracker>.json` in the run's directory keeps, for the run (of a sweep for each trial too), the id and what was
-sent. A tracker that can be asked is: it is right where a process was killed between sending and noting that.
+sent. Storage is the queue: what a tracker has not got is sent later, by this process or the next.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from trainers.config.tracking import TrackerConfig
+from trainers.errors import LeaseError, first_line
+from trainers.redaction import redact
 from trainers.storage import Storage
-from trainers.tracking.history import History
+from trainers.tracking.history import History, Source
 from trainers.tracking.sink import Row, Sink, TrackedRun
+from trainers.tracking.sinks import make_sink
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 5.0
+_RETRY_S = 20.0
+_SHARE = 20
+"""A pause is so many times as long as the sending before it: no more than 5 % of a core goes to one tracker."""
 
 
 @dataclass
@@ -31,6 +45,22 @@ class Sent:
     """For each metric the last step."""
     ended: str | None = None
 
+    def new_rows(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the values of later steps than were sent, a row for each step."""
+        last = dict(self.last)
+        found: dict[int, Row] = {}
+        for row in rows:
+            new = {name: value for name, value in row.values.items() if row.step > last.get(name, -1)}
+            last |= dict.fromkeys(new, row.step)
+            if new:
+                known = found.get(row.step, row._replace(values={}))
+                found[row.step] = row._replace(values=known.values | new)
+        return list(found.values())
+
+
+def _file(tracker: str) -> str:
+    return f"tracking/{re.sub(r'[^A-Za-z0-9_]', '_', tracker)}.json"
+
 
 def read_sent(storage: Storage, tracker: str) -> dict[str, Sent]:
     """What a tracker has, by the trial's id (empty for the run or the sweep itself)."""
@@ -38,84 +68,99 @@ def read_sent(storage: Storage, tracker: str) -> dict[str, Sent]:
     return storage.read_json(name, dict[str, Sent]) if storage.exists(name) else {}
 
 
-def _file(tracker: str) -> str:
-    return f"tracking/{re.sub(r'[^A-Za-z0-9_]', '_', tracker)}.json"
-
-
 class Delivery:
-    """Sends to one tracker what it does not have."""
+    """One tracker of a run or a sweep."""
 
-    def __init__(self, tracker: str, storage: Storage, sink: Sink) -> None:
-        self._file, self._storage, self._sink = _file(tracker), storage, sink
-        self._sent = read_sent(storage, tracker)
+    def __init__(
+        self, tracker: TrackerConfig, path: Sequence[str], storage: Storage, make_source: Callable[[Storage], Source]
+    ) -> None:
+        """`path` has the directories of the user's modules."""
+        self.name = tracker.tracker
+        self.is_over = False
+        """Whether the tracker has all, or another process sends the rest."""
+        self._tracker, self._path, self._storage, self._make_source = tracker, path, storage, make_source
+        self._has_ended = threading.Event()
+        self._how: str | None = None
+
+    def end(self, how: str) -> None:
+        """The driver has ended; `follow` sends the rest, and returns."""
+        self._how = how
+        self._has_ended.set()
+
+    def follow(self) -> None:
+        """Send until the driver has ended and everything is sent; the body of a thread."""
+        has_warned = False
+        while not self.is_over:
+            try:
+                sink = make_sink(self._tracker, self._path, self._storage)
+                try:
+                    self._send_to(sink)
+                finally:
+                    sink.close()
+                self.is_over = True
+            except LeaseError:
+                self.is_over = True
+            except Exception as error:  # nobody knows what it took: a new sink, and a new look at everything
+                if not has_warned:
+                    has_warned = True
+                    words = redact(f"{type(error).__name__}: {first_line(error)}")
+                    logger.warning("tracking: %s cannot be told now (%s); it is tried again", self.name, words)
+                if self._has_ended.is_set():
+                    return
+                self._has_ended.wait(_RETRY_S)
+
+    def _send_to(self, sink: Sink) -> None:
+        """Send what there is, again and again until the driver has ended."""
+        self._sent = read_sent(self._storage, self.name)
         self._started: set[str] = set()
+        source = self._make_source(self._storage)
+        while True:
+            is_last = self._has_ended.is_set()
+            began = time.monotonic()
+            for history in source.poll(self._how):
+                self._send_history(sink, history)
+            if is_last:
+                return
+            took_s = time.monotonic() - began
+            self._has_ended.wait(max(LOOK_EVERY_S, _SHARE * took_s))
 
-    def send(self, histories: Sequence[History], heard: Callable[[], None] = lambda: None) -> None:
-        """Send what is new; `heard` is called whenever the tracker has answered."""
-        for history in histories:
-            self._send(history, heard)
-
-    def _send(self, history: History, heard: Callable[[], None]) -> None:
-        sent = self._sent.get(history.key)
-        if sent is not None and history.key not in self._started and self._is_all(history, sent):
+    def _send_history(self, sink: Sink, history: History) -> None:
+        sent = self._sent.setdefault(history.key, Sent(secrets.token_hex(8)))
+        has_ended = history.ended is not None and sent.ended != history.ended
+        if not sent.new_rows(history.rows) and not has_ended and sent.run is not None:
             return
-        if sent is None:
-            sent = self._sent[history.key] = Sent(secrets.token_hex(8))
-            self._note()  # before anybody is asked to make a run of this id
         if history.key not in self._started:
-            self._start(history, sent)
-            heard()
+            self._start(sink, history, sent)
         assert sent.run is not None
-        rows = self._unsent(history.rows, sent)
+        rows = sent.new_rows(history.rows)
         if rows:
-            self._note()  # LeaseError where another start has taken the run over: that one sends them
-            self._sink.log(sent.run, rows)
+            sink.log(sent.run, rows)
             for row in rows:
                 sent.last |= dict.fromkeys(row.values, row.step)
-            sent.ended = None
             self._note()
-            heard()
-        if history.ended is not None and sent.ended != history.ended:
+        if history.ended is not None:
             with tempfile.TemporaryDirectory(prefix="paceline-tracking-") as directory:
                 for name, content in history.artifacts.items():
                     file = Path(directory, name)
                     file.write_bytes(content)
-                    self._sink.artifact(sent.run, file)
-                    heard()
-            self._sink.end(sent.run, history.ended, history.tags)
+                    sink.artifact(sent.run, file)
+            sink.end(sent.run, history.ended, history.tags)
             sent.ended = history.ended
             self._started.discard(history.key)
             self._note()
-            heard()
 
-    def _start(self, history: History, sent: Sent) -> None:
+    def _start(self, sink: Sink, history: History, sent: Sent) -> None:
+        self._note()  # the id, before anybody is asked to make a run of it; LeaseError where another start has the run
         parent = self._sent[""].run if history.key else None
         about = history.key, history.name, history.kind, history.params, history.tags, parent
-        run = self._sink.start(TrackedRun(sent.id, *about))
+        run = sink.start(TrackedRun(sent.id, *about))
         if run != sent.run:
-            sent.run, sent.last = run, {}
-        elif (last := self._sink.last_steps(run)) is not None:
-            sent.last = dict(last)
-        self._started.add(history.key)
+            sent.run = run
+            sent.last = {}
         sent.ended = None
+        self._started.add(history.key)
         self._note()
-
-    def _unsent(self, rows: Sequence[Row], sent: Sent) -> list[Row]:
-        last = dict(sent.last)
-        found: list[Row] = []
-        for row in rows:
-            values = {self._sink.metric(name): value for name, value in row.values.items()}
-            new = {name: value for name, value in values.items() if row.step > last.get(name, -1)}
-            last |= dict.fromkeys(new, row.step)
-            if new and found and found[-1].step == row.step:
-                found[-1] = row._replace(values=found[-1].values | new)
-            elif new:
-                found.append(row._replace(values=new))
-        return found
-
-    def _is_all(self, history: History, sent: Sent) -> bool:
-        return history.ended is not None and sent.ended == history.ended and not self._unsent(history.rows, sent)
 
     def _note(self) -> None:
         everything = {key: asdict(sent) for key, sent in self._sent.items()}
-        self._storage.write(self._file, json.dumps(everything).encode())
+        self._storage.write(_file(self.name), json.dumps(everything).encode())

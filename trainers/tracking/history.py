@@ -64,7 +64,8 @@ class RunHistory:
 
     def __init__(self, run: Storage) -> None:
         self._run = run
-        self._read = {"log": ("", 0.0), "live": ("", 0.0)}
+        self._read: dict[str, tuple[str, float]] = {}
+        """By directory the last file that was read, and when it was written."""
 
     def poll(self, ended: str | None) -> list[History]:
         """As `Source` has it; nothing until a worker has said what it runs on."""
@@ -74,7 +75,7 @@ class RunHistory:
         tags = {"uri": redact(self._run.uri)}
         if self._run.exists("environment.json"):
             tags |= self._run.read_json("environment.json", dict[str, str])
-        rows = [row for directory in self._read for row in self._new(directory)]
+        rows = self._new("log") + self._new("live")
         artifacts: dict[str, bytes] = {}
         if ended in ("done", "stopped") and self._run.exists("result.json"):
             result = self._run.read_json("result.json", dict[str, Any], finite=False)
@@ -89,24 +90,24 @@ class RunHistory:
         """The rows of parts that were not there before, and of the last one where it has grown."""
         storage, rows = self._run.child(directory), []
         for name in storage.names():
-            seen, seen_at = self._read[directory]
-            if not name.endswith(".jsonl") or name < seen:
+            last = self._read.get(directory, ("", 0.0))
+            if not name.endswith(".jsonl") or name < last[0]:
                 continue
             try:
                 written_at = self._time(f"{directory}/{name}")
-                if (name, written_at) == (seen, seen_at):
+                if (name, written_at) == last:
                     continue
                 records = read_part(storage, name)
             except StorageError:
                 if storage.exists(name):
                     raise
                 continue  # a copy that has become part of the log, which the next poll reads
+            self._read[directory] = (name, written_at)
             # Records have no time of day; the time between them is that of training.
             end_s = float(records[-1].get("train_time_s", 0.0)) if records else 0.0
             for record in records:
                 time_s = written_at - max(0.0, end_s - float(record.get("train_time_s", end_s)))
                 rows.append(Row(int(record["step"]), time_s, scalars(record)))
-            self._read[directory] = (name, written_at)
         return rows
 
     def _time(self, name: str) -> float:

@@ -1,15 +1,22 @@
 """Sends a training run to its trackers. `python -m trainers.tracking.run` is the process that
-trainers/tracking/following.py starts.
+trainers/tracking/process.py starts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+
 from trainers.launch.run_directory import open_run
 from trainers.launch.spec import MARK
 from trainers.lease import fenced, held
+from trainers.tracking.delivery import Delivery
 from trainers.tracking.history import KILLED, RunHistory
-from trainers.tracking.sender import send_rest, serve
-from trainers.tracking.trackers import check_trackers
+from trainers.tracking.process import serve
+from trainers.tracking.sinks import check_trackers
+
+logger = logging.getLogger(__name__)
 
 
 def send_run(location: str) -> bool:
@@ -18,12 +25,22 @@ def send_run(location: str) -> bool:
     Raises ConfigError where there is no run, or a process trains it.
     """
     storage, config = open_run(location)
-    source, path = storage.locate(MARK), [config.task_dir] if config.task_dir else []
-    check_trackers(config.trackers, path, source)
+    path = [config.task_dir] if config.task_dir else []
+    check_trackers(config.trackers, path, storage.locate(MARK))
+    if not config.trackers:
+        logger.info("tracking: the configuration names no tracker")
+    has_all = True
     with held(storage, MARK) as token:
-        ended = "done" if storage.exists("result.json") else KILLED
-        return send_rest(config.trackers, path, fenced(storage, MARK, token), RunHistory, ended)
+        for tracker in config.trackers:
+            delivery = Delivery(tracker, path, fenced(storage, MARK, token), RunHistory)
+            delivery.end("done" if storage.exists("result.json") else KILLED)
+            with contextlib.redirect_stdout(io.StringIO()):  # trackio says much
+                delivery.follow()
+            if delivery.is_over:
+                logger.info("tracking: %s has everything", tracker.tracker)
+            has_all = has_all and delivery.is_over
+    return has_all
 
 
 if __name__ == "__main__":
-    serve(RunHistory, fenced)
+    serve(MARK, RunHistory)

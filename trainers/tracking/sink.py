@@ -44,7 +44,7 @@ class Sink(ABC):
     """One tracker. All calls come from one thread, of a process in which nothing trains.
 
     Any method may raise or block: what was not taken is sent again, to a new instance. So `start` must find the run
-    that it was asked to start before.
+    that it was asked to start before, and a step that comes again stands in place of the one before.
     """
 
     def __init__(self, project: str | None, storage: Storage) -> None:
@@ -58,25 +58,17 @@ class Sink(ABC):
         Called once in each process for each run that has something to send.
         """
 
-    def last_steps(self, run: str) -> dict[str, int] | None:
-        """Return for each metric the last step that the tracker has; None where it cannot be asked."""
-        return None
-
-    def metric(self, name: str) -> str:
-        """Return a metric's name as the tracker takes it; `log` and `last_steps` have these."""
-        return name
-
     @abstractmethod
     def log(self, run: str, rows: Sequence[Row]) -> None:
-        """Take metrics, in the order of the log; return when a killed process would not lose them."""
+        """Take metrics, in the order of the log."""
 
-    @abstractmethod
-    def artifact(self, run: str, file: Path) -> None:
+    # What not every tracker has.
+
+    def artifact(self, run: str, file: Path) -> None:  # noqa: B027
         """Take a file, in place of an earlier one of its name."""
 
-    @abstractmethod
-    def end(self, run: str, status: str, tags: dict[str, str]) -> None:
+    def end(self, run: str, status: str, tags: dict[str, str]) -> None:  # noqa: B027
         """End the run, with a status of `trainers.errors` or `killed`, and what has become known of it."""
 
-    def close(self) -> None:  # noqa: B027 (most have nothing to close)
+    def close(self) -> None:  # noqa: B027
         """Called when nothing more will come."""

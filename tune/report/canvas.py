@@ -85,6 +85,14 @@ class Canvas:
         self._tips[gid] = text
         return gid
 
+    def move(self, lines: Iterable[Any], steps: float) -> None:
+        """Move what was drawn so many small steps to the right, beside what would cover it."""
+        from matplotlib.transforms import ScaledTranslation
+
+        place = self.axes.transData + ScaledTranslation(5 * steps / 72, 0, self.sheet.dpi_scale_trans)
+        for line in lines:
+            line.set_transform(place)
+
     def mark(self, x: float, y: float, text: str, color: str, **look: Any) -> None:
         """Draw one point that shows `text` when the mouse is over it."""
         self.axes.plot([x], [y], color=color, gid=self.tip(text), **look)

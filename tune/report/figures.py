@@ -103,6 +103,7 @@ def _against_key(data: FigureData, axis: Axis, marks: list[Mark], name: str) -> 
     canvas = Canvas(name)
     for mark in sorted(marks, key=lambda mark: data.is_best(mark.record)):
         x, color = axis.position(mark.record), data.color(mark.record)
+        before = len(canvas.axes.lines)
         if mark.between:
             canvas.axes.plot([x, x], [end / size for end in mark.between], color=color, linewidth=1, alpha=0.5)
         if mark.repeated:
@@ -111,6 +112,8 @@ def _against_key(data: FigureData, axis: Axis, marks: list[Mark], name: str) -> 
         text = data.tip(mark.record, mark.text)
         look: dict[str, Any] = {"marker": "o", "markersize": large, "zorder": 3, "linestyle": "none"}
         canvas.mark(x, mark.value / size, text, color, clip_on=False, **look)
+        if axis != data.by:
+            canvas.move(canvas.axes.lines[before:], data.series(mark.record) - (len(data.names) - 1) / 2)
     _set_axis(axis, canvas)
     canvas.axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     canvas.axes.set_ylabel(label)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -16,8 +17,8 @@ from trainers.launch.imports import without_collection
 from trainers.lease import held
 from trainers.output import Output
 from trainers.redaction import redact
-from trainers.tracking.following import followed
-from trainers.tracking.trackers import check_trackers
+from trainers.tracking.process import followed
+from trainers.tracking.sinks import check_trackers
 from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, sweep_with
 from tune.trials.journal import Journal
 from tune.trials.live import Live, write_live
@@ -147,10 +148,9 @@ def run_to_answer(
         spec = replace(spec, token=token)
         state: Literal["ended", "cut off"] = "cut off"
         stack.callback(lambda: write_live(spec.storage, Live(state)))
-        ended = "done" if is_complete(spec) else None
-        where = spec.storage, SAVED, token, spec.trackers, spec.path
-        stack.enter_context(followed(*where, module="tune.sweeps.tracking", command="tune", ended=ended))
-        if ended:
+        again = f"python -m tune resume {shlex.quote(spec.uri)}"
+        stack.enter_context(followed("tune.sweeps.tracking", spec.storage, token, spec.trackers, spec.path, again))
+        if is_complete(spec):
             logger.info(
                 "%s is complete already (%s starts it anew)", spec.uri, "--fresh" if is_command else "fresh=True"
             )

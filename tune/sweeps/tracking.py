@@ -1,21 +1,18 @@
 """Sends a sweep to its trackers: a run with the trials below it. `python -m tune.sweeps.tracking` is the process that
-trainers/tracking/following.py starts.
+trainers/tracking/process.py starts.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainers.errors import CheckpointError
-from trainers.lease import fenced, held
 from trainers.redaction import redact
 from trainers.storage import Storage
-from trainers.tracking.history import KILLED, History, as_params
-from trainers.tracking.sender import send_rest, serve
+from trainers.tracking.history import History, as_params
+from trainers.tracking.process import serve
 from trainers.tracking.sink import Row
-from trainers.tracking.trackers import check_trackers
 from tune.search.space import trial_tree
-from tune.sweeps.spec import SAVED, SweepSpec, is_complete, read_saved
+from tune.sweeps.spec import SAVED, SweepSpec, read_saved
 from tune.trials.journal import Journal
 from tune.trials.record import TrialRecord
 
@@ -98,20 +95,5 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
     )
 
 
-def send_sweep(location: str) -> bool:
-    """Send what the trackers of a sweep, which must not be running, have not got; return whether all have everything.
-
-    Raises ConfigError where there is no sweep, or a process runs it.
-    """
-    spec = read_saved(location)
-    check_trackers(spec.trackers, spec.path, spec.source)
-    with held(spec.storage, SAVED) as token:
-        try:
-            ended = "done" if is_complete(spec) and spec.storage.exists("summary.json") else KILLED
-        except CheckpointError:
-            ended = KILLED
-        return send_rest(spec.trackers, spec.path, fenced(spec.storage, SAVED, token), SweepHistory, ended)
-
-
 if __name__ == "__main__":
-    serve(SweepHistory, fenced)
+    serve(SAVED, SweepHistory)

@@ -1,0 +1,275 @@
+"""The sinks by the name of their tracker, each around the tracker's own client; a client is imported when it is used.
+
+Environment read: MLFLOW_EXPERIMENT_NAME and MLFLOW_EXPERIMENT_ID, where the configuration names no experiment; whatever
+the clients read. Set, unless it is: MLFLOW_HTTP_REQUEST_TIMEOUT, MLFLOW_HTTP_REQUEST_MAX_RETRIES.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import logging
+import os
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainers.config.tracking import PACKAGES, TrackerConfig
+from trainers.errors import ConfigError
+from trainers.launch.find_task import add_to_path, load_named
+from trainers.measure.run_log import encode_events, events_name
+from trainers.storage import Storage
+from trainers.tracking.sink import Row, Sink, TrackedRun
+
+_IMPORTS = threading.Lock()
+"""Clients are imported one at a time: two threads in circular imports may each see half of a module."""
+
+
+def _client(name: str) -> Any:
+    with _IMPORTS:
+        return importlib.import_module(name)
+
+
+class MlflowSink(Sink):
+    """Trials are nested runs of their sweep."""
+
+    def __init__(self, project: str | None, storage: Storage) -> None:
+        super().__init__(project, storage)
+        # Its own patience is minutes; what failed is tried again by whoever calls.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        self._mlflow = _client("mlflow")
+        self._client = self._mlflow.MlflowClient()
+        self._entities = _client("mlflow.entities")
+
+    def _experiment(self) -> str:
+        name = self.project or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if name is None:
+            return os.environ.get("MLFLOW_EXPERIMENT_ID", "0")
+        return str(self._mlflow.set_experiment(name).experiment_id)
+
+    def start(self, run: TrackedRun) -> str:
+        """Find the run by a tag that it was made with, or make it."""
+        experiment = self._experiment()
+        known = self._client.search_runs([experiment], f"tags.`paceline.id` = '{run.id}'", max_results=1)
+        if known:
+            found = known[0]
+            self._client.update_run(found.info.run_id, status="RUNNING")
+        else:
+            tags = {"paceline.id": run.id, "paceline.kind": run.kind, **self._tags(run.tags)}
+            if run.parent is not None:
+                tags["mlflow.parentRunId"] = run.parent
+            found = self._client.create_run(experiment, tags=tags, run_name=run.name)
+        # Those of a run never change in MLflow: a resume adds what is new.
+        params = {self._name(key): str(value) for key, value in run.params.items()}
+        new = [self._entities.Param(key, value) for key, value in params.items() if key not in found.data.params]
+        self._client.log_batch(found.info.run_id, params=new)
+        return str(found.info.run_id)
+
+    def log(self, run: str, rows: Sequence[Row]) -> None:
+        """Every value is one metric at its step."""
+        metrics = [
+            self._entities.Metric(self._name(name), value, round(row.time_s * 1000), row.step)
+            for row in rows
+            for name, value in row.values.items()
+        ]
+        self._client.log_batch(run, metrics=metrics)
+
+    def artifact(self, run: str, file: Path) -> None:
+        """An artifact of the run."""
+        self._client.log_artifact(run, str(file))
+
+    def end(self, run: str, status: str, tags: dict[str, str]) -> None:
+        """FINISHED, KILLED where the same command would go on, else FAILED; the status itself is a tag."""
+        for key, value in (self._tags(tags) | {"paceline.status": status}).items():
+            self._client.set_tag(run, key, value)
+        ends = {"done": "FINISHED", "stopped": "KILLED", "killed": "KILLED"}
+        self._client.set_terminated(run, ends.get(status, "FAILED"))
+
+    def _name(self, name: str) -> str:
+        """The name with `_` for what MLflow does not take."""
+        return re.sub(r"[^\w\-. :/]", "_", name)[:250]
+
+    def _tags(self, tags: dict[str, str]) -> dict[str, str]:
+        return {f"paceline.{self._name(key)}": value for key, value in tags.items()}
+
+
+class WandbSink(Sink):
+    """Trials are of the job type `trial` in one group with their sweep: W&B has no runs below runs."""
+
+    def __init__(self, project: str | None, storage: Storage) -> None:
+        super().__init__(project, storage)
+        _client("numpy")  # before wandb, which else leaves a stand-in for it to the threads of other trackers
+        self._wandb = _client("wandb")
+        # What it would measure is this process and its machine, not the run's.
+        self._settings = self._wandb.Settings(
+            console="off", silent=True, save_code=False, disable_git=True, x_disable_stats=True, x_disable_meta=True
+        )
+        self._runs: dict[str, Any] = {}
+
+    def start(self, run: TrackedRun) -> str:
+        """The run's own id is W&B's, which goes on with it where it knows it."""
+        self._runs[run.id] = self._wandb.init(
+            project=self.project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            group={"trial": run.parent, "sweep": run.id}.get(run.kind),
+            job_type=run.kind,
+            config={**run.params, **{f"paceline/{key}": value for key, value in run.tags.items()}},
+            allow_val_change=True,
+            settings=self._settings,
+            reinit="create_new",
+        )
+        return run.id
+
+    def log(self, run: str, rows: Sequence[Row]) -> None:
+        """A row of W&B's history for each step."""
+        for row in rows:
+            self._runs[run].log({**row.values, "_timestamp": row.time_s}, step=row.step)
+
+    def artifact(self, run: str, file: Path) -> None:
+        """An artifact of the run, whose versions W&B keeps."""
+        artifact = self._wandb.Artifact(f"{run}-{file.name}", type="paceline")
+        artifact.add_file(str(file))
+        self._runs[run].log_artifact(artifact)
+
+    def end(self, run: str, status: str, tags: dict[str, str]) -> None:
+        """Finished, or failed where the status is that of a failure."""
+        ended = self._runs.pop(run)
+        known = {"paceline/status": status} | {f"paceline/{key}": value for key, value in tags.items()}
+        ended.config.update(known, allow_val_change=True)
+        ended.finish(exit_code=0 if status in ("done", "stopped") else 1)
+
+    def close(self) -> None:
+        """End wandb's own process, with what it still has to send."""
+        self._wandb.teardown()
+
+
+class TrackioSink(Sink):
+    """Trials are in one group with their sweep. trackio knows a run by its name, which so ends with part of the id."""
+
+    def __init__(self, project: str | None, storage: Storage) -> None:
+        super().__init__(project, storage)
+        self._trackio = _client("trackio")
+        self._runs: dict[str, TrackedRun] = {}
+
+    def start(self, run: TrackedRun) -> str:
+        """It is there with its first row."""
+        name = f"{run.name}-{run.id[:8]}"
+        self._runs[name] = run
+        return name
+
+    def _open(self, name: str) -> Any:
+        run = self._runs[name]
+        about = {f"paceline.{key}": value for key, value in run.tags.items()}
+        return self._trackio.init(
+            project=self.project or "paceline",
+            name=name,
+            group={"trial": run.parent, "sweep": name}.get(run.kind),
+            config={**run.params, **about},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, run: str, rows: Sequence[Row]) -> None:
+        """A row for each step; `finish` returns when they are in its database, or in its buffer for a server."""
+        opened = self._open(run)
+        for row in rows:
+            opened.log(row.values, step=row.step)
+        self._trackio.finish()
+
+    def artifact(self, run: str, file: Path) -> None:
+        """An artifact, whose versions trackio keeps."""
+        self._open(run).log_artifact(file, name=f"{run}-{file.name}", type="paceline")
+        self._trackio.finish()
+
+
+class CsvSink(Sink):
+    """`metrics.csv`: a row for each step of each run (empty for a run itself), a column for each metric."""
+
+    def __init__(self, project: str | None, storage: Storage) -> None:
+        super().__init__(project, storage)
+        self._rows: dict[tuple[str, int], dict[str, str]] = {}
+        if storage.exists("metrics.csv"):
+            for row in csv.DictReader(io.StringIO(storage.read("metrics.csv").decode())):
+                self._rows[row["run"], int(row["step"])] = {name: text for name, text in row.items() if text}
+
+    def start(self, run: TrackedRun) -> str:
+        """Rows have the trial's id."""
+        return run.key
+
+    def log(self, run: str, rows: Sequence[Row]) -> None:
+        """Write the file anew: object stores have no append."""
+        for row in rows:
+            place = {"run": run, "step": str(row.step), "time": f"{row.time_s:.3f}"}
+            known = self._rows.setdefault((run, row.step), place)
+            known |= {name: repr(value) for name, value in row.values.items()}
+        names = dict.fromkeys(name for known in self._rows.values() for name in ("run", "step", "time", *known))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(names), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._rows.values())
+        self.storage.write("metrics.csv", text.getvalue().encode())
+
+
+class EventsSink(Sink):
+    """`tensorboard/<trial>/` of a sweep: a directory for each trial, as TensorBoard shows runs side by side."""
+
+    def start(self, run: TrackedRun) -> str:
+        """The sweep itself has a directory, too."""
+        return run.key or "sweep"
+
+    def log(self, run: str, rows: Sequence[Row]) -> None:
+        """One file for all that is sent at once."""
+        records = [(row.time_s, {"step": row.step, **row.values}) for row in rows]
+        self.storage.child("tensorboard", run).write(events_name(rows[-1].step), encode_events(records))
+
+
+_SINKS: Mapping[str, type[Sink]] = {
+    "mlflow": MlflowSink,
+    "wandb": WandbSink,
+    "trackio": TrackioSink,
+    "tensorboard": EventsSink,
+    "csv": CsvSink,
+}
+
+
+def check_trackers(trackers: Sequence[TrackerConfig], path: Sequence[str], source: str) -> None:
+    """Raise ConfigError where a tracker's package is not installed, or a sink of the user's own cannot be used.
+
+    `path` has the directories of the user's modules.
+    """
+    for tracker in trackers:
+        package = PACKAGES.get(tracker.tracker)
+        if tracker.tracker not in PACKAGES:
+            _own_sink(tracker.tracker, path, source)
+        elif package and importlib.util.find_spec(package) is None:
+            rule, fix = (
+                f"needs the package {package}, which is not here",
+                f"`pip install 'paceline[{tracker.tracker}]'`",
+            )
+            raise ConfigError("tracking", tracker.tracker, rule, fix, source)
+
+
+def make_sink(tracker: TrackerConfig, path: Sequence[str], storage: Storage) -> Sink:
+    """Construct a tracker's sink."""
+    sink = _SINKS.get(tracker.tracker) or _own_sink(tracker.tracker, path, "tracking")
+    return sink(tracker.project, storage)
+
+
+def _own_sink(named: str, path: Sequence[str], source: str) -> type[Sink]:
+    with _IMPORTS:
+        add_to_path(list(path))
+        found = load_named("tracking", named, "class", source)
+    if not (isinstance(found, type) and issubclass(found, Sink)):
+        raise ConfigError("tracking", named, "is no trainers.tracking.sink.Sink", "derive the class from Sink", source)
+    return found
