@@ -33,13 +33,6 @@ _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
         "write `--exclusive`",
     ),
     (
-        "time",
-        ".+",
-        "warning",
-        "should be there: without it the partition decides, in minutes at some sites",
-        "add `#SBATCH --time=04:00:00`",
-    ),
-    (
         "signal",
         r"R?B:\w+@([6-9]\d|\d{3,})",
         "error",
