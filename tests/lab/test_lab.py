@@ -121,12 +121,13 @@ def test_the_dashboard_answers_on_the_loopback_alone_and_with_the_token_alone(cl
         assert (status, "refused" in reason) == (0, True), name
 
 
-def test_a_sweep_trains_in_two_lanes_a_host_each(cluster: OnPremises) -> None:
+def test_a_sweep_trains_in_two_lanes(cluster: OnPremises) -> None:
     space = "{optimizer.lr: [0.001, 0.002], global_batch_size: [32, 64]}"  # bf16 takes minutes where it is emulated
     # Long enough for the lane that is up a little later, and for Prometheus, which looks every ten seconds.
     size = ("--train.epochs", "64", "--lanes", "2")
     words = ("python", "-m", "tune", "examples/digits/sweep.yaml", "--space", space, *size)
     log = cluster.submit(*words, "--objective", "{metric: val_loss}")
+    assert "4 trials in 2 lanes" in log
     assert len(re.findall(r"trial \d/4 .* done", log)) == 4, log[-6000:]
     assert (cluster.lab.shared / "paceline" / "digits-sweep" / "best.yaml").exists()
 
