@@ -16,8 +16,7 @@ import pytest
 from pyarrow import fs
 
 from tests.lab.aws import BUCKET, Instances, OnAws, instances
-from tests.lab.fixtures import lab_of
-from tests.lab.hosts import CONTROL, REPOSITORY
+from tests.lab.hosts import CONTROL, REPOSITORY, lab_of
 from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]

@@ -19,8 +19,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from tests.lab.fixtures import lab_of
-from tests.lab.hosts import REPOSITORY, Lab, address_of
+from tests.lab.hosts import REPOSITORY, Lab, address_of, lab_of
 from tests.lab.on_premises import DASHBOARD, HEAD, OnPremises
 from tests.waits import until
 

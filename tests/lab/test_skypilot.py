@@ -8,8 +8,7 @@ import subprocess
 import pytest
 import yaml
 
-from tests.lab.fixtures import lab_of
-from tests.lab.hosts import REPOSITORY, address_of
+from tests.lab.hosts import REPOSITORY, address_of, lab_of
 from tests.waits import HANG_S
 
 pytestmark = [pytest.mark.campaign, pytest.mark.lab]

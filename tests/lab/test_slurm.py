@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.fixtures import lab_of
-from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of
+from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of, lab_of
 from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
