@@ -190,7 +190,9 @@ class Checkup:
         ports = self.ask("all-reduce", _PART_S, first)
         calls: dict[str, Call] = {}
         for group in groups:
-            meeting = (len(group), self.facts[group[0]].address, ports.get(group[0]), _COLLECTIVE_S / 2)
+            if group[0] not in ports:
+                continue
+            meeting = (len(group), self.facts[group[0]].address, ports[group[0]], _COLLECTIVE_S / 2)
             calls |= {node_id: (probes.all_reduce, rank, *meeting) for rank, node_id in enumerate(group)}
         answers: dict[str, AllReduce] = self.ask("all-reduce", _COLLECTIVE_S, calls)
         for node_id, answer in answers.items():
