@@ -65,9 +65,8 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
         raise ConfigError("the file", MISSING, "must be one document for `ray up`", "remove the `---` in it", source)
     if not isinstance(written, dict):
         raise ConfigError("the file", written, "must be a mapping of fields to values", _HOW_TO_WRITE, source)
-    if "provider" not in written and {"run", "commands"} & written.keys():
-        rule, fix = "is a task of SkyPilot's or dstack's", "ask `sky launch --dryrun FILE`, or `dstack apply -f FILE`"
-        raise ConfigError("the file", MISSING, rule, fix, source)
+    if "provider" not in written and "run" in written:
+        raise ConfigError("the file", MISSING, "is a task of SkyPilot's", "ask `sky launch --dryrun FILE`", source)
     # What the file itself says, before the defaults, which crash on a wrong type.
     shape = {"cluster_name": "default", "cluster_synced_files": [], "max_workers": 2**31, **written}
     shape.pop("min_workers", None)

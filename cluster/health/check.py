@@ -22,7 +22,6 @@ from cluster.health.report import print_report
 from cluster.health.verdicts import (
     AllReduce,
     ClusterFacts,
-    LostNode,
     NodeFacts,
     Rate,
     better,
@@ -191,7 +190,9 @@ class Checkup:
         ports = self.ask("all-reduce", _PART_S, first)
         calls: dict[str, Call] = {}
         for group in groups:
-            meeting = (len(group), self.facts[group[0]].address, ports.get(group[0]), _COLLECTIVE_S / 2)
+            if group[0] not in ports:
+                continue
+            meeting = (len(group), self.facts[group[0]].address, ports[group[0]], _COLLECTIVE_S / 2)
             calls |= {node_id: (probes.all_reduce, rank, *meeting) for rank, node_id in enumerate(group)}
         answers: dict[str, AllReduce] = self.ask("all-reduce", _COLLECTIVE_S, calls)
         for node_id, answer in answers.items():
@@ -212,7 +213,7 @@ def link_rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     return [pairs for pairs in (first, second, third) if pairs]
 
 
-def lost_nodes(nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]) -> tuple[LostNode, ...]:
+def lost_nodes(nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]) -> list[NodeFacts]:
     """Return those of Ray's nodes that died unexpectedly and whose address has no living one.
 
     Not those among `examined`: that they are silent is said already.
@@ -223,8 +224,8 @@ def lost_nodes(nodes: Sequence[Mapping[str, Any]], examined: Iterable[str]) -> t
         address, node_id = node["NodeManagerAddress"], node["NodeID"]
         if address in gone and node_id not in examined and node["DeathReason"] == _UNEXPECTED:
             reason = (node["DeathReasonMessage"] or "dead").strip()
-            found[address] = LostNode(node_id, node["NodeManagerHostname"], address, reason)
-    return tuple(found.values())
+            found[address] = NodeFacts(node_id, node["NodeManagerHostname"], address, trains=False, lost=reason)
+    return list(found.values())
 
 
 def wait_for_workers(num_workers: int, timeout_s: float) -> None:
@@ -249,19 +250,16 @@ def examine(uri: str | None, quick: bool, workers_wanted: int | None = None) -> 
             checkup.full()
     finally:
         checkup.close()
-    return ClusterFacts(
-        tuple(checkup.facts.values()),
-        lost_nodes(ray.nodes(), checkup.facts),
-        workers_wanted,
-        checkup.all_reduce,
-    )
+    nodes = [*checkup.facts.values(), *lost_nodes(ray.nodes(), checkup.facts)]
+    return ClusterFacts(tuple(nodes), workers_wanted, checkup.all_reduce)
 
 
 def require_sound(uri: str | None) -> None:
     """Before a sweep on several nodes: raise ClusterError for what the quick part finds."""
     if sum(node["Alive"] for node in ray.nodes()) < 2:
         return
-    found = judge(replace(examine(uri, quick=True), lost=()))  # a sweep starts on the living nodes
+    nodes = examine(uri, quick=True).nodes
+    found = judge(ClusterFacts(tuple(node for node in nodes if not node.lost)))  # a sweep starts on the living ones
     if found:
         raise ClusterError("\n".join([*map(str, found), "fix these nodes, or go on all the same with --no-check"]))
 

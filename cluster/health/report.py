@@ -37,10 +37,9 @@ def print_report(
 
 def _as_tree(cluster: ClusterFacts, found: Sequence[NodeFinding], seconds: float) -> dict[str, Any]:
     bad = bad_nodes(found)
-    verdict = {node.node_id: "bad" if node.node_id in bad else "ok" for node in cluster.nodes}
+    nodes = [dataclasses.asdict(node) | {"verdict": "bad" if node.node_id in bad else "ok"} for node in cluster.nodes]
     return {
-        "nodes": [dataclasses.asdict(node) | {"verdict": verdict[node.node_id]} for node in cluster.nodes],
-        "lost": [dataclasses.asdict(lost) for lost in cluster.lost],
+        "nodes": nodes,
         "all_reduce": dataclasses.asdict(cluster.all_reduce) if cluster.all_reduce else None,
         "findings": [{"node_id": each.node_id, "host": each.host} | dataclasses.asdict(each.finding) for each in found],
         "label_selector": label_selector(found),
@@ -52,7 +51,6 @@ def _lines(cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None,
     """The table, a row for each node, and the findings below it."""
     bad = bad_nodes(found)
     rows = [_row(node, node.node_id in bad, uri) for node in cluster.nodes]
-    rows += [(lost.host, lost.address, "", "", "", "", "", "bad: lost") for lost in cluster.lost]
     result = table_lines(_COLUMNS, rows)
     total = cluster.all_reduce
     if total is not None and total.mb_per_s is not None:
@@ -83,6 +81,10 @@ def _row(node: NodeFacts, is_bad: bool, uri: str | None) -> tuple[str, ...]:
     storage = "not shared" if node.storage else "shared"
     device = f"{node.num_gpus} x {node.device}" if node.num_gpus and node.device else node.device
     verdict = "bad" if is_bad else "ok"
+    if node.lost:
+        verdict = "bad: lost"
+    elif node.silent_in:
+        verdict = "bad: silent"
     return (
         node.host,
         node.address,
@@ -90,8 +92,8 @@ def _row(node: NodeFacts, is_bad: bool, uri: str | None) -> tuple[str, ...]:
         clock,
         _rate(node, "matmul"),
         _rate(node, "network"),
-        "-" if uri is None or node.silent_in else storage,
-        "bad: silent" if node.silent_in is not None else verdict,
+        "-" if uri is None or node.lost or node.silent_in else storage,
+        verdict,
     )
 
 

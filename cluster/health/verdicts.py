@@ -58,13 +58,15 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What is known of one node that is alive."""
+    """What is known of one node that is alive, or has died unexpectedly and did not come back."""
 
     node_id: str
     host: str
     address: str
     trains: bool
     """Whether it has CPUs or GPUs for workers; a head often has none."""
+    lost: str | None = None
+    """Why Ray has given it up; None of one that is alive."""
     silent_in: str | None = None
     """The part of the check in which it gave no answer; nothing later is known of it."""
     failure: str | None = None
@@ -89,17 +91,7 @@ class NodeFacts:
     @property
     def answers(self) -> bool:
         """Whether it has answered everything so far."""
-        return self.silent_in is None and self.failure is None
-
-
-@dataclass(frozen=True)
-class LostNode:
-    """A node that died unexpectedly and did not come back."""
-
-    node_id: str
-    host: str
-    address: str
-    reason: str
+        return self.lost is None and self.silent_in is None and self.failure is None
 
 
 @dataclass(frozen=True)
@@ -107,7 +99,6 @@ class ClusterFacts:
     """All that a check has found out."""
 
     nodes: tuple[NodeFacts, ...]
-    lost: tuple[LostNode, ...] = ()
     workers_wanted: int | None = None
     all_reduce: AllReduce | None = None
     """Of all nodes that train; None with fewer than two, or where it was not tried."""
@@ -132,9 +123,6 @@ def judge(cluster: ClusterFacts) -> list[NodeFinding]:
     for name in dict.fromkeys(name for node in answering for name in node.versions):
         found += _versions(name, answering)
     found += slow(answering)
-    for lost in cluster.lost:
-        fix = "look at the host and its cable; Ray takes it back when `ray start` runs there again"
-        found.append(NodeFinding(lost.node_id, lost.host, error("node", lost.reason, "must be alive", fix)))
     found += [NodeFinding("", "cluster", finding) for finding in _together(cluster, answering)]
     return found
 
@@ -188,6 +176,9 @@ def _on(node: NodeFacts, finding: Finding) -> NodeFinding:
 
 def _alone(node: NodeFacts) -> Iterator[Finding]:
     """What one node's facts say by themselves."""
+    if node.lost is not None:
+        fix = "look at the host and its cable; Ray takes it back when `ray start` runs there again"
+        yield error("node", node.lost, "must be alive", fix)
     if node.silent_in is not None:
         fix = "look at the host and its cable, and at `ray status`"
         yield error("node", f"silent in {node.silent_in}", "must answer", fix)

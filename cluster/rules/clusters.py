@@ -94,12 +94,6 @@ def _ports(cluster: ClusterFile) -> Iterator[Finding]:
             value = f"ports {ports[0]} to {ports[1]} for everybody"
             fix = "name your own address range, or reach the cluster through SSH (`ray dashboard FILE`)"
             yield error("provider.security_group.IpPermissions", value, common.OPEN_PORT, fix)
-    docker = cluster.config.get("docker") or {}
-    for key in ("run_options", "head_run_options", "worker_run_options"):
-        for option in docker.get(key) or ():
-            match = re.match(r"(?:-p|--publish)[=\s]*(\S+)", option)
-            if match and not match[1].startswith(("127.0.0.1:", "[::1]:")):
-                yield error(f"docker.{key}", option, common.OPEN_PORT, "remove it: Ray uses the host's own network")
 
 
 def _machines(cluster: ClusterFile) -> Iterator[Finding]:
@@ -239,17 +233,10 @@ def _document(cluster: ClusterFile, prefix: str) -> Iterator[Finding]:
     else:
         rule = "is required: without it KubeRay leaves out authentication and the autoscaler's version"
         yield error(f"{prefix}.rayVersion", MISSING, rule, f"write {common.expected_versions().get('ray')}")
-    grows = config.get("enableInTreeAutoscaling") is True
-    if not grows and queue is None:  # Kueue admits a size
+    if not config.get("enableInTreeAutoscaling") and queue is None:  # Kueue admits a size
         rule = "must be true, or the number of pods stays as it is: none is started for a waiting trial"
         fix = "write `enableInTreeAutoscaling: true`"
         yield warning(f"{prefix}.enableInTreeAutoscaling", MISSING, rule, fix)
-    if grows and (config.get("autoscalerOptions") or {}).get("version") == "v2":
-        for field, group in groups_of(config, prefix).items():
-            policy = pod_of(group).get("restartPolicy", MISSING)
-            if policy != "Never":
-                rule = "must be Never with autoscaler v2: a restarted pod would be two Ray nodes of one name"
-                yield error(f"{field}.template.spec.restartPolicy", policy, rule, "write Never")
 
 
 def _kuberay_head(field: str, group: Mapping[str, Any]) -> Iterator[Finding]:

@@ -90,7 +90,7 @@ def version_finding(field: str, package: str, version: str) -> Iterator[Finding]
     fix = f"write {package}=={right}"
     if not version:
         yield warning(field, package, "must be pinned, or nodes that start later differ", fix)
-    elif right is not None and not same_version(version, right):
+    elif right is not None and version.split("+")[0] != right.split("+")[0]:  # but for the build: 2.15.0+cu130
         # Ray's client and cluster must be the same version; others merely should be.
         level = error if package == "ray" else warning
         yield level(field, f"{package}=={version}", f"differs from {right}, which Paceline has here", fix)
@@ -130,15 +130,10 @@ def assignments(text: str) -> dict[str, str]:
 
 
 @functools.cache
-def expected_versions(constraints: Path = _CONSTRAINTS) -> dict[str, str]:
+def expected_versions() -> dict[str, str]:
     """Return the versions for every node: as in constraints.txt, ray and torch else as installed here."""
-    text = constraints.read_text(encoding="utf-8") if constraints.is_file() else ""
+    text = _CONSTRAINTS.read_text(encoding="utf-8") if _CONSTRAINTS.is_file() else ""
     return package_versions("ray", "torch") | dict(re.findall(r"^([\w.-]+)==([\w.+]+)", text, re.MULTILINE))
-
-
-def same_version(version: str, other: str) -> bool:
-    """Return whether two versions are the same but for the build (2.15.0+cu130)."""
-    return version.split("+")[0] == other.split("+")[0]
 
 
 def _number(text: Any, default: float) -> float:

@@ -14,7 +14,7 @@ from cluster.rules import common
 from trainers.config.yaml import read_text
 from trainers.errors import MISSING, ConfigError
 
-_SHORT = {"-N": "nodes", "-c": "cpus-per-task", "-t": "time", "-G": "gpus"}
+_SHORT = {"-N": "nodes", "-n": "ntasks", "-c": "cpus-per-task", "-t": "time", "-G": "gpus"}
 _OWN_DISK = re.compile(r"(?:/tmp|/var/tmp|/dev/shm|/local|\$\{?(?:TMPDIR|SLURM_TMPDIR|RAY_TMPDIR)\}?)(?:/|$)")
 
 _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
@@ -31,13 +31,6 @@ _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
         "warning",
         "must give whole nodes: symmetric-run refuses one with another Ray, and at its end stops each of yours",
         "write `--exclusive`",
-    ),
-    (
-        "time",
-        ".+",
-        "warning",
-        "should be there: without it the partition decides, in minutes at some sites",
-        "add `#SBATCH --time=04:00:00`",
     ),
     (
         "signal",
@@ -61,7 +54,7 @@ _OPTIONS: tuple[tuple[str, str, Level, str, str], ...] = (
         "write append",
     ),
 )
-"""Options of every script: name, the pattern of a right value, and what is said of another, or of none."""
+"""Options of every script: name, the pattern of a right value, and what is said of another; of none it is a warning."""
 
 _SYMMETRIC_RUN: tuple[tuple[str, Level, str, str], ...] = (
     (
@@ -213,11 +206,16 @@ def _ignored(script: SlurmScript) -> Iterator[Finding]:
 
 
 def _options_findings(script: SlurmScript) -> Iterator[Finding]:
-    options = script.options
+    options = dict(script.options)
+    nodes = options.get("nodes", "1")
+    tasks = options.get("ntasks", nodes)
+    options.setdefault("ntasks-per-node", "1" if tasks == nodes else f"{tasks} on {nodes} nodes")
     for name, pattern, level, rule, fix in _OPTIONS:
         value = options.get(name)
-        if value is None or not re.fullmatch(pattern, value):
-            yield Finding(level, script.where(name), MISSING if value is None else value, rule, fix)
+        if value is None:
+            yield warning(script.where(name), MISSING, rule, fix)
+        elif not re.fullmatch(pattern, value):
+            yield Finding(level, script.where(name), value, rule, fix)
     if options.get("signal"):
         name = options["signal"].rpartition(":")[2].partition("@")[0]
         name = name.removeprefix("SIG")

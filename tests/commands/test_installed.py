@@ -62,7 +62,7 @@ def user_repository(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 def test_wheel_has_what_it_needs(wheel: Path) -> None:
-    for name in ("trainers/py.typed", "tune/report/report.html", "cluster/files/prices.csv", "cluster/aws.yaml"):
+    for name in ("trainers/py.typed", "tune/report/report.html", "cluster/files/schemas.yaml", "cluster/aws.yaml"):
         assert (wheel / name).is_file(), name
     assert not (wheel / "tests").exists()
     assert not (wheel / "examples").exists()

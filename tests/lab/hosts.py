@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import pytest
+
 from tests.lab import host
 from tests.waits import HANG_S, until
 
@@ -92,6 +94,19 @@ def outside() -> tuple[str, str]:
     """What a lab must leave as it was: mounts and network links of this machine."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     return Path("/proc/self/mountinfo").read_text(), links
+
+
+@contextlib.contextmanager
+def lab_of(num_hosts: int) -> Iterator[Lab]:
+    """A lab that must leave nothing behind; the test is skipped where there can be none."""
+    if why := missing():
+        pytest.skip(f"there can be no lab here: {why}")
+    before = outside()
+    with Lab(num_hosts=num_hosts) as lab:
+        yield lab
+    assert lab.processes() == []
+    assert not lab.directory.exists()
+    assert outside() == before
 
 
 def address_of(name: str) -> str:

@@ -140,18 +140,6 @@ class RayUp:
         """`ray job stop`, which waits for the job's end."""
         self.type("ray", "job", "stop", "--address", DASHBOARD, job_id)
 
-    def driver(self, job_id: str) -> tuple[str, int]:
-        """(host, process id) of a job's driver; the id is that in the host's own process namespace."""
-        info = self.get(f"/api/jobs/{job_id}")["driver_info"]
-        return self.lab.hosts()[info["node_ip_address"]], int(info["pid"])
-
-    def actors(self) -> set[tuple[str, str, int]]:
-        """(class, host, process id) of every living actor."""
-        listed = self.get("/api/v0/actors?detail=1&limit=1000")["data"]["result"]["result"]
-        hosts = {node["node_id"]: name for name, node in self.nodes().items()}
-        alive = [row for row in listed if row["state"] == "ALIVE" and row["node_id"] in hosts]
-        return {(row["class_name"], hosts[row["node_id"]], row["pid"]) for row in alive}
-
     def nodes(self) -> dict[str, dict[str, Any]]:
         """The newest node of each host, as the dashboard's API knows them: state, node_id."""
         listed = self.get("/api/v0/nodes?detail=1&limit=100")["data"]["result"]["result"]

@@ -16,8 +16,7 @@ import pytest
 from pyarrow import fs
 
 from tests.lab.aws import BUCKET, Instances, OnAws, instances
-from tests.lab.fixtures import lab_of
-from tests.lab.hosts import CONTROL, REPOSITORY
+from tests.lab.hosts import CONTROL, REPOSITORY, lab_of
 from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
@@ -48,17 +47,15 @@ class Counted(Task):
         return super().optimizer(model, config)
 
     def dataset(self, split):
-        numbers = torch.arange({STEPS * BATCH} if split == "train" else {BATCH})
-        return TensorDataset(torch.rand(len(numbers), 4, generator=torch.Generator().manual_seed(0)), numbers)
+        inputs = torch.rand({STEPS * BATCH}, 4, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(inputs, inputs.sum(1))
 
     def loss(self, outputs, batch):
-        if outputs.requires_grad:
-            self.seen = batch[1].tolist()
-        return F.mse_loss(outputs[:, 0], batch[0].sum(1))
+        return F.mse_loss(outputs[:, 0], batch[1])
 
     def after_step(self, model, step):
         with (HERE / "steps").open("a") as file:
-            print(socket.gethostname(), self.rate, step, *self.seen, file=file)
+            print(socket.gethostname(), self.rate, step, file=file)
         while not (HERE / "go").exists():
             time.sleep(0.2)
             if not (HERE / "hold").exists():
@@ -90,7 +87,6 @@ class Step:
     host: str
     rate: float
     number: int
-    samples: tuple[int, ...]
 
 
 class Counted:
@@ -114,7 +110,7 @@ class Counted:
         """All that were made, in their order."""
         file = self._notes / "steps"
         lines = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
-        return [Step(host, float(rate), int(step), tuple(map(int, ids))) for host, rate, step, *ids in lines]
+        return [Step(host, float(rate), int(step)) for host, rate, step in lines]
 
     def say(self, word: str) -> None:
         """`hold`: trials go on no further; `go`: all of them to their end, at once."""
@@ -199,9 +195,6 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     assert {rate: [step.number for step in made] for rate, made in steps.items()} == {
         rate: list(range(1, STEPS + 1)) for rate in RATES
     }, f"each step of each trial once, and none before the notice again:\n{cluster.log(sweep.job)[-6000:]}"
-    for rate, made_steps in steps.items():
-        samples = Counter(sample for step in made_steps for sample in step.samples)
-        assert samples == Counter(range(STEPS * BATCH)), f"every sample of the trial with {rate} once"
     assert len({step.host for step in steps[last.rate]}) == 2
     records = sweep.records()
     assert sorted(record["config"]["optimizer.lr"] for record in records) == RATES

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.fixtures import lab_of
+from tests.lab.hosts import lab_of
 from tests.lab.on_premises import HEAD, OnPremises
 from tests.waits import until
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.lab.fixtures import lab_of
-from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of
+from tests.lab.hosts import CONTROL, REPOSITORY, Lab, address_of, lab_of
 from tests.waits import until
 
 pytestmark = [pytest.mark.full, pytest.mark.lab]
@@ -146,23 +144,15 @@ def test_a_run_goes_on_in_the_next_time_limit_and_loses_no_step(slurm: Slurm) ->
     own.mkdir()
     (own / "own.py").write_text(TASK)
     (own / "train.yaml").write_text(TRAIN)
-    began = time.monotonic()
     job = slurm.submit("python", "-m", "trainers", "/srv/nfs/own/train.yaml")
     slurm.wait(job, lambda: "worker group of size 2" in slurm.log(job), "both workers")
-    started_s = time.monotonic() - began
     hours, minutes, seconds = map(int, slurm.state(job)["RunTime"].split(":"))
     # 90 to 150 s from now; --signal is for 120 s before it, and Slurm looks every 30 s.
     slurm.limit(job, 60 * hours + minutes + (seconds >= 30) + 2)
     slurm.wait(job, lambda: "asked to stop" in slurm.log(job), "the signal")
-    told_s = time.monotonic() - began
     slurm.wait(job, lambda: slurm.state(job)["JobState"] == "PENDING", "the requeue")
-    back_s = time.monotonic() - began
     slurm.limit(job, 60)
     slurm.wait(job, lambda: slurm.state(job)["JobState"] not in ("PENDING", "RUNNING"), "the end")
-    print(
-        f"\nSlurm: both workers after {started_s:.1f} s, the signal after {told_s:.1f} s, requeued after "
-        f"{back_s:.1f} s, ended after {time.monotonic() - began:.1f} s"
-    )
     ended, log = slurm.state(job), slurm.log(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), log[-6000:]
     [kept] = map(int, re.findall(r"stopped: (\d+) steps", log))

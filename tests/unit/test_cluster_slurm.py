@@ -28,10 +28,11 @@ ADDRESS = '--address "$address"'
 # The text before, the text in its place, the level and the end of the field of what is found.
 BROKEN: dict[str, tuple[str, str, str, str]] = {
     "tasks_on_a_node": ("--ntasks-per-node=1", "--ntasks-per-node=8", "error", "--ntasks-per-node"),
+    "tasks_in_all": ("#SBATCH --ntasks-per-node=1", "#SBATCH -n 16", "error", "--ntasks-per-node"),
     "shared_nodes": ("#SBATCH --exclusive\n", "", "warning", "--exclusive"),
     "one_cpu": (CPUS, "\\\n", "error", "srun"),
     "cpus_not_asked_for": ("#SBATCH --cpus-per-task=8\n", "", "error", "--cpus-per-task"),
-    "not_told": (SIGNAL, "", "error", "--signal"),
+    "not_told": (SIGNAL, "", "warning", "--signal"),
     "tells_ray": (SIGNAL, "#SBATCH --signal=USR1@120", "error", "--signal"),
     "tells_what_is_not_heeded": (SIGNAL, "#SBATCH --signal=B:TERM@120", "error", "--signal"),
     "not_heeded": ("trap stop USR1", "", "error", "--signal"),
@@ -86,7 +87,7 @@ def test_validate_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_script_without_ray_is_not_asked_for_what_only_ray_needs(tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
     srun = "srun -c 8 torchrun --nnodes 2 -m trainers train.yaml --storage_path /nfs/runs"
-    options = "--nodes=2 --ntasks-per-node=1 --exclusive -t 1-12 --requeue --open-mode=append --signal=B:USR1@300"
+    options = "--nodes=2 --exclusive -t 1-12 --requeue --open-mode=append --signal=B:USR1@300"
     file.write_text(f"#!/bin/bash\n#SBATCH {options}\ntrap 'kill $t' SIGUSR1\n{srun} & t=$!\nwait\n")
     assert slurm_findings(load_slurm(file)) == [], "`& t=$!` is no `&` at the end"
 

@@ -310,7 +310,6 @@ WORKERS = "spec.workerGroupSpecs"
 SHAPES: list[tuple[str, Change, str]] = [
     ("aws", put("file_mounts", {"~/x": [1]}), "file_mounts.~/x"),
     ("aws", put("provider.security_group", {"IpPermissions": [None]}), "provider.security_group.IpPermissions.0"),
-    ("aws", put("docker", {"image": "x", "container_name": "c", "run_options": [1]}), "docker.run_options.0"),
     ("aws", put(f"{NODE}.node_config.InstanceType", ["g5"]), f"{NODE}.node_config.InstanceType"),
     ("aws", put(f"{NODE}.max_workers", 10**9), f"{NODE}.max_workers"),
     ("aws", put(f"{NODE}.resources.GPU", 10**12), f"{NODE}.resources.GPU"),

@@ -1,6 +1,6 @@
-"""Task files of SkyPilot and dstack, and the devcontainer: keys of their schemas, valid shell, our versions.
+"""SkyPilot's task file and the devcontainer: keys of their schemas, valid shell, our versions.
 
-tests/lab/test_places.py runs the commands.
+tests/lab/test_skypilot.py runs the commands.
 """
 
 from __future__ import annotations
@@ -17,18 +17,11 @@ from cluster.__main__ import main
 from cluster.rules.common import expected_versions
 from tests.specs import REPOSITORY
 
-# docs.skypilot.co, "SkyPilot YAML"; dstack.ai, "task" of the reference of .dstack.yml; containers.dev, "Dev Container
-# metadata reference": read in November 2026.
+# docs.skypilot.co, "SkyPilot YAML"; containers.dev, "Dev Container metadata reference": read in November 2026.
 KEYS = {
     "skypilot.yaml": "name workdir num_nodes resources envs secrets file_mounts setup run config",
     "skypilot.yaml, resources": "infra accelerators accelerator_args cpus memory instance_type use_spot disk_size "
     "disk_tier network_tier max_hourly_cost image_id ports labels autostop any_of ordered job_recovery",
-    "paceline.dstack.yml": "type name nodes ports commands image user privileged entrypoint working_dir registry_auth "
-    "python nvcc env shell resources priority volumes docker repos files setup backends regions spot_policy retry "
-    "max_duration stop_duration max_price creation_policy idle_duration utilization_policy startup_order stop_criteria "
-    "schedule fleets tags",
-    "paceline.dstack.yml, resources": "cpu memory shm_size gpu disk",
-    "paceline.dstack.yml, retry": "on_events duration",
     "devcontainer.json": "name image hostRequirements runArgs postCreateCommand customizations",
     "devcontainer.json, hostRequirements": "cpus memory storage gpu",
 }
@@ -49,30 +42,22 @@ def test_it_has_keys_of_its_schema_alone(place: str) -> None:
     assert set(tree[part] if part else tree) <= set(KEYS[place].split())
 
 
-@pytest.mark.parametrize("name", ["skypilot.yaml", "paceline.dstack.yml"])
-def test_it_installs_what_paceline_is_tested_with_and_is_valid_shell(name: str) -> None:
-    tree, versions = tree_of(name), expected_versions()
-    script = "\n".join(tree.get("commands") or (tree["setup"], tree["run"]))
+def test_skypilots_task_is_valid_shell_with_our_versions_a_token_and_storage() -> None:
+    tree, versions = tree_of("skypilot.yaml"), expected_versions()
+    script = f"{tree['setup']}\n{tree['run']}"
     packages = f'"ray[default,train,tune]=={versions["ray"]}" "torch=={versions["torch"]}" ".[examples]"'
     assert re.search(rf"uv pip install .*-c constraints.txt (?:\\\n\s*)?{re.escape(packages)}", script)
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
+    assert tree["secrets"] == {"RAY_AUTH_TOKEN": None}, "from the user's shell"
+    assert "export RAY_AUTH_MODE=token" in tree["run"]
+    assert tree["envs"] == {"PACELINE_STORAGE": "s3://MY-BUCKET/paceline"}
+    assert not re.search(r"(?:=|:)(?:6380|8266)\b|symmetric-run|ray stop", tree["run"]), "SkyPilot's own Ray is there"
 
 
-@pytest.mark.parametrize("name", ["skypilot.yaml", "paceline.dstack.yml"])
-def test_validate_says_whose_file_it_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", str(REPOSITORY / "cluster" / name)]) == 2
-    assert "a task of SkyPilot's or dstack's" in capsys.readouterr().err
-
-
-def test_tokens_and_storage_are_as_in_the_other_files() -> None:
-    sky, dstack = tree_of("skypilot.yaml"), tree_of("paceline.dstack.yml")
-    assert sky["secrets"] == {"RAY_AUTH_TOKEN": None}, "from the user's shell"
-    assert "export RAY_AUTH_MODE=token" in sky["run"]
-    assert {"RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN"} <= set(dstack["env"])
-    assert sky["envs"] == {"PACELINE_STORAGE": "s3://MY-BUCKET/paceline"}
-    assert "PACELINE_STORAGE=s3://MY-BUCKET/paceline" in dstack["env"]
-    assert not re.search(r"(?:=|:)(?:6380|8266)\b|symmetric-run|ray stop", sky["run"]), "SkyPilot's own Ray is there"
+def test_validate_says_whose_file_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(REPOSITORY / "cluster" / "skypilot.yaml")]) == 2
+    assert "SkyPilot" in capsys.readouterr().err
 
 
 def test_the_devcontainer_sets_up_what_make_does() -> None:
