@@ -13,8 +13,7 @@ from tests.specs import make, tree
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.yaml import dump_yaml
-from trainers.explain.causes import name_causes, run_shares
-from trainers.explain.explanation import explain, read_subject
+from trainers.explain.explanation import explain, name_causes, read_subject, run_shares
 from trainers.explain.steps import ProfileJob, StepProfile
 from trainers.explain.verify import CompareJob, Gain
 from trainers.launch.local import LocalContext, run_spawn

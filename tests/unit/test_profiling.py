@@ -22,10 +22,9 @@ from trainers.config.model import build
 from trainers.errors import ConfigError, StorageError, TooLargeError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
-from trainers.measure import memory_report
+from trainers.measure import profiler
 from trainers.measure.clock import WARMUP_STEPS
-from trainers.measure.memory_report import memory_watched, save_memory_report
-from trainers.measure.profiler import inspect_run, memory_points
+from trainers.measure.profiler import inspect_run, memory_points, memory_watched, save_memory_report
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
@@ -159,7 +158,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda device: f"|summary of {device}|")
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"snapshot"))
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: calls.append(how))
-    monkeypatch.setattr(memory_report, "resolve_device", lambda name, index: GPU)
+    monkeypatch.setattr(profiler, "resolve_device", lambda name, index: GPU)
     return calls
 
 
@@ -208,7 +207,7 @@ def test_a_report_that_fails_leaves_the_error_as_it_is(
 def test_the_history_is_recorded_for_the_run_and_no_longer(cuda: list[Any], tmp_path: Path) -> None:
     context = LocalContext(Storage(str(tmp_path)), "local")
     with memory_watched(config(memory_history=True), context):
-        assert cuda == [{"max_entries": memory_report.HISTORY_ENTRIES}]
+        assert cuda == [{"max_entries": profiler.HISTORY_ENTRIES}]
     assert cuda[1:] == [{"enabled": None}]
     with memory_watched(config(), context):
         pass
@@ -223,7 +222,7 @@ def test_a_history_without_cuda_is_warned_of(log: pytest.LogCaptureFixture) -> N
 
 def test_a_probe_that_does_not_fit_is_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reported: list[BaseException] = []
-    monkeypatch.setattr(memory_report, "save_memory_report", lambda error, *_: reported.append(error))
+    monkeypatch.setattr(profiler, "save_memory_report", lambda error, *_: reported.append(error))
     assert train(tmp_path / "auto", Blobs(fits=8)).microbatch_size <= 8
     assert not reported
     with pytest.raises(torch.OutOfMemoryError):
