@@ -13,9 +13,7 @@ import trainers.__main__
 import tune.__main__
 from trainers.command_line import Command
 from trainers.config import TrainConfig
-from trainers.config.reference import entries
 from trainers.errors import ConfigError, RunFailedError
-from tune.config import SweepConfig
 
 DOORS = {"trainers": trainers.__main__.main, "tune": tune.__main__.main, "cluster": cluster.__main__.main}
 COMMANDS = [
@@ -86,18 +84,6 @@ def test_mistakes(
         assert "is required" in told(door, *command, *needs[1:], *(["--fresh"] if not command else []))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_without_arguments_the_help_is_printed(door: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert DOORS[door]([]) == 2
-    shown = capsys.readouterr().out
-    assert DOORS[door](["--help"]) == 0
-    assert capsys.readouterr().out == shown
-    for owner, command, *_ in COMMANDS:
-        assert (f"usage: {' '.join(['python -m', owner, *command])} " in shown) == (owner == door)
-    for owner, model in (("trainers", TrainConfig), ("tune", SweepConfig)):
-        assert all(f"\n{key} (" in shown for key, _, _ in entries(model)) == (owner == door)
-
-
 @pytest.mark.parametrize(
     ("door", "args", "words"),
     [
@@ -109,16 +95,6 @@ def test_without_arguments_the_help_is_printed(door: str, capsys: pytest.Capture
 )
 def test_a_command_that_does_not_exist(door: str, args: list[str], words: str, told: Told) -> None:
     assert words in told(door, *args)
-
-
-def test_several_mistakes_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cluster.__main__.main(["plan"]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == (
-        "error: command line: `FILE` is required (a `ray up` file, or one with a RayCluster); "
-        "write `python -m cluster plan FILE`."
-    )
-    assert second == "error: command line: `--workers` is required (workers of one group); write `--workers N`."
 
 
 def example(

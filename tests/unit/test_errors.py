@@ -16,7 +16,7 @@ import torch
 from torch.distributed import DistNetworkError
 from torch.utils.data import DataLoader, Dataset
 
-from trainers.causes import classify, death_of, failure_of, forget_kernel_kills
+from trainers.causes import classify, death_of, failure_of
 from trainers.errors import (
     MISSING,
     POLICIES,
@@ -30,8 +30,6 @@ from trainers.errors import (
     Status,
     StorageError,
     TooLargeError,
-    counted,
-    show,
 )
 
 
@@ -119,24 +117,6 @@ def test_a_config_error_is_field_value_rule_fix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(True, "true"), (False, "false"), (None, "null"), ("off", '"off"'), (1e-3, "0.001"), ([1, 2], "[1, 2]"), (0, "0")],
-)
-def test_values_are_shown_as_a_user_writes_them(value: object, text: str) -> None:
-    assert show(value) == text
-
-
-def test_one_is_singular_as_it_is_shown() -> None:
-    assert [counted(number, "step") for number in (0, 1, 2)] == ["0 steps", "1 step", "2 steps"]
-    assert [counted(number, "epoch", ".4g") for number in (1.0, 0.99999, 2.5)] == ["1 epoch", "1 epoch", "2.5 epochs"]
-    assert counted(1000, "sample", ",") == "1,000 samples"
-
-
-def test_a_long_value_is_cut_to_160_characters() -> None:
-    assert len(show("x" * 500)) == 160
-
-
-@pytest.mark.parametrize(
     "error",
     [
         ConfigError("a", MISSING, "is required", "add it", "f"),
@@ -152,10 +132,6 @@ def test_errors_cross_processes(error: PacelineError) -> None:
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert (back.status, back.exit_code) == (error.status, error.exit_code)
-
-
-def test_missing_stays_the_same_object_across_processes() -> None:
-    assert pickle.loads(pickle.dumps(MISSING)) is MISSING  # noqa: S301
 
 
 def test_a_failure_crosses_as_json_too() -> None:
@@ -185,11 +161,6 @@ def test_a_workers_config_error_stays_a_sentence_with_exit_code_2() -> None:
     failure = failure_of(ConfigError("a", 1, "is bad", "mend it", "f.yaml"), 1)
     assert str(failure) == "f.yaml: `a` is 1, but is bad; mend it."
     assert failure.exit_code == 2
-
-
-def test_a_failure_is_not_wrapped_again() -> None:
-    failure = RunFailedError("hung", "rank 1", 1.0)
-    assert failure_of(failure, 0) is failure
 
 
 def first_of(errors: list[RunFailedError]) -> RunFailedError:
@@ -239,14 +210,6 @@ def test_what_follows_from_another_rank_is_never_the_cause(cause: RunFailedError
     assert RunFailedError.first([cause, *follow]).status == status
 
 
-def test_without_a_dead_rank_a_collectives_own_words_remain() -> None:
-    failure = first_of([failure_of(GLOO, 0), failure_of(GLOO, 1)])
-    assert failure.status == "error"
-    assert failure.message.startswith("rank 0: a collective failed, as it does where another rank ends: RuntimeError: ")
-    assert "Connection closed by peer" in failure.message
-    assert "network" in failure.advice
-
-
 def test_a_rank_that_does_not_answer_and_is_ended_was_hung() -> None:
     """SIGSTOP: its watchdog is stopped with it, the other ranks wait, and the launcher kills it in the end."""
     waits = RunFailedError(
@@ -275,15 +238,6 @@ def test_a_kill_by_the_kernel_for_memory_is_out_of_host_memory(monkeypatch: pyte
     assert death_of(1, -signal.SIGKILL).status == "out_of_host_memory"
     assert death_of(1, -signal.SIGSEGV).status == "node_lost"
     assert classify(loader_died("is killed by signal: Killed. ")) == "out_of_host_memory"
-
-
-def test_only_the_kernels_kills_of_this_run_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = iter(["oom_kill 3\n", "pgfault 9\noom_kill 3\n", "oom_kill 4\n", "oom_kill 4\n", ""])
-    monkeypatch.setattr("trainers.causes._kills_before", 0)
-    monkeypatch.setattr("trainers.causes.Path.read_text", lambda self: next(texts))
-    forget_kernel_kills()
-    found = [death_of(1, -signal.SIGKILL).status for _ in range(4)]
-    assert found == ["node_lost", "out_of_host_memory", "out_of_host_memory", "node_lost"]
 
 
 def loader_died(how: str) -> RuntimeError:
@@ -353,13 +307,6 @@ def test_advice_fits_every_launcher() -> None:
     assert death_of(0, -9).advice == "run the same command again to go on from the newest checkpoint"
     assert not any("cluster" in policy.advice for policy in POLICIES.values())
     assert StorageError("the bucket is away").advice == "", "there is no traceback that could name a line"
-
-
-def test_what_says_itself_what_to_do_gets_no_other_advice() -> None:
-    for words in ("`batch[0]` of training sample 17 is not finite; fix or leave out such samples", "the loss is NaN"):
-        error = DivergedError(words)
-        advice = "" if "fix" in words else POLICIES["diverged"].advice
-        assert error.advice == failure_of(error, 1).advice == advice
 
 
 class Broken(Dataset[int]):

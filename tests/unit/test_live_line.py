@@ -54,12 +54,6 @@ def test_the_rest_takes_as_long_as_what_was_with_its_evaluations(now: list[float
     assert course.left_s() == 0.0
 
 
-def test_max_time_ends_it_sooner(now: list[float]) -> None:
-    course = Course("run")
-    wall_s = tell(course, 1000, 200, max_time_s=150.0)
-    assert course.left_s() == pytest.approx(150.0 - wall_s)
-
-
 def test_a_group_that_starts_again_is_reckoned_anew(now: list[float]) -> None:
     course = Course("run")
     tell(course, 1000, 200)

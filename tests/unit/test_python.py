@@ -21,14 +21,11 @@ from tests.tasks import Blobs
 from trainers import train
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError, RunFailedError
-from trainers.launch.from_python import plain, read_given
+from trainers.launch.from_python import plain
 from trainers.storage import Storage
 from tune.config import Range
-from tune.report.answer import answer
 from tune.sweeps import sweep as sweep_module
 from tune.sweeps.spec import SweepSpec
-from tune.sweeps.sweep import SweepResult
-from tune.trials.record import TrialRecord
 
 RUN: dict[str, Any] = {
     "task": Blobs,
@@ -74,15 +71,6 @@ def test_a_class_trains_and_its_run_can_be_used(capsys: pytest.CaptureFixture[st
     assert train(RUN, fresh=True, epochs=1).steps == run.steps
 
 
-def test_a_program_that_shows_the_log_itself_gets_no_second_one(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with caplog.at_level(logging.INFO):
-        train(RUN, epochs=1)
-    assert "evaluated at step" in caplog.text
-    assert capsys.readouterr().out == ""
-
-
 def test_a_file_is_read_as_the_command_reads_it(tmp_path: Path) -> None:
     tree = {**RUN, "task": "its_task:Mine", "epochs": 1}
     (tmp_path / "user").mkdir()
@@ -118,14 +106,6 @@ def test_what_cannot_be_trained_is_said_before_anything_starts(run: Any, said: s
     assert not Path("results").exists()
 
 
-def test_a_class_inside_a_function_has_no_name() -> None:
-    class Inside(Blobs):
-        pass
-
-    with pytest.raises(ConfigError, match=r"Inside\", but has no name in its module; define it with `class`"):
-        train(Inside)
-
-
 @pytest.mark.parametrize("call", ["train", "sweep"])
 def test_a_thread_hears_no_interrupt(call: str) -> None:
     raised: list[Exception] = []
@@ -141,36 +121,6 @@ def test_a_thread_hears_no_interrupt(call: str) -> None:
     thread.join()
     [error] = raised
     assert str(error) == f"`{call}()` was called in a thread of its own; call it in the main thread."
-
-
-def module_function(config: dict[str, Any]) -> None:
-    """A training function of Ray Train's."""
-
-
-def test_python_s_values_become_a_file_s() -> None:
-    places: list[Path] = []
-    given = {
-        "lr": np.float64(0.1),
-        "sizes": np.array([1, 2]),
-        "range": range(2),
-        "task": Blobs,
-        "nested": {"path": Path("a/b"), "none": None, "pair": (True, "x")},
-        "installed": np.ndarray,
-    }
-    found = plain(given, "sweep()", places)
-    assert found == {
-        "lr": 0.1,
-        "sizes": [1, 2],
-        "range": [0, 1],
-        "task": "tests.tasks:Blobs",
-        "nested": {"path": "a/b", "none": None, "pair": [True, "x"]},
-        "installed": "numpy:ndarray",
-    }
-    assert type(found["lr"]) is float
-    assert places == [Path(__file__).parents[2]]
-    function, source, directory = read_given(module_function, "train()")
-    assert function == {"train_func": f"{__name__}:module_function"}
-    assert (source, directory) == ("train()", Path(__file__).parents[__name__.count(".")])
 
 
 class AskedError(Exception):
@@ -211,28 +161,6 @@ def test_a_sweep_is_the_one_that_a_file_would_be(asked: Any, tmp_path: Path) -> 
     assert spec.uri == str(tmp_path / "results/mine")
     target = asked(RUN, {"seed": [1]}, {"metric": "time_to_target", "target": {"val_loss": 0.1}})
     assert target.config.objective.target == {"val_loss": 0.1}
-
-
-def test_a_sweep_s_file_is_beside_the_program(asked: Any, tmp_path: Path) -> None:
-    (tmp_path / "train.yaml").write_text(dump_yaml({**RUN, "task": "tests.tasks:Blobs"}))
-    for train_file in ("train.yaml", Path("train.yaml"), tmp_path / "train.yaml"):
-        assert asked(train_file, {"task": [Blobs]}).train["task"] == "tests.tasks:Blobs"
-    with pytest.raises(ConfigError, match=r"sweep\(\): `lane` is 2, but there is no such key; did you mean `lanes`"):
-        tune.sweep("train.yaml", {"seed": [1]}, lane=2)
-    with pytest.raises(ConfigError, match=r"space\.seed"):
-        tune.sweep("train.yaml", {"seed": 1})
-
-
-def test_a_result_shows_its_table_and_its_answer(asked: Any) -> None:
-    spec = asked(RUN, {"seed": [1, 2]})
-    records = [TrialRecord(str(n), {"seed": n}, "done", 0, 1, metrics={"val_loss": n / 2}) for n in (1, 2)]
-    result = SweepResult(spec, records, answer(spec.config, records))
-    assert result.best is records[0]
-    html = result._repr_html_()
-    for words in ("* 1", "val_loss", "seed 1 has the lowest val_loss, 0.5", "report.html"):
-        assert words in html
-    nothing = SweepResult(spec, [], answer(spec.config, []))
-    assert (nothing.best, nothing.best_yaml) == (None, None)
 
 
 NOTEBOOK = '''

@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import pytest
 from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name
 from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
-from trainers.errors import ConfigError, LeaseError, StorageError
+from trainers.errors import ConfigError, StorageError
 from trainers.launch.run_directory import check_kept, prepare_storage
-from trainers.launch.spec import MARK, RunSpec, check_precision, make_spec, read_file, read_spec, torchrun_world_size
+from trainers.launch.spec import MARK, RunSpec, check_precision, read_spec
 from trainers.lease import LEASE, held
 from trainers.measure.result import RunResult
 from trainers.storage import Storage
@@ -86,20 +86,6 @@ def test_it_is_read_from_a_uri(user: Path) -> None:
         read_spec(f"file://{user}/none.yaml", {})
 
 
-def test_a_file_that_is_not_there_has_a_near_miss(user: Path) -> None:
-    with pytest.raises(ConfigError) as raised:
-        read_file(str(user / "trian.yaml"))
-    assert str(raised.value).endswith(f"is not there; did you mean `{user}/train.yaml`?")
-    with pytest.raises(ConfigError, match="check its name"):
-        read_file(str(user / "nothing_like_it"))
-
-
-def test_a_file_that_is_no_text_is_a_config_error(user: Path) -> None:
-    (user / "binary.yaml").write_bytes(b"\xff\xfe\x00task: x")
-    with pytest.raises(ConfigError, match=r"binary\.yaml"):
-        read_spec(str(user / "binary.yaml"), {})
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -129,20 +115,6 @@ def test_torchrun_decides_the_number_of_workers(user: Path) -> None:
     assert spec.config.launcher == "spawn"
 
 
-def test_torchrun_on_many_machines_is_not_held_against_this_one(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = len(os.sched_getaffinity(0))
-    for name, value in {"RANK": 0, "WORLD_SIZE": 4 * cores, "LOCAL_WORLD_SIZE": cores, "LOCAL_RANK": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    assert torchrun_world_size() == 4 * cores
-    spec = read_spec(str(user / "train.yaml"), {}, torchrun_world_size())
-    assert spec.config.scaling.num_workers == 4 * cores
-
-
-def test_no_torchrun_without_its_variables(user: Path) -> None:
-    assert torchrun_world_size() is None
-
-
 def test_the_task_is_checked(user: Path) -> None:
     read(user).load_task()
     with pytest.raises(ConfigError, match="does not fit Mine") as raised:
@@ -165,14 +137,6 @@ def finish(spec: RunSpec, status: Any = "done") -> RunResult:
     result = RunResult(status, 2, 2.0, 1, 8, 8, 1, 1.0, 2.0, 100, metrics={"val_loss": 0.5})
     spec.storage.write("result.json", result.to_json().encode())
     return result
-
-
-def test_a_new_run_leaves_its_configuration(user: Path) -> None:
-    spec = read(user)
-    assert prepare_storage(spec, fresh=False) is None
-    assert spec.storage.names() == ["config.yaml"]
-    kept = parse_mapping(spec.storage.read("config.yaml").decode(), "f")
-    assert kept == {**spec.tree, "task_dir": spec.path[0]}, "and where its task is"
 
 
 def test_a_complete_run_is_not_run_again(user: Path) -> None:
@@ -307,16 +271,6 @@ def test_a_run_whose_checkpoint_is_gone_at_its_end_is_no_success(
     assert "done" not in shown.out
 
 
-def test_fresh_leaves_the_lease(user: Path) -> None:
-    spec = read(user)
-    with held(spec.storage, MARK) as token:
-        prepare_storage(spec, fresh=True)
-        prepare_storage(spec, fresh=True)
-        assert spec.storage.names() == ["config.yaml", "lease.json"]
-        replace(spec, token=token).storage.write("log/1", b"")
-    assert spec.storage.names() == ["config.yaml", "log"]
-
-
 def test_a_live_run_is_neither_started_again_nor_deleted(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from trainers.__main__ import main
 
@@ -330,17 +284,6 @@ def test_a_live_run_is_neither_started_again_nor_deleted(user: Path, capsys: pyt
             [line] = capsys.readouterr().err.splitlines()
             assert f"is in use: process {os.getpid()} on " in line
         assert (spec.storage.read(LEASE), spec.storage.names()) == before
-
-
-def test_workers_carry_the_token(user: Path) -> None:
-    spec = replace(read(user), token="mine")  # noqa: S106
-    for crossed in (pickle.loads(pickle.dumps(spec)), RunSpec(**asdict(spec))):  # noqa: S301
-        with pytest.raises(LeaseError):
-            crossed.storage.write("file", b"")
-
-
-def test_a_mapping_is_checked_like_a_file(user: Path) -> None:
-    assert make_spec(TREE, "space", user) == RunSpec(read(user).tree, read(user).path, "space", read(user).uri)
 
 
 def test_the_command_says_a_mistake_in_one_line_with_exit_code_2(
