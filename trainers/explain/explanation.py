@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 _VERIFIED = 3
 WORTH = 0.05
 """Share of the time below which nothing is named."""
-_ENOUGH = 0.01  # of the time, which evaluations and checkpoints may take
-_BUSY = 0.1
-"""Share of the time in which a machine's own background work may wait for a core."""
 _EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
 
 
@@ -44,8 +41,6 @@ class Cause:
     """Dotted keys of the configuration."""
     fix: str = ""
     """What else helps."""
-    of_steps: bool = True
-    """Whether a step itself takes less time after the change."""
     gain: Gain | None = None
     """What running both has shown."""
 
@@ -84,7 +79,7 @@ def run_shares(result: RunResult | None, profile: StepProfile | None) -> dict[st
 def name_causes(config: TrainConfig, result: RunResult | None, profile: StepProfile | None) -> list[Cause]:
     """Return what takes more than 5 % of the run's time, the largest first."""
     shares = run_shares(result, profile)
-    found = list(_of_records(config, result, shares)) if result is not None else []
+    found = list(_of_records(result, shares)) if result is not None else []
     if profile is not None:
         # Shares of a step, as shares of the run.
         of_run = sum(shares.get(name, 0.0) for name in profile.parts)
@@ -168,31 +163,21 @@ def _of_steps(config: TrainConfig, profile: StepProfile, shares: dict[str, float
         yield Cause("wrong precision", computing, words, {"precision": "bf16"})
 
 
-def _of_records(config: TrainConfig, result: RunResult, shares: dict[str, float]) -> Iterator[Cause]:
+def _of_records(result: RunResult, shares: dict[str, float]) -> Iterator[Cause]:
     pauses = result.pauses or Pauses()
-    sections = (
-        ("evaluation too often", "evaluation", pauses.evaluations, "evaluate", config.evaluate),
-        ("checkpoint stalls", "checkpoints", pauses.checkpoints, "checkpoint", config.checkpoint),
-    )
-    for kind, part, count, name, section in sections:
-        share = shares.get(part, 0.0)
-        if count < 2:  # the last one is always made
-            continue
-        intervals = {key: getattr(section, key, None) for key in ("every_steps", "every_s", "every_epochs")}
-        key = next((key for key, value in intervals.items() if value), "every_epochs")
-        seldom = (intervals[key] or 1) * max(2, round(share / _ENOUGH))
-        fix = "`checkpoint.async: true` writes them beside the steps" if name == "checkpoint" else ""
-        yield Cause(kind, share, f"{count} of them", {f"{name}.{key}": seldom}, fix, of_steps=False)
+    if pauses.evaluations > 1:
+        fix = "evaluate less often: `evaluate.every_steps`, `evaluate.every_epochs`"
+        share = shares.get("evaluation", 0.0)
+        yield Cause("evaluation too often", share, f"{pauses.evaluations} evaluations", fix=fix)
+    if pauses.checkpoints > 1:
+        fix = "`checkpoint.async: true` writes beside the steps; or raise `checkpoint.every_s`"
+        share = shares.get("checkpoints", 0.0)
+        yield Cause("checkpoint stalls", share, f"{pauses.checkpoints} checkpoints", fix=fix)
     recompiles = (result.compile or {}).get("recompiles", 0)
     if recompiles:
         words = f"{recompiles} graphs were compiled again in mid-training"
         fix = "give the model batches of one shape (`drop_last: true`, padding), or set `compile: off`"
         yield Cause("recompiles", shares.get("compiling", 0.0), words, fix=fix)
-    pressure = max((rank.get("cpu_pressure") or 0.0 for rank in result.ranks), default=0.0)
-    words = "work on this machine waited for a core"
-    fix = "end what else runs there; `scaling.cpus_per_worker` reserves cores"
-    if pressure > _BUSY:
-        yield Cause("busy neighbour", pressure, words, fix=fix)
 
 
 class Workers(Protocol):
@@ -278,7 +263,7 @@ def explain(
     causes = name_causes(subject.config, result, measured)
     step_s = measured.step_s if measured is not None else None
     if verify and spec is not None and step_s is not None:
-        tried = [cause for cause in causes if cause.changes and cause.of_steps][:_VERIFIED]
+        tried = [cause for cause in causes if cause.changes][:_VERIFIED]
         steps = int(seconds / step_s)
         causes = [_verified(cause, spec, steps, workers) if cause in tried else cause for cause in causes]
     return Explanation(subject.location, run_shares(result, measured), causes, step_s, notes)
