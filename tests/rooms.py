@@ -23,7 +23,7 @@ PACKAGES = ("trainers", "cluster", "tune")
 """Lowest first: each may import itself and those before it."""
 
 _ORDER = """
-trainers: redaction output terminal errors causes json_data storage lease versions context config command_line
+trainers: redaction output errors terminal causes json_data storage lease versions context config command_line
 trainers: devices data
 trainers: model task
 trainers: arrow measure step

@@ -119,7 +119,7 @@ def _telling(spec: RunSpec | FunctionSpec, output: Output, rank: int) -> Iterato
         with sending(output.records) as take:
             yield take
     else:
-        from trainers.launch.live_line import live_line
+        from trainers.terminal import live_line
 
         with live_line(spec.storage.name) as take:
             yield take
@@ -153,7 +153,7 @@ def train_function(
 def do_on_cluster(job: Job[R]) -> R:
     """Have workers of the cluster do what keeps nothing."""
     from trainers.on_ray.connect import leaving
-    from trainers.on_ray.job import run_job
+    from trainers.on_ray.trainer import run_job
 
     with leaving():
         return run_job(job)

@@ -1,4 +1,4 @@
-"""A region of the terminal that is drawn anew, in place, while all that is printed goes above it.
+"""A region of the terminal that is drawn anew, in place, while all that is printed goes above it; the line of a run.
 
 The cursor stays visible, so that no end of the process, however sudden, can leave it hidden.
 """
@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
@@ -17,7 +18,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from trainers.output import on_terminal
+from trainers.errors import printable
+from trainers.output import Record, Take, on_terminal
 
 REDRAWS_PER_S = 4
 _PACKAGES = ("trainers", "cluster", "tune")
@@ -135,3 +137,77 @@ def live(console: Console, draw: Callable[[], RenderableType] | None = None) -> 
 
     with region, printing(lambda stream: above):
         yield region
+
+
+class Course:
+    """Where a run is, by its records so far."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._began, self._heard = name, time.monotonic(), 0.0
+        self._start: Record = {}
+        self._first: Record | None = None
+        """The first of this launch that counts steps: resuming and compiling lie before it."""
+        self._newest: Record = {}
+        self._figures: dict[str, float] = {}
+
+    def take(self, record: Record) -> None:
+        """Take note of a record."""
+        self._newest, self._heard = record, time.monotonic()
+        if record["record"] == "start":  # of this launch, or of a group that has started again
+            self._start = record
+            self._first = None
+        elif record["record"] == "report":  # of a training function, which may report anything
+            metrics = record["metrics"].items()
+            self._figures = {str(name): float(value) for name, value in metrics if isinstance(value, int | float)}
+            return
+        elif self._first is None:
+            self._first = record
+        shown = ("train_loss", "val_", "samples_per_s")
+        self._figures |= {name: value for name, value in record.items() if name.startswith(shown)}
+
+    def left_s(self) -> float | None:
+        """Seconds until the run is over, evaluations and checkpoints included; None where nobody can know."""
+        end, first, newest = self._start.get("total_steps"), self._first, self._newest
+        if end is None or first is None or newest["step"] == first["step"]:
+            return None
+        each_s = (newest["wall_time_s"] - first["wall_time_s"]) / (newest["step"] - first["step"])
+        left_s: float = (end - newest["step"]) * each_s
+        if (most_s := self._start.get("max_time_s")) is not None:
+            left_s = min(left_s, most_s - newest["wall_time_s"])
+        return max(0.0, left_s - (time.monotonic() - self._heard))
+
+    def line(self) -> Text:
+        """The line as it is now: what matters most comes first, since a narrow terminal cuts its end off."""
+        newest, end, figures = self._newest, self._start.get("total_steps"), dict(self._figures)
+        speed, loss = figures.pop("samples_per_s", None), figures.pop("train_loss", None)
+        parts = [self._name]
+        if end:
+            parts.append(f"step {newest['step']}/{end} ({newest['step'] / end:.0%})")
+        elif not newest:
+            parts.append("starting")
+        if (left_s := self.left_s()) is not None:
+            parts.append(f"ETA {clock(left_s)}")
+        if "epoch" in newest:
+            parts.append(f"epoch {newest['epoch']:.2f}")
+        if loss is not None:
+            parts.append(f"loss {loss:.4f}")
+        if speed is not None:
+            parts.append(f"{speed:,.0f} samples/s")
+        parts += [f"{name} {value:.4g}" for name, value in figures.items()]
+        parts.append(f"for {clock(time.monotonic() - self._began)}")
+        return Text(printable("  ".join(parts)), no_wrap=True, overflow="ellipsis", end="")
+
+
+def clock(time_s: float) -> str:
+    """Hours, minutes and seconds, as a clock has them."""
+    minutes, seconds = divmod(round(time_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+@contextlib.contextmanager
+def live_line(name: str) -> Iterator[Take]:
+    """Show a run's line in a block, by the records that are given."""
+    course = Course(name)
+    with live(TerminalConsole(), course.line):
+        yield course.take

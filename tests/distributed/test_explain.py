@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.specs import make
 from tests.tasks import Blobs
-from trainers.explain.causes import name_causes
+from trainers.explain.explanation import name_causes
 from trainers.explain.steps import ProfileJob
 from trainers.launch.local import run_spawn
 

@@ -13,9 +13,7 @@ import trainers.__main__
 import tune.__main__
 from trainers.command_line import Command
 from trainers.config import TrainConfig
-from trainers.config.reference import entries
 from trainers.errors import ConfigError, RunFailedError
-from tune.config import SweepConfig
 
 DOORS = {"trainers": trainers.__main__.main, "tune": tune.__main__.main, "cluster": cluster.__main__.main}
 COMMANDS = [
@@ -29,6 +27,7 @@ COMMANDS = [
     ("tune", ["report"], ["sweep"], "--no-check", None, None),
     ("tune", ["plan"], ["sweep.yaml", "--cluster=c"], "--minuts_per_trial", "--minutes-per-trial", "--cluster"),
     ("cluster", ["validate"], ["a.yaml"], "--stict", "--strict", None),
+    ("cluster", ["plan"], ["a.yaml", "--workers=1"], "--cpu_per_worker", "--cpus-per-worker", "--price"),
     ("cluster", ["check"], [], "--storage-pth", "--storage-path", "--wait-s"),
 ]
 each_command = pytest.mark.parametrize(
@@ -85,38 +84,17 @@ def test_mistakes(
         assert "is required" in told(door, *command, *needs[1:], *(["--fresh"] if not command else []))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_without_arguments_the_help_is_printed(door: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert DOORS[door]([]) == 2
-    shown = capsys.readouterr().out
-    assert DOORS[door](["--help"]) == 0
-    assert capsys.readouterr().out == shown
-    for owner, command, *_ in COMMANDS:
-        assert (f"usage: {' '.join(['python -m', owner, *command])} " in shown) == (owner == door)
-    for owner, model in (("trainers", TrainConfig), ("tune", SweepConfig)):
-        assert all(f"\n{key} (" in shown for key, _, _ in entries(model)) == (owner == door)
-
-
 @pytest.mark.parametrize(
     ("door", "args", "words"),
     [
         ("cluster", ["validat", "x"], "`validat` is not a command of `python -m cluster`; did you mean `validate`?"),
-        ("cluster", ["--strict"], "its commands are validate, check, watch, autoscale"),
+        ("cluster", ["--strict"], "its commands are validate, plan, prices, check, start, stop, status"),
         ("trainers", ["evalute", "results/digits"], "did you mean `evaluate`?"),
         ("tune", ["resum", "results/sweep"], "did you mean `resume`?"),
     ],
 )
 def test_a_command_that_does_not_exist(door: str, args: list[str], words: str, told: Told) -> None:
     assert words in told(door, *args)
-
-
-def test_several_mistakes_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune.__main__.main(["plan"]) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == (
-        "error: command line: `SWEEP.yaml` is required (a file or URI); write `python -m tune plan SWEEP.yaml`."
-    )
-    assert second.endswith("is required (the file of the cluster it would run on); write `--cluster CLUSTER.yaml`.")
 
 
 def example(

@@ -69,18 +69,6 @@ def test_a_window_is_about_its_own_steps() -> None:
     assert "samples_per_s" not in watch.window(), "no step in between"
 
 
-def test_memory_is_read_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [50.0]
-    monkeypatch.setattr("trainers.loop.monitor.time.monotonic", lambda: now[0])
-    watch = monitor(Clock(CPU))
-    first = watch.window()
-    assert 2**20 < first["allocated_bytes"] <= first["peak_bytes"]
-    now[0] += 0.9
-    assert "peak_bytes" not in watch.window()
-    now[0] += 0.2
-    assert "peak_bytes" in watch.window()
-
-
 def test_mfu_where_the_peak_is_known() -> None:
     clock = Clock(CPU)
     watch = monitor(clock, Ranks(), flops=1e9)
@@ -118,16 +106,6 @@ def test_a_comparison_is_about_the_steps_since_the_last(caplog: pytest.LogCaptur
         "ranks: rank 0 has no sample in 100% of its steps: the global batch is too small for all ranks",
         "ranks: rank 1 has no sample in 100% of its steps: the global batch is too small for all ranks",
     ], "each once"
-
-
-def test_only_rank_0_warns(caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock(CPU)
-    watch = monitor(clock, Ranks(rank=1, data_wait_share=0.9))
-    clock.steps(4, 1.0)
-    with caplog.at_level(logging.WARNING):
-        assert watch.compare(10.0)
-        assert watch.finish()
-    assert not caplog.records
 
 
 def test_the_result_leaves_the_warm_up_out() -> None:
@@ -201,40 +179,6 @@ def test_the_backward_timer_leaves_out_what_is_before_and_after(monkeypatch: pyt
     timer.close()
     model(torch.ones(1, 2)).sum().backward()
     assert timer.take() is None
-
-
-class Event:
-    """A CUDA event that counts milliseconds by records."""
-
-    now = 0.0
-    made = 0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        Event.made += 1
-
-    def record(self) -> None:
-        Event.now += 7.0
-        self.at = Event.now
-
-    def elapsed_time(self, end: Event) -> float:
-        return end.at - self.at
-
-
-def test_on_a_gpu_events_are_made_once_and_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    model = nn.Linear(2, 2)
-    timer = BackwardTimer(model, torch.device("cuda"))
-    made = Event.made
-    for _ in range(made):  # twice as many passes as there are pairs
-        model(torch.ones(1, 2)).sum().backward()
-    assert timer.take() is None, "nothing is read in a step"
-    timer.collect()
-    assert timer.take() == pytest.approx(0.007)
-    model(torch.ones(1, 2)).sum().backward()
-    timer.collect()
-    assert timer.take() == pytest.approx(0.007)
-    assert Event.made == made
 
 
 def test_a_run_has_the_figures_in_its_log_and_result(tmp_path: Any) -> None:

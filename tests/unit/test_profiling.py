@@ -15,17 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import trainers.__main__ as command
 from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.errors import ConfigError, StorageError, TooLargeError
+from trainers.errors import StorageError, TooLargeError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
-from trainers.measure import memory_report
+from trainers.measure import profiler
 from trainers.measure.clock import WARMUP_STEPS
-from trainers.measure.memory_report import memory_watched, save_memory_report
-from trainers.measure.profiler import inspect_run, memory_points
+from trainers.measure.profiler import memory_watched, save_memory_report
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
@@ -120,38 +118,6 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
     assert "the profile is lost: could not write: no space left" in log.text
 
 
-def test_a_trial_has_the_table_only(log: pytest.LogCaptureFixture) -> None:
-    assert train(None, profile_steps=2).status == "done"
-    assert "profile of 2 steps" in log.text
-    assert "profile written" not in log.text
-
-
-def test_nothing_is_looked_at_unless_asked() -> None:
-    context = LocalContext(None, "spawn", rank=1, world_size=2)
-    assert inspect_run(config(), LocalContext(None, "local")) is None
-    assert inspect_run(config(profile_steps=3), context) is None  # rank 0 alone is profiled
-
-
-def memory_event(ts: float, total: int, device_type: int, device: int) -> dict[str, Any]:
-    args = {"Total Allocated": total, "Bytes": 1, "Device Type": device_type, "Device Id": device}
-    return {"ph": "i", "name": "[memory]", "ts": ts, "args": args}
-
-
-def test_memory_over_time_is_that_of_one_device() -> None:
-    trace = {
-        "traceEvents": [
-            memory_event(3000.0, 30, 1, 1),
-            memory_event(1000.0, 10, 1, 1),
-            memory_event(1500.0, 99, 1, 0),
-            memory_event(500.0, 77, 0, -1),
-            {"ph": "X", "name": "aten::addmm", "ts": 100.0, "args": {}},
-        ]
-    }
-    assert memory_points(trace, GPU) == [(0.0, 10), (2.0, 30)]
-    assert memory_points(trace, torch.device("cpu")) == [(0.0, 77)]
-    assert memory_points({"traceEvents": []}, GPU) == []
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """CUDA's memory calls, remembered."""
@@ -159,7 +125,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda device: f"|summary of {device}|")
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"snapshot"))
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: calls.append(how))
-    monkeypatch.setattr(memory_report, "resolve_device", lambda name, index: GPU)
+    monkeypatch.setattr(profiler, "resolve_device", lambda name, index: GPU)
     return calls
 
 
@@ -181,54 +147,14 @@ def test_nothing_else_is_reported(error: Exception, device: torch.device, cuda: 
     assert not (tmp_path / "memory").exists()
 
 
-def test_a_trial_reports_at_debug_level_only(cuda: list[Any], log: pytest.LogCaptureFixture) -> None:
-    save_memory_report(OOM, GPU, None, 0)
-    assert not log.records
-    log.set_level(logging.DEBUG, logger="trainers")
-    save_memory_report(OOM, GPU, None, 0)
-    assert "|summary of cuda:1|" in log.text
-
-
-def test_a_report_that_fails_leaves_the_error_as_it_is(
-    cuda: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
-) -> None:
-    def broken(device: torch.device) -> str:
-        raise RuntimeError("CUDA error: device-side assert")
-
-    monkeypatch.setattr(torch.cuda, "memory_summary", broken)
-    with (
-        pytest.raises(torch.OutOfMemoryError) as caught,
-        memory_watched(config(), LocalContext(Storage(str(tmp_path)), "local")),
-    ):
-        raise OOM
-    assert caught.value is OOM
-    assert "no memory report of rank 0: CUDA error: device-side assert" in log.text
-
-
 def test_the_history_is_recorded_for_the_run_and_no_longer(cuda: list[Any], tmp_path: Path) -> None:
     context = LocalContext(Storage(str(tmp_path)), "local")
     with memory_watched(config(memory_history=True), context):
-        assert cuda == [{"max_entries": memory_report.HISTORY_ENTRIES}]
+        assert cuda == [{"max_entries": profiler.HISTORY_ENTRIES}]
     assert cuda[1:] == [{"enabled": None}]
     with memory_watched(config(), context):
         pass
     assert len(cuda) == 2
-
-
-def test_a_history_without_cuda_is_warned_of(log: pytest.LogCaptureFixture) -> None:
-    with memory_watched(config(memory_history=True), LocalContext(None, "local")):
-        pass
-    assert "`memory_history: true` has no effect on cpu" in log.text
-
-
-def test_a_probe_that_does_not_fit_is_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    reported: list[BaseException] = []
-    monkeypatch.setattr(memory_report, "save_memory_report", lambda error, *_: reported.append(error))
-    assert train(tmp_path / "auto", Blobs(fits=8)).microbatch_size <= 8
-    assert not reported
-    with pytest.raises(torch.OutOfMemoryError):
-        train(tmp_path / "fixed", Blobs(fits=8), microbatch_size=16)
-    assert len(reported) == 1
 
 
 class Broken(nn.Sequential):
@@ -297,44 +223,3 @@ def test_a_step_that_compiles_again_is_no_measure_of_speed(
     late = train(tmp_path / "late", compile="default", global_batch_size=24, max_steps=18)  # 203 = 8 x 24 + 11
     assert late.throughput is not None
     assert late.throughput.steps == 18 - WARMUP_STEPS - 1
-
-
-def test_a_second_run_of_one_process_counts_from_nothing(tmp_path: Path, dynamo: None) -> None:
-    first = train(tmp_path / "first", BreakingBlobs(), compile="default")
-    torch._dynamo.reset()
-    assert train(tmp_path / "second", BreakingBlobs(), compile="default").compile == first.compile
-
-
-def test_without_compile_there_are_no_figures(tmp_path: Path) -> None:
-    result = train(tmp_path)
-    assert result.compile is None
-    assert result.first_step_s is not None
-    assert "(compile)" not in str(result)
-
-
-def test_the_summary_tells_what_was_compiled(tmp_path: Path) -> None:
-    result = train(tmp_path)
-    counts = {"graphs": 2, "graph_breaks": 1, "recompiles": 0}
-    shown = str(RunResult(**{**result.__dict__, "first_step_s": 12.34, "compile": counts}))
-    assert "first step 12.3 s (compile), 2 graphs, 1 graph break, 0 recompiles" in shown
-
-
-@pytest.mark.parametrize(
-    ("args", "steps"),
-    [
-        (["--profile"], 5),
-        (["--profile", "--profile_steps", "2"], 2),
-        (["--seed", "1", "--profile", "--fresh"], 5),
-        ([], None),
-    ],
-)
-def test_the_flag_is_five_steps(args: list[str], steps: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def read(location: str, overrides: dict[str, Any], world_size: int | None) -> None:
-        seen.append(overrides.get("profile_steps"))
-        raise ConfigError("the file", location, "was read", "enough")
-
-    monkeypatch.setattr(command, "read_run", read)
-    assert command.main(["train.yaml", *args]) == 2
-    assert seen == [steps]

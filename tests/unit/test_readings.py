@@ -115,13 +115,6 @@ def test_energy_is_what_the_gpu_has_used_since_the_meter_began(nvml: FakeNvml) -
     assert EnergyMeter(GPU, GpuReadings(GPU)).used_j() is None, "a slice has no counter"
 
 
-def test_a_device_that_nvml_knows_by_address_only(nvml: FakeNvml) -> None:
-    nvml.by_uuid.clear()
-    readings = GpuReadings(GPU)
-    readings.sample()
-    assert nvml.asked == ["by address"]
-
-
 def test_a_slice_of_a_gpu_is_found_by_its_own_uuid(nvml: FakeNvml) -> None:
     nvml.by_uuid = {"MIG-11112222": "slice"}
     GpuReadings(GPU).sample()
@@ -142,16 +135,3 @@ def test_without_nvml_there_is_nothing(what: str, nvml: FakeNvml, monkeypatch: p
     assert readings.take() is None
     readings.close()
     assert nvml.open == 0
-
-
-def test_a_driver_that_knows_only_the_old_name_for_slowed_clocks(
-    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing(handle: str) -> int:
-        raise NVMLError("function not found")
-
-    monkeypatch.setattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", missing)
-    monkeypatch.setattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda handle: 0x80, raising=False)
-    found = GpuReadings(GPU).take()
-    assert found is not None
-    assert found["slowed_by"] == ["power brake"]

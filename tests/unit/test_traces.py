@@ -21,7 +21,6 @@ from tests.unit.test_loop import train
 from trainers.config import TrainConfig
 from trainers.model.precision import resolve_precision
 from trainers.step.forward import ForwardPass
-from trainers.step.snapshot import Snapshot
 from trainers.step.throwaway import throwaway
 from trainers.task import Task
 
@@ -276,14 +275,3 @@ def test_what_is_too_large_to_be_copied_is_named(caplog: pytest.LogCaptureFixtur
             task.average += 1
         assert ("Average.average" in caplog.text) is not kept
         assert bool(task.average.any()) is not kept
-
-
-def test_a_long_list_is_data() -> None:
-    """Ten million samples are not walked through."""
-    task = Counting()
-    task.rows = [[number] for number in range(5000)]  # type: ignore[attr-defined]
-    snapshot = Snapshot(task, {})
-    task.rows.pop()  # type: ignore[attr-defined]
-    snapshot.restore()
-    assert len(task.rows) == 5000  # type: ignore[attr-defined]
-    assert not any(id(row) in snapshot._seen for row in task.rows)  # type: ignore[attr-defined]

@@ -56,15 +56,6 @@ def test_an_actor_that_falls_silent_is_killed_once_and_no_other(store: Store) ->
         assert store.killed == (["silent"] if count >= LOOKS else [])
 
 
-def test_one_that_speaks_again_before_the_last_look_lives(store: Store) -> None:
-    signs = VitalSigns()
-    for round_number in range(3):
-        store.beat("slow", round_number)
-        for _ in range(LOOKS):
-            signs.look()
-    assert not store.killed
-
-
 def test_one_that_has_ended_is_forgotten_without_a_word(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     signs = VitalSigns()
     store.beat("ended", 0)

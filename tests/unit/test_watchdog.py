@@ -18,8 +18,7 @@ from tests.specs import REPOSITORY
 from tests.waits import HANG_S
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
-from trainers.errors import RunFailedError
-from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, enter, read_hang, saved_hangs, watched
+from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, read_hang, saved_hangs, watched
 from trainers.storage import Storage
 
 HANGS = """
@@ -104,16 +103,6 @@ def test_a_call_that_keeps_the_interpreters_lock_is_ended_too(tmp_path: Path) ->
     assert "waits_for_ever" in done.stderr
 
 
-@pytest.mark.parametrize("stream", ["None", "io.StringIO()", "io.TextIOWrapper(open(os.devnull, 'wb'))"])
-def test_a_standard_error_without_a_descriptor_is_no_hindrance(tmp_path: Path, stream: str) -> None:
-    """A notebook's, a service's, one that was closed since: the thread that watches must not end of it."""
-    wait = f"import io, os; sys.stderr = sys.__stderr__ = {stream}; "
-    again = "dog.close(); dog.__init__(failure, Context(Storage(sys.argv[1] + '/run'), 'local', 3)); "
-    done = run(tmp_path, wait + again + "hasattr(sys.stderr, 'buffer') and sys.stderr.close(); time.sleep(3600)")
-    assert done.returncode == HUNG_EXIT_CODE
-    assert " s in the start" in (tmp_path / "told").read_text()
-
-
 PLACES = ["Storage.write", "Context.hung", "watchdog.print", "watchdog.line_of_task"]
 """Storage, the launcher, the terminal; the watchdog itself."""
 
@@ -193,30 +182,6 @@ def test_a_write_amid_the_steps_has_the_budget_of_a_phase(monkeypatch: pytest.Mo
     assert said[0].endswith("s in checkpoint")
 
 
-@pytest.mark.parametrize("budget_s", [1e-300, 1e-3, 1e9])
-def test_any_budget_leaves_the_watchdog_alive(monkeypatch: pytest.MonkeyPatch, budget_s: float) -> None:
-    """The timers of Python and of faulthandler overflow at 9.2e9 seconds."""
-    clock, said = Clock(monkeypatch), ends(monkeypatch)
-    with watched(FailureConfig(hang_timeout_s=budget_s, phase_timeout_s=0.1), RunContext(None, "local")) as dog:
-        dog.enter("training", steps=True)
-        clock.looks()
-        enter("setup")
-        clock.now_s += 0.2
-        clock.looks()
-        clock.looks()
-        assert dog._thread.is_alive()
-    assert said[-1].endswith("s in setup")
-
-
-def test_a_process_has_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = RunContext(None, "local")
-    with watched(FailureConfig(), context) as outer, watched(FailureConfig(), context) as inner:
-        assert inner is outer
-    with watched(FailureConfig(), context) as next_one:
-        assert next_one is not outer
-    enter("nothing is watched")
-
-
 def test_a_rank_whose_collective_failed_waits_until_the_cause_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
     waits: list[float] = []
@@ -241,11 +206,6 @@ def test_a_rank_whose_collective_failed_waits_until_the_cause_is_seen(monkeypatc
     assert leave(ValueError("its own"), RunContext(None, "spawn", 0, 2, 0, 2)) == 0
 
 
-def test_stacks_that_cannot_be_saved_do_not_keep_the_process(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("a file where the directory should be")
-    assert run(tmp_path, "time.sleep(3600)").returncode == HUNG_EXIT_CODE
-
-
 def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> None:
     fork = "p = multiprocessing.get_context('fork').Process(target=time.sleep, args=[99]); p.start()"
     stop = "os.kill(p.pid, signal.SIGSTOP); print(p.pid, flush=True)"
@@ -253,14 +213,3 @@ def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> Non
     assert done.returncode == HUNG_EXIT_CODE
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout.split()[0])).wait(timeout=HANG_S)
-
-
-@pytest.mark.parametrize("waits", ["", ", waiting for other ranks"])
-def test_what_was_saved_says_whether_another_rank_is_the_cause(tmp_path: Path, waits: str) -> None:
-    storage = Storage(str(tmp_path))
-    assert saved_hangs(storage) == []
-    storage.write("hangs/a.txt", f"rank 1 made no step for 5 s in training{waits} (at a.py:1)\n\nstacks".encode())
-    hang = read_hang(storage, "a.txt")
-    assert isinstance(hang, RunFailedError)
-    assert (hang.status, hang.follows) == ("hung", bool(waits))
-    assert hang.message.endswith("(at a.py:1)")

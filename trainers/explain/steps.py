@@ -242,7 +242,8 @@ def _busy_s(steps: Steps) -> float:
     """Return the time of a step in which kernels run."""
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         steps.time_s(_FEWEST)
-    return sum(event.self_device_time_total for event in recorded.key_averages()) / 1e6 / _FEWEST
+    busy_us: float = sum(event.self_device_time_total for event in recorded.key_averages())
+    return busy_us / 1e6 / _FEWEST
 
 
 @contextlib.contextmanager

@@ -23,8 +23,7 @@ from trainers.loop.build import build_replica
 from trainers.loop.torch_limits import torch_limits_explained
 from trainers.loop.training import Training
 from trainers.loop.watchdog import Watchdog, watched
-from trainers.measure.memory_report import memory_watched
-from trainers.measure.profiler import inspect_run
+from trainers.measure.profiler import inspect_run, memory_watched
 from trainers.measure.result import RunResult
 from trainers.step.ceiling import next_smaller
 from trainers.task import Task

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, memory_figures
 from trainers.devices.energy import EnergyMeter
 from trainers.devices.nvml import GpuReadings
@@ -45,7 +44,6 @@ class Monitor:
             logger.info("no peak of %s in %s is known: MFU is left out", device_name(self.device), parts.spec.name)
         self._gpu = GpuReadings(self.device)
         self._energy = EnergyMeter(self.device, self._gpu)
-        self._pressure = Pressure()
         watched = isinstance(called, DistributedDataParallel) and not captured
         self._backward = BackwardTimer(called if watched else None, self.device)
         self._warm: Totals | None = None
@@ -132,7 +130,6 @@ class Monitor:
             "gpu": self._latest,
             "energy_j": self._energy.used_j(),
             "energy_of": self._energy.source,
-            "cpu_pressure": self._pressure.share(),
         }
         rows = self.group.gather(row)
         for key, words in findings(rows) if self.group.rank == 0 else ():

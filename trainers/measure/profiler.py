@@ -1,21 +1,26 @@
-"""What a run asks to see of its steps: torch.profiler over some of them, and torch.compile's figures.
+"""What a run asks to see of its steps: torch.profiler over some of them, torch.compile's figures, and what lay in a
+GPU's memory when it ran out.
 
 Environment set: KINETO_LOG_LEVEL, where it is not, on a CPU: the profiler would complain of the missing GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
 import os
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
+from trainers.causes import classify
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.devices.device import resolve_device
@@ -23,11 +28,13 @@ from trainers.errors import StorageError
 from trainers.measure.clock import WARMUP_STEPS, StepClock
 from trainers.storage import Storage
 
-if TYPE_CHECKING:
-    from trainers.measure.compilation import CompileWatch
-
 logger = logging.getLogger(__name__)
 
+_KEPT = 1024
+"""Compilations that dynamo remembers (64 by itself): a graph with its backward is two."""
+_SHOWN = 5
+HISTORY_ENTRIES = 100_000
+"""Allocations and frees that the memory history keeps, the newest ones: some hundred MB of stacks at the most."""
 _SETTLE_STEPS = 1  # with the profiler on and nothing kept: its own start is slow
 _TABLE_ROWS = 15
 
@@ -76,8 +83,6 @@ def inspect_run(config: TrainConfig, context: RunContext) -> Inspection | None:
         device = resolve_device(config.device, context.device_index)
         profiler = StepProfiler(config.profile_steps, context.storage, device)
     if config.compile != "off":
-        from trainers.measure.compilation import CompileWatch  # imports dynamo, which takes seconds
-
         compile_watch = CompileWatch()
     return Inspection(profiler, compile_watch, context.rank) if profiler or compile_watch else None
 
@@ -183,3 +188,106 @@ def draw_memory(points: list[tuple[float, int]], device: torch.device, file: Pat
     axes.step([ms for ms, _ in points], [allocated / 2**20 for _, allocated in points], where="post")
     axes.set(xlabel="ms", ylabel="MiB", title=title + ("" if device.type == "cuda" else ", since the recording began"))
     figure.savefig(file)
+
+
+class CompileWatch:
+    """Counts from its creation on. Dynamo counts for the whole process, so there may be one at a time.
+
+    It imports dynamo, which takes seconds: make one only for a run that compiles.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo import utils
+
+        self._utils = utils
+        self._utils.set_compilation_metrics_limit(_KEPT)
+        self._utils.clear_compilation_metrics()
+        self._before = {group: Counter(self._utils.counters[group]) for group in ("graph_break", "resumes", "stats")}
+        self._graphs = self._utils.counters["stats"]["unique_graphs"]
+
+    def figures(self) -> dict[str, int]:
+        """`graphs` compiled, places with `graph_breaks`, and `recompiles` (of a graph that its guards refused)."""
+        return {
+            "graphs": self._new("stats")["unique_graphs"],
+            # Breaks for one reason at two places make one reason and two resumed functions; some resume nothing.
+            "graph_breaks": max(len(self._new("graph_break")), len(self._new("resumes"))),
+            "recompiles": len(self._recompiles()),
+        }
+
+    def compiled_since(self) -> bool:
+        """Whether a graph was compiled since the last call; costs next to nothing."""
+        before, self._graphs = self._graphs, self._utils.counters["stats"]["unique_graphs"]
+        return self._graphs != before
+
+    def warn_of_breaks(self) -> None:
+        """Say where the graph broke, if it did: to be called when the warm-up is over."""
+        reasons = [reason.splitlines() for reason in self._new("graph_break")]
+        if reasons:
+            shown = "; ".join(lines[0].strip() for lines in reasons[:_SHOWN])
+            advice = "TORCH_LOGS=graph_breaks shows where, `fullgraph: true` makes those of the model errors"
+            places = self.figures()["graph_breaks"]
+            logger.warning("torch.compile broke the graph at %d places: %s (%s)", places, shown, advice)
+
+    def say_recompiles(self) -> None:
+        """Why graphs were compiled again, the commonest reasons first."""
+        reasons = Counter(self._recompiles())
+        for reason, count in reasons.most_common(_SHOWN):
+            logger.info("torch.compile compiled again (%d x): %s", count, reason)
+
+    def _new(self, group: str) -> Counter[str]:
+        return Counter(self._utils.counters[group]) - self._before[group]
+
+    def _recompiles(self) -> list[str]:
+        metrics = self._utils.get_compilation_metrics()
+        found = [entry.recompile_reason for entry in metrics if entry.is_forward and entry.recompile_reason]
+        # "0/1: tensor 'x' size mismatch ...": which of the earlier graphs refused says nothing to a user.
+        return [reason.partition(": ")[2].strip() or reason for reason in found]
+
+
+@contextlib.contextmanager
+def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
+    """Save a memory report when the block, one attempt at the run, ends out of device memory.
+
+    With `memory_history` it has the stack of each allocation.
+    """
+    device = resolve_device(config.device, context.device_index)
+    recorded = config.memory_history and device.type == "cuda"
+    if config.memory_history and not recorded and context.rank == 0:
+        logger.warning("`memory_history: true` has no effect on %s: only CUDA allocations are recorded", device.type)
+    if recorded:
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
+    try:
+        yield
+    except Exception as error:
+        save_memory_report(error, device, context.storage, context.rank)
+        raise
+    finally:
+        if recorded:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def save_memory_report(error: BaseException, device: torch.device, storage: Storage | None, rank: int) -> None:
+    """Keep what lay in the GPU's memory when `error` ended the run: nothing for other errors and other devices.
+
+    Writes `memory/rank-N-summary.txt` and, for https://pytorch.org/memory_viz, `memory/rank-N-snapshot.pickle`.
+    Without storage (a trial of a sweep) the summary is a debug line. Never raises: the error itself matters more.
+    """
+    if device.type != "cuda" or classify(error) != "out_of_memory":
+        return
+    try:
+        summary = torch.cuda.memory_summary(device)
+        if storage is None:
+            logger.debug("memory of rank %d when it ran out\n%s", rank, summary)
+            return
+        directory = storage.child("memory")
+        names = f"rank-{rank}-summary.txt", f"rank-{rank}-snapshot.pickle"
+        directory.write(names[0], summary.encode())
+        with tempfile.TemporaryDirectory() as aside:
+            snapshot = Path(aside, names[1])
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+            directory.copy(snapshot, names[1])
+    except (StorageError, OSError, RuntimeError) as failure:
+        logger.warning("no memory report of rank %d: %s", rank, failure)
+        return
+    words = "rank %d ran out of memory; what lay in it: %s, and %s for https://pytorch.org/memory_viz"
+    logger.warning(words, rank, *map(directory.locate, names))

@@ -47,8 +47,6 @@ class RankFigures(TypedDict):
     """Since training began, of the device (trainers/devices/energy.py)."""
     energy_of: NotRequired[str]
     """What that is of: ranks on one GPU, or on one machine's processors, count the same."""
-    cpu_pressure: NotRequired[float | None]
-    """Share of the time since the loop was built in which work of this machine waited for a CPU; None: not known."""
 
 
 def total_energy_j(rows: list[RankFigures]) -> float | None:

@@ -1,10 +1,12 @@
-"""Train one run as a Ray TorchTrainer around the loop."""
+"""Train one run, or do another job, as a Ray TorchTrainer around it."""
 
+import contextlib
 import logging
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -18,15 +20,16 @@ from trainers.causes import failure_of
 from trainers.errors import PacelineError, PreemptedError, RunFailedError, first_line
 from trainers.launch.log import setup_logging
 from trainers.launch.signals import StopSignals
-from trainers.launch.spec import RunSpec
+from trainers.launch.spec import Job, R, RunSpec
 from trainers.measure.result import RunResult
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.cluster_end import ending_with_cluster
-from trainers.on_ray.connect import ray_scaling, wants_gpu
+from trainers.on_ray.connect import check_cluster, ray_scaling, wants_gpu
 from trainers.on_ray.context import RayContext, request_stop
 from trainers.on_ray.coordinator import NodeCount, free_dead_runs
 from trainers.on_ray.environment import run_environment
 from trainers.on_ray.failures import FailurePolicy, as_failure
+from trainers.on_ray.function import fit
 from trainers.on_ray.process_group import GroupConfig
 from trainers.on_ray.records import receiving, telling
 from trainers.on_ray.vital_signs import VitalSigns
@@ -50,19 +53,55 @@ def _worker(loop_config: dict[str, Any]) -> None:
 
 
 def _execute(spec: RunSpec, context: RayContext) -> None:
+    with _failing(context.rank):
+        try:
+            spec.execute(context)
+            context.flush()
+        except PreemptedError as notice:
+            logger.warning("%s; waiting until Ray takes the node out and starts the group again", notice)
+            context.flush()
+            while True:  # returning would end the run, raising would start it again on the very node that is leaving
+                time.sleep(1)
+
+
+@contextlib.contextmanager
+def _failing(rank: int) -> Iterator[None]:
+    """Raise what fails in the block as plain data."""
     try:
-        spec.execute(context)
-        context.flush()
-    except PreemptedError as notice:
-        logger.warning("%s; waiting until Ray takes the node out and starts the group again", notice)
-        context.flush()
-        while True:  # returning would end the run, raising would start it again on the very node that is leaving
-            time.sleep(1)
+        yield
     except Exception as error:
-        failure = failure_of(error, context.rank)
+        failure = failure_of(error, rank)
         if not (isinstance(error, PacelineError) or failure.follows):
             print(redact(traceback.format_exc()), file=sys.stderr, end="")
         raise failure from None
+
+
+def _job_worker(loop_config: dict[str, Any]) -> Any:
+    """Do a job as one worker of the TorchTrainer."""
+    job: Job[Any] = loop_config["job"]
+    context = RayContext(None)
+    setup_logging(context.rank, job.quiet)
+    with _failing(context.rank):
+        return job.execute(context).to_json()
+
+
+def run_job(job: Job[R]) -> R:
+    """Do a job that is no training run, such as a profile, in a worker group of its scaling; joins the cluster. What
+    Ray keeps of it beside the run's directory is deleted.
+
+    Raises ConfigError where the cluster can never hold the group, RunFailedError where a worker failed.
+    """
+    gpu = check_cluster(job) == "cuda"
+    with job.storage.beside() as place, ending_with_cluster("nothing was changed"), VitalSigns():
+        trainer = TorchTrainer(
+            _job_worker,
+            train_loop_config={"job": job},
+            torch_config=GroupConfig("nccl" if gpu else "gloo"),  # type: ignore[arg-type]
+            scaling_config=ray_scaling(job.config.scaling, gpu),
+            run_config=ray.train.RunConfig(name=place.name, storage_path=place.parent.uri),
+        )
+        answer: str = fit(trainer).return_value  # type: ignore[attr-defined]
+    return job.read_result(answer.encode())
 
 
 def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
