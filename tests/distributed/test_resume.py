@@ -72,25 +72,6 @@ def test_so_is_a_run_whose_batch_size_changes_in_mid_epoch(tmp_path: Path) -> No
     assert len(losses(moved)) == result.steps
 
 
-class Hasty(Blobs):
-    """Compares batch sizes soon and by few steps, and takes the larger one each time."""
-
-    def __init__(self, **args: Any) -> None:
-        super().__init__(**args)
-        growth.PARTS, growth.WAIT, growth.LEFT = 4, 8, 8
-        growth.judge = lambda size, smaller, larger: Verdict(len(smaller.losses) == len(larger.losses) == 4, "")
-
-
-def test_the_batch_that_two_workers_have_grown_is_a_schedule_that_runs_again_to_the_bit(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"max_steps": None, "epochs": 1, "task": f"{__name__}:Hasty"}
-    auto = spec(tmp_path, "auto", 2, **changes, global_batch_size="auto", auto_batch__start=2)
-    result = run_spawn(auto)
-    assert result.batch_schedule == [{"until_samples": 32, "size": 2}, {"until_samples": 96, "size": 4}, {"size": 8}]
-    again = spec(tmp_path, "again", 2, **changes, global_batch_size=None, batch_schedule=result.batch_schedule)
-    run_spawn(again)
-    assert losses(again) == losses(auto)
-
-
 def state(of: RunSpec) -> Any:
     """All that the last checkpoint holds but the time that it took."""
     kept = torch.load(io.BytesIO(of.storage.read("checkpoints/step-000000000040/state.pt")), weights_only=True)

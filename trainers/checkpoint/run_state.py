@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from trainers.checkpoint.validation import (
     tensors_in,
 )
 from trainers.config import TrainConfig
-from trainers.data.batch_schedule import BatchSchedule, Sizes
 from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, ConfigError, StorageError
 from trainers.measure.run_log import RunLog
@@ -198,14 +196,10 @@ class Keeper:
             ("global_batch_size", position.global_batch_size, config.batch_size),
             ("train_samples", position.train_samples, sampler.known_length),
         ]
-        batches = sampler.batches
-        if config.grows_batch:
-            batches = _grown(batches, position.batch_sizes)
-        else:
-            kept_to = batches.sizes if config.changes_batch else []
-            pairs.append(("batch_schedule", str(position.batch_sizes), str(kept_to)))
+        kept_to = sampler.batches.sizes if config.changes_batch else []
+        pairs.append(("batch_schedule", str(position.batch_sizes), str(kept_to)))
         if position.order:
-            sampler.set_epoch(batches.place(max(0, position.step - 1)).epoch)
+            sampler.set_epoch(sampler.batches.place(max(0, position.step - 1)).epoch)
             pairs.append(("order of samples", position.order, sampler.name()))
         for name, then, now in pairs:
             if then != now:
@@ -255,14 +249,6 @@ class Keeper:
         self.task.load_state_dict(read("task", self.task.state_dict()))
         if loaded.rank_state is not None:
             set_rng_state(loaded.rank_state, parts.device)
-
-
-def _grown(batches: BatchSchedule, sizes: Sizes) -> BatchSchedule:
-    """Return the schedule of a batch that has grown; CheckpointError where `sizes` are none."""
-    ends = [until for until, _ in sizes]
-    if not ends or ends[-1] is not None or any(a is None or (b is not None and b <= a) for a, b in pairwise(ends)):
-        raise CheckpointError("its batch sizes do not follow one another")
-    return batches.with_sizes(sizes)
 
 
 def _size(tree: Any) -> int:

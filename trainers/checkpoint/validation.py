@@ -66,8 +66,6 @@ class Position:
         default_factory=list
     )
     """Of a batch schedule; nothing where the size does not change."""
-    next_look: _Count = 0
-    """Of a batch that grows: the samples at which a larger size is tried next."""
 
 
 def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> Position:

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from trainers.config.model import Settings
-from trainers.errors import POLICIES
+from trainers.errors import MISSING, POLICIES, ConfigError
 
 LARGEST = 2**31 - 1
 """Of any count: what torch, numpy and Arrow take everywhere."""
@@ -16,6 +16,39 @@ Seconds = Annotated[float, Field(gt=0, le=1e9)]  # the longest that every clock 
 NAME, NAME_RULE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", "must be at most 128 letters, digits, `.`, `_` and `-`"
 PATH, PATH_RULE = r"^[^\x00-\x1f\x7f]+$", "must be a path or URI, without control characters"
 AutoOrBool = Annotated[Literal["auto"] | bool, Field(json_schema_extra={"rule": "must be auto, true or false"})]
+
+
+class ScheduledSize(Settings):
+    """One size of a batch schedule."""
+
+    until_samples: Annotated[int, Field(ge=1, le=10**12)] | None = Field(default=None, examples=[64000])
+    """Samples until which it holds, counted from the start of the run over all epochs and workers; every entry has it
+    but the last one, whose size holds to the end."""
+    size: Positive = Field(examples=[64])
+    """Samples of one optimizer step over all workers."""
+
+
+def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
+    """Raise ConfigError for a batch schedule that could be misread."""
+    *first, last = schedule
+    if last.until_samples is not None:
+        fix = "remove it, or add `{size: B}` for what follows"
+        rule = "is in the last entry, whose size holds to the end of the run"
+        raise ConfigError(f"[{len(first)}].until_samples", last.until_samples, rule, fix)
+    before = 0
+    for number, scheduled in enumerate(first):
+        key = f"[{number}].until_samples"
+        until = scheduled.until_samples
+        if until is None:
+            raise ConfigError(key, MISSING, "is required in every entry but the last one", "add `until_samples: 64000`")
+        if until <= before:
+            rule = f"must be above the {before} of the entry before: it counts from the start of the run"
+            raise ConfigError(key, until, rule, "add the samples of the entries before to it")
+        before = until
+    return schedule
+
+
+BatchSizes = Annotated[list[ScheduledSize], Field(min_length=1, max_length=1000), AfterValidator(check_schedule)]
 
 
 class OptimizerConfig(Settings):

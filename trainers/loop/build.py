@@ -131,8 +131,6 @@ def _is_joint(task: Task, config: TrainConfig) -> bool:
     for key in ("cuda_graphs", "noise_scale"):
         if joint and getattr(config, key):
             raise ConfigError(key, True, rule, f"set `{key}: false`")
-    if joint and config.grows_batch:
-        raise ConfigError("global_batch_size", "auto", rule, "give a number, or a `batch_schedule`")
     return joint
 
 
@@ -147,7 +145,6 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
         ("strategy", config.strategy, ("fsdp", "dp"), "set `strategy: ddp`"),
         ("cuda_graphs", config.cuda_graphs, (True,), "set `cuda_graphs: false`"),
         ("noise_scale", config.noise_scale, (True,), "set `noise_scale: false`"),
-        ("global_batch_size", config.global_batch_size, ("auto",), "give a number, or a `batch_schedule`"),
         ("ddp.static_graph", config.ddp.static_graph, (True,), "remove it: gradients are averaged without DDP"),
         ("ddp.compression", config.ddp.compression, ("bf16",), "remove it: gradients are averaged without DDP"),
         ("ddp.bucket_cap_mb", buckets, () if buckets is None else (buckets,), "remove it: there are no buckets"),

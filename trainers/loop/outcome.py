@@ -47,7 +47,6 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
         ranks=ranks,
         noise_scale=noise.figures() if noise is not None else None,
         samples=attempt.samples,
-        batch_schedule=parts.sampler.batches.tree() if config.changes_batch else None,
         earlier_time_s=attempt.earlier_time_s,
         energy_j=total_energy_j(ranks),
         pauses=attempt.pauses,

@@ -22,7 +22,6 @@ from trainers.errors import PreemptedError, counted
 from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
-from trainers.loop.growth import Growth
 from trainers.loop.log_window import end_window
 from trainers.loop.monitor import Monitor
 from trainers.loop.outcome import finish
@@ -50,7 +49,6 @@ class Training:
         """Of the last step, where there is a schedule."""
         self.lr_scale = 1.0
         """What `lr_scaling` makes of that size, where there is a schedule."""
-        self.growth = Growth(attempt, self.steps) if attempt.config.grows_batch else None
         self.slow_start = attempt.compiles  # the first steps may take as long as a phase
         self.monitor = Monitor(attempt.parts, attempt.clock, attempt.config.cuda_graphs)
         stack.callback(self.monitor.close)
@@ -69,17 +67,11 @@ class Training:
         if isinstance(stream := parts.train_feed.dataset, Stream):
             stream.beat = watchdog.beat
             self.slow_start |= attempt.step > 0  # what was trained may have to be read again
-        if self.growth is not None:
-            self.growth.begin()
         if attempt.context.rank == 0:
             self.say_start()
         watchdog.enter("the first steps" if self.slow_start else "training", steps=not self.slow_start)
         stopped = False
         while attempt.step < attempt.end and not stopped:
-            while self.growth is not None and self.growth.due:
-                attempt.clock.end_span()
-                if self.growth.compare() and attempt.context.rank == 0:
-                    self.tell_start()
             stopped = self.epoch() and attempt.step < attempt.end
         end_window(attempt, self.monitor)
         if not stopped and attempt.evaluated_step != attempt.step:
@@ -135,27 +127,25 @@ class Training:
         """Train the rest of the current epoch; return whether the run was asked to stop in it."""
         attempt, clock = self.attempt, self.attempt.clock
         clock.end_span()  # the last steps of an epoch after which nothing was due
-        for size, sizes in self.steps(attempt.end if self.growth is None else self.growth.end):
+        for size, sizes in self.steps():
             if clock.first_step_s is None:
                 self.say_unused()
             clock.step(size, sum(sizes))
-            if self.growth is not None:
-                self.growth.stepped(size)
             if self.inspection is not None:
                 self.inspection.step(clock)
             if self.after_step():
                 return True
         return False
 
-    def steps(self, end: int) -> Iterator[tuple[int, list[int]]]:
-        """Train the rest of the current epoch, at most to step `end` of the run; yield after each step its samples, and
+    def steps(self) -> Iterator[tuple[int, list[int]]]:
+        """Train the rest of the current epoch, at most to the attempt's end; yield after each step its samples, and
         those of this rank's microbatches.
         """
         attempt, parts = self.attempt, self.attempt.parts
         sampler = parts.sampler
         number, first = sampler.batches.place(attempt.step)
         sampler.set_epoch(number)
-        last = min(sampler.steps_per_epoch, first + end - attempt.step)
+        last = min(sampler.steps_per_epoch, first + attempt.end - attempt.step)
         batches, counted = step_batches(attempt, first, last)
         attempt.clock.start_span()
         for step, sizes in zip(range(first, last), counted, strict=True):
@@ -182,7 +172,7 @@ class Training:
         """Set the learning rates of the next step, and note where it has another batch size than the last one."""
         attempt, parts, config = self.attempt, self.attempt.parts, self.attempt.config
         batches = parts.sampler.batches
-        if config.schedules_batch and (size := batches.size(attempt.step)) != self.batch_size:
+        if config.batch_schedule is not None and (size := batches.size(attempt.step)) != self.batch_size:
             if self.batch_size is not None:
                 parts.step.resized()
             self.batch_size, self.lr_scale = size, lr_scale(config, size)

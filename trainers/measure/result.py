@@ -81,8 +81,6 @@ class RunResult:
     """With `noise_scale: true`, of this launch: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
     samples: int | None = None
     """Samples trained, each as often as it was; None in results of the first versions."""
-    batch_schedule: list[dict[str, int]] | None = None
-    """Of a batch size that may change: the schedule that was kept to, or found, as `batch_schedule` takes it."""
     earlier_time_s: float = 0.0
     """Of train_time_s, the part of launches before this one."""
     energy_j: float | None = None
@@ -110,8 +108,6 @@ class RunResult:
             "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(self.metrics.items())),
             f"  global batch {self.global_batch_size} = {arithmetic}",
         ]
-        if self.batch_schedule is not None:
-            lines.append(f"  batch_schedule: {json.dumps(self.batch_schedule)}")
         if (speed := self.throughput) is not None:
             lines.append(
                 f"  {speed.samples_per_s:,.0f} samples/s; a step {speed.step_time_s * 1e3:.2f} ms "

@@ -37,9 +37,9 @@ def lr_scale(config: TrainConfig, size: int) -> float:
 
 def built_lr(config: TrainConfig) -> float:
     """Return the learning rate that an optimizer is built with: that of the batch size, or of the base batch size where
-    there is a schedule, whose steps multiply it: so it does not depend on how the schedule came about.
+    there is a schedule, whose steps multiply it.
     """
-    return config.optimizer.lr * (1.0 if config.schedules_batch else lr_scale(config, config.batch_size))
+    return config.optimizer.lr * (1.0 if config.batch_schedule is not None else lr_scale(config, config.batch_size))
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
