@@ -20,15 +20,11 @@ class RunContext:
     """The largest microbatch that may still fit, where the launcher knows of one that did not."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
     """The largest microbatch known to fit and the smallest known not to, where the launcher knows of other runs."""
-    microbatch_hint: int | None = None
-    """The microbatch to try first, where the launcher knows what fitted on another device or in another version."""
     source: Storage | None = None
     """The run whose newest checkpoint this one begins with, while it has none of its own; None: from the start."""
     refuge: Storage | None = None
     """Where a run without storage keeps its state when its node is taken away, and begins with it where `source` is
     the same place; None: it is lost."""
-    until_epoch: float | None = None
-    """Where the launcher ends its part of the run, with an evaluation and a checkpoint; None: at the last step."""
 
     take: Take | None = None
     """Takes the run's records from rank 0 as they are made, at once; None where nobody wants them."""

@@ -19,7 +19,7 @@ from trainers.errors import ConfigError
 from trainers.model.optimizer import build_optimizer
 from trainers.model.schedule import build_schedule
 
-__all__ = ["Batch", "Task", "carries", "load_split", "map_tensors", "num_samples", "task_feed", "tensors_of"]
+__all__ = ["Batch", "Task", "load_split", "map_tensors", "num_samples", "task_feed", "tensors_of"]
 
 
 class Task:
@@ -74,25 +74,8 @@ class Task:
         raise _missing(self, "joint_loss")
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the model's outputs: `model(**batch)` for a mapping, else `model(batch[0])`; of a task that carries
-        something from step to step, those of `forward_carried` with the initial carry.
-        """
-        if carries(self):
-            return self.forward_carried(model, batch, self.initial_carry(model, batch))[0]
+        """Return the model's outputs: `model(**batch)` for a mapping, else `model(batch[0])`."""
         return model(**batch) if isinstance(batch, Mapping) else model(batch[0])
-
-    def forward_carried(self, model: nn.Module, batch: Batch, carry: Batch) -> tuple[Any, Batch]:
-        """Return the outputs, and what the next step's samples in the same places go on with: truncated
-        backpropagation through time. Training then calls it in place of `forward`.
-
-        `carry`: any nesting of tensors with a row a sample, [B, ...], without a graph; as `initial_carry` gives it in
-        the first step of an epoch, later what the step before has returned.
-        """
-        raise _missing(self, "forward_carried")
-
-    def initial_carry(self, model: nn.Module, batch: Batch) -> Batch:
-        """Return what the samples of a batch begin with, [B, ...]: a task that defines `forward_carried` has one."""
-        raise _missing(self, "initial_carry")
 
     def training_step(self, model: nn.Module, batch: Batch, phase: str) -> Tensor:
         """Return the loss of a batch in a phase of a step, such as a critic's with its gradient penalty: a scalar, the
@@ -182,11 +165,6 @@ def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
     for not every batch shows it (packed sequences, graphs, lists of images), unless the task says something else.
     """
     return torch.tensor(float(samples)) if type(task).weight is Task.weight else task.weight(batch)
-
-
-def carries(task: Task) -> bool:
-    """Whether something goes from one step of this task to the next."""
-    return type(task).forward_carried is not Task.forward_carried
 
 
 def _missing(task: Task, method: str) -> TypeError:

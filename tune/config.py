@@ -24,9 +24,7 @@ def may_change(key: str) -> bool:
     """Whether a run may go on from its checkpoint with another value of a dotted TrainConfig key: where neither the
     model, nor the data's order, nor the optimizer's state depends on it.
     """
-    return key == "clip_grad_norm" or (
-        key.startswith("optimizer.") and key not in ("optimizer.name", "optimizer.state")
-    )
+    return key == "clip_grad_norm" or (key.startswith("optimizer.") and key != "optimizer.name")
 
 
 class Range(Settings):

@@ -152,8 +152,6 @@ class Keeper:
             state["schedule"] = parts.schedule.state_dict()
         if parts.ema is not None:
             state["ema"] = parts.ema.state_dict()
-        if parts.step.carry is not None:
-            state["carry"] = parts.step.carry.state_dict(int(position["step"]))
         return state
 
     def _cut(self, state: dict[str, Any]) -> Cut:
@@ -183,7 +181,7 @@ class Keeper:
         check_frozen(state.get("frozen"), parts.frozen)
         check_dtypes(state["model"], parts.model.state_dict())
         check_optimizer(state["optimizer"], parts.optimizer)
-        for name, part in (("ema", parts.ema), ("schedule", parts.schedule), ("carry", parts.step.carry)):
+        for name, part in (("ema", parts.ema), ("schedule", parts.schedule)):
             if (part is None) != (name not in state):
                 raise CheckpointError(f"it has {'no' if part is not None else 'a'} {name}, unlike this run")
             if part is not None:
@@ -244,8 +242,6 @@ class Keeper:
             parts.schedule.load_state_dict(read("schedule"))
         if parts.ema is not None:
             parts.ema.load_state_dict(read("ema"), parts.step.scaler)
-        if parts.step.carry is not None:
-            parts.step.carry.load_state_dict(read("carry"))
         self.task.load_state_dict(read("task", self.task.state_dict()))
         if loaded.rank_state is not None:
             set_rng_state(loaded.rank_state, parts.device)

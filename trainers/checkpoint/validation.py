@@ -23,7 +23,7 @@ from trainers.json_data import validated
 from trainers.model.joined_optimizer import optimizers_of
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
-_OPTIONAL = {"carry", "ema", "frozen", "schedule"}
+_OPTIONAL = {"ema", "frozen", "schedule"}
 _MOST_DEPTH, _MOST_PARTS = 100, 4_000_000
 _Count = Annotated[int, Field(ge=0, lt=10**12)]
 _Shapes = Mapping[int, Mapping[str, Sequence[int]]]

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from trainers.config.model import Settings
 from trainers.errors import MISSING, POLICIES, ConfigError
@@ -54,8 +54,8 @@ BatchSizes = Annotated[list[ScheduledSize], Field(min_length=1, max_length=1000)
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
 
-    name: Literal["sgd", "adam", "adamw"] = Field(default="adamw")
-    """The algorithm, as torch.optim has it."""
+    name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = Field(default="adamw")
+    """The algorithm, as torch.optim has it; adamw8bit, adamw4bit and adamwfp8 are torchao's, with narrow moments."""
     lr: float = Field(gt=0, examples=[0.001])
     """Learning rate at `lr_scaling.base_batch_size` (at any batch size when the rule is none)."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -67,22 +67,13 @@ class OptimizerConfig(Settings):
     betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
         default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]]
     )
-    """Decay rates of the two moments, adam and adamw only."""
+    """Decay rates of the two moments, not for sgd."""
     eps: float | None = Field(default=None, gt=0, examples=[1e-8])
-    """Term added to the denominator, adam and adamw only."""
-    state: Literal["fp32", "bf16", "8bit"] | None = Field(default=None, examples=["bf16"])
-    """Format in which the two moments are kept, adam and adamw only (fp32 when not set: as torch has it, in the
-    parameters' own). bf16: half of the memory; 8bit: a quarter, with a scale for every 256 values (Dettmers et al.
-    2022), but fp32 for parameters of less than 4096. Steps compute in fp32, compiled where the model is."""
-
-    @field_validator("state")
-    @classmethod
-    def _as_not_set(cls, state: str | None) -> str | None:
-        return None if state == "fp32" else state  # so that it is the same run as one of a version without the key
+    """Term added to the denominator, not for sgd."""
 
     @model_validator(mode="after")
     def _only_what_is_used(self) -> Self:
-        for name in ("betas", "eps", "state") if self.name == "sgd" else ("momentum", "nesterov"):
+        for name in ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov"):
             given = getattr(self, name) is not None
             self.refuse_if(given, name, f"has no effect with optimizer {self.name}", "remove it")
         self.refuse_if(bool(self.nesterov) and not self.momentum, "nesterov", "needs momentum", "set `momentum: 0.9`")

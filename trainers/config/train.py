@@ -162,9 +162,8 @@ class TrainConfig(Settings):
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
     noise_scale: bool = Field(default=False)
-    """Measure the gradient noise scale: on workers or microbatches in every tenth step, at the cost of two norms; on
-    one worker without accumulation every 20th step is taken as two halves (the same but for rounding, dropout masks
-    and random transforms)."""
+    """Log the gradient noise scale (McCandlish et al. 2018), from what single workers or microbatches contribute to every
+    tenth step; one worker without accumulation has none."""
     memory_history: bool = Field(default=False)
     """Record the stack of every CUDA allocation, for the snapshot that is saved on out of memory. Costs some speed."""
     launcher: Literal["ray", "local", "spawn"] = Field(default="ray")
@@ -184,11 +183,12 @@ class TrainConfig(Settings):
         strategy, compiled, graphs = self.strategy, self.compile, self.cuda_graphs
         device, launcher = self.device, self.launcher
         workers, elastic = self.scaling.max_workers, isinstance(self.scaling.num_workers, list)
+        by_blocks = self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8")
         captures, num_workers = compiled in CAPTURING, "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
         too_many = self.batch_size > sections.LARGEST
         unused = strategy != "ddp" and self.ddp != sections.DdpConfig()
-        blocks, uncompiled = self.optimizer.state == "8bit", self.precision == "fp8" and compiled == "off"
+        uncompiled = self.precision == "fp8" and compiled == "off"
         unsharded = strategy != "fsdp" and self.fsdp != sections.FsdpConfig()
         narrow = self.fsdp.param_dtype == "bf16" and self.precision != "bf16"
         moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
@@ -201,13 +201,30 @@ class TrainConfig(Settings):
             (unused, "ddp", f"has no effect with strategy {strategy}", "remove it"),
             (unsharded, "fsdp", f"has no effect with strategy {strategy}", "set `strategy: fsdp`"),
             (narrow, "fsdp.param_dtype", f"is for precision bf16, not for {self.precision}", "set `precision: bf16`"),
-            (blocks and strategy == "fsdp", "optimizer.state", "has blocks that shards would cut", "set `state: bf16`"),
+            (
+                by_blocks and strategy == "fsdp",
+                "optimizer.name",
+                "has blocks that shards would cut",
+                "set `name: adamw`",
+            ),
             (uncompiled, "compile", "leaves the casts of precision fp8 as passes over memory of their own", default),
             (strategy == "dp" and compiled != "off", "compile", "cannot follow the replicas of strategy dp", ddp),
             (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
             (again and strategy == "dp", "activation_checkpointing", "cannot follow the replicas of strategy dp", ddp),
             (again and graphs, "activation_checkpointing", "reads random state, which no CUDA graph may", uncaptured),
             (self.fullgraph and compiled == "off", "fullgraph", "needs a compiled model", default),
+            (
+                self.noise_scale and graphs,
+                "noise_scale",
+                "is measured in some steps only, and captured ones are alike",
+                "remove it",
+            ),
+            (
+                self.noise_scale and strategy == "fsdp",
+                "noise_scale",
+                "needs a rank's own gradients, which fsdp never has",
+                "remove it",
+            ),
             (graphs and captures, "cuda_graphs", f"is what compile {compiled} does by itself", uncaptured),
             (graphs and device in ("cpu", "mps"), "cuda_graphs", f"needs CUDA, not device {device}", uncaptured),
             (graphs and workers > 1, "cuda_graphs", f"is for one worker, not for {workers}", uncaptured),

@@ -109,12 +109,6 @@ class BatchSchedule:
         stretch = self._stretch(run, within, "start")
         return before + stretch.index - (stretch.start - within) // stretch.size
 
-    def steps(self, epochs: float) -> int:
-        """Return the steps of so many epochs; of a part of one as many as it takes."""
-        whole = int(epochs)
-        part = round((epochs - whole) * self.steps_in(whole), 6)
-        return self.first_step(whole) - int(-part // 1)
-
     def epochs(self, step: int) -> float:
         """Return how many epochs are done before a step, with the part of the last one, by its steps."""
         run = self._runs[bisect_right(self._runs, step, key=attrgetter("step")) - 1]

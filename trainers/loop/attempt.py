@@ -40,8 +40,6 @@ class Attempt:
         """Steps done, in earlier attempts as well."""
         self.end = parts.total_steps
         """The step after which this attempt ends."""
-        if context.until_epoch is not None:
-            self.end = min(self.end, parts.sampler.batches.steps(context.until_epoch))
         self.metrics: dict[str, float] = {}
         """The newest value of each."""
         self.logged_step, self.evaluated_step = 0, -1

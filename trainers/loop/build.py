@@ -32,19 +32,18 @@ from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
 from trainers.model.strategy import check_static_graph, compile_loss, compile_model, wrap_model
-from trainers.step.carry import CarriedPass, CarriedStep, Carry
 from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
 from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.flops import count_flops
 from trainers.step.joint_step import JointStep
 from trainers.step.microbatch import Probe, choose_microbatch
-from trainers.step.noise_scale import NoiseScale, noise_scale
+from trainers.step.noise_scale import NoiseScale
 from trainers.step.phased_step import PhasedStep, is_phased, make_phases
 from trainers.step.replica import Replica
 from trainers.step.splitting import SAMPLES, check_loss
 from trainers.step.throwaway import CollectiveWatch, throwaway
 from trainers.step.train_step import TrainStep
-from trainers.task import Task, carries, task_feed
+from trainers.task import Task, task_feed
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,6 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     sampler = make_sampler(train, task, config, group)
     joint = _is_joint(task, config)
     _refuse_with_phases(task, config, evaluates=val is not None)
-    _refuse_with_carry(task, config, in_order=sampler.drawn is not None or not sampler.shuffle)
     sharers = context.local_world_size if device.type == "cpu" else 1
 
     def feed(dataset: Dataset[Any]) -> Feed:
@@ -79,8 +77,12 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
     share = -(-min(size for _, size in config.batch_sizes) // group.world_size)
     least = -(-share // microbatch_size) if config.changes_batch else accumulation
-    noise = noise_scale(config, group, model, least)
-    pieces = max(group.world_size * accumulation, 2 if noise is not None and noise.halves_every_steps else 1)
+    noise = None
+    if config.noise_scale and group.world_size * least > 1:
+        noise = NoiseScale(group)
+    elif config.noise_scale:
+        logger.warning("no gradient noise scale: a step of one microbatch on one worker has no parts to compare")
+    pieces = group.world_size * accumulation
     watch = CollectiveWatch()
     watched = watch if group.world_size > 1 else contextlib.nullcontext()
     with watched, throwaway(forward, dataset=train):  # of every rank alike
@@ -94,8 +96,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     even = is_sharded(model) or any(group.gather(watch.seen or syncs))
 
     enter("wrapping and compiling the model")
-    carry = Carry(group, config.batch_size, sampler.steps_per_epoch) if carries(task) else None
-    step = _make_step(probe, config, noise, least, joint, carry)
+    step = _make_step(probe, config, noise, least, joint)
     if ema is not None:
         ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
@@ -158,33 +159,12 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
         raise ConfigError("task", config.task, 'has no loss() for the samples of its "val" split', fix)
 
 
-def _refuse_with_carry(task: Task, config: TrainConfig, in_order: bool) -> None:
-    """Raise ConfigError where a sample would not go on with the one before it in its place."""
-    if not carries(task):
-        return
-    rule = "is not for a task that carries something from step to step (forward_carried)"
-    if not in_order:
-        fix = "set `data.shuffle: false`, or give the order of the samples by sampler()"
-        raise ConfigError("data.shuffle", True, rule, fix)
-    for key in ("cuda_graphs", "noise_scale"):
-        if getattr(config, key):
-            raise ConfigError(key, True, rule, f"set `{key}: false`")
-    if config.changes_batch:
-        key = "global_batch_size" if config.grows_batch else "batch_schedule"
-        raise ConfigError(key, config.global_batch_size or MISSING, rule, "give one number as `global_batch_size`")
-    if config.strategy in ("fsdp", "dp"):
-        raise ConfigError("strategy", config.strategy, rule, "set `strategy: ddp`")
-    if is_phased(task) or _is_joint(task, config):
-        rule = "defines forward_carried() beside a step of another kind (training_step, phases or joint_loss)"
-        raise ConfigError("task", config.task, rule, "remove one")
-
-
 def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context: RunContext) -> tuple[int, int]:
     """Return the microbatch size, and how many of them a worker accumulates at most."""
     group, name = probe.group, device_name(probe.group.device)
     share = -(-min(config.batch_size, num_train) // context.world_size)
     ceiling = read_ceiling(config, context, name) if group.rank == 0 else None
-    ceiling, bounds, hint = group.first((ceiling, context.microbatch_bounds, context.microbatch_hint))
+    ceiling, bounds = group.first((ceiling, context.microbatch_bounds))
     largest = min(share, ceiling or share) if config.microbatch_size == "auto" else share
     tried = [largest]
 
@@ -193,7 +173,7 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
         context.fits(size, fits)
 
     try:
-        size = choose_microbatch(config.microbatch_size, largest, probe, largest < share, bounds, tell, hint)
+        size = choose_microbatch(config.microbatch_size, largest, probe, largest < share, bounds, tell)
     except (RuntimeError, MemoryError) as error:
         # The other ranks of a sharded model still wait in its forward.
         if is_sharded(probe.forward.model) and classify(error) in OUT_OF_MEMORY:
@@ -205,7 +185,7 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
 
 
 def _make_step(
-    probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int, joint: bool, carry: Carry | None
+    probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int, joint: bool
 ) -> TrainStep:
     """Compile the model and its loss, wrap it, and make its step, with the noise scale where that is asked for."""
     model, group = probed.forward.model, probed.group
@@ -223,13 +203,8 @@ def _make_step(
     of = replace(probed.forward, model=wrapped)
     if config.compile != "off" and not joint:
         of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
-    step: TrainStep
-    if carry is not None:
-        carried = CarriedPass(of.model, of.task, of.spec, of.device, carry, compiled_loss=of.compiled_loss)
-        step = CarriedStep(carried, probed.optimizer, group, config.clip_grad_norm)
-    else:
-        kind = GraphedStep if config.cuda_graphs else JointStep if joint else TrainStep
-        step = kind(of, probed.optimizer, group, config.clip_grad_norm)
+    kind = GraphedStep if config.cuda_graphs else JointStep if joint else TrainStep
+    step = kind(of, probed.optimizer, group, config.clip_grad_norm)
     step.noise, step.copies_gradients = noise, captures
     return step
 

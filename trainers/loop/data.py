@@ -14,7 +14,7 @@ from trainers.data.shards import Shards
 from trainers.data.stream import Rereadable, Stream, same_on_ranks
 from trainers.devices.device import seed_all
 from trainers.devices.group import Group
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import ConfigError
 from trainers.loop.watchdog import enter
 from trainers.task import Task, load_split
 
@@ -41,9 +41,6 @@ def load_data(
             one.prepare(group, context.storage, config.data.skip_bad, lambda: enter("counting samples"))
     if config.data.skip_bad and not isinstance(train, Shards):
         raise ConfigError("data.skip_bad", True, "is for Shards, which this task's training data is not", "remove it")
-    if isinstance(train, Stream) and context.until_epoch is not None:
-        rule = "counts epochs, and nobody knows how many a stream has had"
-        raise ConfigError("pbt.perturbation_interval", MISSING, rule, "give Shards, or take another `scheduler`")
     if isinstance(val, Rereadable):
         same_on_ranks(val, group, config.task)
     if val is None:

@@ -29,9 +29,8 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     if attempt.config.changes_batch:
         record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
     noise = parts.step.noise
-    if noise is not None:
-        noise.take()
-        record |= noise.recent()
+    if noise is not None and (noise_scale := noise.take()) is not None:
+        attempt.metrics["noise_scale"] = record["noise_scale"] = noise_scale
     ranks = monitor.compare(attempt.elapsed_s)
     throughput = clock.throughput()
     if throughput is not None:

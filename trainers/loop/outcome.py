@@ -17,7 +17,7 @@ from trainers.measure.result import RunResult
 def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspection | None) -> RunResult:
     """Return the result, the same on every rank; rank 0 writes it. Every rank must call it."""
     config, context, parts, clock = attempt.config, attempt.context, attempt.parts, attempt.clock
-    group, noise, speed = parts.group, parts.step.noise, clock.throughput()
+    group, speed = parts.group, clock.throughput()
     ranks = monitor.finish()
     compiled = inspection.compiled() if inspection is not None else None
     mfu = monitor.mfu(speed.samples_per_s) if speed is not None else None
@@ -45,7 +45,6 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
         flops_per_sample=flops_per_sample,
         mfu=mfu,
         ranks=ranks,
-        noise_scale=noise.figures() if noise is not None else None,
         samples=attempt.samples,
         earlier_time_s=attempt.earlier_time_s,
         energy_j=total_energy_j(ranks),

@@ -30,14 +30,9 @@ def step_batches(attempt: Attempt, first: int, last: int) -> tuple[Iterator[Batc
 
 
 def _plans(attempt: Attempt, first: int, last: int) -> Iterator[_Plan]:
-    parts, began = attempt.parts, attempt.step - first
-    sampler, noise, usual = parts.sampler, parts.step.noise, parts.microbatch_size
+    parts = attempt.parts
     for step in range(first, last):
-        size = usual
-        if noise is not None:  # it wants two pieces of what would be one microbatch, of a small step as well
-            share = -(-sampler.step_size(step) // sampler.num_replicas)
-            size = noise.microbatch_size(began + step, min(usual, share))
-        yield sampler.plan(step, size, parts.even)
+        yield parts.sampler.plan(step, parts.microbatch_size, parts.even)
 
 
 def _loader_seeds(plans: Iterator[_Plan], seed: int, rank: int, start: int) -> Iterator[int]:

@@ -77,8 +77,6 @@ class RunResult:
     """Model FLOPs utilisation of all workers, 0 to 1; None where the device's peak is not known."""
     ranks: list[RankFigures] = field(default_factory=list)
     """Every rank after warm-up, side by side (trainers/measure/ranks.py)."""
-    noise_scale: dict[str, float | None] | None = None
-    """With `noise_scale: true`, of this launch: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
     samples: int | None = None
     """Samples trained, each as often as it was; None in results of the first versions."""
     earlier_time_s: float = 0.0

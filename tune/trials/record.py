@@ -44,15 +44,6 @@ StageRow = Annotated[Row, AfterValidator(_in_epoch)]
 """One in a population, whose stages count epochs."""
 
 
-def _noise(scale: dict[str, float | None]) -> dict[str, float | None]:
-    if missing := {"value", "low", "high"} - scale.keys():
-        raise ValueError(f"it has no {sorted(missing)[0]}")
-    return scale
-
-
-_Noise = Annotated[dict[str, float | None], AfterValidator(_noise)]
-
-
 def _part(part: dict[str, Any]) -> dict[str, Any]:
     places = [part.get("step"), part.get("epoch")]
     named = isinstance(part.get("trial"), str) and isinstance(part.get("config"), dict)
@@ -168,8 +159,6 @@ class TrialRecord:
     """Passes over the training split, with the part of the last one."""
     step_time_ci95_s: _Amount | None = None
     """Half width of the 95 % confidence interval of the mean step time."""
-    noise_scale: _Noise | None = None
-    """Gradient noise scale: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
     cpu_pressure: _Amount | None = None
     """Share of its time in which work of rank 0's node waited for a processor (Linux pressure stall information)."""
     message: str = ""
@@ -294,7 +283,6 @@ def make_record(
         seed=seed,
         samples=_samples(result),
         epochs=result.get("epochs"),
-        noise_scale=result.get("noise_scale"),
         cpu_pressure=outcome.get("cpu_pressure"),
         message=redact(message),
         traceback=redact(outcome.get("traceback", "")),
