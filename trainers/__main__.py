@@ -20,9 +20,8 @@ from trainers import residents
 from trainers.command_line import run
 from trainers.config import TrainConfig
 from trainers.launch.signals import follow_agent
-from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
+from trainers.launch.spec import FunctionSpec, check_precision, read_run, torchrun_world_size
 from trainers.output import Output
-from trainers.redaction import redact
 from trainers.residents import join_cluster
 from trainers.start import do_on_cluster, in_lane, launch, run_training, train_function
 from trainers.storage import storage_uri

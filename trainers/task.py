@@ -131,7 +131,7 @@ class Task:
     def schedule(self, optimizer: Optimizer, config: TrainConfig) -> LRScheduler | None:
         """Return a scheduler of torch's for `optimizer`, a stand-in with the groups of the run's own; None for
         `config.lr_schedule` to say. It is stepped as `lr_schedule.every` has it, or ReduceLROnPlateau by each
-        evaluation's `lr_schedule.metric`, and its state is kept in checkpoints: the task does not step it.
+        evaluation's val_loss, and its state is kept in checkpoints: the task does not step it.
         """
         return build_schedule(optimizer, config)
 

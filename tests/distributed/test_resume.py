@@ -11,13 +11,10 @@ import pytest
 import torch
 
 from tests.specs import REPOSITORY, evaluations, losses, tree
-from tests.tasks import Blobs
 from trainers.data.sample_digest import digest
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
-from trainers.loop import growth
-from trainers.loop.growth import Verdict
 
 
 def spec(tmp_path: Path, name: str, workers: int, kill_at: Sequence[int] = (), **changes: Any) -> RunSpec:

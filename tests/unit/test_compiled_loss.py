@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.test_carry import Text
 from torch import Tensor
 from torch.nn import functional as F
 
 from tests.tasks import Blobs
-from tests.unit.test_carry import Text
 from tests.unit.test_profiling import config, losses, train
 from tests.unit.test_recipes import Views
 from trainers.launch.local import LocalContext

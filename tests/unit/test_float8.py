@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from trainers.model.float8 import to_float8
 
 from tests.specs import losses, make, whole_state
 from tests.tasks import Blobs
@@ -24,7 +25,6 @@ from trainers.errors import ConfigError
 from trainers.launch.local import run_local
 from trainers.launch.spec import check_precision
 from trainers.model import precision
-from trainers.model.float8 import to_float8
 from trainers.model.precision import TABLE, resolve_precision
 from tune.config import SweepConfig
 from tune.search.space import check_space

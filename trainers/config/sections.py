@@ -108,9 +108,8 @@ class ScheduleConfig(Settings):
     args: dict[str, Any] | None = Field(default=None, examples=[{"step_size": 30, "gamma": 0.1}])
     """Arguments of torch's class, but for the optimizer."""
     every: Literal["step", "epoch"] | None = Field(default=None, examples=["epoch"])
-    """What a scheduler of torch's counts; required with one, but for ReduceLROnPlateau, which counts evaluations."""
-    metric: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
-    """The figure of an evaluation that ReduceLROnPlateau goes by (val_loss when not set)."""
+    """What a scheduler of torch's counts; required with one, but for ReduceLROnPlateau, which goes by
+    the val_loss of each evaluation."""
     warmup: int | float = Field(
         default=0, ge=0, examples=[100], json_schema_extra={"rule": "must be a number of steps, or a share below 1"}
     )
@@ -152,17 +151,6 @@ class EmaConfig(Settings):
     decay: float | None = Field(default=None, gt=0, lt=1, examples=[0.999])
     """Share of the average that an update keeps. The average of parameters and floating buffers is what is evaluated,
     kept, exported and predicted with."""
-    every_steps: Positive | None = Field(default=None, examples=[32])
-    """Steps between two updates (1 when not set)."""
-    warmup: Count | None = Field(default=None, examples=[1000])
-    """Steps at the start in which the average is the weights themselves (none when not set)."""
-
-    @model_validator(mode="after")
-    def _on(self) -> Self:
-        for name in ("every_steps", "warmup"):
-            alone = self.decay is None and getattr(self, name) is not None
-            self.refuse_if(alone, name, "has no effect without a decay", "add `decay: 0.999`")
-        return self
 
 
 class EvaluateConfig(Settings):
@@ -311,8 +299,6 @@ class DdpConfig(Settings):
     """The model uses the same parameters in every step: DDP may order its work once. Not with accumulation."""
     compression: Literal["none", "bf16"] = Field(default="none")
     """Format in which gradients travel between workers; bf16 halves the traffic and rounds the sum."""
-    bucket_cap_mb: Positive | None = Field(default=None, examples=[100])
-    """MiB of gradients that are sent at once, while the backward pass goes on (torch's 25 when not set)."""
     sync_batchnorm: bool = Field(default=False)
     """BatchNorm by the statistics of all workers' microbatches together (torch's SyncBatchNorm). GPUs only."""
 
@@ -323,8 +309,6 @@ class FsdpConfig(Settings):
     param_dtype: Literal["fp32", "bf16"] = Field(default="fp32")
     """Format in which a block's parameters are gathered, for `precision: bf16`; bf16 halves traffic and memory of it.
     Gradients are reduced in fp32, and blocks with BatchNorm stay in fp32."""
-    reshard_after_forward: bool = Field(default=True)
-    """Free a block's gathered parameters after its forward pass, and gather them again for the backward pass."""
 
 
 class FailureConfig(Settings):

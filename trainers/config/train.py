@@ -59,7 +59,7 @@ class TrainConfig(Settings):
     task_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the Task."""
     task_dir: str | None = Field(default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE})
-    """Directory to search for the task's module first; sweeps set it in best.yaml."""
+    """Directory to search for the module of the task or function first; sweeps set it in best.yaml."""
     name: str = Field(
         default="run",
         pattern=NAME,
@@ -156,16 +156,11 @@ class TrainConfig(Settings):
     """Experiment trackers that get the run's metrics, configuration and result: mlflow, wandb, trackio, tensorboard,
     csv, or a sink of your own as `module:Class`; `{tracker: mlflow, project: digits}` names the project or experiment.
     Where a tracker is, its own environment variables say (MLFLOW_TRACKING_URI, WANDB_MODE, ...)."""
-    tensorboard: bool = Field(default=False)
-    """The same as `tracking: [tensorboard]`: rank 0 writes the metrics as TensorBoard events too, to `tensorboard/` in
-    the run's directory."""
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
     noise_scale: bool = Field(default=False)
-    """Log the gradient noise scale (McCandlish et al. 2018), from what single workers or microbatches contribute to every
-    tenth step; one worker without accumulation has none."""
-    memory_history: bool = Field(default=False)
-    """Record the stack of every CUDA allocation, for the snapshot that is saved on out of memory. Costs some speed."""
+    """Log the gradient noise scale (McCandlish et al. 2018), from what single workers or microbatches contribute to
+    every tenth step; one worker without accumulation has none."""
     launcher: Literal["ray", "local", "spawn"] = Field(default="ray")
     """What starts the workers; torchrun, where it has started this process, takes its place."""
 
@@ -282,7 +277,7 @@ class TrainConfig(Settings):
     @property
     def writes_events(self) -> bool:
         """Whether rank 0 writes TensorBoard events."""
-        return self.tensorboard or any(one.tracker == "tensorboard" for one in chosen(self.tracking))
+        return any(one.tracker == "tensorboard" for one in chosen(self.tracking))
 
     @property
     def trackers(self) -> list[TrackerConfig]:

@@ -24,7 +24,7 @@ from trainers.data.sampler import split_share
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import ConfigError
 from trainers.loop.data import load_data, make_sampler, steps_in_all
 from trainers.loop.trained import make_trained
 from trainers.loop.watchdog import enter
@@ -141,14 +141,12 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
         return
     name = type(task).__name__
     rule = f"is for steps of one loss, and {name} defines training_step() or phases()"
-    buckets = config.ddp.bucket_cap_mb
     for key, value, refused, fix in (
         ("strategy", config.strategy, ("fsdp", "dp"), "set `strategy: ddp`"),
         ("cuda_graphs", config.cuda_graphs, (True,), "set `cuda_graphs: false`"),
         ("noise_scale", config.noise_scale, (True,), "set `noise_scale: false`"),
         ("ddp.static_graph", config.ddp.static_graph, (True,), "remove it: gradients are averaged without DDP"),
         ("ddp.compression", config.ddp.compression, ("bf16",), "remove it: gradients are averaged without DDP"),
-        ("ddp.bucket_cap_mb", buckets, () if buckets is None else (buckets,), "remove it: there are no buckets"),
     ):
         if value in refused:
             raise ConfigError(key, value, rule, fix)
@@ -222,9 +220,8 @@ def _make_schedule(
     stand_in = StandIn(optimizer) if is_tasks or chosen.name not in OWN_SCHEDULES else None
     scheduler = None if stand_in is None else task.schedule(stand_in, config)
     if stand_in is None or scheduler is None:
-        unused = [(name, value) for name in ("every", "metric") if (value := getattr(chosen, name)) is not None]
-        for name, value in unused:
-            raise ConfigError(f"lr_schedule.{name}", value, f"has no effect with {chosen.name}", "remove it")
+        if chosen.every is not None:
+            raise ConfigError("lr_schedule.every", chosen.every, f"has no effect with {chosen.name}", "remove it")
         return None
     if is_tasks and chosen.name != "constant":
         rule = f"is overruled by {type(task).__name__}.schedule(), which gives a scheduler of its own"

@@ -125,7 +125,7 @@ class Training:
 
     def epoch(self) -> bool:
         """Train the rest of the current epoch; return whether the run was asked to stop in it."""
-        attempt, clock = self.attempt, self.attempt.clock
+        clock = self.attempt.clock
         clock.end_span()  # the last steps of an epoch after which nothing was due
         for size, sizes in self.steps():
             if clock.first_step_s is None:
@@ -165,7 +165,7 @@ class Training:
             if parts.schedule is not None:
                 parts.schedule.stepped(attempt.step, attempt.ends_epoch)
             if parts.ema is not None:
-                parts.ema.update(attempt.step)
+                parts.ema.update()
             yield size, sizes
 
     def set_rates(self) -> None:

@@ -93,9 +93,6 @@ class Schedule:
         if not self.by_figure and chosen.every is None:
             rule = f"is needed: whether {name} is stepped after each step or each epoch"
             raise ConfigError("lr_schedule.every", MISSING, rule, "add `every: epoch` or `every: step`")
-        if not self.by_figure and chosen.metric is not None:
-            rule = f"has no effect with {name}"
-            raise ConfigError("lr_schedule.metric", chosen.metric, rule, "remove it, or choose ReduceLROnPlateau")
 
     def lrs(self, step: int) -> list[float]:
         """Return each group's learning rate in `step`, from 0."""
@@ -118,14 +115,13 @@ class Schedule:
             self.scheduler.step()
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Step a scheduler that goes by a figure; ConfigError where it is not among those of an evaluation."""
+        """Step a scheduler that goes by val_loss; ConfigError where an evaluation has none."""
         if not self.by_figure or step <= self._warmup:
             return
-        metric = self._config.metric or "val_loss"
-        if metric not in figures:
-            rule, fix = "is no metric of this task's evaluation", f"use one of {', '.join(sorted(figures))}"
-            raise ConfigError("lr_schedule.metric", metric, rule, fix)
-        self.scheduler.step(figures[metric])  # type: ignore[arg-type]
+        if "val_loss" not in figures:
+            name = type(self.scheduler).__name__
+            raise ConfigError("lr_schedule.name", name, "goes by val_loss, and loss() gives none", "return one")
+        self.scheduler.step(figures["val_loss"])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: the scheduler's own, and the options that it writes."""

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from typing import Any
 
 import pyarrow as pa
