@@ -61,17 +61,7 @@ class Task:
         Where a batch may weigh nothing (all its tokens are padding), F.cross_entropy's mean is NaN with a gradient of
         zero, and is left out; a division of your own wants `weight.clamp(min=1)`, for its gradient is NaN, too.
         """
-        if type(self).joint_loss is Task.joint_loss:
-            raise _missing(self, "loss")
-        return self.joint_loss(outputs)
-
-    def joint_loss(self, outputs: Any) -> Tensor:
-        """Return a scalar: the loss of all samples of a step together, for what is no mean over them, such as a
-        contrastive loss; training then calls it in place of `loss`, once a step.
-
-        `outputs`: those of `forward`, with a row a sample, of all ranks and microbatches in the samples' order.
-        """
-        raise _missing(self, "joint_loss")
+        raise _missing(self, "loss")
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return the model's outputs: `model(**batch)` for a mapping, else `model(batch[0])`."""

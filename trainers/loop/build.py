@@ -3,7 +3,7 @@
 import contextlib
 import io
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,16 +26,27 @@ from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
 from trainers.errors import ConfigError
 from trainers.loop.data import load_data, make_sampler, steps_in_all
-from trainers.loop.trained import make_trained
 from trainers.loop.watchdog import enter
+from trainers.model.activations import checkpoint_activations
+from trainers.model.frozen import frozen_digests
+from trainers.model.joined_optimizer import join
+from trainers.model.moving_average import MovingAverage
+from trainers.model.optimizer import check_optimizer, set_training
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
-from trainers.model.strategy import check_static_graph, compile_loss, compile_model, wrap_model
+from trainers.model.strategy import (
+    check_static_graph,
+    compile_loss,
+    compile_model,
+    place_model,
+    sync_batchnorm,
+    wrap_model,
+)
 from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
 from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.flops import count_flops
-from trainers.step.joint_step import JointStep
+from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
 from trainers.step.noise_scale import NoiseScale
 from trainers.step.phased_step import PhasedStep, is_phased, make_phases
@@ -59,7 +70,6 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 
     train, val = load_data(task, config, context, group)
     sampler = make_sampler(train, task, config, group)
-    joint = _is_joint(task, config)
     _refuse_with_phases(task, config, evaluates=val is not None)
     sharers = context.local_world_size if device.type == "cpu" else 1
 
@@ -86,8 +96,8 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     watch = CollectiveWatch()
     watched = watch if group.world_size > 1 else contextlib.nullcontext()
     with watched, throwaway(forward, dataset=train):  # of every rank alike
-        checked = () if joint else probe.passes  # first: of a model as it was made
-        found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in checked]
+        # First: of a model as it was made.
+        found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
         flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
     for warning in filter(None, found if group.rank == 0 else ()):
         logger.warning("%s", warning)
@@ -96,7 +106,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     even = is_sharded(model) or any(group.gather(watch.seen or syncs))
 
     enter("wrapping and compiling the model")
-    step = _make_step(probe, config, noise, least, joint)
+    step = _make_step(probe, config, noise, least)
     if ema is not None:
         ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
@@ -125,14 +135,36 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     return replica
 
 
-def _is_joint(task: Task, config: TrainConfig) -> bool:
-    """Whether the loss is of all samples of a step together; ConfigError for what goes by a mean over samples then."""
-    joint = type(task).joint_loss is not Task.joint_loss
-    rule = "is for a loss that is a mean over samples, and the task defines joint_loss()"
-    for key in ("cuda_graphs", "noise_scale"):
-        if joint and getattr(config, key):
-            raise ConfigError(key, True, rule, f"set `{key}: false`")
-    return joint
+@dataclass(frozen=True)
+class Trained:
+    """A model, neither compiled nor wrapped yet, and its optimizer."""
+
+    forward: ForwardPass
+    optimizer: Optimizer
+    ema: MovingAverage | None
+    frozen: dict[str, str] | None
+    """Digests of the parameters that checkpoints leave out; None where they have them all."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare module."""
+        return self.forward.model
+
+
+def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group) -> Trained:
+    """Place or shard a task's model as configured, and make its optimizer and its moving average."""
+    frozen = frozen_digests(model) if config.checkpoint.parameters == "trained" else None
+    if config.ddp.sync_batchnorm:
+        model = sync_batchnorm(model, group)
+    spec = resolve_precision(config.precision, group.device).with_layout(config.channels_last, model, group.device)
+    model = place_model(spec.convert_model(model), group, config.strategy, config.fsdp)
+    checkpoint_activations(model, config.activation_checkpointing, config.compile != "off")
+    model.train()
+    optimizer = join(task.optimizer(model, config), model, type(task).__name__)
+    check_optimizer(optimizer, type(task).__name__)
+    set_training(optimizer, True)
+    ema = None if config.ema.decay is None else MovingAverage(model, optimizer, config.ema, frozen or ())
+    return Trained(ForwardPass(model, task, spec, group.device), optimizer, ema, frozen)
 
 
 def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:
@@ -150,8 +182,6 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
     ):
         if value in refused:
             raise ConfigError(key, value, rule, fix)
-    if _is_joint(task, config):
-        raise ConfigError("task", config.task, "defines joint_loss() beside training_step() or phases()", "remove one")
     if evaluates and type(task).loss is Task.loss:
         fix = 'define it, or return None from dataset("val")'
         raise ConfigError("task", config.task, 'has no loss() for the samples of its "val" split', fix)
@@ -182,9 +212,7 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
     return size, accumulation
 
 
-def _make_step(
-    probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int, joint: bool
-) -> TrainStep:
+def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int) -> TrainStep:
     """Compile the model and its loss, wrap it, and make its step, with the noise scale where that is asked for."""
     model, group = probed.forward.model, probed.group
     if config.compile != "off":
@@ -199,9 +227,9 @@ def _make_step(
     watch = noise.hook if noise is not None and accumulation == 1 else None
     wrapped = wrap_model(model, group, config.strategy, config.ddp, watch)
     of = replace(probed.forward, model=wrapped)
-    if config.compile != "off" and not joint:
+    if config.compile != "off":
         of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
-    kind = GraphedStep if config.cuda_graphs else JointStep if joint else TrainStep
+    kind = GraphedStep if config.cuda_graphs else TrainStep
     step = kind(of, probed.optimizer, group, config.clip_grad_norm)
     step.noise, step.copies_gradients = noise, captures
     return step

@@ -2,36 +2,37 @@
 
 until the last step (of this launcher's part of the run), or until asked to stop:
     set the learning rate; run one step (trainers/step/train_step.py); count it
-    every `log_every_steps`: the mean loss of those steps (log_window.py)
+    every `log_every_steps`: the mean loss of those steps (figures.py)
     every ten steps, and before anything is kept: all ranks agree on stop, divergence, checkpoint time (agreement.py)
-    when due: evaluate (validation.py); checkpoint (checkpointing.py); report
-evaluate and checkpoint the end; write `result.json` (outcome.py)
+    when due: evaluate (figures.py); checkpoint (checkpointing.py); report
+evaluate and checkpoint the end; write `result.json` (figures.py)
 """
 
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from trainers.causes import classify
+from trainers.data.batch import Batch
 from trainers.data.stream import Stream
 from trainers.devices.device import device_name, environment, reset_peak_memory
 from trainers.errors import PreemptedError, counted
 from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
-from trainers.loop.log_window import end_window
+from trainers.loop.figures import end_window, finish, validate
 from trainers.loop.monitor import Monitor
-from trainers.loop.outcome import finish
-from trainers.loop.step_batches import step_batches
-from trainers.loop.validation import validate
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import lr_factor, lr_scale
 from trainers.model.strategy import shorten, unused_parameters
 from trainers.step.ceiling import OUT_OF_MEMORY, refuse_microbatch
+from trainers.step.evaluation import batch_seed
 from trainers.step.phased_step import PhasedStep
 from trainers.task import Task
 
@@ -221,3 +222,36 @@ class Training:
     def evaluate(self) -> bool:
         """Evaluate; return whether this is the best so far, by `checkpoint.best`."""
         return self.checkpointing.improves(validate(self.attempt))
+
+
+_Plan = tuple[list[Tensor], list[int]]
+"""A step's microbatches, and how many samples each of them counts."""
+
+
+def step_batches(attempt: Attempt, first: int, last: int) -> tuple[Iterator[Batch], Iterator[list[int]]]:
+    """Return the microbatches of these steps of the epoch, one after another, and for each step their sizes.
+
+    The attempt must be at the first of them.
+    """
+    config = attempt.config
+    plans, ahead = itertools.tee(_plans(attempt, first, last))  # the feed is ahead by what loaders prepare
+    seeds = None
+    if config.data.num_workers > 0:  # random state of loader processes is in no checkpoint
+        ahead, again = itertools.tee(ahead)
+        seeds = _loader_seeds(again, config.seed, attempt.context.rank, attempt.step)
+    flat = (indices for microbatches, _ in ahead for indices in microbatches)
+    batches = attempt.clock.timed(attempt.parts.train_feed.batches(flat, training=True, seeds=seeds))
+    return batches, (sizes for _, sizes in plans)
+
+
+def _plans(attempt: Attempt, first: int, last: int) -> Iterator[_Plan]:
+    parts = attempt.parts
+    for step in range(first, last):
+        yield parts.sampler.plan(step, parts.microbatch_size, parts.even)
+
+
+def _loader_seeds(plans: Iterator[_Plan], seed: int, rank: int, start: int) -> Iterator[int]:
+    """Yield the seed of each microbatch of the steps from `start` on, for what a loader's process draws for it."""
+    for step, (microbatches, _) in enumerate(plans, start):
+        for piece in range(len(microbatches)):
+            yield batch_seed(seed, rank, step, piece)

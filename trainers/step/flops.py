@@ -1,12 +1,16 @@
 """Model FLOPs: what one sample costs by torch's own counter, and the peak of the GPU that it is measured against.
 
 Utilisation (MFU, Chowdhery et al. 2022) is the model's FLOPs a second over the peak of all workers together, as data
-sheets have it (data_sheets.py). A device without one has no utilisation: nothing is guessed.
+sheets have it (peaks.csv, with the source of each row). A device without one has no utilisation: nothing is guessed.
 """
 
 import contextlib
+import csv
+import functools
 import logging
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainers.data.batch import fetch, map_tensors
 from trainers.devices.device import no_autotune
 from trainers.model.activations import activations_kept
-from trainers.step.data_sheets import data_sheet
 from trainers.step.forward import ForwardPass
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
+PEAKS = Path(__file__).with_name("peaks.csv")
+"""Dense peaks by data sheet."""
 _LIKE_SAMPLES = 8  # of samples that are all of one shape, a few are enough; two or more, for BatchNorm
 
 
@@ -81,6 +86,19 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 
 
 def gpu_peak(gpu: str, precision: str) -> float | None:
-    """Return the same by name, which a row's pattern must match whole: a slice of a GPU (MIG) has no row."""
-    sheet = data_sheet(gpu)
-    return None if sheet is None else sheet.peak(precision)
+    """Return the same by torch's name of the GPU, which a row's pattern must match whole: a slice of a GPU (MIG) has no
+    row. What is not in `peaks.csv` is not known.
+    """
+    if " MIG " in gpu:
+        return None
+    for row in _data_sheets():
+        if re.fullmatch(row["gpu"], gpu):
+            tflops = row.get(f"{precision.removesuffix('-pure')}_tflops")
+            return float(tflops) * 1e12 if tflops else None
+    return None
+
+
+@functools.cache
+def _data_sheets() -> list[dict[str, str]]:
+    with PEAKS.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
