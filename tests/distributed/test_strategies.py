@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.processes import run_processes
 from tests.distributed.test_gradients import SPLITS, Tokens
@@ -306,47 +304,6 @@ def test_a_static_graph_and_rounded_gradients(tmp_path: Path) -> None:
     assert "`ddp.static_graph` is true, but cannot accumulate, and microbatches of 5 make 2" in str(refused)
 
 
-class Operators(TorchDispatchMode):
-    """Counts what runs inside, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def clipped(rank: int, world_size: int) -> tuple[int, int, float, float]:
-    """Operators that scale gradients, collectives, and the norm of all gradients before and after."""
-    torch.manual_seed(0)
-    task, group = Deep(dtype="float64"), Group(rank, world_size, CPU)
-    model = place_model(task.model(), group, "fsdp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = TrainStep(ForwardPass(model, task, TABLE["fp32"], CPU), optimizer, group, clip_grad_norm=0.01)
-    model(torch.randn(8, task.features, dtype=torch.float64)).square().mean().backward()
-
-    def norm() -> float:
-        whole: list[Any] = [parameter.grad for parameter in model.parameters()]
-        return float(torch.stack([one.full_tensor().norm() for one in whole]).norm())
-
-    before = norm()
-    with Operators() as seen:
-        said = step._clip(step._gradients(), 0.01)
-    assert float(said) == pytest.approx(before, rel=1e-12)
-    scaled = seen.counts["mul_"] + seen.counts["_foreach_mul_"]
-    return scaled, sum(count for name, count in seen.counts.items() if "reduce" in name), before, norm()
-
-
-def test_the_shards_of_all_gradients_are_clipped_at_once(tmp_path: Path) -> None:
-    for scaled, collectives, before, after in run_processes(2, clipped, tmp_path):
-        assert before > 0.01
-        assert after == pytest.approx(0.01, rel=1e-3)
-        assert scaled == 1, "not each by itself"
-        assert collectives == 1
-
-
 def rounded_gradients(rank: int, world_size: int) -> list[Tensor]:
     group = Group(rank, world_size, CPU)
     torch.manual_seed(0)
@@ -418,42 +375,6 @@ def test_a_run_moves_from_strategy_to_strategy(optimizer: str, tmp_path: Path) -
     for section in ("model", "task", "optimizer"):
         pairs = zip(tensors(state[section]), tensors(expected[section]), strict=True)
         assert all(torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10) for ours, theirs in pairs), section
-
-
-class Roomy(Blobs):
-    """A parameter that is large enough for 8 bits."""
-
-    def model(self) -> nn.Module:
-        layers = nn.Sequential(nn.Linear(self.features, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-        return layers.to(self.dtype)
-
-
-def test_narrow_moments_on_several_ranks(tmp_path: Path) -> None:
-    """In bf16 they are sharded and move with the run, and go on to the last bit; in 8 bits replicas keep equal ones."""
-    common: dict[str, Any] = {"task": "Roomy", "args": {"dtype": "float32"}, "microbatch_size": 24}
-    alone, replicated, sharded, cut, moved = (
-        spec(tmp_path, name, workers, strategy, optimizer__state="bf16", **common)
-        for name, workers, strategy in [
-            *(("alone", 1, "none"), ("replicated", 2, "ddp"), ("sharded", 2, "fsdp")),
-            *(("cut", 2, "fsdp"), ("moved", 2, "fsdp")),
-        ]
-    )
-    short = [
-        spec(tmp_path, name, 2, "fsdp", optimizer__state="bf16", max_steps=10, **common) for name in ("cut", "moved")
-    ]
-    bytewise = [spec(tmp_path, f"8bit-{n}", n, "ddp", optimizer__state="8bit", **common) for n in (1, 2)]
-    run(tmp_path, alone)
-    run(tmp_path, bytewise[0])
-    run(tmp_path, *short, replicated, sharded, cut, bytewise[1])
-    moved = spec(tmp_path, "moved", 1, "none", optimizer__state="bf16", **common)
-    run(tmp_path, moved)
-    assert losses(cut) == losses(sharded)
-    for one, other in ((replicated, alone), (sharded, alone), (moved, alone), (bytewise[1], bytewise[0])):
-        same_curve(one, other, rel=1e-2)
-    kept = [outline(kept_state(one)["optimizer"]["state"]) for one in (alone, replicated, moved)]
-    assert kept[0] == kept[1] == kept[2]
-    assert kept[0][0]["exp_avg_sq"] == ((64, 12), torch.bfloat16)
-    assert kept_state(bytewise[1])["optimizer"]["state"][2]["exp_avg"].dtype is torch.uint8
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -623,46 +544,6 @@ def test_a_compiled_loss_meets_other_ranks_as_it_does_eager(tmp_path: Path) -> N
     for eager, fast, told_eager, told_fast in run_processes(2, losses_that_meet, tmp_path):
         for ours, theirs in zip([*fast, *told_fast], [*eager, *told_eager], strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
-def _firsts() -> list[nn.Module]:
-    return [nn.Linear(4, 8), nn.Linear(4, 8), OwnBuffer(4, 8)]
-
-
-class OwnBuffer(nn.Linear):
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.register_buffer("scale", torch.ones(()))
-
-
-def count_broadcasts(rank: int, world_size: int) -> list[Any]:
-    """How often DDP sends buffers: of BatchNorm in training, frozen, and beside another one; buckets; statistics."""
-    torch.manual_seed(0)
-    group, found = Group(rank, world_size, CPU), list[Any]()
-    models = [nn.Sequential(first, nn.BatchNorm1d(8), nn.Linear(8, 2)) for first in _firsts()]
-    plain, frozen, _ = models
-    frozen[1].eval()
-    for model in models:
-        wrapped: Any = wrap_model(model, group)
-        sent, send = list[int](), wrapped._sync_buffers
-        wrapped._sync_buffers = lambda sent=sent, send=send: (sent.append(1), send())
-        for step in range(3):
-            inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-            wrapped(inputs).square().mean().backward()
-        found.append(len(sent))
-    sizes = (wrap_model(nn.Linear(2, 2), group, ddp=DdpConfig(bucket_cap_mb=cap)) for cap in (None, 100))
-    found.append([wrapped.bucket_bytes_cap >> 20 for wrapped in sizes])  # type: ignore[operator]
-    found.append(plain[1].running_mean.tolist())
-    share_buffers(plain, group)
-    found.append(plain[1].running_mean.tolist())
-    return found
-
-
-def test_statistics_that_no_forward_reads_are_not_sent(tmp_path: Path) -> None:
-    first, second = run_processes(2, count_broadcasts, tmp_path)
-    assert first[:4] == second[:4] == [0, 3, 3, [25, 100]]
-    assert first[4] != second[4], "in training each rank has its own"
-    assert first[4] == first[5] == second[5], "and rank 0's are the model's"
 
 
 def test_activations_that_are_computed_again_are_those_that_were(tmp_path: Path) -> None:

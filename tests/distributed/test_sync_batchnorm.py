@@ -72,7 +72,7 @@ def train_all(rank: int, world_size: int) -> list[Any]:
         patch.setattr(nn.SyncBatchNorm, "forward", forward_on_cpu)
         patch.setattr(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *args: None)
         patch.setattr(
-            "trainers.loop.trained.sync_batchnorm",
+            "trainers.loop.build.sync_batchnorm",
             lambda model, group: sync_batchnorm(model, Group(group.rank, group.world_size, torch.device("cuda"))),
         )
         whole = run(Normed(), rank, world_size, **ON, microbatch_size=24)

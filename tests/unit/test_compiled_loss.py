@@ -12,15 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.test_carry import Text
 from torch import Tensor
 from torch.nn import functional as F
 
 from tests.tasks import Blobs
-from tests.unit.test_profiling import config, losses, train
-from tests.unit.test_recipes import Views
-from trainers.launch.local import LocalContext
-from trainers.loop.fit import fit
+from tests.unit.test_profiling import losses, train
 from trainers.model.strategy import compile_loss
 
 
@@ -123,16 +119,6 @@ def test_cuda_graphs_are_left_to_the_model(mode: str, loss_mode: str, monkeypatc
         {"mode": mode, "fullgraph": True, "dynamic": False},  # the model
         {"mode": loss_mode},
     ]
-
-
-def test_a_carried_step_compiles_its_loss_and_a_joint_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = compilations(monkeypatch)
-    in_order: dict[str, Any] = {"global_batch_size": 6, "max_steps": 2, "compile": "default"}
-    fit(Text(), config(**in_order, data={"shuffle": False}), LocalContext(None, "local"))
-    assert len(asked) == 2
-    asked.clear()
-    fit(Views(), config(**in_order), LocalContext(None, "local"))
-    assert len(asked) == 1
 
 
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:

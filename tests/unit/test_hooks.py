@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.unit.test_loop import Context, Power, Tiny, assert_same_run, config, train, weights
+from tests.unit.test_loop import Context, Power, assert_same_run, config, train, weights
 from trainers.data.sampler import StepSampler
 from trainers.devices.device import seed_all
 from trainers.loop.fit import fit
@@ -116,17 +116,3 @@ def test_what_it_has_learned_of_an_evaluation_is_in_the_checkpoint_of_that_step(
     train(tmp_path / "cut", Clipped(calls), **CHANGES)
     assert calls.read_text().splitlines()[0] == "step 5", "the evaluation of step 4 is not told again"
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
-
-
-def test_a_moving_average_takes_in_what_the_hook_has_made(tmp_path: Path) -> None:
-    train(tmp_path, Clipped(), **CHANGES, ema={"decay": 1e-12})
-    for name, tensor in plain().items():
-        torch.testing.assert_close(weights(tmp_path)[name], tensor, rtol=1e-9, atol=1e-10)
-
-
-def test_a_task_without_a_hook_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(Task, "after_step", fail)
-    assert train(None, Tiny()).steps == 15

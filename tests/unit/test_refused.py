@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import Dataset, TensorDataset
-from torchmetrics.classification import MulticlassRecall
 
 from tests.unit.test_loop import RARE, Tiny, train
 from tests.unit.test_microbatch import Hungry, choose
 from trainers.causes import classify
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError, DivergedError
-from trainers.measure.result import RunResult
-from trainers.model.optimizer import set_training
 
 torch.set_num_threads(1)
 
@@ -171,26 +167,6 @@ def test_a_metric_that_takes_a_name_of_ours_is_refused(name: Any, tmp_path: Path
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_two_figures_of_one_name_are_refused(tmp_path: Path) -> None:
-    class Both(Tiny):
-        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
-            recall = MulticlassRecall(2, average=None)
-            recall.update(outputs, batch[1])
-            return {"recall": recall, "recall_1": outputs.argmax(1) == batch[1]}
-
-    with pytest.raises(ConfigError, match=r"recall_1.*two figures"):
-        train(tmp_path, Both(), max_steps=1, **RARE)
-
-
-def test_no_training_data_is_said_in_its_own_words() -> None:
-    class Without(Tiny):
-        def dataset(self, split: str) -> Dataset[Any] | None:
-            return None if split == "train" else super().dataset(split)
-
-    with pytest.raises(ConfigError, match='no data for its "train" split'):
-        train(None, Without())
-
-
 def test_a_parameter_that_is_not_trained_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Spare(Tiny):
         def model(self) -> nn.Module:
@@ -265,28 +241,6 @@ def test_out_of_memory_at_every_size_that_can_be_trained_is_out_of_memory(least:
     with pytest.raises(MemoryError) as host:
         choose(Refuses(0, least, error=lambda: MemoryError("no page")), "auto", 32)
     assert classify(host.value) == "out_of_host_memory"
-
-
-def test_an_error_at_the_first_size_is_the_tasks_own() -> None:
-    with pytest.raises(ValueError, match="fewer than 99"):
-        choose(Refuses(64, 99), "auto", 32)
-
-
-def test_the_summary_of_a_resumed_run_has_one_clock() -> None:
-    result = RunResult("done", 9, 1.0, 1, 8, 8, 1, train_time_s=5.0, wall_time_s=6.5, peak_memory_bytes=1)
-    assert "5.0 s of training (6.5 s with evaluation and checkpoints)" in str(result)
-    resumed = replace(result, train_time_s=15.0, earlier_time_s=10.0)
-    assert "5.0 s of training (6.5 s with" in str(resumed)
-    assert "; 10.0 s of training before this start)" in str(resumed)
-
-
-def test_a_resumed_run_knows_what_was_before(tmp_path: Path) -> None:
-    stopped = train(tmp_path, max_steps=6, stop=lambda: True, checkpoint={"every_steps": 3})
-    assert stopped.status == "stopped"
-    assert stopped.earlier_time_s == 0
-    done = train(tmp_path, max_steps=6, checkpoint={"every_steps": 3})
-    assert done.earlier_time_s == stopped.train_time_s
-    assert done.train_time_s - done.earlier_time_s <= done.wall_time_s
 
 
 class ScheduleFree(Optimizer):
@@ -364,7 +318,3 @@ def test_a_schedule_free_optimizer_is_evaluated_and_kept_at_its_average(tmp_path
     again = Free()
     train(tmp_path / "broken", again, epochs=2, checkpoint={"every_steps": 3}, **changes)
     torch.testing.assert_close([parameter.detach() for parameter in again.net.parameters()], trained)
-
-
-def test_other_optimizers_have_no_modes() -> None:
-    set_training(SGD([torch.ones(1, requires_grad=True)], lr=0.1), True)

@@ -72,26 +72,6 @@ def test_scalars_are_read_by_yaml_1_2(text: str) -> None:
     assert type(value) is type(SCALARS[text])
 
 
-def test_nan_is_read() -> None:
-    assert math.isnan(parse_yaml(".nan", "f"))
-
-
-@pytest.mark.parametrize("text", SCALARS)
-def test_a_word_that_looks_like_a_value_is_written_in_quotes(text: str) -> None:
-    assert parse_yaml(dump_yaml({"key": text}), "f") == {"key": text}
-    assert parse_yaml(dump_yaml({text: 1}), "f") == {text: 1}
-
-
-@pytest.mark.parametrize(
-    "number",
-    [0, -1, 10**20, 0.0, 1e-3, 1e-05, 1e22, 1.5e300, 5e-324, 0.1, -2.5, math.inf, -math.inf, 1e16, 123456789.0],
-)
-def test_a_number_stays_the_number_that_it_is(number: float) -> None:
-    back = parse_yaml(dump_yaml({"key": number}), "f")["key"]
-    assert back == number
-    assert type(back) is type(number)
-
-
 def random_value(rng: random.Random, depth: int) -> Any:
     kind = rng.randrange(9 if depth else 6)
     if kind == 0:
@@ -120,25 +100,12 @@ def test_what_is_written_is_read_back(seed: int) -> None:
         assert repr(parse_yaml(text, "f")) == repr(tree), text
 
 
-def test_a_value_that_stands_twice_is_written_twice() -> None:
-    shared = [1, 2]
-    text = dump_yaml({"a": shared, "b": shared})
-    assert "&" not in text
-    assert parse_yaml(text, "f") == {"a": [1, 2], "b": [1, 2]}
-
-
 def test_a_key_that_stands_twice_is_named_with_its_line() -> None:
     with pytest.raises(ConfigError) as raised:
         parse_yaml("a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n", "train.yaml")
     assert "train.yaml" in str(raised.value)
     assert "line 5" in str(raised.value)
     assert "`c`" in str(raised.value)
-
-
-@pytest.mark.parametrize("text", ["{a: 1, a: 2}", "a: 1\n'a': 2", "1: x\n0x1: y"])
-def test_the_same_key_in_another_spelling_is_the_same_key(text: str) -> None:
-    with pytest.raises(ConfigError, match="twice"):
-        parse_yaml(text, "f")
 
 
 @pytest.mark.parametrize(
@@ -235,13 +202,6 @@ def test_an_override_replaces_the_other_keys_of_its_group() -> None:
     assert override(Outer, tree, {"ratio": 0.1}) == {**tree, "ratio": 0.1}
 
 
-def test_an_override_leaves_the_original_alone() -> None:
-    tree = {"size": 3, "inner": {"steps": 1}, "free": {"list": [1]}}
-    changed = override(Outer, tree, {"inner.epochs": 2, "free.list": [2], "free.deep.er": 1})
-    assert tree == {"size": 3, "inner": {"steps": 1}, "free": {"list": [1]}}
-    assert changed["free"] == {"list": [2], "deep": {"er": 1}}
-
-
 def test_real_overrides_of_a_training_file() -> None:
     tree = {"epochs": 3, "global_batch_size": 64, "checkpoint": {"every_steps": 5}}
     changed = override(
@@ -257,12 +217,6 @@ def test_a_key_below_a_value_is_a_config_error() -> None:
         set_key({"optimizer": "adam"}, "optimizer.lr", 1)
 
 
-def test_a_key_below_nothing_makes_the_mapping() -> None:
-    tree: dict[str, Any] = {"a": None}
-    set_key(tree, "a.b.c", 1)
-    assert tree == {"a": {"b": {"c": 1}}}
-
-
 def sentence(tree: dict[str, Any], model: type[Settings] = Outer) -> str:
     with pytest.raises(ConfigError) as raised:
         build(model, tree, "f.yaml")
@@ -273,44 +227,25 @@ GOOD: dict[str, Any] = {"needed": "x"}
 
 
 @pytest.mark.parametrize(
-    ("tree", "field", "shown", "rule", "fix"),
+    ("tree", "words"),
     [
-        ({"rato": 0.5}, "rato", "0.5", "there is no such key", "did you mean `ratio`?"),
-        ({"inner": {"step": 1}}, "inner.step", "1", "there is no such key", "did you mean `inner.steps`?"),
-        ({"zzz": "x"}, "zzz", '"x"', "there is no such key", "the keys here are size, share"),
-        ({"inner": {"zzz": None}}, "inner.zzz", "null", "there is no such key", "steps, epochs, seconds"),
-        ({"size": "many"}, "size", '"many"', "whole number", "write"),
-        ({"size": 1.5}, "size", "1.5", "whole number", "write"),
-        ({"size": True}, "size", "true", "whole number", "write"),
-        ({"kind": "medium"}, "kind", '"medium"', "'small' or 'large'", "`kind: small`"),
-        ({"kind": False}, "kind", "false", "'small' or 'large'", "`kind: small`"),
-        ({"needed": ""}, "needed", '""', "must not be empty", "`needed: word`"),
-        ({"needed": 3}, "needed", "3", "must be text", "`needed: word`"),
-        ({"inner": {"steps": 0}}, "inner.steps", "0", "must be at least 1", "`steps: 100`"),
-        ({"inner": 3}, "inner", "3", "must be a mapping", "write"),
-        ({"inner": [1]}, "inner", "[1]", "must be a mapping", "write"),
-        ({"free": 3}, "free", "3", "must be a mapping", "write"),
-        ({"ratio": 0}, "ratio", "0", "must be greater than 0", "`ratio: 0.5`"),
-        ({"ratio": 1.0}, "ratio", "1.0", "must be less than 1", "`ratio: 0.5`"),
-        ({"ratio": "1e-x"}, "ratio", '"1e-x"', "must be a number", "`ratio: 0.5`"),
-        ({"ratio": None}, "ratio", "null", "must be a number", "`ratio: 0.5`"),
-        ({"ratio": 0.25}, "ratio", "0.25", "must not be a quarter", "take a third"),
-        ({"many": "x"}, "many", '"x"', "must be one or several", "`many: 2`"),
-        ({"many": [1, "x"]}, "many", "", "must be one or several", "`many: 2`"),
-        ({"many": None}, "many", "null", "must be one or several", "`many: 2`"),
+        ({"rato": 0.5}, "`rato` is 0.5, but there is no such key; did you mean `ratio`?"),
+        ({"inner": {"step": 1}}, "`inner.step` is 1, but there is no such key; did you mean `inner.steps`?"),
+        ({"size": "many"}, '`size` is "many", but must be a whole number; write'),
+        ({"kind": False}, "`kind` is false, but must be one of 'small' or 'large'; write for example `kind: small`"),
+        ({"needed": ""}, '`needed` is "", but must not be empty; write for example `needed: word`'),
+        ({"inner": {"steps": 0}}, "`inner.steps` is 0, but must be at least 1; write for example `steps: 100`"),
+        ({"inner": [1]}, "`inner` is [1], but must be a mapping; write"),
+        ({"free": 3}, "`free` is 3, but must be a mapping; write"),
+        ({"ratio": 0.25}, "`ratio` is 0.25, but must not be a quarter; take a third"),
+        ({"ratio": None}, "`ratio` is null, but must be a number; write for example `ratio: 0.5`"),
+        ({"many": "x"}, '`many` is "x", but must be one or several; write for example `many: 2`'),
     ],
 )
-def test_a_mistake_is_one_sentence(tree: dict[str, Any], field: str, shown: str, rule: str, fix: str) -> None:
+def test_a_mistake_is_one_sentence(tree: dict[str, Any], words: str) -> None:
     text = sentence(GOOD | tree)
     assert len(text.splitlines()) == 1
-    assert text.startswith(f"f.yaml: `{field}")
-    assert shown in text
-    assert rule in text
-    assert fix in text
-
-
-def test_a_missing_key_says_what_it_is_for() -> None:
-    assert sentence({}) == "f.yaml: `needed` is required (What it is for); add for example `needed: word`."
+    assert text.startswith(f"f.yaml: {words}")
 
 
 def test_several_mistakes_are_a_line_each() -> None:
@@ -321,16 +256,8 @@ def test_several_mistakes_are_a_line_each() -> None:
     assert {error.field for error in raised.value.errors} == {"size", "ratio", "inner.steps", "zzz", "needed"}
 
 
-def test_a_long_value_is_cut() -> None:
-    assert len(sentence(GOOD | {"size": "x" * 1000})) < 250
-
-
 def test_the_right_tree_is_built_and_frozen() -> None:
     made = build(Outer, GOOD | {"inner": {"steps": 3}, "many": [1, 2]}, "f")
     assert (made.needed, made.inner.steps, made.many) == ("x", 3, [1, 2])
     with pytest.raises(ValueError, match="frozen"):
         made.size = 3  # type: ignore[misc]
-
-
-def test_a_missing_value_is_not_shown() -> None:
-    assert "MISSING" not in sentence({})

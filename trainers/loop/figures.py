@@ -1,4 +1,4 @@
-"""What a run tells of itself: the windows of its log, its evaluations, and its result, with the figures of all ranks."""
+"""What a run tells of itself: the windows of its log, its evaluations, and its result."""
 
 import logging
 import math
