@@ -282,7 +282,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"phases": lambda self, step: "critic"}, {}, r"`Given.phases\(0\)` is .critic., but must be .* in a sequence"),
     ({"phases": lambda self, step: ["critic"] * 2}, {}, "must be different ones"),
     ({"phases": lambda self, step: ["critic"] if step < 2 else []}, {}, r"phases\(2\)"),
-    ({"joint_loss": lambda self, outputs: outputs}, {}, r"defines joint_loss\(\) beside training_step\(\)"),
     ({"dataset": lambda self, split: Adversarial.dataset(self, "train")}, {}, r"has no loss\(\) for the samples"),
     ({}, {"strategy": "fsdp"}, r"`strategy` is .fsdp., but is for steps of one loss, and Given defines"),
     ({}, {"strategy": "dp"}, "`strategy` is .dp."),

@@ -205,22 +205,6 @@ def test_a_report_that_fails_leaves_the_error_as_it_is(
     assert "no memory report of rank 0: CUDA error: device-side assert" in log.text
 
 
-def test_the_history_is_recorded_for_the_run_and_no_longer(cuda: list[Any], tmp_path: Path) -> None:
-    context = LocalContext(Storage(str(tmp_path)), "local")
-    with memory_watched(config(memory_history=True), context):
-        assert cuda == [{"max_entries": memory_report.HISTORY_ENTRIES}]
-    assert cuda[1:] == [{"enabled": None}]
-    with memory_watched(config(), context):
-        pass
-    assert len(cuda) == 2
-
-
-def test_a_history_without_cuda_is_warned_of(log: pytest.LogCaptureFixture) -> None:
-    with memory_watched(config(memory_history=True), LocalContext(None, "local")):
-        pass
-    assert "`memory_history: true` has no effect on cpu" in log.text
-
-
 def test_a_probe_that_does_not_fit_is_no_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reported: list[BaseException] = []
     monkeypatch.setattr(memory_report, "save_memory_report", lambda error, *_: reported.append(error))

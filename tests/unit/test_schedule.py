@@ -120,15 +120,12 @@ def test_a_resume_is_bit_equal(task: type[Tiny], changes: dict[str, Any], at: in
     assert len({lr for _, lr, _ in curve(tmp_path / "cut")}) > 2
 
 
-@pytest.mark.parametrize("metric", [None, "val_accuracy"])
-def test_a_plateau_is_one_of_the_evaluations(metric: str | None, tmp_path: Path) -> None:
-    chosen = {**PLATEAU, "args": {**PLATEAU["args"], "mode": "max"}, "metric": metric} if metric else PLATEAU  # type: ignore[dict-item]
+def test_a_plateau_is_one_of_the_evaluations(tmp_path: Path) -> None:
     context = Context(tmp_path)
-    changes = {"lr_schedule": {name: one for name, one in chosen.items() if one}, "optimizer": SGD_CONFIG}
-    fit(Tiny(), config(**changes, evaluate={"every_steps": 2}), context)
-    figures = [row[metric or "val_loss"] for row, kept in context.reports if kept is None]
+    fit(Tiny(), config(lr_schedule=PLATEAU, optimizer=SGD_CONFIG, evaluate={"every_steps": 2}), context)
+    figures = [row["val_loss"] for row, kept in context.reports if kept is None]
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.05)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **chosen["args"])  # type: ignore[arg-type]
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **PLATEAU["args"])
     rates = []
     for step in range(1, STEPS + 1):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -143,50 +140,30 @@ class Unseen(Tiny):
         return super().dataset(split) if split == "train" else None
 
 
-class Twice(Chosen):
-    """Overrules what the configuration names."""
-
-
 @pytest.mark.parametrize(
-    ("task", "chosen", "said"),
+    ("task", "chosen", "field"),
     [
-        (Tiny(), {"name": "StepLr"}, r"`lr_schedule\.name` is \"StepLr\".*must be one of"),
-        (Tiny(), {"name": "StepLR", "args": {"step_size": 1}}, r"`lr_schedule\.every`.*add `every: epoch`"),
-        (Tiny(), {"name": "StepLR", "every": "step"}, r"`lr_schedule\.args`.*is not what StepLR takes.*step_size"),
-        (Tiny(), {"name": "cosine", "args": {"T_max": 2}}, r"`lr_schedule\.args`.*no effect with cosine"),
-        (Tiny(), {"name": "cosine", "every": "step"}, r"`lr_schedule\.every` is \"step\".*no effect with cosine"),
-        (
-            Tiny(),
-            {"name": "ExponentialLR", "args": {"gamma": 0.5}, "every": "step", "metric": "m"},
-            r"metric` is \"m\"",
-        ),
-        (Tiny(), {**PLATEAU, "every": "step"}, r"`lr_schedule\.every`.*stepped by evaluations"),
-        (
-            Tiny(),
-            {**PLATEAU, "metric": "val_x"},
-            r"`lr_schedule\.metric` is \"val_x\".*use one of val_accuracy, val_loss",
-        ),
-        (Unseen(), PLATEAU, r"`lr_schedule\.name` is \"ReduceLROnPlateau\".*dataset\(\"val\"\) gives none"),
-        (Twice(), {"name": "linear"}, r"`lr_schedule\.name` is \"linear\".*overruled by Twice\.schedule\(\)"),
-        (Chosen(), {}, r"`lr_schedule\.every`.*whether SequentialLR"),
-        (Chosen("another"), {"every": "step"}, r"`schedule\(\)` is \"LambdaLR\".*another optimizer"),
+        (Tiny(), {"name": "StepLR", "args": {"step_size": 1}}, "lr_schedule.every"),
+        (Tiny(), {"name": "StepLR", "every": "step"}, "lr_schedule.args"),
+        (Tiny(), {"name": "cosine", "args": {"T_max": 2}}, "lr_schedule.args"),
+        (Tiny(), {"name": "cosine", "every": "step"}, "lr_schedule.every"),
+        (Tiny(), {**PLATEAU, "every": "step"}, "lr_schedule.every"),
+        (Unseen(), PLATEAU, "lr_schedule.name"),
+        (Chosen(), {"name": "linear"}, "lr_schedule.name"),
+        (Chosen(), {}, "lr_schedule.every"),
+        (Chosen("another"), {"every": "step"}, "schedule()"),
     ],
 )
-def test_mistakes(task: Task, chosen: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_mistakes(task: Task, chosen: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as raised:
         train(None, task, lr_schedule=chosen)
+    assert raised.value.field == field
 
 
-def test_other_schedulers_and_rates_do_not_go_on(tmp_path: Path) -> None:
+def test_another_scheduler_does_not_go_on(tmp_path: Path) -> None:
     train(tmp_path, **schedule("StepLR", every="epoch"))
-    again = Context(tmp_path)
     with pytest.raises(CheckpointError, match="lr_schedule"):
-        fit(Tiny(), config(**schedule("ExponentialLR", every="epoch")), again)
-    changed = {**schedule("StepLR", every="epoch"), "optimizer": {**SGD_CONFIG, "lr": 0.5}}
-    part = Context(tmp_path / "part")  # of a sweep's population, which changes the optimizer's keys
-    part.source = again.storage
-    with pytest.raises(ConfigError, match=r"`lr_schedule\.name` is \"StepLR\".*\[0\.05\].*\[0\.5\] now; use constant"):
-        fit(Tiny(), config(**changed), part)
+        fit(Tiny(), config(**schedule("ExponentialLR", every="epoch")), Context(tmp_path))
 
 
 def test_a_captured_step_takes_rates_but_no_momenta() -> None:

@@ -58,7 +58,7 @@ def test_without_the_key_there_are_none(tmp_path: Path) -> None:
 
 
 def test_a_run_and_its_curve(tmp_path: Path) -> None:
-    train(tmp_path, epochs=2, tensorboard=True)
+    train(tmp_path, epochs=2, tracking=["tensorboard"])
     for index, name in ((1, "lr"), (2, "train_loss")):
         wanted = [(row[0], pytest.approx(row[index], rel=1e-6)) for row in curve(tmp_path)]
         assert series(tmp_path, name) == wanted
@@ -69,7 +69,7 @@ def test_a_run_and_its_curve(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut_at_step", [4, 5, 8])
 def test_after_a_power_cut_each_step_is_there_once(cut_at_step: int, tmp_path: Path) -> None:
-    changes = {"tensorboard": True, "checkpoint": {"every_steps": 4}, "epochs": 2}
+    changes = {"tracking": ["tensorboard"], "checkpoint": {"every_steps": 4}, "epochs": 2}
     if cut_at_step == 5:  # between two checkpoints, after events that were flushed with none
         with pytest.raises(Power):
             fit(Tiny(), config(**changes), Context(tmp_path, cut_at_step=4))

@@ -78,7 +78,8 @@ def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
     options = {"momentum": 0.9} if kind is SGD else {}
     step = make_step(model, Regression(), kind(model.parameters(), lr=0.01, fused=True, **options), precision, clip)
     if noise:
-        step.noise = NoiseScale(Group(0, 1, CPU), every_steps=1)
+        monkeypatch.setattr("trainers.step.noise_scale.EVERY_STEPS", 1)
+        step.noise = NoiseScale(Group(0, 1, CPU))
     costs = Costs()
     loss, backward = step.forward.loss, step._backward
 

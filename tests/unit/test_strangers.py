@@ -14,15 +14,13 @@ import torch
 from torch import nn
 
 from tests.unit.test_checkpoint import edit_manifest, folder
-from tests.unit.test_loop import Context, Tiny, config, train
+from tests.unit.test_loop import train
 from trainers.checkpoint.store import Archive
 from trainers.checkpoint.validation import check_optimizer, check_plain, check_scaler
 from trainers.errors import CheckpointError
-from trainers.loop.fit import fit
 from trainers.storage import Storage
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
 KEEP = {"checkpoint": {"every_steps": 5, "keep": 9}, "evaluate": {"every_steps": 99}}
 Change = Callable[[dict[str, Any]], Any]
 
@@ -189,19 +187,6 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(
 def assert_same_weights(path: Path, reference: Path) -> None:
     ours, theirs = (torch.load(folder(one, 15) / "state.pt", weights_only=True)["model"] for one in (path, reference))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_a_population_begins_with_another_run_and_changes_the_optimizer(ended: Path, tmp_path: Path) -> None:
-    class Stage(Context):
-        source = Storage(str(ended))
-
-    changed = KEEP | {"optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.5}, "max_steps": 20}
-    result = fit(Tiny(), config(**changed), Stage(tmp_path))
-    assert result.steps == 20
-    state = torch.load(folder(tmp_path, 20) / "state.pt", weights_only=True)
-    assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
-    assert state["optimizer"]["state"][0]["step"] == 20
-    assert fit(Tiny(), config(**changed), Stage(tmp_path)).steps == 20  # goes on from its own
 
 
 def model() -> nn.Module:

@@ -15,9 +15,8 @@ from tests.stream_tasks import Numbered
 from tests.tasks import Blobs
 from trainers.errors import ConfigError
 from trainers.inference.passes import Inference
-from trainers.launch.local import LocalContext, run_local
+from trainers.launch.local import run_local
 from trainers.launch.run_directory import prepare_storage
-from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 
@@ -151,14 +150,6 @@ def test_it_has_no_epochs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert any(words.startswith("1 step in all; ") for words in said)
     assert any(words.startswith("step 1/1  loss ") for words in said)
     assert not [words for words in said if "epoch" in words]
-
-
-def test_a_population_counts_epochs(tmp_path: Path) -> None:
-    spec = make(tmp_path, **changes("numbered"))
-    context = LocalContext(spec.storage, "local")
-    context.until_epoch = 1.0
-    with pytest.raises(ConfigError, match=r"`pbt.perturbation_interval` counts epochs, .* a stream"):
-        fit(spec.load_task(), spec.config, context)
 
 
 @pytest.mark.parametrize("workers", [1, 3])

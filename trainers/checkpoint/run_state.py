@@ -6,7 +6,7 @@ rank writes its own (trainers/checkpoint/row_shards.py), and then read by rows o
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -217,7 +217,7 @@ class Keeper:
             raise CheckpointError(f"it does not fit this model: {' '.join(words.split())[:400]}") from error
 
     def _take(self, loaded: Loaded) -> None:
-        parts, config, group = self.parts, self.config, self.parts.group
+        parts, group = self.parts, self.parts.group
         sharded = is_sharded(parts.model)
 
         def read(section: str, like: Any = None, into: Any = None) -> Any:
@@ -229,13 +229,10 @@ class Keeper:
                 tree = loaded.rows.fill(tree, into=into)
             return shard_like(tree, like) if sharded else tree
 
-        now = config.tree()["optimizer"]
-        then = loaded.config.get("optimizer") or now
-        own = (*_HOW, *(name for name in now if then.get(name) != now[name]))
         # One after the other: no more is read than is taken next.
         model_state = parts.model.state_dict()
         load_model(parts.model, read("model", model_state, into=model_state), parts.frozen)
-        parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, read("optimizer"), own))
+        parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, read("optimizer")))
         match_layout(parts.optimizer)
         parts.step.scaler.load_state_dict(read("scaler"))
         if parts.schedule is not None:
@@ -263,12 +260,12 @@ def match_layout(optimizer: Optimizer) -> None:
                 moments[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any], own: Sequence[str]) -> dict[str, Any]:
+def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """The saved state as this run's optimizer takes it: what has a parameter's shape is cut as that parameter is, and
-    the options `own` are this run's.
+    how a step is computed is this run's.
     """
     groups = [
-        {**ours, **theirs, **{option: ours[option] for option in own if option in ours}}
+        {**ours, **theirs, **{option: ours[option] for option in _HOW if option in ours}}
         for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=True)
     ]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

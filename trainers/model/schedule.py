@@ -81,7 +81,6 @@ class Schedule:
         chosen = self._config = config.lr_schedule
         self.scheduler, self._stand_in = scheduler, stand_in
         self._warmup = warmup_steps(chosen, total_steps, batches)
-        self._bases = [float(group["lr"]) for group in stand_in.param_groups]
         self.by_figure = isinstance(scheduler, ReduceLROnPlateau)
         name = type(scheduler).__name__
         if scheduler.optimizer is not stand_in:
@@ -125,19 +124,16 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: the scheduler's own, and the options that it writes."""
-        return {"scheduler": self.scheduler.state_dict(), "groups": self._stand_in.written(), "bases": self._bases}
+        return {"scheduler": self.scheduler.state_dict(), "groups": self._stand_in.written()}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` is such a scheduler's, ConfigError where it began at other rates."""
+        """Raise CheckpointError unless `state` is such a scheduler's."""
         ours = self.state_dict()
         theirs, groups = state.get("scheduler"), state.get("groups")
         fits = isinstance(theirs, dict) and theirs.keys() == ours["scheduler"].keys() and isinstance(groups, list)
         keys = [group.keys() if isinstance(group, dict) else None for group in groups or ()]
         if not fits or keys != [group.keys() for group in ours["groups"]]:
             raise CheckpointError(f"its schedule is none of a {type(self.scheduler).__name__}")
-        if state.get("bases") != self._bases:
-            rule = f"keeps to the rates that it began with, {state.get('bases')}, and they are {self._bases} now"
-            raise ConfigError("lr_schedule.name", self._config.name, rule, f"use {', '.join(OWN_SCHEDULES)}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
