@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -140,38 +139,6 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
             assert "ddp.static_graph" in said
         assert train_loss == pytest.approx(alone["train_loss"], rel=1e-12), "which is what the sentence offers"
         assert val_loss == pytest.approx(alone["val_loss"], rel=1e-12)
-
-
-class Summed(Blobs):
-    """A loss that is no mean."""
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return super().loss(outputs, batch) * len(outputs)
-
-
-def said(rank: int, world_size: int, task: Blobs) -> list[str]:
-    """What a worker warns of that has one microbatch in a step."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("trainers.loop.build")
-    logger.addHandler(handler)
-    try:
-        run(task, rank, world_size, max_steps=1, microbatch_size=24)
-    finally:
-        logger.removeHandler(handler)
-    return found
-
-
-def test_a_loss_that_is_no_mean_is_said_where_workers_split_it(tmp_path: Path) -> None:
-    summed = Summed(samples=96, dtype="float64")
-    [words], others = run_processes(2, said, tmp_path, summed)
-    assert "loss() is no mean over weight()" in words
-    assert "here into 2 pieces" in words
-    assert others == [], "once is enough"
-    [words] = said(0, 1, summed)
-    assert "so val_loss depends on the size of its batches" in words, "on one worker a step is whole"
-    assert run_processes(2, said, tmp_path, Blobs(samples=96, dtype="float64")) == [[], []]
 
 
 class Noisy(Blobs):

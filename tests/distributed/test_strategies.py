@@ -19,17 +19,16 @@ from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
-from trainers.config.sections import DataConfig, DdpConfig, FsdpConfig
+from trainers.config.sections import DataConfig, FsdpConfig
 from trainers.data.sampler import StepSampler
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.local import LocalContext, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
 from trainers.measure.result import RunResult
-from trainers.model.activations import checkpoint_activations
 from trainers.model.precision import TABLE
 from trainers.model.sharding import is_sharded, local, whole
-from trainers.model.strategy import compile_loss, compile_model, place_model, share_buffers, wrap_model
+from trainers.model.strategy import compile_model, place_model, share_buffers, wrap_model
 from trainers.step.evaluation import evaluate
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
@@ -304,31 +303,6 @@ def test_a_static_graph_and_rounded_gradients(tmp_path: Path) -> None:
     assert "`ddp.static_graph` is true, but cannot accumulate, and microbatches of 5 make 2" in str(refused)
 
 
-def rounded_gradients(rank: int, world_size: int) -> list[Tensor]:
-    group = Group(rank, world_size, CPU)
-    torch.manual_seed(0)
-    model = nn.Linear(9, 5)
-    wrapped = wrap_model(model, group, "ddp", DdpConfig(compression="bf16"))
-    wrapped(torch.randn(7, 9, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-def test_compressed_gradients_are_bfloat16_sums_in_the_parameters_own_format(tmp_path: Path) -> None:
-    ranks = run_processes(2, rounded_gradients, tmp_path)
-    torch.manual_seed(0)
-    model = nn.Linear(9, 5)
-    for rank in range(2):
-        inputs = torch.randn(7, 9, generator=torch.Generator().manual_seed(rank))
-        (model(inputs).square().mean() / 2).backward()
-    for found in ranks:
-        for ours, parameter in zip(found, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert ours.dtype == torch.float32
-            assert torch.equal(ours, ours.bfloat16().float())
-            assert not torch.equal(ours, parameter.grad)
-            assert (ours - parameter.grad).abs().max() < 2e-2 * parameter.grad.abs().max()
-
-
 # --- checkpoints -------------------------------------------------------------------------------------------------
 
 CHAINS = {
@@ -424,126 +398,6 @@ def test_a_sharded_model_compiles_without_a_graph_break(backend: str, tmp_path: 
     assert len(eager) == 6
     for ours, theirs in zip(fast, eager, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
-class _Block(nn.Module):
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.inner, self.outer, self.share = nn.Linear(8, 16), nn.Linear(16, 8), share
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.share * self.outer(torch.tanh(self.inner(rows)))
-
-
-class _Stack(nn.Module):
-    def __init__(self, shares: list[float]) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
-        self.blocks = nn.ModuleList(_Block(share) for share in shares)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        rows = self.first(rows)
-        for block in self.blocks:
-            rows = block(rows)
-        out: Tensor = self.head(rows)
-        return out
-
-
-STACKS: list[tuple[list[float], str, Any]] = [
-    ([1.0] * 4, "none", "fp32"),
-    ([1.0] * 4, "none", "bf16"),
-    ([1.0] * 4, "full", "bf16"),
-    ([1.0] * 4, "selective", "fp32"),
-    ([0.1 * number for number in range(1, 10)], "none", "fp32"),  # nine of one class: torch's own limit is eight
-]
-
-
-def stacked(rank: int, world_size: int) -> list[tuple[list[float], list[float], int]]:
-    """Of each stack: five losses of it sharded, eager and compiled, and the graphs that this took."""
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    group, found, curves = Group(rank, world_size, CPU), [], list[list[float]]()
-    for (shares, again, dtype), compiles in itertools.product(STACKS, (False, True)):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        torch.manual_seed(0)
-        fsdp = FsdpConfig(param_dtype=dtype) if dtype == "bf16" else FsdpConfig()
-        model = place_model(_Stack(shares), group, "fsdp", fsdp)
-        checkpoint_activations(model, again, compiles)
-        if compiles:
-            compile_model(model, "default", fullgraph=True)
-        optimizer, curve = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for step in range(5):
-            inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-                loss = model(inputs).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            curve.append(loss.item())
-        curves.append(curve)
-        if compiles:
-            found.append((curves[-2], curve, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
-    return found
-
-
-@pytest.mark.campaign
-def test_equal_blocks_of_a_sharded_model_share_one_graph(tmp_path: Path) -> None:
-    """With activations computed again and with parameters gathered in bf16 too; unequal ones have one each."""
-    graphs = []
-    for eager, fast, number in run_processes(2, stacked, tmp_path)[0]:
-        assert fast == pytest.approx(eager, rel=1e-5)
-        graphs.append(number)
-    assert graphs == [1, 1, 1, 1, 9]
-
-
-class _Gather(torch.autograd.Function):
-    """Every rank's rows, with their gradients from every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows)
-        return torch.stack(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient[dist.get_rank()]
-
-
-def contrastive(outputs: Tensor, batch: Tensor) -> Tensor:
-    whole: Any = _Gather.apply(outputs)
-    return nn.functional.cross_entropy(outputs @ whole.flatten(0, 1).T, batch + len(outputs) * dist.get_rank())
-
-
-def told(outputs: Tensor, batch: Tensor) -> Tensor:
-    """torch 2.15 fails to trace this collective, and calls that an internal error."""
-    sizes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(sizes, len(outputs) + dist.get_rank())
-    return nn.functional.cross_entropy(outputs, batch) * sum(sizes)
-
-
-def losses_that_meet(rank: int, world_size: int) -> list[list[Tensor]]:
-    """Losses and gradients of both, eager and compiled, for two sizes."""
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    found = []
-    for loss in (contrastive, told):
-        for called in (loss, compile_loss(loss, "default")):
-            found.append(list[Tensor]())
-            for size in (6, 6, 4):
-                rows = torch.randn(size, 12, generator=torch.Generator().manual_seed(rank)).requires_grad_()
-                value = called(rows * 1.0, torch.arange(size))
-                value.backward()
-                assert rows.grad is not None
-                found[-1] += [value.detach(), rows.grad]
-    return found
-
-
-def test_a_compiled_loss_meets_other_ranks_as_it_does_eager(tmp_path: Path) -> None:
-    for eager, fast, told_eager, told_fast in run_processes(2, losses_that_meet, tmp_path):
-        for ours, theirs in zip([*fast, *told_fast], [*eager, *told_eager], strict=True):
-            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_activations_that_are_computed_again_are_those_that_were(tmp_path: Path) -> None:

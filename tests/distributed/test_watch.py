@@ -151,19 +151,6 @@ def test_torchrun_shows_the_first_cause(tmp_path: Path, command: Callable[..., D
     assert "Connection closed" not in done.err.split("Root Cause")[1]
 
 
-def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
-    """Exit code 74 alone would say nothing; and what is said fits this launcher."""
-    spec = stuck(tmp_path, "setup")
-    config, out = tmp_path / "train.yaml", tmp_path / "out"
-    config.write_text(dump_yaml(spec.tree))
-    out.mkdir()
-    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, 120)
-    said = (out / "err").read_text()
-    assert code == HUNG_EXIT_CODE, said
-    assert "error: the run ended as `hung`: rank 0 made no step for " in said
-    assert "cluster" not in said
-
-
 def test_a_task_that_hangs_as_it_is_imported_ends_in_a_sentence(tmp_path: Path) -> None:
     """Before any worker is there."""
     (tmp_path / "endless.py").write_text("import time\n\ntime.sleep(3600)\n")

@@ -16,19 +16,15 @@ import ray
 import ray.train
 import torch
 from ray.train.v2._internal.util import construct_train_func
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.health.actors import Probe
 from tests.specs import make
 from tests.tasks import Blobs
 from trainers.context import RunContext
 from trainers.devices.device import grow_segments
-from trainers.devices.group import Group
 from trainers.errors import TooLargeError
 from trainers.launch import local
 from trainers.loop import build, fit
-from trainers.loop.agreement import Agreement, agree
 from trainers.on_ray import context, process_group
 from trainers.on_ray.process_group import GroupConfig
 
@@ -84,15 +80,6 @@ def test_a_check_measures_no_gpu_that_something_else_holds(
     assert Probe().call(os.environ.get, "CUDA_VISIBLE_DEVICES") == visible
 
 
-def test_it_is_bound_before_the_hosts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Object collectives go by the current device: on all ranks of a node the first GPU, until one is set."""
-    calls: list[str] = []
-    monkeypatch.setattr(build, "set_flags", lambda *_: calls.append("set_flags"))
-    monkeypatch.setattr(build, "check_peers", lambda *_: calls.append("check_peers"))
-    build.build_replica(Blobs(), make(tmp_path).config, RunContext(None, "test", local_world_size=2)).close()
-    assert calls == ["set_flags", "check_peers"]
-
-
 @pytest.mark.parametrize(
     ("backend", "error", "expected"),
     [
@@ -134,17 +121,6 @@ def test_a_rank_that_fails_alone_does_not_wait_for_the_others(
         for number, handler in handlers.items():
             signal.signal(number, handler)
     assert calls == [expected]
-
-
-def test_what_stays_on_the_device_is_there_before_a_size_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resident data takes memory that a microbatch, found to fit without it, would not have."""
-    seen: list[str] = []
-    feed, find = build.task_feed, build._find_microbatch
-    monkeypatch.setattr(build, "task_feed", lambda *given, **named: (seen.append("data"), feed(*given, **named))[1])
-    monkeypatch.setattr(build, "_find_microbatch", lambda *given: (seen.append("probe"), find(*given))[1])
-    config = make(Path("unused")).config
-    build.build_replica(Blobs(), config, RunContext(None, "test"))
-    assert seen == ["data", "data", "probe"]
 
 
 def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,35 +187,3 @@ def test_collectives_wait_longer_than_the_watchdog(
     config = make(tmp_path, failure__hang_timeout_s=hang_timeout_s).config
     assert fit.fit(Blobs(), config, RunContext(None, "test", world_size=2)) == "done"  # type: ignore[comparison-overlap]
     assert waits[0].total_seconds() > max(hang_timeout_s, config.failure.of_phases_s)
-
-
-def test_ranks_agree_with_one_wait_and_one_collective() -> None:
-    reduced: list[int] = []
-    reads: list[str] = []
-
-    class Reads(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default:
-                reads.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    class Ranks(Group):
-        def max(self, tensor: Tensor) -> Tensor:
-            reduced.append(len(tensor))
-            return tensor
-
-    step = SimpleNamespace(bad=torch.tensor(False))
-    attempt: Any = SimpleNamespace(
-        clock=SimpleNamespace(end_span=lambda: None),
-        context=RunContext(None, "test"),
-        config=SimpleNamespace(max_time_s=None),
-        began=0.0,
-        elapsed_s=0.0,
-        stream_mark=lambda: None,
-        parts=SimpleNamespace(group=Ranks(0, 2, torch.device("cpu")), step=step),
-    )
-    checkpointing: Any = SimpleNamespace(wanted=lambda _: False, busy=False, advance=lambda: None)
-    with Reads():
-        assert agree(attempt, checkpointing) == Agreement()
-    assert len(reduced) == 1
-    assert reads == [], "beside tolist(), which is the wait"

@@ -118,17 +118,6 @@ def test_a_step_that_the_loss_scaler_skips_does_not_count() -> None:
         assert torch.equal(model.weight.data, own)
 
 
-def test_what_is_not_trained_takes_no_memory() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    model[0].requires_grad_(False)
-    model.register_buffer("scratch", torch.ones(2), persistent=False)
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1)
-    ema = MovingAverage(model, optimizer, EmaConfig(decay=0.5))
-    with ema.in_place():
-        names = set(ema.state_dict()["own"])
-    assert names == {"1.weight", "1.bias", "2.weight", "2.bias", "1.running_mean", "1.running_var"}
-
-
 def load(path: Path, **changes: Any) -> None:
     fit(Tiny(), config(max_steps=STEPS + 1, checkpoint={"every_steps": 99}, **changes), Context(path))
 

@@ -16,7 +16,6 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.unit.test_loop import Tiny, curve, evaluations, train
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, RunFailedError
 from trainers.model.precision import resolve_precision
 from trainers.step.evaluation import evaluate
 from trainers.task import Task, task_feed
@@ -172,27 +171,6 @@ def test_torchmetrics_give_what_they_give_in_one_pass(microbatch: int) -> None:
         assert figures[name] == pytest.approx(float(value), rel=1e-5), name
 
 
-@pytest.mark.parametrize(
-    ("metric", "words"),
-    [
-        (torchmetrics.classification.MulticlassConfusionMatrix(3), "[3, 3]"),
-        (torchmetrics.MetricCollection([torchmetrics.classification.MulticlassAccuracy(3)]), "one by one"),
-        (0.5, "float"),
-    ],
-    ids=["matrix", "collection", "number"],
-)
-def test_a_metric_of_another_kind_is_refused(metric: Any, words: str) -> None:
-    class Other(Labels):
-        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
-            if not isinstance(metric, float):
-                metric.update(outputs, batch[1])
-            return {"mine": metric}
-
-    with pytest.raises(ConfigError, match="metric mine") as met:
-        run(Other(), data(30), 8)
-    assert words in str(met.value)
-
-
 class Drawing(Tiny):
     """Draws from every generator wherever it can, and leaves a module in evaluation mode."""
 
@@ -278,15 +256,3 @@ def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(
         assert task.sizes == [10] * 10, "what did not fit is known"
     finally:
         feed.close()
-
-
-@pytest.mark.parametrize(("fits", "collective"), [(0, False), (12, True)])
-def test_what_cannot_be_halved_names_the_key(fits: int, collective: bool) -> None:
-    """The other ranks wait in the forward passes of a task that sends something in them."""
-    task = Small(fits)
-    feed = task_feed(data(100), task, DataConfig(), CPU, sharers=1, seed=0)
-    size = 40 if collective else 1
-    words = rf"rank 0: an evaluation batch of {size} ran out of memory .+; fix set `evaluate.microbatch_size` to 20$"
-    with pytest.raises(RunFailedError, match=words) as met:
-        evaluate(small_model(), task, feed, 40, FP32, Group(0, 1, CPU), collective=collective)
-    assert met.value.status == "out_of_memory"

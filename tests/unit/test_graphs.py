@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
@@ -146,17 +146,6 @@ def test_captured_training_is_training(optimizer: Callable[[Any], Optimizer], ta
         assert torch.equal(ours, theirs)
 
 
-def test_steps_of_another_weight_are_not_replayed() -> None:
-    """The share of a microbatch is a number in the graph."""
-    capture = Fake()
-    step = make(capture)
-    for samples in [4, 4, 4, 4, 5, 4]:
-        step(data([4], torch.Generator().manual_seed(1)), [4], samples, idle=False)
-    assert capture.events == ["run"] * 3 + ["record", "replay", "run", "replay"]
-    step(data([4], torch.Generator().manual_seed(1)), [4], 4, idle=True)
-    assert capture.events[-1] == "run"
-
-
 @pytest.mark.parametrize("varied", ["shape", "format", "layout", "word", "nesting", "unknown"])
 def test_batches_that_differ_are_not_replayed_and_it_is_said_once(
     varied: str, caplog: pytest.LogCaptureFixture
@@ -258,24 +247,3 @@ def test_a_process_in_which_a_capture_failed_serves_no_other_trial() -> None:
     with pytest.raises(ConfigError):
         train(make(Fake(RuntimeError("CUDA error: operation not permitted when stream is capturing"))), [[4]] * 5)
     assert any(words in left for left in baseline._remains())
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "ranks", "capture", "words"),
-    [
-        (lambda parameters: AdamW(parameters, lr=LR), 1, Fake(), "a group of this AdamW is not fused"),
-        (lambda parameters: Adagrad(parameters, lr=LR), 1, Fake(), "a group of this Adagrad is not fused"),
-        (adamw, 2, Fake(), "is for one worker, and this run has 2"),
-        (adamw, 1, None, "needs CUDA, and this worker trains on cpu"),
-    ],
-)
-def test_what_cannot_be_captured_is_refused_at_the_start(
-    optimizer: Callable[[Any], Optimizer], ranks: int, capture: Fake | None, words: str
-) -> None:
-    net = model()
-    forward = ForwardPass(net, Task(), resolve_precision("fp32", CPU), CPU)
-    with pytest.raises(ConfigError) as raised:
-        GraphedStep(forward, optimizer(net.parameters()), Group(0, ranks, CPU), None, capture)
-    assert str(raised.value).startswith("`cuda_graphs` is true, but ")
-    assert words in str(raised.value)
-    assert str(raised.value).endswith("or set `cuda_graphs: false`.")

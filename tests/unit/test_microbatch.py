@@ -184,24 +184,6 @@ def test_everything_is_put_back_to_the_bit(name: str, wanted: int | str, fits: i
     assert model.training
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "own"])
-def test_training_after_a_probe_is_training_without_one(name: str) -> None:
-    def train(probe: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = Net()
-        optimizer = optimizers(model)[name]()
-        data = torch.randn(16, 4)
-        if probe:
-            choose(Hungry(9), "auto", 32, model, optimizer)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
-        return [tensor.detach() for tensor in model.state_dict().values()]
-
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(train(True), train(False), strict=True))
-
-
 def test_the_optimizers_own_memory_counts() -> None:
     class Large(OwnState):
         def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -251,25 +233,6 @@ def test_a_size_fits_only_where_a_little_is_left_unless_there_is_none_smaller(mo
     asked_for, task = len(asked), Hungry(1000)
     assert choose(task, 32, 32, model) == 32
     assert len(asked) == asked_for, "a size that the user has chosen is taken as it is"
-
-
-def test_a_rank_that_has_no_room_lowers_it_for_all() -> None:
-    """This rank has room for everything; another one has room for 8."""
-
-    class TwoRanks(Group):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, "OutOfMemoryError: there" if task.tried[-1] > 8 else None]
-
-    task, model = Hungry(1000), Net()
-    spec, optimizer = resolve_precision("fp32", CPU), AdamW(model.parameters())
-
-    def run(wanted: int | str) -> int:
-        forward = ForwardPass(model, task, spec, CPU)
-        return choose_microbatch(wanted, 32, Probe(forward, optimizer, task.dataset("train"), TwoRanks(0, 2, CPU)))
-
-    assert run("auto") == 8
-    with pytest.raises(torch.OutOfMemoryError, match="did not fit on another rank"):
-        run(16)
 
 
 @pytest.mark.parametrize("share", [*range(1, 60), 96, 1000])

@@ -5,7 +5,6 @@ The `meta` device stands for the other one: torch refuses to mix it with a CPU a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -125,16 +124,6 @@ def test_pinning_keeps_every_nesting(batch: Batch, monkeypatch: pytest.MonkeyPat
     assert len(pinned) == len(before) > 0
     assert [name for name, _ in after] == [name for name, _ in before]
     assert all(torch.equal(new, old) for (_, new), (_, old) in zip(after, before, strict=True))
-
-
-def test_a_pinning_loader_gives_what_was_collated() -> None:
-    config = DataConfig(pin_memory=True, resident=False)
-    accelerated = torch.accelerator.is_available()
-    with contextlib.nullcontext() if accelerated else pytest.warns(UserWarning, match="no accelerator"):
-        feed = task_feed(TensorDataset(torch.arange(6.0)), Task(), config, CPU, sharers=1, seed=0)
-        (batch,) = feed.batches([torch.tensor([4, 1])], training=True)
-    assert isinstance(batch, tuple)
-    assert batch[0].tolist() == [4.0, 1.0]
 
 
 # --- tensors left behind ---------------------------------------------------------------------------------------------

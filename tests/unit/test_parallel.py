@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel
 
 from trainers.devices.group import Group
-from trainers.model import strategy as parallel
 from trainers.model.sharding import shard_units
 from trainers.model.strategy import wrap_model
 
@@ -80,35 +78,3 @@ def test_dp_takes_all_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(wrapped, DataParallel)
     assert wrapped.module is model
     assert seen["ids"] == [0, 1, 2]
-
-
-def test_replicas_compute_in_the_callers_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Asking(nn.Module):
-        def forward(self, inputs: Tensor, scale: int = 1) -> tuple[torch.dtype, float]:
-            return torch.get_autocast_dtype("cuda"), float(inputs * scale)
-
-    def in_threads(modules: Any, inputs: Any, kwargs: Any, devices: Any) -> list[Any]:
-        """As torch's own does it: a thread a replica, each with the autocast format that a new thread has."""
-        found: list[Any] = [None] * len(modules)
-
-        def call(index: int) -> None:
-            found[index] = modules[index](*inputs[index], **kwargs[index])
-
-        threads = [threading.Thread(target=call, args=(index,)) for index in range(len(modules))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return found
-
-    monkeypatch.setattr(parallel, "parallel_apply", in_threads)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    wrapped: Any = wrap_model(nn.Linear(2, 2), Group(0, 1, torch.device("cuda", 0)), "dp")
-    inputs = [(torch.tensor(2.0),), (torch.tensor(3.0),)]
-    before = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    try:
-        found = wrapped.parallel_apply([Asking(), Asking()], inputs, [{"scale": 5}, {}])
-    finally:
-        torch.set_autocast_dtype("cuda", before)
-    assert found == [(torch.bfloat16, 10.0), (torch.bfloat16, 3.0)]

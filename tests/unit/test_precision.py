@@ -39,17 +39,6 @@ def test_tf32_is_refused_on_a_cpu_with_what_it_can_do() -> None:
     assert all(name in text for name in NAMES if name != "fp8")
 
 
-@pytest.mark.parametrize(
-    ("name", "inside"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_autocast_covers_the_forward_only(name: str, inside: torch.dtype) -> None:
-    spec, layer = resolve_precision(name, CPU), nn.Linear(4, 4)
-    with spec.autocast_context(CPU):
-        assert layer(torch.ones(2, 4)).dtype is inside
-    assert layer(torch.ones(2, 4)).dtype is torch.float32
-    assert spec.convert_model(layer).weight.dtype is torch.float32
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("bf16-pure", torch.bfloat16), ("fp16-pure", torch.float16)])
 def test_pure_formats_convert_parameters_buffers_and_floating_inputs(name: str, dtype: torch.dtype) -> None:
     spec = resolve_precision(name, CPU)

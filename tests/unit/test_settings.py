@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 import pytest
 from pydantic import Field, model_validator
 
-from trainers.config import TrainConfig
 from trainers.config.model import Settings, build
 from trainers.config.overrides import override, set_key
 from trainers.config.yaml import dump_yaml, parse_mapping, parse_yaml
@@ -200,16 +199,6 @@ def test_an_override_replaces_the_other_keys_of_its_group() -> None:
     assert override(Outer, tree, {"share": 0.5}) == {"share": 0.5, "needed": "x", "inner": {"steps": 1, "epochs": None}}
     assert override(Outer, tree, {"inner.seconds": 2.0}) == {"size": 3, "needed": "x", "inner": {"seconds": 2.0}}
     assert override(Outer, tree, {"ratio": 0.1}) == {**tree, "ratio": 0.1}
-
-
-def test_real_overrides_of_a_training_file() -> None:
-    tree = {"epochs": 3, "global_batch_size": 64, "checkpoint": {"every_steps": 5}}
-    changed = override(
-        TrainConfig, tree, {"max_steps": 10, "batch_size_per_worker": 8, "checkpoint.every_s": 60, "optimizer.lr": 1}
-    )
-    assert changed == {
-        "max_steps": 10, "batch_size_per_worker": 8, "checkpoint": {"every_s": 60}, "optimizer": {"lr": 1},
-    }  # fmt: skip
 
 
 def test_a_key_below_a_value_is_a_config_error() -> None:

@@ -250,16 +250,6 @@ def test_an_fp16_scaler_skip_is_no_divergence(name: str) -> None:
     assert not bool(step.bad)
 
 
-def test_set_lr_multiplies_each_groups_own_rate() -> None:
-    model = small_model()
-    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
-    optimizer = SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.5}])
-    step = make_step(model, Regression(), optimizer)
-    for factor in (0.5, 0.25, 1.0):  # from the base each time, never from the last value
-        step.set_lr(factor)
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * factor, 0.5 * factor])
-
-
 def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() -> None:
     """Fused SGD would allocate the buffers in it and write them in none."""
 
@@ -277,20 +267,3 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() ->
 
     for skipped, clean in zip(train(1), train(0), strict=True):
         torch.testing.assert_close(skipped, clean, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "by the norm"])
-def test_a_gradient_that_is_not_finite_is_found_either_way(one_pass: bool) -> None:
-    """CUDA has no one-pass check of bfloat16 gradients: there the norm says it."""
-    model = small_model()
-    step = make_step(model, Regression(), SGD(model.parameters(), lr=0.1, fused=True))
-    step._one_pass = one_pass
-    inputs, targets = regression_data()
-    run_step(step, (inputs, targets), [SAMPLES])
-    assert not bool(step.bad)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    run_step(step, (inputs * float("inf"), targets), [SAMPLES])
-    run_step(step, (inputs, targets), [SAMPLES])  # no step after a bad one changes anything
-    assert bool(step.bad)
-    assert float(step._found_inf) == 1.0  # what fused optimizers compare it with
-    assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), before, strict=True))

@@ -181,7 +181,6 @@ class TrainConfig(Settings):
         by_blocks = self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8")
         captures, num_workers = compiled in CAPTURING, "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
-        too_many = self.batch_size > sections.LARGEST
         unused = strategy != "ddp" and self.ddp != sections.DdpConfig()
         uncompiled = self.precision == "fp8" and compiled == "off"
         unsharded = strategy != "fsdp" and self.fsdp != sections.FsdpConfig()
@@ -233,7 +232,6 @@ class TrainConfig(Settings):
                 f"does not reach the rates in {self.lr_schedule.name}'s args",
                 "set `rule: none`",
             ),
-            (too_many, "batch_size_per_worker", f"makes {self.batch_size} samples of all workers", "write fewer"),
         ):
             self.refuse_if(condition, key, rule, fix)
         return self
