@@ -21,7 +21,7 @@ class Objective(Settings):
         default=None, min_length=2, max_length=6, examples=[["time_to_target", "peak_memory_bytes"]]
     )
     """Several in place of `metric`: the answer is the Pareto front, the trials that no other beats in all of them, and
-    a trial ends as soon as it is certain to be beaten. energy_j is that of the trial's GPUs, else of its processors."""
+    a trial ends as soon as it is certain to be beaten. energy_j is that of the trial's GPUs."""
     weights: dict[str, Annotated[float, Field(ge=0, le=1e6)]] | None = Field(
         default=None, min_length=1, examples=[{"time_to_target": 2, "peak_memory_bytes": 1}]
     )

@@ -82,8 +82,8 @@ class RunResult:
     earlier_time_s: float = 0.0
     """Of train_time_s, the part of launches before this one."""
     energy_j: float | None = None
-    """Of this launch, from its first step to its end, evaluation included: of its GPUs by NVML, else of its machines'
-    processors by RAPL, with all else that runs there. None where neither counts it."""
+    """Of this launch, from its first step to its end, evaluation included: of its GPUs, by NVML. None where
+    nothing counts it."""
     pauses: Pauses | None = None
     """Evaluations and checkpoints of this launch; None of a version that did not count them."""
 

@@ -192,10 +192,8 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
         require_sound(spec.uri)
     if "energy_j" in spec.config.objective.decisive and not spec.is_of_function and not energy_is_counted(device_type):
         key = "objective.metrics" if spec.config.objective.metrics else "objective.metric"
-        who = "GPU's driver (NVML)" if device_type == "cuda" else "powercap counter (RAPL) that may be read"
-        rule = f"cannot be measured: no {who} tells it"
-        fix = "remove it, or let Paceline read /sys/class/powercap/*/energy_uj"
-        raise ConfigError(key, "energy_j", rule, fix, spec.source)
+        rule = "cannot be measured: no GPU's driver (NVML) tells it"
+        raise ConfigError(key, "energy_j", rule, "remove it, or run on GPUs that count it", spec.source)
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
     for precision in () if spec.is_of_function else plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)

@@ -172,7 +172,7 @@ class TrialRecord:
     ran: Ran | None = None
     """None where it failed, and of a training function."""
     energy_j: _Amount | None = None
-    """Energy of its GPUs, else of its nodes' processors, from the loop's start to its end; None where nothing tells."""
+    """Energy of its GPUs, from the loop's start to its end; None where nothing tells."""
 
     @property
     def finished(self) -> bool:
