@@ -47,8 +47,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.9}},
     "adam, accumulated": {"optimizer": {"name": "adam", "lr": 0.01}, "microbatch_size": 7},
     "bf16": {"precision": "bf16"},
-    "bf16 moments": {"optimizer__state": "bf16"},
-    "8-bit moments, fp16": {"optimizer__state": "8bit", "precision": "fp16"},
     "fp16": {"precision": "fp16"},
     "bf16-pure": {"precision": "bf16-pure", "optimizer__eps": 1e-4},
     "tf32, loader processes": {"precision": "tf32", "data__num_workers": 2},

@@ -95,14 +95,13 @@ class Wide(Blobs):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("state", ["bf16", "8bit"])
-def test_narrow_moments_step_the_same_compiled(state: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["adamw8bit", "adamwfp8"])
+def test_torchaos_narrow_moments_train_as_wide_ones(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
     pytest.importorskip("triton")
-    options: dict[str, Any] = {"optimizer__state": state, "max_steps": 18}
-    train(CUDA, tmp_path / "eager", Wide(), **options)
-    torch._dynamo.reset()
-    assert train(CUDA, tmp_path / "compiled", Wide(), compile="default", **options).status == "done"
-    assert curve(tmp_path / "compiled") == pytest.approx(curve(tmp_path / "eager"), rel=2e-2)
+    train(CUDA, tmp_path / "wide", Wide(), max_steps=18)
+    assert train(CUDA, tmp_path / "narrow", Wide(), optimizer__name=name, max_steps=18).status == "done"
+    assert curve(tmp_path / "narrow") == pytest.approx(curve(tmp_path / "wide"), rel=5e-2)
 
 
 @pytest.mark.gpu

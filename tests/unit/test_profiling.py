@@ -158,7 +158,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda device: f"|summary of {device}|")
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"snapshot"))
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: calls.append(how))
     monkeypatch.setattr(memory_report, "resolve_device", lambda name, index: GPU)
     return calls
 

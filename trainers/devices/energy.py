@@ -1,4 +1,4 @@
-"""Energy that a rank's GPU uses, as its driver counts it (NVML). Without a counter there is no figure: never an error."""
+"""Energy that a rank's GPU uses, as its driver counts it (NVML); no figure without a counter, never an error."""
 
 import torch
 
