@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from trainers.loop.memory_forecast import ERROR, usable_bytes
 
 from cluster.files.prices import all_prices
 from trainers.config import TrainConfig
 from trainers.errors import MISSING, ConfigError
 from trainers.launch.spec import RunSpec
+from trainers.loop.memory_forecast import ERROR, usable_bytes
 from tune.report.words import in_short, telling
 from tune.search.space import trial_config
 from tune.sweeps.spec import SweepSpec, read_kept

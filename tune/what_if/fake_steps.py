@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils.data import Dataset
-from trainers.loop.memory_forecast import Forecaster, fake_world, largest_microbatch
-from trainers.step.data_sheets import DataSheet
-from trainers.step.operators import least_s
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
@@ -18,6 +15,9 @@ from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.launch.spec import RunSpec
 from trainers.loop.data import load_data
+from trainers.loop.memory_forecast import Forecaster, fake_world, largest_microbatch
+from trainers.step.data_sheets import DataSheet
+from trainers.step.operators import least_s
 from tune.what_if.step_time import Roofline
 
 _CPU = torch.device("cpu")
