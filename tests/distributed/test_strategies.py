@@ -19,7 +19,7 @@ from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
-from trainers.config.sections import DataConfig, FsdpConfig
+from trainers.config.sections import DataConfig
 from trainers.data.sampler import StepSampler
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
@@ -252,37 +252,6 @@ def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None
     narrow, kept, plain = gathered
     assert losses(kept) == losses(plain)
     same_curve(narrow, plain, rel=2e-2)
-
-
-def formats(rank: int, world_size: int) -> tuple[dict[str, torch.dtype], set[torch.dtype], set[torch.dtype]]:
-    """The format that parameters have in their module's forward pass, those that they and their gradients have, and
-    those in which gradients are summed over ranks.
-    """
-    task, seen, summed = Deep(dtype="float32"), dict[str, torch.dtype](), set[torch.dtype]()
-    reduce_scatter = dist.reduce_scatter_single
-
-    def noted(**options: Any) -> Any:
-        summed.add(options["input"].dtype)
-        return reduce_scatter(**options)
-
-    dist.reduce_scatter_single = noted
-    model = place_model(task.model(), Group(rank, world_size, CPU), "fsdp", FsdpConfig(param_dtype="bf16"))
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "weight", None), nn.Parameter):
-            module.register_forward_pre_hook(lambda one, _, name=name: seen.update({name: one.weight.dtype}))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.randn(8, task.features)).float().square().mean().backward()
-    kept = {tensor.dtype for one in model.parameters() for tensor in (one, one.grad) if tensor is not None}
-    return seen, kept, summed
-
-
-def test_parameters_are_gathered_in_bf16_except_beside_batchnorm(tmp_path: Path) -> None:
-    seen, kept, summed = run_processes(2, formats, tmp_path)[0]
-    assert kept == summed == {torch.float32}
-    assert {name for name, dtype in seen.items() if dtype is torch.bfloat16} == {"0", "2"}
-    assert {name for name, dtype in seen.items() if dtype is torch.float32} == {
-        f"1.{block}.{layer}" for block in range(3) for layer in range(2)
-    }
 
 
 def test_a_static_graph_and_rounded_gradients(tmp_path: Path) -> None:

@@ -86,32 +86,6 @@ def test_the_figures_are_those_of_one_plain_pass(task: Task, size: int, microbat
     )
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
-def test_any_number_of_ranks_gives_the_same_figures_to_the_bit(workers: int) -> None:
-    """Each rank's table is taken and added here, as all-reduce would."""
-    dataset, tables = data(100), []
-
-    class Rank(Group):
-        def sum(self, tensor: Tensor) -> Tensor:
-            tables.append(tensor.clone())
-            return tensor
-
-        def gather(self, value: Any) -> list[Any]:
-            return [value, (["accuracy", "confidence"], {True})] if isinstance(value, tuple) else [value]
-
-    class Last(Rank):
-        def sum(self, tensor: Tensor) -> Tensor:
-            super().sum(tensor)
-            return torch.stack(tables).sum(0)
-
-    for rank in range(workers - 1):
-        run(Labels(), dataset, 16, group=Rank(rank, workers, CPU))
-    together = run(Labels(), dataset, 16, group=Last(workers - 1, workers, CPU))
-    assert together == run(Labels(), dataset, 16)
-    covered = torch.stack(tables)[:, :, 1]
-    assert torch.equal((covered > 0).sum(0), torch.ones(7, dtype=torch.int64))  # each batch on exactly one rank
-
-
 class Detector(Labels):
     """As torchvision's: losses in training alone, predictions in evaluation; `sometimes` not even that."""
 

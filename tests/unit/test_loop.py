@@ -216,16 +216,6 @@ def test_a_stop_request_checkpoints_and_the_same_command_goes_on(unbroken: Path,
     assert_same_run(tmp_path, unbroken)
 
 
-def test_a_run_cut_short_to_its_checkpoint_is_evaluated_all_the_same(tmp_path: Path) -> None:
-    rare = {"evaluate": {"every_steps": 99}}
-    with pytest.raises(Power):
-        fit(Tiny(), config(max_steps=12, **rare), Context(tmp_path, cut_at_step=6))
-    result = train(tmp_path, max_steps=6, **rare)
-    assert (result.status, result.steps) == ("done", 6)
-    assert "val_loss" in result.metrics
-    assert [step for step, _, _ in curve(tmp_path)] == list(range(1, 7))
-
-
 def test_more_epochs_go_on_from_a_finished_run(unbroken: Path, tmp_path: Path) -> None:
     constant = {"lr_schedule": {"name": "constant"}}
     train(tmp_path / "long", epochs=3, **constant)

@@ -90,19 +90,6 @@ def test_on_a_device_the_steps_of_a_span_share_its_time(time: Time, monkeypatch:
     assert (speed.step_time_s, speed.step_time_ci95_s, speed.steps) == (1.0, 0.0, 12 - WARMUP_STEPS)
 
 
-def test_steps_under_a_profiler_train_and_do_not_count(time: Time) -> None:
-    clock = StepClock(CPU)
-    steps(clock, time, [1.0] * WARMUP_STEPS + [2.0])
-    clock.counting = False
-    steps(clock, time, [50.0, 50.0])
-    clock.counting = True
-    steps(clock, time, [2.0])
-    speed = clock.throughput()
-    assert speed is not None
-    assert (speed.step_time_s, speed.steps) == (2.0, 2)
-    assert clock.train_time_s == WARMUP_STEPS + 104.0
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_step_that_compiles_again_does_not_count(time: Time, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr("trainers.measure.clock.synchronize", lambda _: None)

@@ -196,29 +196,6 @@ def test_the_optimizers_own_memory_counts() -> None:
     assert choose(task, "auto", 32, model, optimizer) == 8
 
 
-@pytest.mark.parametrize("kind", [SGD, AdamW])
-@pytest.mark.parametrize(
-    ("share", "ranks", "expected"), [(8, 1, [False, False]), (16, 1, [False, True]), (8, 2, [False, True])]
-)
-def test_a_whole_gradient_lies_beside_the_activations_where_training_has_one(
-    kind: Any, share: int, ranks: int, expected: list[bool]
-) -> None:
-    """The one of earlier microbatches, or DDP's buckets: they take memory in every forward pass but the first."""
-    task, model = Hungry(1000), Net()
-    task.record.seen = seen = list[bool]()
-
-    class Ranks(Group):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, value]
-
-    model.register_forward_pre_hook(lambda *_: task.record.seen.append(model.layers[0].weight.grad is not None))
-    forward = ForwardPass(model, task, resolve_precision("fp32", CPU), CPU)
-    probe = Probe(forward, kind(model.parameters(), lr=0.1), task.dataset("train"), Ranks(0, ranks, CPU))
-    assert choose_microbatch(8, share, probe) == 8
-    assert seen == (expected if kind is AdamW or expected[1] else expected[:1])
-    assert model.layers[0].weight.grad is None
-
-
 def test_a_size_fits_only_where_a_little_is_left_unless_there_is_none_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
 from tests.unit.test_loop import Context, Power, assert_same_run, config
@@ -20,7 +19,6 @@ from tests.unit.test_recipes import SEED, SETTINGS, Single, descend, order
 from trainers import TrainConfig
 from trainers.errors import ConfigError, DivergedError
 from trainers.loop.fit import fit
-from trainers.model.joined_optimizer import JoinedOptimizer
 from trainers.task import Task
 
 Losses = dict[str, list[float]]
@@ -206,36 +204,6 @@ def test_several_optimizers_of_one_backward(tmp_path: Path) -> None:
     fit(Halves(), config(**SETTINGS, microbatch_size=4), context)
     found = [row["train_loss"] for row, checkpoint in context.reports if checkpoint]
     assert found == pytest.approx(losses[5:], rel=1e-12)
-
-
-def test_a_joined_optimizer_is_its_parts_again_when_loaded() -> None:
-    """Their groups and states, by parameter; and the state_dict is what torch's own of all groups would be."""
-
-    def made() -> tuple[nn.Module, JoinedOptimizer]:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        parts = {"one": AdamW(model[0].parameters(), 0.1), "other": AdamW(model[1].parameters(), 0.2)}
-        return model, JoinedOptimizer(parts)
-
-    def step(model: nn.Module, optimizer: JoinedOptimizer) -> None:
-        model(torch.ones(2, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    model, optimizer = made()
-    step(model, optimizer)
-    whole = AdamW([{**group} for group in optimizer.param_groups])
-    whole.state.update(optimizer.state)
-    assert str(optimizer.state_dict()) == str(whole.state_dict())
-    again, loaded = made()
-    again.load_state_dict(model.state_dict())
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for _ in range(2):
-        step(model, optimizer)
-        step(again, loaded)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again.parameters(), model.parameters(), strict=True))
-    assert [group["lr"] for group in loaded.param_groups] == [0.1, 0.2]
-    assert len(loaded.state) == 4
 
 
 def test_a_bad_gradient_of_one_phase_ends_the_updates_of_all(tmp_path: Path) -> None:

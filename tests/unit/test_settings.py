@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,7 +11,7 @@ from pydantic import Field, model_validator
 
 from trainers.config.model import Settings, build
 from trainers.config.overrides import override, set_key
-from trainers.config.yaml import dump_yaml, parse_mapping, parse_yaml
+from trainers.config.yaml import parse_mapping, parse_yaml
 from trainers.errors import ConfigError, ConfigErrors
 
 SCALARS = {
@@ -69,34 +68,6 @@ def test_scalars_are_read_by_yaml_1_2(text: str) -> None:
     value = parse_yaml(f"key: {text}\n", "f")["key"]
     assert value == SCALARS[text]
     assert type(value) is type(SCALARS[text])
-
-
-def random_value(rng: random.Random, depth: int) -> Any:
-    kind = rng.randrange(9 if depth else 6)
-    if kind == 0:
-        return rng.choice([None, True, False])
-    if kind == 1:
-        return rng.randint(-(10 ** rng.randint(1, 18)), 10 ** rng.randint(1, 18))
-    if kind == 2:
-        return rng.choice([rng.random(), rng.uniform(-1, 1) * 10 ** rng.randint(-300, 300), math.inf, 1.0])
-    if kind in (3, 4):
-        return rng.choice(
-            [*SCALARS, "a: b", "# no", "- x", "a\nb", "\n", " lead", "trail ", "tab\t", "é中", "'", '"', "\\"]
-        )
-    if kind == 5:
-        return "".join(rng.choice("abc01.-+eExo_ :#'\"\n[]{},&*!|>%@~é") for _ in range(rng.randint(0, 12)))
-    if kind == 6:
-        return [random_value(rng, depth - 1) for _ in range(rng.randint(0, 4))]
-    return {str(random_value(rng, 0)): random_value(rng, depth - 1) for _ in range(rng.randint(0, 4))}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_written_is_read_back(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(20):
-        tree = {str(index): random_value(rng, 3) for index in range(3)}
-        text = dump_yaml(tree)
-        assert repr(parse_yaml(text, "f")) == repr(tree), text
 
 
 def test_a_key_that_stands_twice_is_named_with_its_line() -> None:

@@ -77,21 +77,6 @@ def test_names_and_parameters_are_the_models_own() -> None:
     assert changed == ["blocks.0", "blocks.2"], "others would lose their forward, their hooks, or have other sizes"
 
 
-@pytest.mark.parametrize("rows", [48, 37])
-def test_products_are_off_by_float8s_rounding(rows: int) -> None:
-    """e4m3 has a unit roundoff of 2^-4, e5m2 of 2^-3; also for rows that are no multiple of 16."""
-    torch.manual_seed(0)
-    inputs, layer = torch.randn(rows, 64, requires_grad=True), nn.Linear(64, 32)
-    seed = torch.randn(rows, 32)
-    out = layer(inputs)
-    exact = [out, *torch.autograd.grad(out, (inputs, layer.weight, layer.bias), seed)]
-    out = to_float8(layer, emulate=True)(inputs)
-    found = [out, *torch.autograd.grad(out, (inputs, layer.weight, layer.bias), seed)]
-    errors = [float(((one - other).norm() / other.norm()).detach()) for one, other in zip(found, exact, strict=True)]
-    assert all(0.005 < error < 0.15 for error in errors[:3]), errors
-    assert errors[3] < 1e-6, "the bias is added as it is"
-
-
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.full
 def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path: Path) -> None:

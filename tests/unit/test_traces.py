@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -178,39 +177,6 @@ def test_a_task_that_counts_every_call_sees_training_alone(
 
 def forward_pass(task: Task, model: nn.Module) -> ForwardPass:
     return ForwardPass(model, task, resolve_precision("fp32", CPU), CPU)
-
-
-def test_every_kind_of_container_is_put_back_in_place() -> None:
-    """The very objects: others may hold them too."""
-    task = Counting()
-    held: dict[str, Any] = {
-        "list": [1, [2]],
-        "dict": {"a": {1}},
-        "ordered": OrderedDict(a=1, b=2),
-        "deque": deque([1, 2], maxlen=2),
-        "tuple": ([1],),
-        "state": np.random.RandomState(3),
-    }
-    task.held = held  # type: ignore[attr-defined]
-    before = copy.deepcopy({name: value for name, value in held.items() if name != "state"})
-    drawn = copy.deepcopy(held["state"]).rand()
-    inner = held["list"][1]
-    with throwaway(forward_pass(task, nn.Linear(1, 1))):
-        held["list"][1].append(3)
-        held["list"].insert(0, 0)
-        held["dict"]["a"].add(2)
-        held["dict"]["b"] = held["state"].rand()
-        held["ordered"].move_to_end("a")
-        held["deque"].append(3)
-        held["tuple"][0].clear()
-        task.held = None  # type: ignore[attr-defined]
-        task.late = 1  # type: ignore[attr-defined]
-    assert task.held is held  # type: ignore[attr-defined]
-    assert not hasattr(task, "late")
-    assert {name: value for name, value in held.items() if name != "state"} == before
-    assert held["list"][1] is inner
-    assert list(held["ordered"]) == ["a", "b"]
-    assert held["state"].rand() == drawn
 
 
 def test_what_is_too_large_to_be_copied_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -184,30 +184,6 @@ def test_a_process_has_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     enter("nothing is watched")
 
 
-def test_a_rank_whose_collective_failed_waits_until_the_cause_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
-    waits: list[float] = []
-    monkeypatch.setattr(
-        "trainers.loop.watchdog.time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
-    )
-
-    class Asked(RunContext):
-        def should_stop(self, elapsed_s: float) -> bool:
-            return len(waits) > 5
-
-    def leave(error: Exception, context: RunContext) -> float:
-        waits.clear()
-        with pytest.raises(type(error)), watched(FailureConfig(), context):
-            raise error
-        return sum(waits)
-
-    assert leave(broken, RunContext(None, "spawn", 0, 2, 0, 2)) == pytest.approx(10.0, abs=0.2)
-    assert leave(broken, RunContext(None, "ray", 0, 2, 0, 1)) == pytest.approx(60.0, abs=0.2), "a node is missed later"
-    assert leave(broken, Asked(None, "spawn", 0, 2, 0, 2)) < 1, "its launcher has seen it"
-    assert leave(broken, RunContext(None, "local")) == 0
-    assert leave(ValueError("its own"), RunContext(None, "spawn", 0, 2, 0, 2)) == 0
-
-
 def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> None:
     fork = "p = multiprocessing.get_context('fork').Process(target=time.sleep, args=[99]); p.start()"
     stop = "os.kill(p.pid, signal.SIGSTOP); print(p.pid, flush=True)"
