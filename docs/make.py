@@ -53,7 +53,7 @@ RETURNED = (
 
 def config() -> str:
     """Every key of the YAML files."""
-    of_function = markdown("train.yaml with train_func", FunctionConfig)
+    of_function = markdown("train.yaml with train_func", FunctionConfig, TrainConfig)
     return "\n".join([CONFIG, markdown("train.yaml", TrainConfig), of_function, markdown("sweep.yaml", SweepConfig)])
 
 

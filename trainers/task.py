@@ -19,7 +19,7 @@ from trainers.errors import ConfigError
 from trainers.model.optimizer import build_optimizer
 from trainers.model.schedule import build_schedule
 
-__all__ = ["Batch", "Task", "carries", "load_split", "map_tensors", "num_samples", "task_feed", "tensors_of"]
+__all__ = ["Batch", "Task", "load_split", "map_tensors", "num_samples", "task_feed", "tensors_of"]
 
 
 class Task:
@@ -61,38 +61,11 @@ class Task:
         Where a batch may weigh nothing (all its tokens are padding), F.cross_entropy's mean is NaN with a gradient of
         zero, and is left out; a division of your own wants `weight.clamp(min=1)`, for its gradient is NaN, too.
         """
-        if type(self).joint_loss is Task.joint_loss:
-            raise _missing(self, "loss")
-        return self.joint_loss(outputs)
-
-    def joint_loss(self, outputs: Any) -> Tensor:
-        """Return a scalar: the loss of all samples of a step together, for what is no mean over them, such as a
-        contrastive loss; training then calls it in place of `loss`, once a step.
-
-        `outputs`: those of `forward`, with a row a sample, of all ranks and microbatches in the samples' order.
-        """
-        raise _missing(self, "joint_loss")
+        raise _missing(self, "loss")
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the model's outputs: `model(**batch)` for a mapping, else `model(batch[0])`; of a task that carries
-        something from step to step, those of `forward_carried` with the initial carry.
-        """
-        if carries(self):
-            return self.forward_carried(model, batch, self.initial_carry(model, batch))[0]
+        """Return the model's outputs: `model(**batch)` for a mapping, else `model(batch[0])`."""
         return model(**batch) if isinstance(batch, Mapping) else model(batch[0])
-
-    def forward_carried(self, model: nn.Module, batch: Batch, carry: Batch) -> tuple[Any, Batch]:
-        """Return the outputs, and what the next step's samples in the same places go on with: truncated
-        backpropagation through time. Training then calls it in place of `forward`.
-
-        `carry`: any nesting of tensors with a row a sample, [B, ...], without a graph; as `initial_carry` gives it in
-        the first step of an epoch, later what the step before has returned.
-        """
-        raise _missing(self, "forward_carried")
-
-    def initial_carry(self, model: nn.Module, batch: Batch) -> Batch:
-        """Return what the samples of a batch begin with, [B, ...]: a task that defines `forward_carried` has one."""
-        raise _missing(self, "initial_carry")
 
     def training_step(self, model: nn.Module, batch: Batch, phase: str) -> Tensor:
         """Return the loss of a batch in a phase of a step, such as a critic's with its gradient penalty: a scalar, the
@@ -148,7 +121,7 @@ class Task:
     def schedule(self, optimizer: Optimizer, config: TrainConfig) -> LRScheduler | None:
         """Return a scheduler of torch's for `optimizer`, a stand-in with the groups of the run's own; None for
         `config.lr_schedule` to say. It is stepped as `lr_schedule.every` has it, or ReduceLROnPlateau by each
-        evaluation's `lr_schedule.metric`, and its state is kept in checkpoints: the task does not step it.
+        evaluation's val_loss, and its state is kept in checkpoints: the task does not step it.
         """
         return build_schedule(optimizer, config)
 
@@ -182,11 +155,6 @@ def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
     for not every batch shows it (packed sequences, graphs, lists of images), unless the task says something else.
     """
     return torch.tensor(float(samples)) if type(task).weight is Task.weight else task.weight(batch)
-
-
-def carries(task: Task) -> bool:
-    """Whether something goes from one step of this task to the next."""
-    return type(task).forward_carried is not Task.forward_carried
 
 
 def _missing(task: Task, method: str) -> TypeError:

@@ -20,8 +20,14 @@ from trainers.task import Task
 class Reports(LocalContext):
     """Keeps the loss of each step."""
 
+    stop_after: int | None = None
+    """Steps of this start after which it is asked to stop."""
+
     def observe(self, figures: dict[str, float]) -> None:
         self.losses = [*getattr(self, "losses", []), figures["loss"]]
+
+    def should_stop(self, elapsed_s: float) -> bool:
+        return len(getattr(self, "losses", [])) + 1 == self.stop_after
 
 
 def losses(
@@ -30,14 +36,12 @@ def losses(
     task: Task,
     changes: dict[str, Any],
     path: Path | None = None,
-    steps: int | None = None,
+    stop_after: int | None = None,
 ) -> list[float]:
-    """Of each step that this start makes; with a `path` it goes on from there, up to a number of `steps` in all."""
+    """Of each step that this start makes; with a `path` it goes on from there."""
     tree = {"task": "x:Y", "device": "cpu", "log_every_steps": 1, **SETTINGS, **changes}
-    if steps is not None:
-        del tree["epochs"]
-        tree["max_steps"] = steps
     context = Reports(Storage(str(path)) if path else None, "spawn", rank, world_size, rank, world_size)
+    context.stop_after = stop_after
     fit(task, build(TrainConfig, tree, "test"), context)
     return getattr(context, "losses", [])
 

@@ -16,7 +16,6 @@ from tests.tasks import Blobs
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
-from trainers.devices.group import answered_locally
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
@@ -96,28 +95,6 @@ def test_a_collective_in_the_task_trains_and_evaluates(world_size: int, tmp_path
     assert others == [plain] * 6
     assert size == 4
     assert uneven == pytest.approx(wanted, rel=1e-5)
-
-
-def inside(rank: int, world_size: int) -> list[Any]:
-    """Collectives on one rank alone, then on all of them."""
-    found: list[Any] = []
-    if rank == 0:
-        with answered_locally():
-            gathered = [torch.zeros(2) for _ in range(world_size)]
-            dist.all_gather(gathered, torch.ones(2))
-            total = torch.ones(2)
-            dist.all_reduce(total)
-            dist.barrier()
-            found += [torch.stack(gathered).tolist(), total.tolist()]
-    total = torch.full((2,), rank + 1.0)
-    dist.all_reduce(total)
-    return [*found, total.tolist()]
-
-
-def test_inside_nobody_is_waited_for_and_after_it_everybody_is(tmp_path: Path) -> None:
-    first, second = run_processes(2, inside, tmp_path)
-    assert first == [[[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0], [3.0, 3.0]]
-    assert second == [[3.0, 3.0]]
 
 
 class Net(nn.Sequential):

@@ -63,19 +63,6 @@ def test_the_curve_is_that_of_one_rank_and_one_microbatch(task: Task, tolerance:
         assert found == pytest.approx(alone, rel=tolerance, abs=slack)
 
 
-@pytest.mark.parametrize(("world_size", "changes"), [
-    (3, {"microbatch_size": 6}),
-    (4, {"microbatch_size": 1}),
-    (2, {"strategy": "fsdp"}),
-])  # fmt: skip
-def test_a_joint_loss_is_that_of_one_rank(world_size: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """The last step of an epoch has three samples: one of four ranks then has none."""
-    [alone] = run_processes(1, losses, tmp_path, Views(), {"microbatch_size": 6})
-    assert len(alone) == 12
-    for found in run_processes(world_size, losses, tmp_path, Views(), changes):
-        assert found == pytest.approx(alone, rel=1e-12)
-
-
 def resumed(rank: int, world_size: int, task: Task, path: Path) -> None:
     """A run of one start, and one of three: the second begins in the first epoch and the third in the second."""
     changes = {"microbatch_size": 2, "checkpoint": {"every_steps": 1}}

@@ -19,7 +19,7 @@ from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
-from trainers.config.sections import DataConfig, DdpConfig, FsdpConfig
+from trainers.config.sections import DataConfig
 from trainers.data.sampler import StepSampler
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
@@ -207,7 +207,7 @@ def measure(rank: int, world_size: int) -> tuple[list[Any], list[dict[str, float
     return gradients, figures(rank, world_size), steps_taken(rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_sharded_model_has_the_gradients_and_figures_of_one_process(world_size: int, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     alone, alone_figures, _ = measure(0, 1)
@@ -254,38 +254,6 @@ def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None
     same_curve(narrow, plain, rel=2e-2)
 
 
-def formats(rank: int, world_size: int) -> tuple[dict[str, torch.dtype], set[torch.dtype], set[torch.dtype]]:
-    """The format that parameters have in their module's forward pass, those that they and their gradients have, and
-    those in which gradients are summed over ranks.
-    """
-    task, seen, summed = Deep(dtype="float32"), dict[str, torch.dtype](), set[torch.dtype]()
-    reduce_scatter = dist.reduce_scatter_single
-
-    def noted(**options: Any) -> Any:
-        summed.add(options["input"].dtype)
-        return reduce_scatter(**options)
-
-    dist.reduce_scatter_single = noted
-    model = place_model(task.model(), Group(rank, world_size, CPU), "fsdp", FsdpConfig(param_dtype="bf16"))
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "weight", None), nn.Parameter):
-            module.register_forward_pre_hook(lambda one, _, name=name: seen.update({name: one.weight.dtype}))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.randn(8, task.features)).float().square().mean().backward()
-    kept = {tensor.dtype for one in model.parameters() for tensor in (one, one.grad) if tensor is not None}
-    return seen, kept, summed
-
-
-def test_parameters_are_gathered_in_bf16_except_beside_batchnorm(tmp_path: Path) -> None:
-    seen, kept, summed = run_processes(2, formats, tmp_path)[0]
-    assert kept == summed == {torch.float32}
-    assert {name for name, dtype in seen.items() if dtype is torch.bfloat16} == {"0", "2"}
-    assert {name for name, dtype in seen.items() if dtype is torch.float32} == {
-        f"1.{block}.{layer}" for block in range(3) for layer in range(2)
-    }
-
-
-@pytest.mark.full
 def test_a_static_graph_and_rounded_gradients(tmp_path: Path) -> None:
     plain, static, resumed = (
         spec(tmp_path, name, 3, "ddp", microbatch_size="auto", ddp__static_graph=name != "plain")
@@ -306,7 +274,10 @@ def test_a_static_graph_and_rounded_gradients(tmp_path: Path) -> None:
 
 # --- checkpoints -------------------------------------------------------------------------------------------------
 
-CHAIN = [("ddp", 2), ("fsdp", 3), ("dp", 1), ("fsdp", 2), ("none", 1), ("ddp", 2)]
+CHAINS = {
+    "adamw": [("ddp", 2), ("fsdp", 3), ("dp", 1), ("fsdp", 2), ("none", 1), ("ddp", 2)],
+    "sgd": [("none", 1), ("fsdp", 2), ("none", 1)],
+}
 
 
 def outline(value: Any) -> Any:
@@ -324,14 +295,16 @@ def kept_state(each: RunSpec) -> dict[str, Any]:
     return loaded.state
 
 
-@pytest.mark.full
-def test_a_run_moves_from_strategy_to_strategy(tmp_path: Path) -> None:
-    common: dict[str, Any] = {"task": "Averaged", "microbatch_size": 24}
-    strategy, workers = CHAIN[0]
-    unbroken = spec(tmp_path, "unbroken", workers, strategy, max_steps=7 * len(CHAIN), **common)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_run_moves_from_strategy_to_strategy(optimizer: str, tmp_path: Path) -> None:
+    chosen = {"name": "adamw", "lr": 0.01} if optimizer == "adamw" else {"name": "sgd", "lr": 0.1, "momentum": 0.9}
+    common: dict[str, Any] = {"task": "Averaged", "optimizer": chosen, "microbatch_size": 24}
+    chain = CHAINS[optimizer]
+    strategy, workers = chain[0]
+    unbroken = spec(tmp_path, "unbroken", workers, strategy, max_steps=7 * len(chain), **common)
     run(tmp_path, unbroken)
     expected = kept_state(unbroken)
-    for index, (strategy, workers) in enumerate(CHAIN, 1):
+    for index, (strategy, workers) in enumerate(chain, 1):
         moved = spec(tmp_path, "moved", workers, strategy, max_steps=7 * index, **common)
         run(tmp_path, moved)
         state = kept_state(moved)
@@ -369,10 +342,10 @@ def test_a_rank_without_room_for_its_shard_starts_the_group_again(tmp_path: Path
     assert met.value.status == "out_of_memory"
 
 
-def compiled(rank: int, world_size: int) -> list[list[Tensor]]:
+def compiled(rank: int, world_size: int, backend: str) -> list[list[Tensor]]:
     """Gradients of a sharded model, eager and compiled without a graph break."""
     found = []
-    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    torch.compile = functools.partial(torch.compile, backend=backend)
     group, inputs = Group(rank, world_size, CPU), torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
     for compiles in (False, True):
         torch.manual_seed(0)
@@ -388,55 +361,14 @@ def compiled(rank: int, world_size: int) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.full
-def test_a_sharded_model_compiles_without_a_graph_break(tmp_path: Path) -> None:
-    eager, fast = run_processes(2, compiled, tmp_path)[0]
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)])
+def test_a_sharded_model_compiles_without_a_graph_break(backend: str, tmp_path: Path) -> None:
+    eager, fast = run_processes(2, compiled, tmp_path, backend)[0]
     assert len(eager) == 6
     for ours, theirs in zip(fast, eager, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def _firsts() -> list[nn.Module]:
-    return [nn.Linear(4, 8), nn.Linear(4, 8), OwnBuffer(4, 8)]
-
-
-class OwnBuffer(nn.Linear):
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.register_buffer("scale", torch.ones(()))
-
-
-def count_broadcasts(rank: int, world_size: int) -> list[Any]:
-    """How often DDP sends buffers: of BatchNorm in training, frozen, and beside another one; buckets; statistics."""
-    torch.manual_seed(0)
-    group, found = Group(rank, world_size, CPU), list[Any]()
-    models = [nn.Sequential(first, nn.BatchNorm1d(8), nn.Linear(8, 2)) for first in _firsts()]
-    plain, frozen, _ = models
-    frozen[1].eval()
-    for model in models:
-        wrapped: Any = wrap_model(model, group)
-        sent, send = list[int](), wrapped._sync_buffers
-        wrapped._sync_buffers = lambda sent=sent, send=send: (sent.append(1), send())
-        for step in range(3):
-            inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
-            wrapped(inputs).square().mean().backward()
-        found.append(len(sent))
-    sizes = (wrap_model(nn.Linear(2, 2), group, ddp=DdpConfig(bucket_cap_mb=cap)) for cap in (None, 100))
-    found.append([wrapped.bucket_bytes_cap >> 20 for wrapped in sizes])  # type: ignore[operator]
-    found.append(plain[1].running_mean.tolist())
-    share_buffers(plain, group)
-    found.append(plain[1].running_mean.tolist())
-    return found
-
-
-def test_statistics_that_no_forward_reads_are_not_sent(tmp_path: Path) -> None:
-    first, second = run_processes(2, count_broadcasts, tmp_path)
-    assert first[:4] == second[:4] == [0, 3, 3, [25, 100]]
-    assert first[4] != second[4], "in training each rank has its own"
-    assert first[4] == first[5] == second[5], "and rank 0's are the model's"
-
-
-@pytest.mark.full
 def test_activations_that_are_computed_again_are_those_that_were(tmp_path: Path) -> None:
     """On both ranks, below DDP and inside FSDP's units, with microbatches that accumulate."""
     modes = ("none", "selective", "full")

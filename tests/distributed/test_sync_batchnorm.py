@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def train_all(rank: int, world_size: int) -> list[Any]:
         patch.setattr(nn.SyncBatchNorm, "forward", forward_on_cpu)
         patch.setattr(DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *args: None)
         patch.setattr(
-            "trainers.loop.trained.sync_batchnorm",
+            "trainers.loop.build.sync_batchnorm",
             lambda model, group: sync_batchnorm(model, Group(group.rank, group.world_size, torch.device("cuda"))),
         )
         whole = run(Normed(), rank, world_size, **ON, microbatch_size=24)
@@ -90,18 +89,3 @@ def test_two_workers_normalise_as_one_does(tmp_path: Path) -> None:
         assert "remove it" in said
         assert metrics == pytest.approx(alone, rel=1e-10)
         assert steps == 7
-
-
-def test_layers_are_converted_on_their_own_parameters(caplog: pytest.LogCaptureFixture) -> None:
-    group, model = Group(0, 2, torch.device("cuda")), Normed().model()
-    state, before = model.state_dict(), list(model.parameters())
-    model = sync_batchnorm(model, group)
-    assert isinstance(model[1], nn.SyncBatchNorm)  # type: ignore[index]
-    assert [id(one) for one in model.parameters()] == [id(one) for one in before]
-    assert model.state_dict().keys() == state.keys()
-    one_worker = Normed().model()
-    assert sync_batchnorm(one_worker, Group(0, 1, torch.device("cuda"))) is one_worker
-    assert not any(isinstance(module, nn.SyncBatchNorm) for module in one_worker.modules())
-    with caplog.at_level(logging.WARNING):
-        sync_batchnorm(Blobs().model(), group)
-    assert "has no BatchNorm layer" in caplog.text

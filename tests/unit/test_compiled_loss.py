@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.tasks import Blobs
-from tests.unit.test_carry import Text
-from tests.unit.test_profiling import config, losses, train
-from tests.unit.test_recipes import Views
-from trainers.launch.local import LocalContext
-from trainers.loop.fit import fit
-from trainers.model.strategy import compile_loss
+from tests.unit.test_profiling import losses, train
 
 
 class Counting(Blobs):
@@ -125,16 +119,6 @@ def test_cuda_graphs_are_left_to_the_model(mode: str, loss_mode: str, monkeypatc
     ]
 
 
-def test_a_carried_step_compiles_its_loss_and_a_joint_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = compilations(monkeypatch)
-    in_order: dict[str, Any] = {"global_batch_size": 6, "max_steps": 2, "compile": "default"}
-    fit(Text(), config(**in_order, data={"shuffle": False}), LocalContext(None, "local"))
-    assert len(asked) == 2
-    asked.clear()
-    fit(Views(), config(**in_order), LocalContext(None, "local"))
-    assert len(asked) == 1
-
-
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of everything that is compiled from now on; it runs as it is."""
     asked = list[dict[str, Any]]()
@@ -145,29 +129,3 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     return asked
-
-
-@pytest.mark.full
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
-def test_the_log_softmax_of_a_vocabulary_is_not_kept_for_the_backward_pass() -> None:
-    """Of bfloat16 logits, under autocast, eager torch keeps it in float32: twice what the logits take."""
-
-    def loss(outputs: Tensor, batch: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, batch)
-
-    def kept_bytes(called: Any) -> int:
-        kept = []
-        logits = torch.randn(64, 512, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
-        logits.requires_grad_()
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one),
-        ):
-            called(logits, torch.arange(64)).backward()
-        return sum(
-            one.nbytes for one in kept if one.untyped_storage().data_ptr() != logits.untyped_storage().data_ptr()
-        )
-
-    whole = 64 * 512 * 4
-    assert kept_bytes(loss) >= whole
-    assert kept_bytes(compile_loss(loss, "default")) < whole / 16

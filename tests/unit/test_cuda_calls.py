@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import ray
@@ -17,10 +14,11 @@ import ray.train
 import torch
 from ray.train.v2._internal.util import construct_train_func
 
-from cluster.health.check import Probe
+from cluster.health.actors import Probe
 from tests.specs import make
 from tests.tasks import Blobs
 from trainers.context import RunContext
+from trainers.devices.device import grow_segments
 from trainers.errors import TooLargeError
 from trainers.launch import local
 from trainers.loop import build, fit
@@ -79,49 +77,6 @@ def test_a_check_measures_no_gpu_that_something_else_holds(
     assert Probe().call(os.environ.get, "CUDA_VISIBLE_DEVICES") == visible
 
 
-@pytest.mark.parametrize(
-    ("backend", "error", "expected"),
-    [
-        ("nccl", None, "destroyed"),
-        ("nccl", ValueError(), "aborted"),
-        ("nccl", KeyboardInterrupt(), "aborted"),
-        ("gloo", ValueError(), "destroyed"),
-    ],
-)
-def test_a_rank_that_fails_alone_does_not_wait_for_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, error: BaseException | None, expected: str
-) -> None:
-    """They wait in an all-reduce for it, and NCCL's destroy waits for that. What it failed of is written before."""
-    calls: list[str] = []
-    context = local.LocalContext(None, "spawn", 0, 2, 0, 2)
-    context.failed = tmp_path / "failed-0"
-
-    def left(how: str) -> None:
-        assert (tmp_path / "failed-0").exists() == (error is not None)
-        calls.append(how)
-
-    monkeypatch.setattr(local, "join_group", lambda *_: None)
-    monkeypatch.setattr(local, "keep_on_this_machine", lambda: None)
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: left("destroyed"))
-    monkeypatch.setattr(torch.distributed.distributed_c10d, "_abort_process_group", lambda: left("aborted"))
-
-    def execute(context: RunContext) -> int:
-        if error is not None:
-            raise error
-        return 5
-
-    job: Any = SimpleNamespace(config=SimpleNamespace(device="cpu"), execute=execute)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        with pytest.raises(type(error)) if error is not None else nullcontext():
-            assert local._run_in_group(job, context, "file:///none") == 5
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert calls == [expected]
-
-
 def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP makes them in its first backward pass, after the probe."""
     config = make(tmp_path, microbatch_size="auto").config
@@ -140,6 +95,24 @@ def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path: Path, mo
     with pytest.raises(TooLargeError):
         build._settle_buckets(replica, config, context)
     assert told == [replica.microbatch_size]
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "variable", "expected"),
+    [(True, "", ["expandable_segments:True"]), (True, "PYTORCH_CUDA_ALLOC_CONF", []), (False, "", [])],
+)
+def test_a_lanes_allocator_grows_its_segments_unless_the_environment_says_how(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, variable: str, expected: list[str]
+) -> None:
+    told: list[str] = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:128")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    grow_segments()
+    assert told == expected
 
 
 @pytest.mark.parametrize("hang_timeout_s", [1800.0, 7200.0])

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.specs import make
 from tests.unit.test_checkpoint_best import Scripted
 from tests.unit.test_loop import Context, Power, curve
-from tests.unit.test_no_validation import Unseen
-from trainers.checkpoint.validation import check_state
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.sections import EarlyStoppingConfig
-from trainers.errors import ConfigError
-from trainers.launch.run_directory import prepare_storage
 from trainers.loop.early_stopping import EarlyStopping
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
@@ -91,58 +84,3 @@ def test_a_resume_counts_on(at: int, tmp_path: Path) -> None:
         fit(Scripted(scores), config(100), Context(tmp_path, cut_at_step=at))
     result = train(tmp_path, scores, 100)
     assert (result.steps, "its best is 0.5 of step 4" in result.message) == (8, True)
-
-
-def test_a_command_does_not_start_it_again(tmp_path: Path) -> None:
-    changes = {"max_steps": 8, "evaluate__every_steps": 2}
-    stopping = {"early_stopping": {"metric": "val_accuracy", "patience": 1, "min_delta": 2.0}}
-    spec = make(tmp_path, **changes, **stopping)
-    prepare_storage(spec, fresh=False)
-    result = fit(spec.load_task(), spec.config, Context(Path(spec.storage.path)))
-    assert (result.status, result.steps) == ("done", 4)
-    assert prepare_storage(spec, fresh=False) == result
-    assert json.loads((Path(spec.storage.path) / "result.json").read_bytes())["message"].startswith("stopped early")
-    assert prepare_storage(make(tmp_path, **changes), fresh=False) is None, "without it the run is not complete"
-
-
-def test_another_metric_begins_to_count_anew(tmp_path: Path) -> None:
-    train(tmp_path, [0.1, 0.5, 0.4], 6)
-    state = saved_position(tmp_path, 6)
-    assert state == {"metric": "val_score", "best": 0.5, "best_step": 4, "waited": 1}
-    other = EarlyStopping(EarlyStoppingConfig(metric="val_loss", patience=1))
-    other.load_state_dict(state)
-    assert (other.best, other.waited) == (None, 0)
-    off = EarlyStopping(EarlyStoppingConfig())
-    off.load_state_dict(state)
-    assert (off.words, off.state_dict()) == (None, {})
-
-
-def test_a_position_of_an_older_version_has_none(tmp_path: Path) -> None:
-    train(tmp_path, [0.1, 0.5, 0.4], 6)
-    state = torch.load(tmp_path / f"checkpoints/step-{6:012d}/state.pt", weights_only=True)
-    del state["position"]["stopping"]
-    assert check_state(state, f"step-{6:012d}").stopping == {}
-
-
-def saved_position(path: Path, step: int) -> dict[str, Any]:
-    state = torch.load(path / f"checkpoints/step-{step:012d}/state.pt", weights_only=True)
-    found: dict[str, Any] = state["position"]["stopping"]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("stopping", "said"),
-    [
-        ({"metric": "val_scor"}, r"`early_stopping\.metric` is \"val_scor\".*use one of val_loss, val_score"),
-        ({"patience": None}, r"`early_stopping\.patience`.*is required with a metric"),
-        ({"metric": None}, r"`early_stopping\.patience` is 2.*without a metric"),
-    ],
-)
-def test_mistakes(stopping: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
-        train(tmp_path, [0.1], **stopping)
-
-
-def test_without_a_validation_split_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`early_stopping\.metric` is \"val_score\".*gives none"):
-        fit(Unseen(), config(4), Context(None))

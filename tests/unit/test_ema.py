@@ -12,16 +12,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import tests.unit.test_predict as predicted
 from tests.unit.test_loop import PER_EPOCH, Context, Power, Tiny, assert_same_run, config, curve, evaluations, train
-from trainers.checkpoint.checkpoints import Checkpoints, Loaded
 from trainers.config.sections import EmaConfig
 from trainers.devices.device import seed_all
-from trainers.devices.group import Group
-from trainers.errors import CheckpointError, ConfigError
+from trainers.errors import CheckpointError
 from trainers.loop.fit import fit
 from trainers.model.moving_average import MovingAverage
-from trainers.storage import Storage
 
 STEPS = 3 * PER_EPOCH
 ALL = {"every_steps": 1, "keep": 99}
@@ -71,17 +67,6 @@ def test_it_is_torchs_average_of_what_is_trained_without_it(plain: Path, tmp_pat
         assert "ema" not in without
 
 
-def test_the_interval_and_the_warm_up(plain: Path, tmp_path: Path) -> None:
-    train(tmp_path, checkpoint=ALL, ema={"decay": 0.75, "every_steps": 2, "warmup": 5})
-    average = floating(first_model().state_dict())
-    for step, (with_it, without) in enumerate(zip(states(tmp_path), states(plain), strict=True), 1):
-        if step in (2, 4):
-            average = floating(without["model"])
-        elif step % 2 == 0:
-            average = {name: torch.lerp(one, without["model"][name], 0.25) for name, one in average.items()}
-        assert equal(floating(with_it["model"]), average), step
-
-
 def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
     train(tmp_path, checkpoint=ALL, ema={"decay": 0.9})
     model, (inputs, labels) = Tiny().model().eval(), Tiny().dataset("val").tensors  # type: ignore[attr-defined]
@@ -126,28 +111,11 @@ def test_a_step_that_the_loss_scaler_skips_does_not_count() -> None:
         assert torch.equal(model.weight.data, before) is (step in (1, 4))
         if step not in (1, 4):
             expected.lerp_(model.weight.data, 1 - 0.9)
-        ema.update(step)
+        ema.update()
         own = model.weight.data.clone()
         with ema.in_place():
             torch.testing.assert_close(model.weight.data, expected, rtol=1e-6, atol=0.0)
         assert torch.equal(model.weight.data, own)
-
-
-def test_what_is_not_trained_takes_no_memory() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    model[0].requires_grad_(False)
-    model.register_buffer("scratch", torch.ones(2), persistent=False)
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1)
-    ema = MovingAverage(model, optimizer, EmaConfig(decay=0.5))
-    with ema.in_place():
-        names = set(ema.state_dict()["own"])
-    assert names == {"1.weight", "1.bias", "2.weight", "2.bias", "1.running_mean", "1.running_var"}
-
-
-def test_every_command_uses_it(tmp_path: Path) -> None:
-    spec = predicted.train(tmp_path, ema__decay=0.9)
-    last = predicted.evaluations(spec)[-1]
-    assert predicted.work(Path(spec.uri)).metrics == {name: one for name, one in last.items() if name[:4] == "val_"}
 
 
 def load(path: Path, **changes: Any) -> None:
@@ -162,32 +130,3 @@ def test_a_run_with_it_and_one_without_do_not_go_on_with_each_other(plain: Path,
             load(path, **changes)
     with pytest.raises(CheckpointError, match=r'this run has {"decay": 0\.99}'):
         load(tmp_path, ema={"decay": 0.99})
-
-
-def test_a_state_of_other_tensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(tmp_path, ema={"decay": 0.9}, checkpoint={"every_steps": 99})
-    read = Checkpoints._read
-
-    def changed(checkpoints: Checkpoints, name: str, into: list[Loaded]) -> None:
-        read(checkpoints, name, into)
-        own = into[0].state["ema"]["own"]
-        own["0.weight"] = own["0.weight"][:1]
-
-    monkeypatch.setattr(Checkpoints, "_read", changed)
-    with pytest.raises(CheckpointError, match="moving average is one of other tensors"):
-        load(tmp_path, ema={"decay": 0.9})
-    loaded = Checkpoints(Storage(str(tmp_path)), Group(0, 1, torch.device("cpu")), 1).load()
-    assert loaded is not None
-
-
-@pytest.mark.parametrize(
-    ("ema", "said"),
-    [
-        ({"decay": 1.0}, r"`ema\.decay` is 1\.0.*less than 1"),
-        ({"every_steps": 2}, r"`ema\.every_steps` is 2.*without a decay"),
-        ({"warmup": 2}, r"`ema\.warmup` is 2.*add `decay: 0\.999`"),
-    ],
-)
-def test_mistakes(ema: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        config(ema=ema)

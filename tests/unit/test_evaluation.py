@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.unit.test_loop import Tiny, curve, evaluations, train
 from trainers.config.sections import DataConfig
 from trainers.devices.group import Group
-from trainers.errors import ConfigError, RunFailedError
 from trainers.model.precision import resolve_precision
 from trainers.step.evaluation import evaluate
 from trainers.task import Task, task_feed
@@ -88,76 +86,6 @@ def test_the_figures_are_those_of_one_plain_pass(task: Task, size: int, microbat
     )
 
 
-@pytest.mark.parametrize("workers", [2, 3, 8])
-def test_any_number_of_ranks_gives_the_same_figures_to_the_bit(workers: int) -> None:
-    """Each rank's table is taken and added here, as all-reduce would."""
-    dataset, tables = data(100), []
-
-    class Rank(Group):
-        def sum(self, tensor: Tensor) -> Tensor:
-            tables.append(tensor.clone())
-            return tensor
-
-        def gather(self, value: Any) -> list[Any]:
-            return [value, (["accuracy", "confidence"], {True})] if isinstance(value, tuple) else [value]
-
-    class Last(Rank):
-        def sum(self, tensor: Tensor) -> Tensor:
-            super().sum(tensor)
-            return torch.stack(tables).sum(0)
-
-    for rank in range(workers - 1):
-        run(Labels(), dataset, 16, group=Rank(rank, workers, CPU))
-    together = run(Labels(), dataset, 16, group=Last(workers - 1, workers, CPU))
-    assert together == run(Labels(), dataset, 16)
-    covered = torch.stack(tables)[:, :, 1]
-    assert torch.equal((covered > 0).sum(0), torch.ones(7, dtype=torch.int64))  # each batch on exactly one rank
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_left_in_the_mode_and_state_it_was_in(training: bool) -> None:
-    model = small_model().train(training)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    run(Labels(), data(30), 8, model)
-    assert model.training is training
-    assert all(module.training is training for module in model.modules())
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_the_mode_comes_back_after_an_error_too() -> None:
-    class Broken(Labels):
-        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-            raise ZeroDivisionError
-
-    model = small_model()
-    with pytest.raises(ZeroDivisionError):
-        run(Broken(), data(30), 8, model)
-    assert model.training
-
-
-def test_nothing_is_drawn_and_nothing_is_learned() -> None:
-    class Strict(Labels):
-        def transform(self, batch: Any, training: bool) -> Any:
-            assert not training
-            return batch
-
-        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-            assert not outputs.requires_grad
-            return super().loss(outputs, batch)
-
-    before = torch.get_rng_state()
-    run(Strict(), data(30), 8)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_task_without_metrics_has_its_loss() -> None:
-    class Plain(Labels):
-        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-            return {}
-
-    assert set(run(Plain(), data(9), 4)) == {"val_loss"}
-
-
 class Detector(Labels):
     """As torchvision's: losses in training alone, predictions in evaluation; `sometimes` not even that."""
 
@@ -173,19 +101,6 @@ def test_a_task_without_a_loss_in_evaluation_has_its_metrics(size: int) -> None:
     expected = run(Labels(), data(size), 7)
     del expected["val_loss"]
     assert run(Detector(), data(size), 7) == expected
-
-
-def test_a_loss_of_some_batches_alone_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`Detector\.loss\(\)` is None for some batches of an evaluation alone; ret"):
-        run(Detector(sometimes=True), data(64), 7)
-
-
-def test_an_infinite_loss_is_reported_as_it_is() -> None:
-    class Infinite(Labels):
-        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-            return super().loss(outputs, batch) * math.inf
-
-    assert run(Infinite(), data(9), 4)["val_loss"] == math.inf
 
 
 class WithTorchmetrics(Labels):
@@ -228,44 +143,6 @@ def test_torchmetrics_give_what_they_give_in_one_pass(microbatch: int) -> None:
     assert set(figures) == {"val_loss", "val_accuracy", "val_confidence", *expected}
     for name, value in expected.items():
         assert figures[name] == pytest.approx(float(value), rel=1e-5), name
-
-
-def test_torchmetrics_are_ready_for_the_next_evaluation() -> None:
-    task, model = WithTorchmetrics(), small_model()
-    assert run(task, data(100), 16, model) == run(task, data(100), 16, model)
-    assert task.auroc.metric_state == {"preds": [], "target": []}
-
-
-@pytest.mark.parametrize(
-    ("metric", "words"),
-    [
-        (torchmetrics.classification.MulticlassConfusionMatrix(3), "[3, 3]"),
-        (torchmetrics.MetricCollection([torchmetrics.classification.MulticlassAccuracy(3)]), "one by one"),
-        (0.5, "float"),
-    ],
-    ids=["matrix", "collection", "number"],
-)
-def test_a_metric_of_another_kind_is_refused(metric: Any, words: str) -> None:
-    class Other(Labels):
-        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
-            if not isinstance(metric, float):
-                metric.update(outputs, batch[1])
-            return {"mine": metric}
-
-    with pytest.raises(ConfigError, match="metric mine") as met:
-        run(Other(), data(30), 8)
-    assert words in str(met.value)
-
-
-def test_a_metric_that_is_not_one_value_a_sample_is_refused() -> None:
-    """A mean of a batch would be added up as if it were one sample's value: a wrong figure, silently."""
-
-    class Mean(Labels):
-        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-            return {"accuracy": (outputs.argmax(1) == batch[1]).double().mean()}
-
-    with pytest.raises(Exception, match="accuracy"):
-        run(Mean(), data(64), 16)
 
 
 class Drawing(Tiny):
@@ -353,25 +230,3 @@ def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(
         assert task.sizes == [10] * 10, "what did not fit is known"
     finally:
         feed.close()
-
-
-def test_memory_that_runs_out_in_the_middle_counts_no_sample_twice() -> None:
-    class Worse(Small):
-        def forward(self, model: nn.Module, batch: Any) -> Tensor:
-            self.fits = 100 if len(self.sizes) < 2 else 16
-            return super().forward(model, batch)
-
-    dataset, model = data(100), small_model()
-    assert run(Worse(0), dataset, 32, model) == pytest.approx(run(Small(100), dataset, 32, model), rel=1e-12)
-
-
-@pytest.mark.parametrize(("fits", "collective"), [(0, False), (12, True)])
-def test_what_cannot_be_halved_names_the_key(fits: int, collective: bool) -> None:
-    """The other ranks wait in the forward passes of a task that sends something in them."""
-    task = Small(fits)
-    feed = task_feed(data(100), task, DataConfig(), CPU, sharers=1, seed=0)
-    size = 40 if collective else 1
-    words = rf"rank 0: an evaluation batch of {size} ran out of memory .+; fix set `evaluate.microbatch_size` to 20$"
-    with pytest.raises(RunFailedError, match=words) as met:
-        evaluate(small_model(), task, feed, 40, FP32, Group(0, 1, CPU), collective=collective)
-    assert met.value.status == "out_of_memory"

@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-import tests.unit.test_predict as predicted
 from tests.unit.test_loop import Context, Power, Tiny, config, curve, evaluations, train
 from trainers.config import TrainConfig
 from trainers.errors import CheckpointError, ConfigError
-from trainers.inference.export import export
 from trainers.loop.fit import fit
 from trainers.task import Task
 
@@ -115,30 +112,3 @@ def test_what_changes_all_the_same_is_not_lost_in_silence(changes: str, tmp_path
     with pytest.raises(ConfigError, match=re.escape('`checkpoint.parameters` is "trained", but leaves out `0.bias`')):
         train(tmp_path, Adapted(changes=changes), **TRAINED)
     assert sorted(path.name[-1] for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
-
-
-class Kept(predicted.Kept):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model[0].requires_grad_(False)  # type: ignore[index]
-        return model
-
-
-def test_commands_take_the_base_from_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predicted, "Kept", Kept)
-    spec = predicted.train(tmp_path, checkpoint__parameters="trained")
-    last = predicted.evaluations(spec)[-1]
-    assert predicted.work(Path(spec.uri)).metrics == {name: one for name, one in last.items() if name[:4] == "val_"}
-    export(spec.uri, str(tmp_path / "out.safetensors"))
-    exported = safetensors.torch.load_file(tmp_path / "out.safetensors")
-    assert not {"0.weight", "0.bias"} & exported.keys()
-    assert {"4.weight", "1.running_mean"} <= exported.keys()
-    monkeypatch.setattr(Kept, "model", lambda self: predicted_base(self))
-    with pytest.raises(CheckpointError, match=r"trained on another base: the frozen `0\.bias`"):
-        predicted.work(Path(spec.uri))
-
-
-def predicted_base(task: Task) -> nn.Module:
-    model: Any = predicted.Kept.__mro__[1].model(task)  # type: ignore[attr-defined]
-    model[0].requires_grad_(False).bias.data.add_(1.0)
-    return model  # type: ignore[no-any-return]

@@ -139,8 +139,6 @@ def test_the_commands_say_it_in_a_line(
     spec(user)
     assert train([str(user / "run.yaml"), "--profile"]) == 2
     assert "`profile_steps`" in capsys.readouterr().err
-    assert train(["memory", str(user / "run.yaml")]) == 2
-    assert capsys.readouterr().err.endswith("is no `task`, which this command needs; name a run of a task.\n")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     assert train([str(user / "run.yaml")]) == 2

@@ -8,22 +8,19 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from trainers.config import TrainConfig
-from trainers.config.model import build
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.joined_optimizer import JoinedOptimizer
 from trainers.model.precision import resolve_precision
 from trainers.step import cuda_graphs
-from trainers.step.cuda_graphs import CAPTURE_AFTER_STEPS, GraphedStep, layout
+from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
@@ -149,34 +146,6 @@ def test_captured_training_is_training(optimizer: Callable[[Any], Optimizer], ta
         assert torch.equal(ours, theirs)
 
 
-def test_what_is_captured_and_what_is_not() -> None:
-    capture = Fake()
-    train(make(capture), EPOCH * 3)
-    assert CAPTURE_AFTER_STEPS == 3
-    first = ["run"] * 4
-    second = ["record", "replay", "replay", "replay", "run"]
-    third = ["replay", "replay", "replay", "run"]
-    assert capture.events == first + second + third
-
-
-def test_a_shape_is_counted_over_epochs() -> None:
-    """One full and one short step an epoch: the full one is never seen twice in a row."""
-    capture = Fake()
-    train(make(capture), [[8], [3]] * 4)
-    assert capture.events == ["run"] * 6 + ["record", "replay", "run"]
-
-
-def test_steps_of_another_weight_are_not_replayed() -> None:
-    """The share of a microbatch is a number in the graph."""
-    capture = Fake()
-    step = make(capture)
-    for samples in [4, 4, 4, 4, 5, 4]:
-        step(data([4], torch.Generator().manual_seed(1)), [4], samples, idle=False)
-    assert capture.events == ["run"] * 3 + ["record", "replay", "run", "replay"]
-    step(data([4], torch.Generator().manual_seed(1)), [4], 4, idle=True)
-    assert capture.events[-1] == "run"
-
-
 @pytest.mark.parametrize("varied", ["shape", "format", "layout", "word", "nesting", "unknown"])
 def test_batches_that_differ_are_not_replayed_and_it_is_said_once(
     varied: str, caplog: pytest.LogCaptureFixture
@@ -203,23 +172,6 @@ def test_batches_that_differ_are_not_replayed_and_it_is_said_once(
     assert len([record for record in caplog.records if "here shapes change" in record.message]) <= 1
 
 
-def test_shapes_that_never_come_back_are_said_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    capture = Fake()
-    step = make(capture)
-    assert isinstance(step, GraphedStep)
-    for length in range(1, 150):
-        batch = {"x": torch.ones(4, length, 4), "y": torch.ones(4, length)}
-        step(iter([batch]), [4], 4, idle=False)
-    assert set(capture.events) == {"run"}
-    assert len([record for record in caplog.records if "here shapes change" in record.message]) == 1
-    assert len(step._seen) <= 64
-
-
-def test_a_short_last_step_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
-    train(make(Fake()), EPOCH * 3)
-    assert not caplog.records
-
-
 def test_a_step_of_another_size_is_captured_in_its_place() -> None:
     capture = Fake()
     step = make(capture)
@@ -228,20 +180,6 @@ def test_a_step_of_another_size_is_captured_in_its_place() -> None:
     train(step, [[4, 4]] * 5)
     first, second = capture.events[:6], capture.events[6:]
     assert first == second == ["run"] * 3 + ["record", "replay", "replay"]
-
-
-def test_batches_are_copied_not_kept() -> None:
-    """A replay reads its own tensors: the loop's may be freed, or changed by whoever owns them."""
-    capture = Fake()
-    step = make(capture)
-    x, y = torch.ones(4, 4), torch.ones(4)
-    for _ in range(CAPTURE_AFTER_STEPS + 1):
-        step(iter([(x, y)]), [4], 4, idle=False)
-    before = [tensor.clone() for tensor in (x, y)]
-    step(iter([(torch.zeros(4, 4), torch.zeros(4))]), [4], 4, idle=False)
-    assert capture.events[-1] == "replay"
-    assert torch.equal(x, before[0])
-    assert torch.equal(y, before[1])
 
 
 def test_what_a_graph_writes_is_what_others_read() -> None:
@@ -287,14 +225,6 @@ def test_a_loaded_checkpoint_does_not_take_the_learning_rate_away() -> None:
     assert all(group["lr"] is not rate for group, rate in zip(step.optimizer.param_groups, rates, strict=True))
 
 
-def test_a_bad_step_in_a_replay_is_seen() -> None:
-    step = make(Fake())
-    train(step, [[4]] * 5)
-    assert not bool(step.bad)
-    step(iter([(torch.full((4, 4), float("nan")), torch.ones(4))]), [4], 4, idle=False)
-    assert bool(step.bad)
-
-
 def test_a_step_that_cannot_be_captured_is_an_error_with_torchs_reason() -> None:
     failure = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     failure.__context__ = RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore words")
@@ -317,61 +247,3 @@ def test_a_process_in_which_a_capture_failed_serves_no_other_trial() -> None:
     with pytest.raises(ConfigError):
         train(make(Fake(RuntimeError("CUDA error: operation not permitted when stream is capturing"))), [[4]] * 5)
     assert any(words in left for left in baseline._remains())
-
-
-def test_out_of_memory_in_a_capture_stays_what_it_is() -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        train(make(Fake(torch.OutOfMemoryError("CUDA out of memory."))), [[4]] * 5)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "ranks", "capture", "words"),
-    [
-        (lambda parameters: AdamW(parameters, lr=LR), 1, Fake(), "a group of this AdamW is not fused"),
-        (lambda parameters: Adagrad(parameters, lr=LR), 1, Fake(), "a group of this Adagrad is not fused"),
-        (adamw, 2, Fake(), "is for one worker, and this run has 2"),
-        (adamw, 1, None, "needs CUDA, and this worker trains on cpu"),
-    ],
-)
-def test_what_cannot_be_captured_is_refused_at_the_start(
-    optimizer: Callable[[Any], Optimizer], ranks: int, capture: Fake | None, words: str
-) -> None:
-    net = model()
-    forward = ForwardPass(net, Task(), resolve_precision("fp32", CPU), CPU)
-    with pytest.raises(ConfigError) as raised:
-        GraphedStep(forward, optimizer(net.parameters()), Group(0, ranks, CPU), None, capture)
-    assert str(raised.value).startswith("`cuda_graphs` is true, but ")
-    assert words in str(raised.value)
-    assert str(raised.value).endswith("or set `cuda_graphs: false`.")
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"device": "cpu"}, "needs CUDA, not device cpu"),
-        ({"scaling": {"num_workers": 2}}, "is for one worker, not for 2"),
-        ({"strategy": "fsdp"}, "strategy fsdp"),
-        ({"compile": "reduce-overhead"}, "by itself"),
-    ],
-)
-def test_what_the_configuration_alone_refutes(changes: dict[str, Any], words: str) -> None:
-    tree = {"task": "t:T", "epochs": 1, "global_batch_size": 4, "optimizer": {"lr": 0.1}, "cuda_graphs": True}
-    build(TrainConfig, tree, "test")
-    with pytest.raises(ConfigError, match=words):
-        build(TrainConfig, tree | changes, "test")
-
-
-@dataclass(eq=False)
-class Sample:
-    """Compares by identity, as a user's own class may."""
-
-    x: Tensor
-    name: str
-
-
-def test_equal_layouts_are_equal() -> None:
-    assert layout(Sample(torch.ones(2), "a")) == layout(Sample(torch.zeros(2), "a"))
-    assert layout(Sample(torch.ones(2), "a")) != layout(Sample(torch.ones(2), "b"))
-    assert layout({"x": torch.ones(2)}) != layout({"y": torch.ones(2)})
-    assert layout((torch.ones(2),)) != layout([torch.ones(2)])
-    assert layout(True) != layout(1)  # equal to Python, not to a task

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.unit.test_loop import Context, Power, Tiny, assert_same_run, config, train, weights
+from tests.unit.test_loop import Context, config, train, weights
 from trainers.data.sampler import StepSampler
 from trainers.devices.device import seed_all
 from trainers.loop.fit import fit
@@ -104,29 +103,3 @@ def test_each_step_and_each_evaluation_is_told_once_and_no_other_pass(tmp_path: 
     for step in range(1, STEPS + 1):
         expected += [f"step {step}"] + ([f"evaluated {step} {figures[step]!r}"] if step % 4 == 0 else [])
     assert (tmp_path / "calls").read_text().splitlines() == expected
-
-
-def test_what_it_has_learned_of_an_evaluation_is_in_the_checkpoint_of_that_step(tmp_path: Path) -> None:
-    train(tmp_path / "whole", Clipped(), **CHANGES)
-    with pytest.raises(Power):
-        fit(Clipped(), config(**CHANGES), Context(tmp_path / "cut", cut_at_step=4))
-    state = torch.load(tmp_path / "cut/checkpoints/step-000000000004/state.pt", weights_only=True)
-    assert state["task"]["seen"] == state["position"]["metrics"]["val_loss"] > 0
-    calls = tmp_path / "calls"
-    train(tmp_path / "cut", Clipped(calls), **CHANGES)
-    assert calls.read_text().splitlines()[0] == "step 5", "the evaluation of step 4 is not told again"
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
-
-
-def test_a_moving_average_takes_in_what_the_hook_has_made(tmp_path: Path) -> None:
-    train(tmp_path, Clipped(), **CHANGES, ema={"decay": 1e-12})
-    for name, tensor in plain().items():
-        torch.testing.assert_close(weights(tmp_path)[name], tensor, rtol=1e-9, atol=1e-10)
-
-
-def test_a_task_without_a_hook_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(Task, "after_step", fail)
-    assert train(None, Tiny()).steps == 15

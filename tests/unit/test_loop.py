@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -142,20 +139,6 @@ def assert_same_training(path: Path, reference: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def cut_checkpoint(monkeypatch: pytest.MonkeyPatch, at_step: int, whole: bool) -> None:
-    """Power fails as soon as the checkpoint of a step is whole, or else before it is begun."""
-    save = Checkpoints.save
-
-    def cut(checkpoints: Checkpoints, step: int, *args: Any) -> str:
-        if whole or step != at_step:
-            where = save(checkpoints, step, *args)
-        if step == at_step:
-            raise Power
-        return where
-
-    monkeypatch.setattr(Checkpoints, "save", cut)
-
-
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("unbroken")
@@ -177,58 +160,12 @@ def test_two_runs_are_bit_equal(unbroken: Path, tmp_path: Path) -> None:
     assert_same_run(tmp_path, unbroken)
 
 
-def test_another_seed_is_another_run(unbroken: Path, tmp_path: Path) -> None:
-    train(tmp_path, seed=4)
-    assert curve(tmp_path) != curve(unbroken)
-
-
 @pytest.mark.parametrize("at_step", range(1, 3 * PER_EPOCH))
 def test_a_power_cut_at_any_step_changes_nothing(at_step: int, unbroken: Path, tmp_path: Path) -> None:
     with pytest.raises(Power):
         fit(Tiny(), config(), Context(tmp_path, cut_at_step=at_step))
     result = train(tmp_path)
     assert (result.status, result.steps) == ("done", 3 * PER_EPOCH)
-    assert_same_run(tmp_path, unbroken)
-
-
-@pytest.mark.parametrize("at_step", [1, 5, 8])
-def test_a_power_cut_right_after_a_checkpoint_loses_no_line_of_the_log(
-    at_step: int, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        cut_checkpoint(patch, at_step, whole=True)
-        with pytest.raises(Power):
-            train(tmp_path)
-    train(tmp_path)
-    assert_same_run(tmp_path, unbroken)
-
-
-@pytest.mark.parametrize("every", [2, 4, 7])
-def test_steps_after_the_checkpoint_are_redone_the_same(
-    every: int, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        cut_checkpoint(patch, 2 * every, whole=False)
-        with pytest.raises(Power):
-            train(tmp_path, checkpoint={"every_steps": every})
-    train(tmp_path, checkpoint={"every_steps": every})
-    assert_same_run(tmp_path, unbroken)
-
-
-def test_lines_beyond_the_checkpoint_are_dropped(unbroken: Path, tmp_path: Path) -> None:
-    """The newest checkpoint is damaged and the one before is used: its log has more than the run has done."""
-    with pytest.raises(Power):
-        fit(Tiny(), config(checkpoint={"every_steps": 4, "keep": 9}), Context(tmp_path, cut_at_step=12))
-    (tmp_path / "checkpoints" / "step-000000000012" / "manifest.json").unlink()
-    train(tmp_path, checkpoint={"every_steps": 5})
-    assert_same_run(tmp_path, unbroken)
-
-
-def test_cut_again_and_again(unbroken: Path, tmp_path: Path) -> None:
-    for step in range(1, 3 * PER_EPOCH):
-        with pytest.raises(Power):
-            fit(Tiny(), config(), Context(tmp_path, cut_at_step=step))
-    train(tmp_path)
     assert_same_run(tmp_path, unbroken)
 
 
@@ -267,15 +204,6 @@ def test_the_microbatch_size_changes_no_sample_order(microbatch: int, tmp_path: 
         assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-def test_the_mean_of_a_window_is_the_mean_of_its_steps(unbroken: Path, tmp_path: Path) -> None:
-    train(tmp_path, log_every_steps=4, checkpoint={"every_steps": 100}, evaluate={"every_steps": 100})
-    single = [loss for _, _, loss in curve(unbroken)]
-    windows = curve(tmp_path)
-    assert [step for step, _, _ in windows] == [4, 8, 12, 15]
-    for (step, _, mean), first in zip(windows, [0, 4, 8, 12], strict=True):
-        assert mean == pytest.approx(sum(single[first:step]) / (step - first), rel=1e-12)
-
-
 def test_a_stop_request_checkpoints_and_the_same_command_goes_on(unbroken: Path, tmp_path: Path) -> None:
     asked = iter([False, False, True])
     result = train(tmp_path, stop=lambda: next(asked))
@@ -286,40 +214,6 @@ def test_a_stop_request_checkpoints_and_the_same_command_goes_on(unbroken: Path,
     assert RunResult.from_json((tmp_path / "result.json").read_bytes()).status == "stopped"
     assert train(tmp_path).status == "done"
     assert_same_run(tmp_path, unbroken)
-
-
-def test_a_stop_is_noticed_within_ten_steps(tmp_path: Path) -> None:
-    result = train(tmp_path, stop=lambda: True, max_steps=40, **RARE)
-    assert (result.status, result.steps) == ("stopped", 10)
-
-
-def test_time_that_is_up_stops_the_run_and_it_goes_on(unbroken: Path, tmp_path: Path) -> None:
-    launches = 0
-    while train(tmp_path, max_time_s=1e-9).status == "stopped":
-        launches += 1
-        assert launches < 20
-    assert launches >= 13
-    assert_same_run(tmp_path, unbroken)
-
-
-@pytest.mark.parametrize("cause", ["request", "time"])
-def test_a_run_that_did_all_its_steps_is_done_even_when_asked_to_stop(cause: str, tmp_path: Path) -> None:
-    """Its last step met the stop: nothing is left to do, but the last evaluation is still made."""
-    late = {"max_time_s": 1e-9} if cause == "time" else {}
-    result = train(tmp_path, stop=lambda: cause == "request", max_steps=8, **RARE, **late)
-    assert (result.status, result.steps) == ("done", 8)
-    assert "val_loss" in result.metrics
-    assert [step for step, _ in evaluations(tmp_path)] == [8]
-
-
-def test_a_run_cut_short_to_its_checkpoint_is_evaluated_all_the_same(tmp_path: Path) -> None:
-    rare = {"evaluate": {"every_steps": 99}}
-    with pytest.raises(Power):
-        fit(Tiny(), config(max_steps=12, **rare), Context(tmp_path, cut_at_step=6))
-    result = train(tmp_path, max_steps=6, **rare)
-    assert (result.status, result.steps) == ("done", 6)
-    assert "val_loss" in result.metrics
-    assert [step for step, _, _ in curve(tmp_path)] == list(range(1, 7))
 
 
 def test_more_epochs_go_on_from_a_finished_run(unbroken: Path, tmp_path: Path) -> None:
@@ -375,13 +269,6 @@ def test_a_diverged_run_says_so_and_keeps_the_last_good_checkpoint(tmp_path: Pat
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
 
 
-def test_a_bad_loss_is_noticed_within_ten_steps(tmp_path: Path) -> None:
-    task = Poisoned(13)
-    with pytest.raises(DivergedError):
-        train(tmp_path, task, max_steps=40, microbatch_size=BATCH, **RARE)
-    assert task.steps == 20
-
-
 def test_without_storage_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     context = Context(None)
@@ -431,12 +318,6 @@ def test_checkpoints_are_written_when_they_are_due(tmp_path: Path, keep: dict[st
     assert [int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").iterdir())] == expected
 
 
-def test_checkpoints_by_time(tmp_path: Path) -> None:
-    context = Context(tmp_path)
-    fit(Tiny(), config(max_steps=35, checkpoint={"every_s": 1e-9}, evaluate={"every_steps": 100}), context)
-    assert [metrics["step"] for metrics, checkpoint in context.reports if checkpoint] == [10, 20, 30, 35]
-
-
 @pytest.mark.parametrize(
     ("changes", "steps"),
     [({"epochs": 2}, 10), ({"epochs": 2, "drop_last": True}, 8), ({"max_steps": 7}, 7), ({"max_steps": 1}, 1)],
@@ -445,11 +326,6 @@ def test_the_number_of_steps(tmp_path: Path, changes: dict[str, Any], steps: int
     result = train(tmp_path, **changes)
     assert result.steps == steps
     assert [step for step, _, _ in curve(tmp_path)] == list(range(1, steps + 1))
-
-
-def test_an_evaluation_at_the_end_is_always_made(tmp_path: Path) -> None:
-    train(tmp_path, max_steps=7, evaluate={"every_steps": 3})
-    assert [step for step, _ in evaluations(tmp_path)] == [3, 6, 7]
 
 
 class Counting(Tiny):
@@ -468,36 +344,12 @@ class Counting(Tiny):
         return batch
 
 
-def test_each_sample_is_trained_once_an_epoch() -> None:
-    task = Counting()
-    train(None, task, epochs=2)
-    rows = task.rows
-    assert len(rows) == 2 * SAMPLES
-    assert sorted(rows[:SAMPLES]) == sorted(rows[SAMPLES:]) == list(range(SAMPLES))
-    assert rows[:SAMPLES] != rows[SAMPLES:]
-
-
 def test_each_sample_is_trained_once_though_the_run_was_cut(tmp_path: Path) -> None:
     first, second = Counting(), Counting()
     with pytest.raises(Power):
         fit(first, config(epochs=1), Context(tmp_path, cut_at_step=3))
     train(tmp_path, second, epochs=1)
     assert sorted(first.rows + second.rows) == list(range(SAMPLES))
-
-
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
-@pytest.mark.parametrize("which", ["train", "val"])
-def test_a_dataset_without_length_is_a_config_error(which: str) -> None:
-    class Streaming(Tiny):
-        def dataset(self, split: str) -> Dataset[Any]:
-            return Endless() if split == which else super().dataset(split)
-
-    with pytest.raises(ConfigError, match=r"dataset\(.*Endless.*return it from stream"):
-        train(None, Streaming())
 
 
 @pytest.mark.parametrize("which", ["train", "val"])
@@ -520,35 +372,6 @@ def test_a_dataset_that_counts_its_ranks_share_is_refused(which: str) -> None:
         train(None, Split())
 
 
-@pytest.mark.parametrize("method", ["dataset", "stream"])
-def test_splits_by_name_are_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    splits = {split: Tiny().dataset(split) for split in ("train", "val")}
-    monkeypatch.setattr(Tiny, method, lambda self, split: splits)
-    with pytest.raises(ConfigError, match=rf"{method}\(.*has no sample 0, but train, val; return the samples of one"):
-        train(None, Tiny())
-
-
-@pytest.mark.parametrize("found", [5, object()])
-def test_a_stream_that_cannot_be_iterated_is_refused(found: Any) -> None:
-    class Streaming(Tiny):
-        def stream(self, split: str) -> Any:
-            return found
-
-    with pytest.raises(ConfigError, match=r"stream\(.*cannot be iterated"):
-        train(None, Streaming())
-
-
-def test_a_batch_that_drop_last_leaves_nothing_of_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="global_batch_size") as raised:
-        train(None, global_batch_size=SAMPLES + 1, drop_last=True)
-    assert "drop_last" in str(raised.value)
-
-
-def test_a_batch_larger_than_the_data_is_one_step_an_epoch(tmp_path: Path) -> None:
-    result = train(tmp_path, global_batch_size=1000, microbatch_size="auto")
-    assert (result.steps, result.microbatch_size) == (3, SAMPLES)
-
-
 class Larger(Tiny):
     def dataset(self, split: str) -> Dataset[Any]:
         return TensorDataset(torch.randn(30, 4), torch.zeros(30).long())
@@ -566,16 +389,6 @@ def test_a_checkpoint_of_other_steps_is_refused(
         train(tmp_path, task, epochs=2, **changes)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    class Wider(Tiny):
-        def model(self) -> nn.Module:
-            return nn.Linear(4, 2)
-
-    train(tmp_path, epochs=1)
-    with pytest.raises(CheckpointError, match="does not fit this model"):
-        train(tmp_path, Wider(), epochs=2)
-
-
 def test_a_task_state_that_cannot_be_loaded_safely_is_refused_before_training() -> None:
     class Lambda(Tiny):
         def state_dict(self) -> dict[str, Any]:
@@ -583,25 +396,6 @@ def test_a_task_state_that_cannot_be_loaded_safely_is_refused_before_training() 
 
     with pytest.raises(ConfigError, match="state_dict"):
         train(None, Lambda())
-
-
-def test_an_error_in_the_task_comes_out_as_it_is(tmp_path: Path) -> None:
-    class Broken(Tiny):
-        def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Tensor]:
-            raise ZeroDivisionError("mine")
-
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        train(tmp_path, Broken())
-    assert not (tmp_path / "result.json").exists()
-
-
-def test_the_task_keeps_its_own_state(tmp_path: Path) -> None:
-    task = Tiny()
-    task.seen = 41
-    train(tmp_path, task, epochs=1)
-    again = Tiny()
-    train(tmp_path, again, epochs=2)
-    assert again.seen == 41
 
 
 class Steep(Tiny):
@@ -617,25 +411,3 @@ def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
         fit(Steep(), config(precision="fp16"), Context(tmp_path / "cut", cut_at_step=10))
     train(tmp_path / "cut", Steep(), precision="fp16")
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-pure"])
-def test_other_precisions_learn(precision: str) -> None:
-    result = train(None, precision=precision, epochs=8, optimizer={"name": "adamw", "lr": 0.03})
-    assert result.status == "done"
-    assert result.metrics["train_loss"] < 0.65
-    assert math.isfinite(result.metrics["val_loss"])
-
-
-def test_the_start_says_how_the_batch_is_made(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
-    with caplog.at_level(logging.INFO, "trainers"):
-        train(None, max_steps=1)
-    assert "global batch 5 = microbatch 3 x accumulation 2 x 1 worker (local, cpu, fp32)" in caplog.text
-
-
-def test_the_result_is_plain_json(tmp_path: Path) -> None:
-    result = train(tmp_path, epochs=1)
-    assert json.loads((tmp_path / "result.json").read_text()) == dataclasses.asdict(result)

@@ -119,37 +119,12 @@ def sizes(task: Hungry) -> list[int]:
     return [size for size, _ in itertools.groupby(task.tried)]
 
 
-def test_a_fixed_size_that_fits_is_taken_and_never_larger_than_the_share() -> None:
-    task = Hungry(16)
-    assert choose(task, 16, 64) == 16
-    assert choose(task, 16, 12) == 12
-    assert sizes(task) == [16, 12]
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_fixed_size_that_does_not_fit_raises(where: str) -> None:
     task = Hungry(8, where)
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
         choose(task, 16, 64)
     assert task.tried == [16]
-
-
-def test_auto_raises_when_not_even_the_smallest_fits() -> None:
-    model = nn.Linear(4, 2)  # no BatchNorm, which refuses a single sample by itself
-    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
-        choose(Hungry(0), "auto", 8, model)
-
-
-def test_host_memory_counts_too() -> None:
-    assert choose(Hungry(8, error=MemoryError), "auto", 32) == 8
-    failed = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
-    assert choose(Hungry(8, error=lambda: failed), "auto", 32) == 8
-
-
-@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("mine")])
-def test_any_other_error_comes_out_as_it_is(error: Exception) -> None:
-    with pytest.raises(type(error), match=str(error)):
-        choose(Hungry(8, error=lambda: error), "auto", 32)
 
 
 class OwnState(Optimizer):
@@ -209,30 +184,6 @@ def test_everything_is_put_back_to_the_bit(name: str, wanted: int | str, fits: i
     assert model.training
 
 
-def test_a_buffer_that_is_not_saved_is_put_back_too() -> None:
-    model = Net()
-    choose(Hungry(64), "auto", 32, model)
-    assert model.calls == 0
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adagrad", "own"])
-def test_training_after_a_probe_is_training_without_one(name: str) -> None:
-    def train(probe: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = Net()
-        optimizer = optimizers(model)[name]()
-        data = torch.randn(16, 4)
-        if probe:
-            choose(Hungry(9), "auto", 32, model, optimizer)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
-        return [tensor.detach() for tensor in model.state_dict().values()]
-
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(train(True), train(False), strict=True))
-
-
 def test_the_optimizers_own_memory_counts() -> None:
     class Large(OwnState):
         def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -243,29 +194,6 @@ def test_the_optimizers_own_memory_counts() -> None:
     task, model = Hungry(1000), Net()
     optimizer = Large([parameter for parameter in model.parameters() if parameter.requires_grad])
     assert choose(task, "auto", 32, model, optimizer) == 8
-
-
-@pytest.mark.parametrize("kind", [SGD, AdamW])
-@pytest.mark.parametrize(
-    ("share", "ranks", "expected"), [(8, 1, [False, False]), (16, 1, [False, True]), (8, 2, [False, True])]
-)
-def test_a_whole_gradient_lies_beside_the_activations_where_training_has_one(
-    kind: Any, share: int, ranks: int, expected: list[bool]
-) -> None:
-    """The one of earlier microbatches, or DDP's buckets: they take memory in every forward pass but the first."""
-    task, model = Hungry(1000), Net()
-    task.record.seen = seen = list[bool]()
-
-    class Ranks(Group):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, value]
-
-    model.register_forward_pre_hook(lambda *_: task.record.seen.append(model.layers[0].weight.grad is not None))
-    forward = ForwardPass(model, task, resolve_precision("fp32", CPU), CPU)
-    probe = Probe(forward, kind(model.parameters(), lr=0.1), task.dataset("train"), Ranks(0, ranks, CPU))
-    assert choose_microbatch(8, share, probe) == 8
-    assert seen == (expected if kind is AdamW or expected[1] else expected[:1])
-    assert model.layers[0].weight.grad is None
 
 
 def test_a_size_fits_only_where_a_little_is_left_unless_there_is_none_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,36 +210,6 @@ def test_a_size_fits_only_where_a_little_is_left_unless_there_is_none_smaller(mo
     asked_for, task = len(asked), Hungry(1000)
     assert choose(task, 32, 32, model) == 32
     assert len(asked) == asked_for, "a size that the user has chosen is taken as it is"
-
-
-def test_the_probe_takes_the_worst_case() -> None:
-    class Sequences(Hungry):
-        def worst_case_batch(self, dataset: Dataset[Any], size: int) -> Any:
-            self.record.asked = size
-            return torch.ones(size, 4), torch.zeros(size, dtype=torch.int64)
-
-    task = Sequences(64)
-    choose(task, "auto", 32)
-    assert task.record.asked == 32
-
-
-def test_a_rank_that_has_no_room_lowers_it_for_all() -> None:
-    """This rank has room for everything; another one has room for 8."""
-
-    class TwoRanks(Group):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, "OutOfMemoryError: there" if task.tried[-1] > 8 else None]
-
-    task, model = Hungry(1000), Net()
-    spec, optimizer = resolve_precision("fp32", CPU), AdamW(model.parameters())
-
-    def run(wanted: int | str) -> int:
-        forward = ForwardPass(model, task, spec, CPU)
-        return choose_microbatch(wanted, 32, Probe(forward, optimizer, task.dataset("train"), TwoRanks(0, 2, CPU)))
-
-    assert run("auto") == 8
-    with pytest.raises(torch.OutOfMemoryError, match="did not fit on another rank"):
-        run(16)
 
 
 @pytest.mark.parametrize("share", [*range(1, 60), 96, 1000])

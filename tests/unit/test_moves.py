@@ -5,9 +5,8 @@ The `meta` device stands for the other one: torch refuses to mix it with a CPU a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections import UserDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +20,11 @@ from trainers.causes import failure_of
 from trainers.checkpoint.run_state import match_layout
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch
-from trainers.data.transfer import Pinnable, copied, to_device
+from trainers.data.transfer import Pinnable, copied
 from trainers.devices.group import Group
 from trainers.errors import DeviceMismatchError
 from trainers.model.precision import TABLE
-from trainers.step.device_mismatch import named_tensors, raise_if_mismatch
+from trainers.step.device_mismatch import named_tensors
 from trainers.step.evaluation import evaluate
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
@@ -43,11 +42,6 @@ class Sample:
     inputs: Tensor
     labels: Tensor
     name: str = "x"
-
-
-def test_on_a_cpu_the_batches_are_the_very_same() -> None:
-    source = iter([(torch.ones(2),)])
-    assert to_device(source, CPU, ahead=True) is source
 
 
 class Recorded:
@@ -86,24 +80,6 @@ def traced(ahead: bool, count: int = 3) -> list[str]:
 def test_the_next_copy_begins_before_the_step_at_hand() -> None:
     expected = "load 0, copy 0, wait 0, load 1, copy 1, step 0, wait 1, load 2, copy 2, step 1, wait 2, step 2"
     assert ", ".join(traced(ahead=True)) == expected
-
-
-def test_what_is_loaded_in_this_process_is_loaded_when_asked_for() -> None:
-    """A dataset that draws random numbers must not be ahead of the step that a checkpoint keeps."""
-    expected = [f"{what} {number}" for number in range(3) for what in ("load", "copy", "wait", "step")]
-    assert traced(ahead=False) == expected
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_no_batch_gives_none(ahead: bool) -> None:
-    assert traced(ahead, count=0) == []
-
-
-def test_what_is_not_wanted_any_more_is_not_loaded() -> None:
-    events: list[str] = []
-    batches = copied(iter(range(9)), Recorded(events), ahead=True)
-    assert [next(batches), next(batches)] == [0, 1]
-    assert events == ["copy 0", "wait 0", "copy 1", "wait 1", "copy 2"]
 
 
 def test_only_loaders_with_processes_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,16 +124,6 @@ def test_pinning_keeps_every_nesting(batch: Batch, monkeypatch: pytest.MonkeyPat
     assert len(pinned) == len(before) > 0
     assert [name for name, _ in after] == [name for name, _ in before]
     assert all(torch.equal(new, old) for (_, new), (_, old) in zip(after, before, strict=True))
-
-
-def test_a_pinning_loader_gives_what_was_collated() -> None:
-    config = DataConfig(pin_memory=True, resident=False)
-    accelerated = torch.accelerator.is_available()
-    with contextlib.nullcontext() if accelerated else pytest.warns(UserWarning, match="no accelerator"):
-        feed = task_feed(TensorDataset(torch.arange(6.0)), Task(), config, CPU, sharers=1, seed=0)
-        (batch,) = feed.batches([torch.tensor([4, 1])], training=True)
-    assert isinstance(batch, tuple)
-    assert batch[0].tolist() == [4.0, 1.0]
 
 
 # --- tensors left behind ---------------------------------------------------------------------------------------------
@@ -250,14 +216,6 @@ def test_a_tensor_on_another_device_is_named_with_both_devices(case: str) -> Non
     assert words in failed.message
 
 
-def test_nothing_that_is_where_it_belongs_is_named() -> None:
-    task, model, batch, _ = cases()["attribute"]
-    with pytest.raises(DeviceMismatchError) as raised:
-        ForwardPass(model, task, TABLE["fp32"], CPU).loss(batch)
-    assert "batch" not in str(raised.value).split("(torch:")[0]
-    assert "layer.weight" not in str(raised.value)
-
-
 def test_the_probe_and_evaluation_name_it_too() -> None:
     class Far(Weighted):
         def transform(self, batch: Batch, training: bool) -> Batch:
@@ -271,52 +229,6 @@ def test_the_probe_and_evaluation_name_it_too() -> None:
     feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
     with pytest.raises(DeviceMismatchError, match=r"batch\['inputs'\]"):
         evaluate(model, task, feed, 4, TABLE["fp32"], group)
-
-
-# What torch says elsewhere, from its sources (aten/src/ATen) and from reports of users.
-WORDS = [
-    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
-    "Expected all tensors to be on the same device, but got index is on cpu, different from other tensors on cuda:0",
-    "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
-    "indices should be either on cpu or on the same device as the indexed tensor (cpu)",
-    "Expected object of device type cuda but got device type cpu for argument #1 'self' in call to _th_index_select",
-    "Placeholder storage has not been allocated on MPS device!",
-]
-
-
-@pytest.mark.parametrize("words", WORDS)
-def test_torchs_other_words_are_understood(words: str) -> None:
-    with pytest.raises(DeviceMismatchError, match=r"batch\[0\]"):
-        raise_if_mismatch(RuntimeError(words), Task(), Plain(CPU), (torch.ones(2, device=META),), CPU)
-
-
-def test_other_errors_stay_as_they_are() -> None:
-    far = (torch.ones(2, device=META),)
-    raise_if_mismatch(
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x3 and 2x2)"), Task(), Plain(CPU), far, CPU
-    )
-    formats = RuntimeError("Input type (float) and bias type (c10::Half) should be the same")
-    raise_if_mismatch(formats, Task(), Plain(CPU), (torch.ones(2),), CPU)
-
-
-def test_a_number_on_the_cpu_is_no_tensor_left_behind() -> None:
-    error = RuntimeError(WORDS[0])
-    with pytest.raises(DeviceMismatchError) as raised:
-        raise_if_mismatch(error, Task(), nn.Identity(), (torch.tensor(2.0), torch.ones(2)), META)
-    assert "batch[1]" in str(raised.value)
-    assert "batch[0]" not in str(raised.value)
-
-
-def test_many_are_counted_and_objects_that_hold_each_other_end() -> None:
-    class Ring:
-        def __init__(self) -> None:
-            self.me: list[Any] = [self]
-            self.tensor = torch.ones(1)
-
-    batch = [Ring(), UserDict(x=torch.ones(1)), *(torch.ones(1) for _ in range(9))]
-    with pytest.raises(DeviceMismatchError, match=r"and \d+ more cannot meet the rest on meta") as raised:
-        raise_if_mismatch(RuntimeError(WORDS[0]), Task(), nn.Identity(), batch, META)
-    assert "`batch[0].tensor`" in str(raised.value)
 
 
 # --- memory formats --------------------------------------------------------------------------------------------------

@@ -34,14 +34,6 @@ def test_it_trains_as_with_one(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_launcher_hears_of_the_loss_when_an_evaluation_would_be_due() -> None:
-    context = Context(None)
-    fit(Unseen(), config(), context)
-    assert [(row["step"], set(row)) for row, _ in context.reports] == [
-        (step, {"step", "epoch", "train_time_s", "train_loss"}) for step in (5, 10, 15)
-    ]
-
-
 def test_it_resumes(tmp_path: Path) -> None:
     train(tmp_path / "unbroken", Unseen())
     with pytest.raises(Power):

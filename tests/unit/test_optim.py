@@ -36,19 +36,8 @@ def test_the_learning_rate_follows_the_batch_size(rule: str, batch: int, expecte
     assert built_lr(config(global_batch_size=batch, lr_scaling=scaling)) == pytest.approx(expected)
 
 
-def test_it_follows_the_global_batch_also_when_that_is_given_by_worker() -> None:
-    tree = config(lr_scaling={"rule": "linear", "base_batch_size": 64}).tree()
-    del tree["global_batch_size"]
-    by_worker = build(TrainConfig, tree | {"batch_size_per_worker": 64, "scaling": {"num_workers": 2}}, "f")
-    assert built_lr(by_worker) == built_lr(by_worker.with_global_batch()) == pytest.approx(0.2)
-
-
 def factors(total: int, **schedule: Any) -> list[float]:
     return [lr_factor(ScheduleConfig(**schedule), step, total) for step in range(total)]
-
-
-def test_constant() -> None:
-    assert factors(4) == [1.0] * 4
 
 
 def test_warm_up_reaches_one_at_its_last_step() -> None:
@@ -57,29 +46,10 @@ def test_warm_up_reaches_one_at_its_last_step() -> None:
     assert factors(3, warmup=10) == pytest.approx([0.1, 0.2, 0.3])
 
 
-def test_a_share_is_rounded_up_to_whole_steps() -> None:
-    assert factors(10, warmup=0.05) == [1.0] * 10
-    assert factors(10, warmup=0.11)[:2] == [0.5, 1.0]
-    assert factors(10, warmup=0.0) == [1.0] * 10
-
-
-def test_linear_falls_to_zero_after_the_last_step() -> None:
-    assert factors(4, name="linear") == [1.0, 0.75, 0.5, 0.25]
-    assert factors(6, name="linear", warmup=2) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-
-
 def test_cosine_is_half_a_cosine() -> None:
     expected = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
     assert factors(8, name="cosine") == pytest.approx(expected)
     assert factors(10, name="cosine", warmup=2)[2:] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("warmup", [0, 1, 7, 0.0, 0.3, 0.999])
-def test_factors_stay_above_zero_and_never_exceed_one(name: str, warmup: float) -> None:
-    for total in (1, 2, 7, 100):
-        values = factors(total, name=name, warmup=warmup)
-        assert all(0 < value <= 1 for value in values)
 
 
 @pytest.mark.parametrize(
@@ -100,11 +70,6 @@ def test_the_configured_optimizer_is_built(options: dict[str, Any], cls: type, e
     assert group["lr"] == 0.1
     assert group["fused"] is True
     assert {name: group[name] for name in expected} == expected
-
-
-def test_it_starts_from_the_scaled_rate() -> None:
-    scaled = config(global_batch_size=256, lr_scaling={"rule": "sqrt", "base_batch_size": 64})
-    assert build_optimizer(nn.Linear(2, 2), scaled).param_groups[0]["lr"] == pytest.approx(0.2)
 
 
 def test_frozen_parameters_are_left_out() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
-from tests.unit.test_loop import Context, Power, assert_same_run, config, weights
+from tests.unit.test_loop import Context, Power, assert_same_run, config
 from tests.unit.test_recipes import SEED, SETTINGS, Single, descend, order
 from trainers import TrainConfig
 from trainers.errors import ConfigError, DivergedError
 from trainers.loop.fit import fit
-from trainers.model.joined_optimizer import JoinedOptimizer
 from trainers.task import Task
 
 Losses = dict[str, list[float]]
@@ -136,13 +133,6 @@ def test_a_power_cut_changes_nothing(task: Adversarial, at_step: int, tmp_path: 
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_a_window_without_a_phase_does_not_name_it(tmp_path: Path) -> None:
-    context = Context(tmp_path)
-    fit(Wasserstein(), config(**SETTINGS | {"log_every_steps": 4, "checkpoint": {"every_steps": 4}}), context)
-    reported = ["train_loss_generator" in row for row, checkpoint in context.reports if checkpoint]
-    assert reported == [False, True, True]
-
-
 class Penalised(Task):
     """One optimizer and a gradient penalty: the loss has a gradient in it."""
 
@@ -182,48 +172,6 @@ def test_one_optimizer_with_a_gradient_in_its_loss(microbatch: int, tmp_path: Pa
     assert result.flops_per_sample is not None
 
 
-class InLoss(Penalised):
-    """The penalty in the loss of a step of the usual kind."""
-
-    training_step = Task.training_step
-
-    def forward(self, model: nn.Module, batch: Any) -> Any:
-        inputs = batch[0].requires_grad_(torch.is_grad_enabled())
-        return inputs, model(inputs)
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        inputs, predicted = outputs
-        loss = F.mse_loss(predicted.squeeze(1), batch[1])
-        if not inputs.requires_grad:
-            return loss
-        [slope] = torch.autograd.grad(predicted.sum(), inputs, create_graph=True)
-        return loss + slope.square().mean()
-
-
-class CompilesItself(InLoss):
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.compile(backend="aot_eager")
-        return model
-
-
-@pytest.mark.parametrize("task", [Wasserstein, Penalised, InLoss])
-def test_a_gradient_of_a_compiled_model_in_a_loss_is_refused(task: type[Task], monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_quickly(model: nn.Module, mode: str, fullgraph: bool) -> None:
-        model.compile(backend="aot_eager")
-
-    monkeypatch.setattr("trainers.loop.build.compile_model", compile_quickly)
-    words = r"^`compile` is .default., but cannot train a loss that has a gradient in it.*; set `compile: off`\.$"
-    with pytest.raises(ConfigError, match=words) as caught:
-        fit(task(), config(**SETTINGS | {"compile": "default"}), Context(None))
-    assert "double backward" in str(caught.value.__cause__)
-
-
-def test_what_a_task_compiles_itself_is_no_setting_of_the_run() -> None:
-    with pytest.raises(RuntimeError, match="double backward"):
-        fit(CompilesItself(), config(**SETTINGS), Context(None))
-
-
 class Halves(Penalised):
     """Two optimizers of other kinds, and neither phases nor a step of its own: one backward, and both step."""
 
@@ -258,57 +206,6 @@ def test_several_optimizers_of_one_backward(tmp_path: Path) -> None:
     assert found == pytest.approx(losses[5:], rel=1e-12)
 
 
-def test_a_joined_optimizer_is_its_parts_again_when_loaded() -> None:
-    """Their groups and states, by parameter; and the state_dict is what torch's own of all groups would be."""
-
-    def made() -> tuple[nn.Module, JoinedOptimizer]:
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-        parts = {"one": AdamW(model[0].parameters(), 0.1), "other": AdamW(model[1].parameters(), 0.2)}
-        return model, JoinedOptimizer(parts)
-
-    def step(model: nn.Module, optimizer: JoinedOptimizer) -> None:
-        model(torch.ones(2, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    model, optimizer = made()
-    step(model, optimizer)
-    whole = AdamW([{**group} for group in optimizer.param_groups])
-    whole.state.update(optimizer.state)
-    assert str(optimizer.state_dict()) == str(whole.state_dict())
-    again, loaded = made()
-    again.load_state_dict(model.state_dict())
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for _ in range(2):
-        step(model, optimizer)
-        step(again, loaded)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(again.parameters(), model.parameters(), strict=True))
-    assert [group["lr"] for group in loaded.param_groups] == [0.1, 0.2]
-    assert len(loaded.state) == 4
-
-
-def test_each_phase_meets_its_own_parameters_alone_and_none_of_its_passes_counts(tmp_path: Path) -> None:
-    seen: list[tuple[str, bool, bool]] = []
-    batches: list[bool] = []
-
-    class Watched(Wasserstein):
-        def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
-            assert type(model) is Gan
-            batches.append(batch[0].requires_grad)
-            batch[0].requires_grad_()
-            seen.append((phase, model.critic[0].weight.requires_grad, model.generator[0].weight.requires_grad))
-            return super().training_step(model, batch, phase)
-
-    fit(Watched(), config(**SETTINGS | {"microbatch_size": 6}), Context(tmp_path))
-    assert {*seen} == {("critic", True, False), ("generator", False, True)}
-    assert not any(batches)
-    context = Context(tmp_path / "again")
-    fit(Wasserstein(), config(**SETTINGS | {"microbatch_size": 6}), context)
-    ours, theirs = weights(tmp_path), weights(tmp_path / "again")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 def test_a_bad_gradient_of_one_phase_ends_the_updates_of_all(tmp_path: Path) -> None:
     class Bad(Adversarial):
         def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
@@ -320,48 +217,6 @@ def test_a_bad_gradient_of_one_phase_ends_the_updates_of_all(tmp_path: Path) -> 
     settings = {name: value for name, value in SETTINGS.items() if name != "epochs"}
     with pytest.raises(DivergedError, match="step-000000000010"):
         fit(Bad(), config(**settings | changes), Context(tmp_path))
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_precisions(precision: str, tmp_path: Path) -> None:
-    found, wanted = [], []
-    for path, chosen, losses in (("found", precision, found), ("wanted", "fp32", wanted)):
-        context = Context(tmp_path / path)
-        fit(SingleAdversarial(), config(**SETTINGS | {"precision": chosen}), context)
-        losses += [row["train_loss"] for row, checkpoint in context.reports if checkpoint]
-    assert found == pytest.approx(wanted, rel=0.1)  # the loss scaler skips the first ones
-    assert found != wanted
-
-
-def test_a_loss_that_is_no_mean_is_named_with_its_phase(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Summed(Adversarial):
-        def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
-            loss = super().training_step(model, batch, phase)
-            return loss * len(batch[0]) if phase == "generator" else loss
-
-    with caplog.at_level(logging.WARNING):
-        fit(Summed(), config(**SETTINGS), Context(None))
-    found = [record.getMessage() for record in caplog.records if "no mean" in record.getMessage()]
-    assert len(found) == 1
-    assert "training_step() in phase generator is no mean" in found[0]
-
-
-def test_a_parameter_that_no_phase_uses_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Spare(Adversarial):
-        def model(self) -> nn.Module:
-            gan = Gan()
-            gan.critic.spare = nn.Linear(2, 2).double()  # type: ignore[assignment]
-            return gan
-
-        def training_step(self, model: Any, batch: Any, phase: str) -> Tensor:
-            model.critic.forward = lambda inputs: nn.Sequential(*list(model.critic)[:3])(inputs)
-            return super().training_step(model, batch, phase)
-
-    with caplog.at_level(logging.WARNING):
-        fit(Spare(), config(**SETTINGS), Context(None))
-    found = [record.getMessage() for record in caplog.records if "does not depend" in record.getMessage()]
-    assert len(found) == 1
-    assert "the loss of phase critic does not depend on `critic.spare.weight`" in found[0]
 
 
 def given(**methods: Any) -> Task:
@@ -395,7 +250,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"phases": lambda self, step: "critic"}, {}, r"`Given.phases\(0\)` is .critic., but must be .* in a sequence"),
     ({"phases": lambda self, step: ["critic"] * 2}, {}, "must be different ones"),
     ({"phases": lambda self, step: ["critic"] if step < 2 else []}, {}, r"phases\(2\)"),
-    ({"joint_loss": lambda self, outputs: outputs}, {}, r"defines joint_loss\(\) beside training_step\(\)"),
     ({"dataset": lambda self, split: Adversarial.dataset(self, "train")}, {}, r"has no loss\(\) for the samples"),
     ({}, {"strategy": "fsdp"}, r"`strategy` is .fsdp., but is for steps of one loss, and Given defines"),
     ({}, {"strategy": "dp"}, "`strategy` is .dp."),

@@ -9,17 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainers.config import TrainConfig
 from trainers.errors import ConfigError
-from trainers.model.precision import TABLE, apply_matmul, check_device_type, resolve_precision
+from trainers.model.precision import TABLE, apply_matmul, resolve_precision
 
 CPU = torch.device("cpu")
 NAMES = ["fp32", "tf32", "bf16", "fp16", "fp8", "bf16-pure", "fp16-pure"]
-
-
-def test_the_table_has_every_name_of_the_configuration() -> None:
-    assert list(TABLE) == NAMES
-    assert set(NAMES) == set(TrainConfig.model_fields["precision"].annotation.__args__)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -37,36 +31,12 @@ def test_a_row(name: str, autocast: torch.dtype | None, scaler: bool, parameters
     assert (spec.autocast, spec.scaler, spec.parameters, spec.matmul) == (autocast, scaler, parameters, "ieee")
 
 
-def test_only_tf32_lowers_the_matmul() -> None:
-    assert [spec.name for spec in TABLE.values() if spec.matmul == "tf32"] == ["tf32"]
-
-
 def test_tf32_is_refused_on_a_cpu_with_what_it_can_do() -> None:
     with pytest.raises(ConfigError) as raised:
         resolve_precision("tf32", CPU)
     text = str(raised.value)
     assert text.startswith('`precision` is "tf32", but is not something that cpu can do; use one of ')
     assert all(name in text for name in NAMES if name != "fp8")
-
-
-def test_device_types_are_checked_without_a_device() -> None:
-    for name in NAMES:
-        check_device_type(name, "cuda")
-    for device in ("cpu", "mps"):
-        for name in ("tf32", "fp8"):
-            with pytest.raises(ConfigError, match=f"{device} device"):
-                check_device_type(name, device)
-
-
-@pytest.mark.parametrize(
-    ("name", "inside"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_autocast_covers_the_forward_only(name: str, inside: torch.dtype) -> None:
-    spec, layer = resolve_precision(name, CPU), nn.Linear(4, 4)
-    with spec.autocast_context(CPU):
-        assert layer(torch.ones(2, 4)).dtype is inside
-    assert layer(torch.ones(2, 4)).dtype is torch.float32
-    assert spec.convert_model(layer).weight.dtype is torch.float32
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16-pure", torch.bfloat16), ("fp16-pure", torch.float16)])
@@ -80,11 +50,6 @@ def test_pure_formats_convert_parameters_buffers_and_floating_inputs(name: str, 
     assert [converted[key].dtype for key in ("x", "ids", "mask")] == [dtype, torch.int64, torch.bool]
     assert converted["name"] == "a"
     assert batch["x"].dtype is torch.float32  # type: ignore[union-attr]
-
-
-def test_other_formats_leave_the_batch_as_it_is() -> None:
-    batch = (torch.ones(2), torch.ones(2))
-    assert resolve_precision("bf16", CPU).convert_batch(batch) is batch
 
 
 @pytest.fixture
@@ -152,8 +117,3 @@ def test_channels_last_by_itself_is_for_convolutions_on_cuda(
     assert spec.with_layout(wanted, Mixed(), where).channels_last is expected
     assert not spec.with_layout(wanted, nn.Linear(4, 4), where).channels_last
     assert not spec.with_layout(False, Mixed(), where).channels_last
-
-
-def test_channels_last_that_means_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    TABLE["fp32"].with_layout(True, nn.Linear(4, 4), CPU)
-    assert "no 4-D parameter" in caplog.text

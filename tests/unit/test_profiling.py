@@ -119,19 +119,16 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """CUDA's memory calls, remembered."""
-    calls: list[Any] = []
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's memory calls, where there is no device."""
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda device: f"|summary of {device}|")
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"snapshot"))
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **how: calls.append(how))
     monkeypatch.setattr(profiler, "resolve_device", lambda name, index: GPU)
-    return calls
 
 
 @pytest.mark.parametrize("error", [OOM, TooLargeError(64, "CUDA out of memory")])
 def test_out_of_memory_is_reported(
-    error: Exception, cuda: list[Any], tmp_path: Path, log: pytest.LogCaptureFixture
+    error: Exception, cuda: None, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     save_memory_report(error, GPU, Storage(str(tmp_path)), 3)
     assert (tmp_path / "memory" / "rank-3-summary.txt").read_text() == "|summary of cuda:1|"
@@ -142,19 +139,16 @@ def test_out_of_memory_is_reported(
 @pytest.mark.parametrize(
     ("error", "device"), [(ValueError("no"), GPU), (MemoryError(), GPU), (OOM, torch.device("cpu"))]
 )
-def test_nothing_else_is_reported(error: Exception, device: torch.device, cuda: list[Any], tmp_path: Path) -> None:
+def test_nothing_else_is_reported(error: Exception, device: torch.device, cuda: None, tmp_path: Path) -> None:
     save_memory_report(error, device, Storage(str(tmp_path)), 0)
     assert not (tmp_path / "memory").exists()
 
 
-def test_the_history_is_recorded_for_the_run_and_no_longer(cuda: list[Any], tmp_path: Path) -> None:
+def test_a_run_that_ends_out_of_memory_leaves_a_report(cuda: None, tmp_path: Path) -> None:
     context = LocalContext(Storage(str(tmp_path)), "local")
-    with memory_watched(config(memory_history=True), context):
-        assert cuda == [{"max_entries": profiler.HISTORY_ENTRIES}]
-    assert cuda[1:] == [{"enabled": None}]
-    with memory_watched(config(), context):
-        pass
-    assert len(cuda) == 2
+    with pytest.raises(type(OOM)), memory_watched(config(), context):
+        raise OOM
+    assert (tmp_path / "memory" / "rank-0-summary.txt").exists()
 
 
 class Broken(nn.Sequential):

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
 from trainers.config.model import Settings, build
 from trainers.config.overrides import override, set_key
-from trainers.config.yaml import dump_yaml, parse_mapping, parse_yaml
+from trainers.config.yaml import parse_mapping, parse_yaml
 from trainers.errors import ConfigError, ConfigErrors
 
 SCALARS = {
@@ -72,29 +70,6 @@ def test_scalars_are_read_by_yaml_1_2(text: str) -> None:
     assert type(value) is type(SCALARS[text])
 
 
-LEAVES = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
-    | st.sampled_from([*SCALARS, "a: b", "# no", "- x", "a\nb", " lead", "trail ", "tab\t", "'", '"', "\\"])
-)
-TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(LEAVES.map(str), inner))
-
-
-@given(TREES)
-def test_what_is_written_is_read_back(tree: Any) -> None:
-    assert repr(parse_yaml(dump_yaml({"key": tree}), "f")) == repr({"key": tree})
-
-
-def test_a_value_that_stands_twice_is_written_twice() -> None:
-    shared = [1, 2]
-    text = dump_yaml({"a": shared, "b": shared})
-    assert "&" not in text
-    assert parse_yaml(text, "f") == {"a": [1, 2], "b": [1, 2]}
-
-
 def test_a_key_that_stands_twice_is_named_with_its_line() -> None:
     with pytest.raises(ConfigError) as raised:
         parse_yaml("a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n", "train.yaml")
@@ -103,10 +78,30 @@ def test_a_key_that_stands_twice_is_named_with_its_line() -> None:
     assert "`c`" in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["{a: 1, a: 2}", "a: 1\n'a': 2", "1: x\n0x1: y"])
-def test_the_same_key_in_another_spelling_is_the_same_key(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_yaml(text, "f")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [1, 2",
+        "a: b: c",
+        "a: 1\n- b",
+        "a: *nowhere",
+        "\ta: 1",
+        "a: 'open",
+        "\x00",
+        "a: 1\n---\nb: 2",
+        "? [a, b]\n: 1",
+        "? {a: b}\n: 1",
+        "a: !!int word",
+        "a: !!float word",
+        "a: !!timestamp word",
+        "a: !!bool word",
+        "a: !mine 1",
+        "a: " + "9" * 5000,
+    ],
+)
+def test_what_is_not_yaml_is_a_config_error_that_names_the_file(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.yaml"):
+        parse_yaml(text, "train.yaml")
 
 
 @pytest.mark.parametrize(
@@ -121,14 +116,14 @@ def test_the_same_key_in_another_spelling_is_the_same_key(text: str) -> None:
 )
 def test_a_python_tag_is_refused_and_runs_nothing(tmp_path: Path, value: str) -> None:
     target = tmp_path / "made"
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="python"):
         parse_yaml("task_args:\n  x: " + value.format(target), "evil.yaml")
     assert not target.exists()
 
 
 @pytest.mark.parametrize("text", ["", "- a", "3", "word", "1: x", "null: x"])
 def test_a_file_must_be_a_mapping_of_names(text: str) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="must be a mapping"):
         parse_mapping(text, "f")
 
 
@@ -177,23 +172,9 @@ def test_an_override_replaces_the_other_keys_of_its_group() -> None:
     assert override(Outer, tree, {"ratio": 0.1}) == {**tree, "ratio": 0.1}
 
 
-def test_an_override_leaves_the_original_alone() -> None:
-    tree = {"size": 3, "inner": {"steps": 1}, "free": {"list": [1]}}
-    changed = override(Outer, tree, {"inner.epochs": 2, "free.list": [2], "free.deep.er": 1})
-    assert tree == {"size": 3, "inner": {"steps": 1}, "free": {"list": [1]}}
-    assert changed["free"] == {"list": [2], "deep": {"er": 1}}
-
-
 def test_a_key_below_a_value_is_a_config_error() -> None:
-    with pytest.raises(ConfigError) as met:
+    with pytest.raises(ConfigError, match=r"`optimizer\.lr`.*`optimizer`"):
         set_key({"optimizer": "adam"}, "optimizer.lr", 1)
-    assert met.value.field == "optimizer.lr"
-
-
-def test_a_key_below_nothing_makes_the_mapping() -> None:
-    tree: dict[str, Any] = {"a": None}
-    set_key(tree, "a.b.c", 1)
-    assert tree == {"a": {"b": {"c": 1}}}
 
 
 def sentence(tree: dict[str, Any], model: type[Settings] = Outer) -> str:
@@ -206,38 +187,25 @@ GOOD: dict[str, Any] = {"needed": "x"}
 
 
 @pytest.mark.parametrize(
-    ("tree", "field", "shown", "rule", "fix"),
+    ("tree", "words"),
     [
-        ({"rato": 0.5}, "rato", "0.5", "there is no such key", "did you mean `ratio`?"),
-        ({"inner": {"step": 1}}, "inner.step", "1", "there is no such key", "did you mean `inner.steps`?"),
-        ({"inner": {"zzz": None}}, "inner.zzz", "null", "there is no such key", "steps, epochs, seconds"),
-        ({"size": "many"}, "size", '"many"', "whole number", "write"),
-        ({"size": True}, "size", "true", "whole number", "write"),
-        ({"kind": "medium"}, "kind", '"medium"', "'small' or 'large'", "`kind: small`"),
-        ({"needed": ""}, "needed", '""', "must not be empty", "`needed: word`"),
-        ({"needed": 3}, "needed", "3", "must be text", "`needed: word`"),
-        ({"inner": {"steps": 0}}, "inner.steps", "0", "must be at least 1", "`steps: 100`"),
-        ({"inner": 3}, "inner", "3", "must be a mapping", "write"),
-        ({"free": 3}, "free", "3", "must be a mapping", "write"),
-        ({"ratio": 0}, "ratio", "0", "must be greater than 0", "`ratio: 0.5`"),
-        ({"ratio": 1.0}, "ratio", "1.0", "must be less than 1", "`ratio: 0.5`"),
-        ({"ratio": None}, "ratio", "null", "must be a number", "`ratio: 0.5`"),
-        ({"ratio": 0.25}, "ratio", "0.25", "must not be a quarter", "take a third"),
-        ({"many": "x"}, "many", '"x"', "must be one or several", "`many: 2`"),
-        ({"many": [1, "x"]}, "many", "", "must be one or several", "`many: 2`"),
+        ({"rato": 0.5}, "`rato` is 0.5, but there is no such key; did you mean `ratio`?"),
+        ({"inner": {"step": 1}}, "`inner.step` is 1, but there is no such key; did you mean `inner.steps`?"),
+        ({"size": "many"}, '`size` is "many", but must be a whole number; write'),
+        ({"kind": False}, "`kind` is false, but must be one of 'small' or 'large'; write for example `kind: small`"),
+        ({"needed": ""}, '`needed` is "", but must not be empty; write for example `needed: word`'),
+        ({"inner": {"steps": 0}}, "`inner.steps` is 0, but must be at least 1; write for example `steps: 100`"),
+        ({"inner": [1]}, "`inner` is [1], but must be a mapping; write"),
+        ({"free": 3}, "`free` is 3, but must be a mapping; write"),
+        ({"ratio": 0.25}, "`ratio` is 0.25, but must not be a quarter; take a third"),
+        ({"ratio": None}, "`ratio` is null, but must be a number; write for example `ratio: 0.5`"),
+        ({"many": "x"}, '`many` is "x", but must be one or several; write for example `many: 2`'),
     ],
 )
-def test_a_mistake_is_one_sentence(tree: dict[str, Any], field: str, shown: str, rule: str, fix: str) -> None:
+def test_a_mistake_is_one_sentence(tree: dict[str, Any], words: str) -> None:
     text = sentence(GOOD | tree)
     assert len(text.splitlines()) == 1
-    assert text.startswith(f"f.yaml: `{field}")
-    assert shown in text
-    assert rule in text
-    assert fix in text
-
-
-def test_a_missing_key_says_what_it_is_for() -> None:
-    assert sentence({}) == "f.yaml: `needed` is required (What it is for); add for example `needed: word`."
+    assert text.startswith(f"f.yaml: {words}")
 
 
 def test_several_mistakes_are_a_line_each() -> None:
@@ -246,10 +214,6 @@ def test_several_mistakes_are_a_line_each() -> None:
     assert len(raised.value.errors) == 5
     assert len(str(raised.value).splitlines()) == 5
     assert {error.field for error in raised.value.errors} == {"size", "ratio", "inner.steps", "zzz", "needed"}
-
-
-def test_a_long_value_is_cut() -> None:
-    assert len(sentence(GOOD | {"size": "x" * 1000})) < 250
 
 
 def test_the_right_tree_is_built_and_frozen() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainers.data.batch import tensors_of
 from trainers.devices.group import Group
@@ -137,20 +136,6 @@ def test_gradients_of_captured_passes_add_up(sizes: list[int]) -> None:
     assert not torch.allclose(found[len(sizes), False], whole), "autograd has copied: nothing is shown"
 
 
-@pytest.mark.parametrize("sizes", FACTORINGS[1:4], ids=str)
-@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
-def test_twenty_steps_stay_equal_for_every_split(kind: type[Optimizer], sizes: list[int]) -> None:
-    def train(split: list[int]) -> list[Tensor]:
-        model = small_model()
-        step = make_step(model, Regression(), kind(model.parameters(), lr=0.01, fused=True), clip=0.5)  # type: ignore[call-arg]
-        for _ in range(20):
-            run_step(step, regression_data(), split)
-        return [parameter.detach() for parameter in model.parameters()]
-
-    for ours, whole in zip(train(sizes), train([SAMPLES]), strict=True):
-        torch.testing.assert_close(ours, whole, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize(("task", "data"), [(Regression(), regression_data())])
 def test_an_idle_rank_adds_neither_gradient_nor_loss(task: Task, data: Batch) -> None:
     model = small_model()
@@ -159,17 +144,6 @@ def test_an_idle_rank_adds_neither_gradient_nor_loss(task: Task, data: Batch) ->
     found = gradients(model)
     assert len(found) == 4  # they are there: DDP reduces them
     assert all(not gradient.any() for gradient in found)
-    assert step.take_loss() == 0.0
-
-
-def test_take_loss_sums_the_steps_and_starts_anew() -> None:
-    model = small_model()
-    step = make_step(model, Regression(), SGD(model.parameters(), lr=0.0))
-    run_step(step, regression_data(), [SAMPLES])
-    once = step.take_loss()
-    for _ in range(3):
-        run_step(step, regression_data(), [6, 6])
-    assert step.take_loss() == pytest.approx(3 * once, abs=1e-12)
     assert step.take_loss() == 0.0
 
 
@@ -242,33 +216,6 @@ def test_what_weighs_nothing_changes_nothing() -> None:
     assert not step.bad
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_bad_first_step_leaves_the_weights(name: str) -> None:
-    model = small_model(torch.float32)
-    before = copy.deepcopy(model.state_dict())
-    step = make_step(model, Regression(), OPTIMIZERS[name](model.parameters()))
-    run_step(step, poisoned(float("nan")), [SAMPLES])
-    assert bool(step.bad)
-    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
-
-
-class HugeGradient(Regression):
-    """A finite loss whose gradient is not: the loss alone would not show it."""
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return super().loss(outputs, batch) + 0.0 * (outputs - outputs.detach()).abs().sqrt().sum()
-
-
-def test_a_finite_loss_with_an_infinite_gradient_is_bad() -> None:
-    model = small_model(torch.float32)
-    before = copy.deepcopy(model.state_dict())
-    step = make_step(model, HugeGradient(), OPTIMIZERS["adamw"](model.parameters()))
-    run_step(step, tuple(tensor.float() for tensor in regression_data()), [SAMPLES])  # type: ignore[arg-type]
-    assert torch.isfinite(step.loss_sum)
-    assert bool(step.bad)
-    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
-
-
 def test_clipping_is_torchs() -> None:
     clip, reference = 0.05, small_model()
     data, task = regression_data(), Regression()
@@ -282,15 +229,6 @@ def test_clipping_is_torchs() -> None:
     run_step(make_step(model, task, SGD(model.parameters(), lr=1.0), clip=clip), data, [4, 4, 4])
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-def test_a_small_gradient_is_not_clipped() -> None:
-    changed = []
-    for clip in (None, 1e6):
-        model = small_model()
-        run_step(make_step(model, Regression(), SGD(model.parameters(), lr=1.0), clip=clip), regression_data(), [12])
-        changed.append([parameter.detach() for parameter in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*changed, strict=True))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "own"])
@@ -312,23 +250,6 @@ def test_an_fp16_scaler_skip_is_no_divergence(name: str) -> None:
     assert not bool(step.bad)
 
 
-def test_an_fp16_loss_that_is_nan_is_bad() -> None:
-    model = small_model(torch.float32)
-    step = make_step(model, Regression(), OPTIMIZERS["adamw"](model.parameters()), precision="fp16")
-    run_step(step, poisoned(float("nan")), [SAMPLES])
-    assert bool(step.bad)
-
-
-def test_set_lr_multiplies_each_groups_own_rate() -> None:
-    model = small_model()
-    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
-    optimizer = SGD([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.5}])
-    step = make_step(model, Regression(), optimizer)
-    for factor in (0.5, 0.25, 1.0):  # from the base each time, never from the last value
-        step.set_lr(factor)
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1 * factor, 0.5 * factor])
-
-
 def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() -> None:
     """Fused SGD would allocate the buffers in it and write them in none."""
 
@@ -346,56 +267,3 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() ->
 
     for skipped, clean in zip(train(1), train(0), strict=True):
         torch.testing.assert_close(skipped, clean, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("one_pass", [True, False], ids=["one pass", "by the norm"])
-def test_a_gradient_that_is_not_finite_is_found_either_way(one_pass: bool) -> None:
-    """CUDA has no one-pass check of bfloat16 gradients: there the norm says it."""
-    model = small_model()
-    step = make_step(model, Regression(), SGD(model.parameters(), lr=0.1, fused=True))
-    step._one_pass = one_pass
-    inputs, targets = regression_data()
-    run_step(step, (inputs, targets), [SAMPLES])
-    assert not bool(step.bad)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    run_step(step, (inputs * float("inf"), targets), [SAMPLES])
-    run_step(step, (inputs, targets), [SAMPLES])  # no step after a bad one changes anything
-    assert bool(step.bad)
-    assert float(step._found_inf) == 1.0  # what fused optimizers compare it with
-    assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize("clip", [None, 1.0])
-def test_with_clipping_the_norm_alone_is_checked(clip: float | None) -> None:
-    """It has read all gradients already: what is not finite in one of them shows in it."""
-    checked: list[int] = []
-
-    class Checks(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-                checked.append(sum(tensor.numel() for tensor in args[0]))
-            return func(*args, **(kwargs or {}))
-
-    model = small_model()
-    step = make_step(model, Regression(), SGD(model.parameters(), lr=0.1, fused=True), clip=clip)
-    with Checks():
-        run_step(step, regression_data(), [SAMPLES])
-    assert checked == [1 if clip else sum(parameter.numel() for parameter in model.parameters())]
-
-
-class Steep(Regression):
-    """A finite loss with gradients as large as the targets."""
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return (outputs.squeeze(-1) * batch[1]).mean()
-
-
-def test_gradients_whose_norm_overflows_are_no_step_of_zero() -> None:
-    """Clipping would multiply each of them, finite as it is, by nothing: training would stand still in silence."""
-    model = small_model(torch.float32)
-    step = make_step(model, Steep(), SGD(model.parameters(), lr=0.1, fused=True), clip=1.0)
-    inputs, targets = (tensor.float() for tensor in regression_data())
-    run_step(step, (inputs, targets * 1e22), [SAMPLES])
-    assert all(bool(gradient.isfinite().all()) for gradient in gradients(model))
-    assert bool(step.loss_sum.isfinite())
-    assert bool(step.bad)

@@ -78,7 +78,8 @@ def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
     options = {"momentum": 0.9} if kind is SGD else {}
     step = make_step(model, Regression(), kind(model.parameters(), lr=0.01, fused=True, **options), precision, clip)
     if noise:
-        step.noise = NoiseScale(Group(0, 1, CPU), every_steps=1)
+        monkeypatch.setattr("trainers.step.noise_scale.EVERY_STEPS", 1)
+        step.noise = NoiseScale(Group(0, 1, CPU))
     costs = Costs()
     loss, backward = step.forward.loss, step._backward
 
@@ -97,15 +98,3 @@ def test_a_step_reads_nothing_and_takes_no_memory_of_its_own(
             run_step(step, batch, sizes)
     assert costs.reads == []
     assert costs.own_bytes < 2 * WIDTH * WIDTH, "less than the largest gradient"
-
-
-def test_a_read_and_a_copy_are_seen() -> None:
-    """An optimizer of a user's own that is not fused is asked after each step; a clone of a gradient is memory."""
-    model = nn.Linear(WIDTH, 1)
-    step = make_step(model, Regression(), SGD(model.parameters(), lr=0.1))
-    costs = Costs()
-    with costs:
-        run_step(step, (torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES)), [SAMPLES])
-        model.weight.detach().clone()
-    assert costs.reads
-    assert costs.own_bytes >= 4 * WIDTH

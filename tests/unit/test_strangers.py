@@ -21,7 +21,6 @@ from trainers.errors import CheckpointError
 from trainers.storage import Storage
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
 KEEP = {"checkpoint": {"every_steps": 5, "keep": 9}, "evaluate": {"every_steps": 99}}
 Change = Callable[[dict[str, Any]], Any]
 

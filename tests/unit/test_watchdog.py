@@ -18,7 +18,8 @@ from tests.specs import REPOSITORY
 from tests.waits import HANG_S
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
-from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, read_hang, saved_hangs, watched
+from trainers.errors import RunFailedError
+from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, enter, read_hang, saved_hangs, watched
 from trainers.storage import Storage
 
 HANGS = """
@@ -86,14 +87,6 @@ def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path: Path, wait: str,
     assert words in told
     assert "in waits_for_ever" in told
     assert not list(tmp_path.glob("paceline-stacks-*"))
-
-
-def test_one_that_another_process_speaks_for_says_nothing(tmp_path: Path) -> None:
-    """Of several ranks that hang together the command says one sentence."""
-    done = run(tmp_path, "time.sleep(3600)", heard=True)
-    assert done.returncode == HUNG_EXIT_CODE
-    assert "rank 3 made no step for " in (tmp_path / "told").read_text()
-    assert "error:" not in done.stderr
 
 
 def test_a_call_that_keeps_the_interpreters_lock_is_ended_too(tmp_path: Path) -> None:
@@ -182,28 +175,13 @@ def test_a_write_amid_the_steps_has_the_budget_of_a_phase(monkeypatch: pytest.Mo
     assert said[0].endswith("s in checkpoint")
 
 
-def test_a_rank_whose_collective_failed_waits_until_the_cause_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1")
-    waits: list[float] = []
-    monkeypatch.setattr(
-        "trainers.loop.watchdog.time", SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
-    )
-
-    class Asked(RunContext):
-        def should_stop(self, elapsed_s: float) -> bool:
-            return len(waits) > 5
-
-    def leave(error: Exception, context: RunContext) -> float:
-        waits.clear()
-        with pytest.raises(type(error)), watched(FailureConfig(), context):
-            raise error
-        return sum(waits)
-
-    assert leave(broken, RunContext(None, "spawn", 0, 2, 0, 2)) == pytest.approx(10.0, abs=0.2)
-    assert leave(broken, RunContext(None, "ray", 0, 2, 0, 1)) == pytest.approx(60.0, abs=0.2), "a node is missed later"
-    assert leave(broken, Asked(None, "spawn", 0, 2, 0, 2)) < 1, "its launcher has seen it"
-    assert leave(broken, RunContext(None, "local")) == 0
-    assert leave(ValueError("its own"), RunContext(None, "spawn", 0, 2, 0, 2)) == 0
+def test_a_process_has_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = RunContext(None, "local")
+    with watched(FailureConfig(), context) as outer, watched(FailureConfig(), context) as inner:
+        assert inner is outer
+    with watched(FailureConfig(), context) as next_one:
+        assert next_one is not outer
+    enter("nothing is watched")
 
 
 def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> None:
@@ -213,3 +191,14 @@ def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> Non
     assert done.returncode == HUNG_EXIT_CODE
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout.split()[0])).wait(timeout=HANG_S)
+
+
+@pytest.mark.parametrize("waits", ["", ", waiting for other ranks"])
+def test_what_was_saved_says_whether_another_rank_is_the_cause(tmp_path: Path, waits: str) -> None:
+    storage = Storage(str(tmp_path))
+    assert saved_hangs(storage) == []
+    storage.write("hangs/a.txt", f"rank 1 made no step for 5 s in training{waits} (at a.py:1)\n\nstacks".encode())
+    hang = read_hang(storage, "a.txt")
+    assert isinstance(hang, RunFailedError)
+    assert (hang.status, hang.follows) == ("hung", bool(waits))
+    assert hang.message.endswith("(at a.py:1)")

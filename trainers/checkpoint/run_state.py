@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from trainers.checkpoint.validation import (
     tensors_in,
 )
 from trainers.config import TrainConfig
-from trainers.data.batch_schedule import BatchSchedule, Sizes
 from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, ConfigError, StorageError
 from trainers.measure.run_log import RunLog
@@ -153,8 +151,6 @@ class Keeper:
             state["schedule"] = parts.schedule.state_dict()
         if parts.ema is not None:
             state["ema"] = parts.ema.state_dict()
-        if parts.step.carry is not None:
-            state["carry"] = parts.step.carry.state_dict(int(position["step"]))
         return state
 
     def _cut(self, state: dict[str, Any]) -> Cut:
@@ -184,7 +180,7 @@ class Keeper:
         check_frozen(state.get("frozen"), parts.frozen)
         check_dtypes(state["model"], parts.model.state_dict())
         check_optimizer(state["optimizer"], parts.optimizer)
-        for name, part in (("ema", parts.ema), ("schedule", parts.schedule), ("carry", parts.step.carry)):
+        for name, part in (("ema", parts.ema), ("schedule", parts.schedule)):
             if (part is None) != (name not in state):
                 raise CheckpointError(f"it has {'no' if part is not None else 'a'} {name}, unlike this run")
             if part is not None:
@@ -197,14 +193,10 @@ class Keeper:
             ("global_batch_size", position.global_batch_size, config.batch_size),
             ("train_samples", position.train_samples, sampler.known_length),
         ]
-        batches = sampler.batches
-        if config.grows_batch:
-            batches = _grown(batches, position.batch_sizes)
-        else:
-            kept_to = batches.sizes if config.changes_batch else []
-            pairs.append(("batch_schedule", str(position.batch_sizes), str(kept_to)))
+        kept_to = sampler.batches.sizes if config.changes_batch else []
+        pairs.append(("batch_schedule", str(position.batch_sizes), str(kept_to)))
         if position.order:
-            sampler.set_epoch(batches.place(max(0, position.step - 1)).epoch)
+            sampler.set_epoch(sampler.batches.place(max(0, position.step - 1)).epoch)
             pairs.append(("order of samples", position.order, sampler.name()))
         for name, then, now in pairs:
             if then != now:
@@ -246,19 +238,9 @@ class Keeper:
             parts.schedule.load_state_dict(read("schedule"))
         if parts.ema is not None:
             parts.ema.load_state_dict(read("ema"), parts.step.scaler)
-        if parts.step.carry is not None:
-            parts.step.carry.load_state_dict(read("carry"))
         self.task.load_state_dict(read("task", self.task.state_dict()))
         if loaded.rank_state is not None:
             set_rng_state(loaded.rank_state, parts.device)
-
-
-def _grown(batches: BatchSchedule, sizes: Sizes) -> BatchSchedule:
-    """Return the schedule of a batch that has grown; CheckpointError where `sizes` are none."""
-    ends = [until for until, _ in sizes]
-    if not ends or ends[-1] is not None or any(a is None or (b is not None and b <= a) for a, b in pairwise(ends)):
-        raise CheckpointError("its batch sizes do not follow one another")
-    return batches.with_sizes(sizes)
 
 
 def _size(tree: Any) -> int:
@@ -279,7 +261,7 @@ def match_layout(optimizer: Optimizer) -> None:
 
 def _optimizer_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """The saved state as this run's optimizer takes it: what has a parameter's shape is cut as that parameter is, and
-    the options `_HOW` are this run's.
+    how a step is computed is this run's.
     """
     groups = [
         {**ours, **theirs, **{option: ours[option] for option in _HOW if option in ours}}

@@ -23,7 +23,7 @@ from trainers.json_data import validated
 from trainers.model.joined_optimizer import optimizers_of
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
-_OPTIONAL = {"carry", "ema", "frozen", "schedule"}
+_OPTIONAL = {"ema", "frozen", "schedule"}
 _MOST_DEPTH, _MOST_PARTS = 100, 4_000_000
 _Count = Annotated[int, Field(ge=0, lt=10**12)]
 _Shapes = Mapping[int, Mapping[str, Sequence[int]]]
@@ -66,8 +66,6 @@ class Position:
         default_factory=list
     )
     """Of a batch schedule; nothing where the size does not change."""
-    next_look: _Count = 0
-    """Of a batch that grows: the samples at which a larger size is tried next."""
 
 
 def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> Position:

@@ -45,11 +45,10 @@ _NAMES = {
     "profile_steps": "profiler profile",
     "early_stopping.patience": "patience early_stop early_stopping_patience early_stopping_rounds",
     "ema.decay": "ema_decay model_ema model_ema_decay use_ema moving_average swa",
-    "ema.every_steps": "model_ema_steps ema_interval update_interval",
     "ddp.sync_batchnorm": "sync_bn sync_batchnorm syncbn use_sync_bn",
     "failure.error": "max_failures max_retries max_restarts retries",
     "noise_scale": "gradient_noise_scale gns",
-    "tracking": "report_to log_with trackers tracker loggers use_wandb wandb mlflow trackio",
+    "tracking": "report_to log_with trackers tracker loggers use_wandb wandb mlflow trackio tensorboard",
 }
 
 

@@ -72,7 +72,7 @@ class FunctionConfig(Settings):
     train_loop_config: dict[str, Any] = Field(default_factory=dict, examples=[{"batch_size": 32, "lr": 0.001}])
     """What the function is called with."""
     task_dir: str | None = Field(default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE})
-    """Directory to search for the function's module first; sweeps set it in best.yaml."""
+    """Directory to search for the module of the task or function first; sweeps set it in best.yaml."""
     name: str = Field(default="run", pattern=NAME, examples=["digits"], json_schema_extra={"rule": NAME_RULE})
     """Name of the run: its directory below `storage_path`."""
     storage_path: str | None = Field(

@@ -33,7 +33,11 @@ def reference(model: type[Settings]) -> str:
     return "\n".join(lines)
 
 
-def markdown(title: str, model: type[Settings]) -> str:
-    """All keys as a section of docs/config.md."""
-    rows = (f"| `{key}` | {default} | {text} |".replace("[", "\\[") for key, default, text in entries(model))
-    return "\n".join([f"## {title}", "", "| key | default | meaning |", "|---|---|---|", *rows, ""])
+def markdown(title: str, model: type[Settings], above: type[Settings] | None = None) -> str:
+    """All keys as a section of docs/config.md; those that the model `above` has alike are only named."""
+    known = [] if above is None else [*entries(above)]
+    own = [entry for entry in entries(model) if entry not in known]
+    rows = (f"| `{key}` | {default} | {text} |".replace("[", "\\[") for key, default, text in own)
+    shared = dict.fromkeys(key.partition(".")[0] for key, *rest in entries(model) if (key, *rest) in known)
+    named = [f"As above: {', '.join(f'`{key}`' for key in shared)}.", ""] if shared else []
+    return "\n".join([f"## {title}", "", *named, "| key | default | meaning |", "|---|---|---|", *rows, ""])

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from trainers.config.model import Settings
-from trainers.errors import POLICIES
+from trainers.errors import MISSING, POLICIES, ConfigError
 
 LARGEST = 2**31 - 1
 """Of any count: what torch, numpy and Arrow take everywhere."""
@@ -18,11 +18,44 @@ PATH, PATH_RULE = r"^[^\x00-\x1f\x7f]+$", "must be a path or URI, without contro
 AutoOrBool = Annotated[Literal["auto"] | bool, Field(json_schema_extra={"rule": "must be auto, true or false"})]
 
 
+class ScheduledSize(Settings):
+    """One size of a batch schedule."""
+
+    until_samples: Annotated[int, Field(ge=1, le=10**12)] | None = Field(default=None, examples=[64000])
+    """Samples until which it holds, counted from the start of the run over all epochs and workers; every entry has it
+    but the last one, whose size holds to the end."""
+    size: Positive = Field(examples=[64])
+    """Samples of one optimizer step over all workers."""
+
+
+def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
+    """Raise ConfigError for a batch schedule that could be misread."""
+    *first, last = schedule
+    if last.until_samples is not None:
+        fix = "remove it, or add `{size: B}` for what follows"
+        rule = "is in the last entry, whose size holds to the end of the run"
+        raise ConfigError(f"[{len(first)}].until_samples", last.until_samples, rule, fix)
+    before = 0
+    for number, scheduled in enumerate(first):
+        key = f"[{number}].until_samples"
+        until = scheduled.until_samples
+        if until is None:
+            raise ConfigError(key, MISSING, "is required in every entry but the last one", "add `until_samples: 64000`")
+        if until <= before:
+            rule = f"must be above the {before} of the entry before: it counts from the start of the run"
+            raise ConfigError(key, until, rule, "add the samples of the entries before to it")
+        before = until
+    return schedule
+
+
+BatchSizes = Annotated[list[ScheduledSize], Field(min_length=1, max_length=1000), AfterValidator(check_schedule)]
+
+
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
 
-    name: Literal["sgd", "adam", "adamw"] = Field(default="adamw")
-    """The algorithm, as torch.optim has it."""
+    name: Literal["sgd", "adam", "adamw", "adamw8bit", "adamw4bit", "adamwfp8"] = Field(default="adamw")
+    """The algorithm, as torch.optim has it; adamw8bit, adamw4bit and adamwfp8 are torchao's, with narrow moments."""
     lr: float = Field(gt=0, examples=[0.001])
     """Learning rate at `lr_scaling.base_batch_size` (at any batch size when the rule is none)."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -34,22 +67,13 @@ class OptimizerConfig(Settings):
     betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
         default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]]
     )
-    """Decay rates of the two moments, adam and adamw only."""
+    """Decay rates of the two moments, not for sgd."""
     eps: float | None = Field(default=None, gt=0, examples=[1e-8])
-    """Term added to the denominator, adam and adamw only."""
-    state: Literal["fp32", "bf16", "8bit"] | None = Field(default=None, examples=["bf16"])
-    """Format in which the two moments are kept, adam and adamw only (fp32 when not set: as torch has it, in the
-    parameters' own). bf16: half of the memory; 8bit: a quarter, with a scale for every 256 values (Dettmers et al.
-    2022), but fp32 for parameters of less than 4096. Steps compute in fp32, compiled where the model is."""
-
-    @field_validator("state")
-    @classmethod
-    def _as_not_set(cls, state: str | None) -> str | None:
-        return None if state == "fp32" else state  # so that it is the same run as one of a version without the key
+    """Term added to the denominator, not for sgd."""
 
     @model_validator(mode="after")
     def _only_what_is_used(self) -> Self:
-        for name in ("betas", "eps", "state") if self.name == "sgd" else ("momentum", "nesterov"):
+        for name in ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov"):
             given = getattr(self, name) is not None
             self.refuse_if(given, name, f"has no effect with optimizer {self.name}", "remove it")
         self.refuse_if(bool(self.nesterov) and not self.momentum, "nesterov", "needs momentum", "set `momentum: 0.9`")
@@ -84,9 +108,8 @@ class ScheduleConfig(Settings):
     args: dict[str, Any] | None = Field(default=None, examples=[{"step_size": 30, "gamma": 0.1}])
     """Arguments of torch's class, but for the optimizer."""
     every: Literal["step", "epoch"] | None = Field(default=None, examples=["epoch"])
-    """What a scheduler of torch's counts; required with one, but for ReduceLROnPlateau, which counts evaluations."""
-    metric: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
-    """The figure of an evaluation that ReduceLROnPlateau goes by (val_loss when not set)."""
+    """What a scheduler of torch's counts; required with one, but for ReduceLROnPlateau, which goes by
+    the val_loss of each evaluation."""
     warmup: int | float = Field(
         default=0, ge=0, examples=[100], json_schema_extra={"rule": "must be a number of steps, or a share below 1"}
     )
@@ -128,17 +151,6 @@ class EmaConfig(Settings):
     decay: float | None = Field(default=None, gt=0, lt=1, examples=[0.999])
     """Share of the average that an update keeps. The average of parameters and floating buffers is what is evaluated,
     kept, exported and predicted with."""
-    every_steps: Positive | None = Field(default=None, examples=[32])
-    """Steps between two updates (1 when not set)."""
-    warmup: Count | None = Field(default=None, examples=[1000])
-    """Steps at the start in which the average is the weights themselves (none when not set)."""
-
-    @model_validator(mode="after")
-    def _on(self) -> Self:
-        for name in ("every_steps", "warmup"):
-            alone = self.decay is None and getattr(self, name) is not None
-            self.refuse_if(alone, name, "has no effect without a decay", "add `decay: 0.999`")
-        return self
 
 
 class EvaluateConfig(Settings):
@@ -287,8 +299,6 @@ class DdpConfig(Settings):
     """The model uses the same parameters in every step: DDP may order its work once. Not with accumulation."""
     compression: Literal["none", "bf16"] = Field(default="none")
     """Format in which gradients travel between workers; bf16 halves the traffic and rounds the sum."""
-    bucket_cap_mb: Positive | None = Field(default=None, examples=[100])
-    """MiB of gradients that are sent at once, while the backward pass goes on (torch's 25 when not set)."""
     sync_batchnorm: bool = Field(default=False)
     """BatchNorm by the statistics of all workers' microbatches together (torch's SyncBatchNorm). GPUs only."""
 
@@ -299,8 +309,6 @@ class FsdpConfig(Settings):
     param_dtype: Literal["fp32", "bf16"] = Field(default="fp32")
     """Format in which a block's parameters are gathered, for `precision: bf16`; bf16 halves traffic and memory of it.
     Gradients are reduced in fp32, and blocks with BatchNorm stay in fp32."""
-    reshard_after_forward: bool = Field(default=True)
-    """Free a block's gathered parameters after its forward pass, and gather them again for the backward pass."""
 
 
 class FailureConfig(Settings):

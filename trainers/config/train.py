@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 import trainers.config.sections as sections
-from trainers.config.batch import AutoBatchConfig, BatchSizes
 from trainers.config.foreign import FOREIGN
 from trainers.config.model import Settings, Tree, plain
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, AutoOrBool, Count, Positive, Seconds
@@ -29,7 +28,6 @@ IDENTITY = (
     "seed",
     "global_batch_size",
     "batch_schedule",
-    "auto_batch",
     "drop_last",
     "precision",
     "optimizer",
@@ -61,7 +59,7 @@ class TrainConfig(Settings):
     task_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the Task."""
     task_dir: str | None = Field(default=None, pattern=PATH, json_schema_extra={"rule": PATH_RULE})
-    """Directory to search for the task's module first; sweeps set it in best.yaml."""
+    """Directory to search for the module of the task or function first; sweeps set it in best.yaml."""
     name: str = Field(
         default="run",
         pattern=NAME,
@@ -94,20 +92,15 @@ class TrainConfig(Settings):
     log_every_steps: Positive = Field(default=50)
     """Steps whose mean loss makes one line of the log."""
 
-    global_batch_size: Literal["auto"] | Positive | None = Field(
-        default=None, examples=[64], json_schema_extra={"rule": "must be auto or a whole number of at least 1"}
-    )
-    """Samples of one optimizer step over all workers. auto: it begins and grows by what is measured: the speed of
-    steps, and the loss of either size after the same samples. The result has the `batch_schedule` that was found."""
+    global_batch_size: Positive | None = Field(default=None, examples=[64])
+    """Samples of one optimizer step over all workers."""
     batch_size_per_worker: Positive | None = Field(default=None, examples=[32])
     """The same for each worker; turned into global_batch_size once, at the start."""
-    batch_schedule: BatchSizes | None = Field(
+    batch_schedule: sections.BatchSizes | None = Field(
         default=None, examples=[[{"until_samples": 64000, "size": 64}, {"size": 256}]]
     )
     """Global batch sizes that follow one another, as `[{until_samples: 64000, size: 64}, {size: 256}]`: each holds
     until so many samples of the run, the last one to the end. `lr_scaling` gives each its learning rate."""
-    auto_batch: AutoBatchConfig = Field(default_factory=AutoBatchConfig)
-    """Between which sizes `global_batch_size: auto` chooses."""
     drop_last: bool = Field(default=False)
     """Leave out the last, shorter step of an epoch (default: it is trained, weighted by its samples)."""
     microbatch_size: Literal["auto"] | Positive = Field(
@@ -166,11 +159,8 @@ class TrainConfig(Settings):
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
     noise_scale: bool = Field(default=False)
-    """Measure the gradient noise scale: on workers or microbatches in every tenth step, at the cost of two norms; on
-    one worker without accumulation every 20th step is taken as two halves (the same but for rounding, dropout masks
-    and random transforms)."""
-    memory_history: bool = Field(default=False)
-    """Record the stack of every CUDA allocation, for the snapshot that is saved on out of memory. Costs some speed."""
+    """Log the gradient noise scale (McCandlish et al. 2018), from what single workers or microbatches contribute to
+    every tenth step; one worker without accumulation has none."""
     launcher: Literal["ray", "local", "spawn"] = Field(default="ray")
     """What starts the workers; torchrun, where it has started this process, takes its place."""
 
@@ -188,11 +178,11 @@ class TrainConfig(Settings):
         strategy, compiled, graphs = self.strategy, self.compile, self.cuda_graphs
         device, launcher = self.device, self.launcher
         workers, elastic = self.scaling.max_workers, isinstance(self.scaling.num_workers, list)
+        by_blocks = self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8")
         captures, num_workers = compiled in CAPTURING, "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
-        too_many = self.batch_size > sections.LARGEST
         unused = strategy != "ddp" and self.ddp != sections.DdpConfig()
-        blocks, uncompiled = self.optimizer.state == "8bit", self.precision == "fp8" and compiled == "off"
+        uncompiled = self.precision == "fp8" and compiled == "off"
         unsharded = strategy != "fsdp" and self.fsdp != sections.FsdpConfig()
         narrow = self.fsdp.param_dtype == "bf16" and self.precision != "bf16"
         moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
@@ -200,19 +190,35 @@ class TrainConfig(Settings):
         ddp, default, uncaptured = "set `strategy: ddp`", "set `compile: default`", "set `cuda_graphs: false`"
         given = self.lr_schedule.name in ("CyclicLR", "OneCycleLR") and self.lr_scaling.rule != "none"
         spawn, total = "set `launcher: spawn` or `launcher: ray`", "set `global_batch_size`"
-        grows, auto = self.grows_batch, "is not for `global_batch_size: auto`"
         for condition, key, rule, fix in (
             (workers > 1 and strategy in ("none", "dp"), "strategy", "is for one worker", ddp),
             (unused, "ddp", f"has no effect with strategy {strategy}", "remove it"),
             (unsharded, "fsdp", f"has no effect with strategy {strategy}", "set `strategy: fsdp`"),
             (narrow, "fsdp.param_dtype", f"is for precision bf16, not for {self.precision}", "set `precision: bf16`"),
-            (blocks and strategy == "fsdp", "optimizer.state", "has blocks that shards would cut", "set `state: bf16`"),
+            (
+                by_blocks and strategy == "fsdp",
+                "optimizer.name",
+                "has blocks that shards would cut",
+                "set `name: adamw`",
+            ),
             (uncompiled, "compile", "leaves the casts of precision fp8 as passes over memory of their own", default),
             (strategy == "dp" and compiled != "off", "compile", "cannot follow the replicas of strategy dp", ddp),
             (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
             (again and strategy == "dp", "activation_checkpointing", "cannot follow the replicas of strategy dp", ddp),
             (again and graphs, "activation_checkpointing", "reads random state, which no CUDA graph may", uncaptured),
             (self.fullgraph and compiled == "off", "fullgraph", "needs a compiled model", default),
+            (
+                self.noise_scale and graphs,
+                "noise_scale",
+                "is measured in some steps only, and captured ones are alike",
+                "remove it",
+            ),
+            (
+                self.noise_scale and strategy == "fsdp",
+                "noise_scale",
+                "needs a rank's own gradients, which fsdp never has",
+                "remove it",
+            ),
             (graphs and captures, "cuda_graphs", f"is what compile {compiled} does by itself", uncaptured),
             (graphs and device in ("cpu", "mps"), "cuda_graphs", f"needs CUDA, not device {device}", uncaptured),
             (graphs and workers > 1, "cuda_graphs", f"is for one worker, not for {workers}", uncaptured),
@@ -226,9 +232,6 @@ class TrainConfig(Settings):
                 f"does not reach the rates in {self.lr_schedule.name}'s args",
                 "set `rule: none`",
             ),
-            (grows and self.drop_last, "drop_last", f"{auto}, under which no sample is left out", "remove it"),
-            (grows and moves, "strategy", auto, ddp),
-            (too_many, "batch_size_per_worker", f"makes {self.batch_size} samples of all workers", "write fewer"),
         ):
             self.refuse_if(condition, key, rule, fix)
         return self
@@ -250,40 +253,24 @@ class TrainConfig(Settings):
     @property
     def batch_size(self) -> int:
         """Samples of one optimizer step over all workers, whichever key gave it; the most where that changes."""
-        if self.grows_batch:
-            return self.auto_batch.most
         return max(size for _, size in self.batch_sizes)
 
     @property
-    def grows_batch(self) -> bool:
-        """Whether the batch grows by measurement."""
-        return self.global_batch_size == "auto"
-
-    @property
     def batch_sizes(self) -> list[tuple[int | None, int]]:
-        """Global batch sizes in order, each with the samples of the run until which it holds (None: to the end); of one
-        that grows the first.
-        """
+        """Global batch sizes in order, each with the samples of the run until which it holds (None: to the end)."""
         if self.batch_schedule is not None:
             return [(one.until_samples, one.size) for one in self.batch_schedule]
-        if self.global_batch_size == "auto":
-            return [(None, self.auto_batch.first)]
         return [(None, self.global_batch_size or (self.batch_size_per_worker or 0) * self.scaling.max_workers)]
 
     @property
     def changes_batch(self) -> bool:
-        """Whether the batch size may change within the run."""
-        return self.grows_batch or len(self.batch_sizes) > 1
-
-    @property
-    def schedules_batch(self) -> bool:
-        """Whether there is a schedule of batch sizes, given or to be found: one of one size is treated as any other."""
-        return self.grows_batch or self.batch_schedule is not None
+        """Whether the batch size changes within the run."""
+        return len(self.batch_sizes) > 1
 
     @property
     def counts_samples(self) -> bool:
         """Whether the learning rate's course goes by samples, not by steps: those of a changing size are not alike."""
-        return self.schedules_batch and self.epochs is not None
+        return self.batch_schedule is not None and self.epochs is not None
 
     @property
     def writes_events(self) -> bool:

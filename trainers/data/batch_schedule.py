@@ -79,22 +79,6 @@ class BatchSchedule:
         """Whether there is more than one size."""
         return len(self.sizes) > 1
 
-    def tree(self) -> list[dict[str, int]]:
-        """Return the sizes as `batch_schedule` of a run's file has them."""
-        return [
-            {"size": size} if until is None else {"until_samples": until, "size": size} for until, size in self.sizes
-        ]
-
-    def grown(self, size: int, sample: int) -> "BatchSchedule":
-        """Return the same schedule up to a sample of the run, and another size from there on."""
-        before = [(until, one) for until, one in self.sizes if until is not None and until < sample]
-        held = [(sample, self.size_at(sample - 1))] if sample else []
-        return self.with_sizes([*before, *held, (None, size)])
-
-    def with_sizes(self, sizes: Sizes) -> "BatchSchedule":
-        """Return another schedule over epochs of the same length."""
-        return BatchSchedule(sizes, self.length, self.drop_last)
-
     def size_at(self, sample: int) -> int:
         """Return the batch size of a step whose first sample has this number in the run, from 0."""
         return self.sizes[bisect_right(self._ends, sample)][1]

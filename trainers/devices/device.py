@@ -152,17 +152,6 @@ def take_spare(device: torch.device) -> Tensor | None:
     return torch.empty(int(_SPARE_SHARE * allowed), dtype=torch.uint8, device=device)
 
 
-def room_bytes(device: torch.device) -> int | None:
-    """Return what this process may still take of a GPU's memory, with what torch has reserved and not given out; None
-    for any other device, which names no limit.
-    """
-    if device.type != "cuda":
-        return None
-    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
-    allowed = int(total_memory_bytes(device) * torch.cuda.get_per_process_memory_fraction(device)) - reserved
-    return min(torch.cuda.mem_get_info(device)[0], allowed) + reserved - allocated
-
-
 @contextlib.contextmanager
 def no_autotune() -> Iterator[None]:
     """Let cuDNN take its first algorithm for shapes that are met once."""

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -38,17 +38,6 @@ class Group:
         moved = tensor.detach().to(self.device, copy=True)
         dist.all_reduce(moved, operation)
         return moved.to(tensor.device)
-
-    def concatenated(self, tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
-        """Return a tensor [counts[r], ...] of every rank r, in rank order, on every rank; no gradient goes through."""
-        if self.world_size == 1:
-            return [tensor]
-        padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
-        padded[: len(tensor)] = tensor.detach()
-        parts = [torch.empty_like(padded) for _ in counts]
-        # As bytes: not every backend sends every dtype.
-        dist.all_gather([part.view(-1).view(torch.uint8) for part in parts], padded.view(-1).view(torch.uint8))
-        return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
     def gather(self, value: T) -> list[T]:
         """Return plain data of every rank, in rank order, on every rank."""

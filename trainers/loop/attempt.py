@@ -7,10 +7,8 @@ from typing import Any
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
-from trainers.data.batch_schedule import BatchSchedule
 from trainers.data.stream import Stream
 from trainers.data.stream_reader import Mark
-from trainers.loop.data import steps_in_all
 from trainers.loop.early_stopping import EarlyStopping
 from trainers.loop.watchdog import Watchdog
 from trainers.measure.clock import StepClock
@@ -40,11 +38,8 @@ class Attempt:
         self.began = time.monotonic()
         self.step = 0
         """Steps done, in earlier attempts as well."""
-        self.end = 0
+        self.end = parts.total_steps
         """The step after which this attempt ends."""
-        self.next_look = 0
-        """Of a batch that grows: the samples at which a larger size is tried next."""
-        self.take_sizes(parts.sampler.batches)
         self.metrics: dict[str, float] = {}
         """The newest value of each."""
         self.logged_step, self.evaluated_step = 0, -1
@@ -55,11 +50,6 @@ class Attempt:
         self.earlier_time_s = 0.0
         """Training time of the launches before this one."""
         self.pauses = Pauses()
-
-    def take_sizes(self, batches: BatchSchedule) -> None:
-        """Go by this schedule of batch sizes, of which those of the steps done are as they were."""
-        self.parts.sampler.batches = batches
-        self.parts.total_steps = self.end = steps_in_all(self.config, batches)
 
     @property
     def epochs(self) -> float | None:

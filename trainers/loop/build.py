@@ -3,7 +3,7 @@
 import contextlib
 import io
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,27 +24,37 @@ from trainers.data.sampler import split_share
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
-from trainers.errors import MISSING, ConfigError
+from trainers.errors import ConfigError
 from trainers.loop.data import load_data, make_sampler, steps_in_all
-from trainers.loop.trained import make_trained
 from trainers.loop.watchdog import enter
+from trainers.model.activations import checkpoint_activations
+from trainers.model.frozen import frozen_digests
+from trainers.model.joined_optimizer import join
+from trainers.model.moving_average import MovingAverage
+from trainers.model.optimizer import check_optimizer, set_training
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
-from trainers.model.strategy import check_static_graph, compile_loss, compile_model, wrap_model
-from trainers.step.carry import CarriedPass, CarriedStep, Carry
+from trainers.model.strategy import (
+    check_static_graph,
+    compile_loss,
+    compile_model,
+    place_model,
+    sync_batchnorm,
+    wrap_model,
+)
 from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
 from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.flops import count_flops
-from trainers.step.joint_step import JointStep
+from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
-from trainers.step.noise_scale import NoiseScale, noise_scale
+from trainers.step.noise_scale import NoiseScale
 from trainers.step.phased_step import PhasedStep, is_phased, make_phases
 from trainers.step.replica import Replica
 from trainers.step.splitting import SAMPLES, check_loss
 from trainers.step.throwaway import CollectiveWatch, throwaway
 from trainers.step.train_step import TrainStep
-from trainers.task import Task, carries, task_feed
+from trainers.task import Task, task_feed
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +70,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
 
     train, val = load_data(task, config, context, group)
     sampler = make_sampler(train, task, config, group)
-    joint = _is_joint(task, config)
     _refuse_with_phases(task, config, evaluates=val is not None)
-    _refuse_with_carry(task, config, in_order=sampler.drawn is not None or not sampler.shuffle)
     sharers = context.local_world_size if device.type == "cpu" else 1
 
     def feed(dataset: Dataset[Any]) -> Feed:
@@ -79,13 +87,17 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
     share = -(-min(size for _, size in config.batch_sizes) // group.world_size)
     least = -(-share // microbatch_size) if config.changes_batch else accumulation
-    noise = noise_scale(config, group, model, least)
-    pieces = max(group.world_size * accumulation, 2 if noise is not None and noise.halves_every_steps else 1)
+    noise = None
+    if config.noise_scale and group.world_size * least > 1:
+        noise = NoiseScale(group)
+    elif config.noise_scale:
+        logger.warning("no gradient noise scale: a step of one microbatch on one worker has no parts to compare")
+    pieces = group.world_size * accumulation
     watch = CollectiveWatch()
     watched = watch if group.world_size > 1 else contextlib.nullcontext()
     with watched, throwaway(forward, dataset=train):  # of every rank alike
-        checked = () if joint else probe.passes  # first: of a model as it was made
-        found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in checked]
+        # First: of a model as it was made.
+        found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
         flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
     for warning in filter(None, found if group.rank == 0 else ()):
         logger.warning("%s", warning)
@@ -94,8 +106,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     even = is_sharded(model) or any(group.gather(watch.seen or syncs))
 
     enter("wrapping and compiling the model")
-    carry = Carry(group, config.batch_size, sampler.steps_per_epoch) if carries(task) else None
-    step = _make_step(probe, config, noise, least, joint, carry)
+    step = _make_step(probe, config, noise, least)
     if ema is not None:
         ema.follow(step.scaler)
     seed_all(config.seed + context.rank)  # dropout and transforms differ between ranks
@@ -124,16 +135,36 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     return replica
 
 
-def _is_joint(task: Task, config: TrainConfig) -> bool:
-    """Whether the loss is of all samples of a step together; ConfigError for what goes by a mean over samples then."""
-    joint = type(task).joint_loss is not Task.joint_loss
-    rule = "is for a loss that is a mean over samples, and the task defines joint_loss()"
-    for key in ("cuda_graphs", "noise_scale"):
-        if joint and getattr(config, key):
-            raise ConfigError(key, True, rule, f"set `{key}: false`")
-    if joint and config.grows_batch:
-        raise ConfigError("global_batch_size", "auto", rule, "give a number, or a `batch_schedule`")
-    return joint
+@dataclass(frozen=True)
+class Trained:
+    """A model, neither compiled nor wrapped yet, and its optimizer."""
+
+    forward: ForwardPass
+    optimizer: Optimizer
+    ema: MovingAverage | None
+    frozen: dict[str, str] | None
+    """Digests of the parameters that checkpoints leave out; None where they have them all."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare module."""
+        return self.forward.model
+
+
+def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group) -> Trained:
+    """Place or shard a task's model as configured, and make its optimizer and its moving average."""
+    frozen = frozen_digests(model) if config.checkpoint.parameters == "trained" else None
+    if config.ddp.sync_batchnorm:
+        model = sync_batchnorm(model, group)
+    spec = resolve_precision(config.precision, group.device).with_layout(config.channels_last, model, group.device)
+    model = place_model(spec.convert_model(model), group, config.strategy, config.fsdp)
+    checkpoint_activations(model, config.activation_checkpointing, config.compile != "off")
+    model.train()
+    optimizer = join(task.optimizer(model, config), model, type(task).__name__)
+    check_optimizer(optimizer, type(task).__name__)
+    set_training(optimizer, True)
+    ema = None if config.ema.decay is None else MovingAverage(model, optimizer, config.ema, frozen or ())
+    return Trained(ForwardPass(model, task, spec, group.device), optimizer, ema, frozen)
 
 
 def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:
@@ -142,44 +173,18 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
         return
     name = type(task).__name__
     rule = f"is for steps of one loss, and {name} defines training_step() or phases()"
-    buckets = config.ddp.bucket_cap_mb
     for key, value, refused, fix in (
         ("strategy", config.strategy, ("fsdp", "dp"), "set `strategy: ddp`"),
         ("cuda_graphs", config.cuda_graphs, (True,), "set `cuda_graphs: false`"),
         ("noise_scale", config.noise_scale, (True,), "set `noise_scale: false`"),
-        ("global_batch_size", config.global_batch_size, ("auto",), "give a number, or a `batch_schedule`"),
         ("ddp.static_graph", config.ddp.static_graph, (True,), "remove it: gradients are averaged without DDP"),
         ("ddp.compression", config.ddp.compression, ("bf16",), "remove it: gradients are averaged without DDP"),
-        ("ddp.bucket_cap_mb", buckets, () if buckets is None else (buckets,), "remove it: there are no buckets"),
     ):
         if value in refused:
             raise ConfigError(key, value, rule, fix)
-    if _is_joint(task, config):
-        raise ConfigError("task", config.task, "defines joint_loss() beside training_step() or phases()", "remove one")
     if evaluates and type(task).loss is Task.loss:
         fix = 'define it, or return None from dataset("val")'
         raise ConfigError("task", config.task, 'has no loss() for the samples of its "val" split', fix)
-
-
-def _refuse_with_carry(task: Task, config: TrainConfig, in_order: bool) -> None:
-    """Raise ConfigError where a sample would not go on with the one before it in its place."""
-    if not carries(task):
-        return
-    rule = "is not for a task that carries something from step to step (forward_carried)"
-    if not in_order:
-        fix = "set `data.shuffle: false`, or give the order of the samples by sampler()"
-        raise ConfigError("data.shuffle", True, rule, fix)
-    for key in ("cuda_graphs", "noise_scale"):
-        if getattr(config, key):
-            raise ConfigError(key, True, rule, f"set `{key}: false`")
-    if config.changes_batch:
-        key = "global_batch_size" if config.grows_batch else "batch_schedule"
-        raise ConfigError(key, config.global_batch_size or MISSING, rule, "give one number as `global_batch_size`")
-    if config.strategy in ("fsdp", "dp"):
-        raise ConfigError("strategy", config.strategy, rule, "set `strategy: ddp`")
-    if is_phased(task) or _is_joint(task, config):
-        rule = "defines forward_carried() beside a step of another kind (training_step, phases or joint_loss)"
-        raise ConfigError("task", config.task, rule, "remove one")
 
 
 def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context: RunContext) -> tuple[int, int]:
@@ -207,9 +212,7 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
     return size, accumulation
 
 
-def _make_step(
-    probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int, joint: bool, carry: Carry | None
-) -> TrainStep:
+def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int) -> TrainStep:
     """Compile the model and its loss, wrap it, and make its step, with the noise scale where that is asked for."""
     model, group = probed.forward.model, probed.group
     if config.compile != "off":
@@ -224,15 +227,10 @@ def _make_step(
     watch = noise.hook if noise is not None and accumulation == 1 else None
     wrapped = wrap_model(model, group, config.strategy, config.ddp, watch)
     of = replace(probed.forward, model=wrapped)
-    if config.compile != "off" and not joint:
+    if config.compile != "off":
         of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
-    step: TrainStep
-    if carry is not None:
-        carried = CarriedPass(of.model, of.task, of.spec, of.device, carry, compiled_loss=of.compiled_loss)
-        step = CarriedStep(carried, probed.optimizer, group, config.clip_grad_norm)
-    else:
-        kind = GraphedStep if config.cuda_graphs else JointStep if joint else TrainStep
-        step = kind(of, probed.optimizer, group, config.clip_grad_norm)
+    kind = GraphedStep if config.cuda_graphs else TrainStep
+    step = kind(of, probed.optimizer, group, config.clip_grad_norm)
     step.noise, step.copies_gradients = noise, captures
     return step
 
@@ -250,9 +248,8 @@ def _make_schedule(
     stand_in = StandIn(optimizer) if is_tasks or chosen.name not in OWN_SCHEDULES else None
     scheduler = None if stand_in is None else task.schedule(stand_in, config)
     if stand_in is None or scheduler is None:
-        unused = [(name, value) for name in ("every", "metric") if (value := getattr(chosen, name)) is not None]
-        for name, value in unused:
-            raise ConfigError(f"lr_schedule.{name}", value, f"has no effect with {chosen.name}", "remove it")
+        if chosen.every is not None:
+            raise ConfigError("lr_schedule.every", chosen.every, f"has no effect with {chosen.name}", "remove it")
         return None
     if is_tasks and chosen.name != "constant":
         rule = f"is overruled by {type(task).__name__}.schedule(), which gives a scheduler of its own"

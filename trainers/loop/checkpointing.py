@@ -84,7 +84,6 @@ class Checkpointing:
             "stream": stream.state_at(attempt.samples) if isinstance(stream, Stream) else None,
             "stream_mark": attempt.stream_mark(),
             "batch_sizes": list(parts.sampler.batches.sizes) if attempt.config.changes_batch else [],
-            "next_look": attempt.next_look,
         }
 
     def _kept(self, where: str) -> None:
@@ -133,9 +132,6 @@ class Checkpointing:
         attempt.metrics = dict(position["metrics"])
         attempt.evaluated_step = int(position["evaluated_step"])
         attempt.stopping.load_state_dict(position["stopping"])
-        if attempt.config.grows_batch:
-            attempt.take_sizes(attempt.parts.sampler.batches.with_sizes(position["batch_sizes"]))
-            attempt.next_look = int(position["next_look"])
         attempt.end_early()
         if keeper.kept_step == attempt.step:
             attempt.checkpoint = keeper.checkpoints.locate(attempt.step)

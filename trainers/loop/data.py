@@ -115,9 +115,6 @@ def _look_into(stream: Stream, has_sampler: bool, config: TrainConfig, group: Gr
         if value is not None:
             rule = "counts what nobody knows: a stream does not say how many samples it has"
             raise ConfigError(key, value, rule, f"give {instead} in its place")
-    if config.grows_batch:
-        rule = "trains some samples more than once to compare batch sizes, and a stream is only read forward"
-        raise ConfigError("global_batch_size", "auto", rule, "give a number, or a `batch_schedule`")
     if has_sampler:
         fix = "give Shards, or a map-style dataset"
         raise ConfigError("sampler", type(stream).__name__, "is for data that can be read in any order", fix)

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import gc
 import logging
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -17,10 +18,9 @@ import torch.distributed as dist
 from trainers.config import TrainConfig
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
-from trainers.errors import TooLargeError
+from trainers.errors import ConfigError, TooLargeError
 from trainers.loop.attempt import Attempt
 from trainers.loop.build import build_replica
-from trainers.loop.torch_limits import torch_limits_explained
 from trainers.loop.training import Training
 from trainers.loop.watchdog import Watchdog, watched
 from trainers.measure.profiler import inspect_run, memory_watched
@@ -31,6 +31,7 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 6e5  # the store's ends at 24 days
+_DOUBLE_BACKWARD = "does not currently support double backward"  # aot_autograd's words
 
 
 def fit(task: Task, config: TrainConfig, context: RunContext) -> RunResult:
@@ -69,7 +70,7 @@ def _outlast(failure: FailureConfig, context: RunContext) -> None:
 
 
 def _attempt(task: Task, config: TrainConfig, context: RunContext, watchdog: Watchdog) -> RunResult:
-    with torch_limits_explained(config), contextlib.ExitStack() as stack:
+    with _torch_limits_explained(config), contextlib.ExitStack() as stack:
         inspection = inspect_run(config, context)
         if inspection is not None:
             stack.callback(inspection.close)
@@ -78,3 +79,21 @@ def _attempt(task: Task, config: TrainConfig, context: RunContext, watchdog: Wat
         for feed in parts.feeds:
             feed.beat = watchdog.beat
         return Training(Attempt(task, config, context, parts, watchdog), inspection, stack).run()
+
+
+@contextlib.contextmanager
+def _torch_limits_explained(config: TrainConfig) -> Iterator[None]:
+    """Raise ConfigError, which names the setting, in place of torch's error for a known limit met inside.
+
+    Limits that forward alone can meet, and whose sentence needs the batch, are explained by ForwardPass.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if config.compile != "off" and _DOUBLE_BACKWARD in str(error):  # else the task compiles something itself
+            rule = (
+                "cannot train a loss that has a gradient in it, such as a gradient penalty: torch does not "
+                "differentiate the backward pass of a compiled model"
+            )
+            raise ConfigError("compile", config.compile, rule, "set `compile: off`") from error
+        raise

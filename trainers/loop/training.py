@@ -2,37 +2,37 @@
 
 until the last step (of this launcher's part of the run), or until asked to stop:
     set the learning rate; run one step (trainers/step/train_step.py); count it
-    every `log_every_steps`: the mean loss of those steps (log_window.py)
+    every `log_every_steps`: the mean loss of those steps (figures.py)
     every ten steps, and before anything is kept: all ranks agree on stop, divergence, checkpoint time (agreement.py)
-    when due: evaluate (validation.py); checkpoint (checkpointing.py); report
-evaluate and checkpoint the end; write `result.json` (outcome.py)
+    when due: evaluate (figures.py); checkpoint (checkpointing.py); report
+evaluate and checkpoint the end; write `result.json` (figures.py)
 """
 
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from trainers.causes import classify
+from trainers.data.batch import Batch
 from trainers.data.stream import Stream
 from trainers.devices.device import device_name, environment, reset_peak_memory
 from trainers.errors import PreemptedError, counted
 from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
-from trainers.loop.growth import Growth
-from trainers.loop.log_window import end_window
+from trainers.loop.figures import end_window, finish, validate
 from trainers.loop.monitor import Monitor
-from trainers.loop.outcome import finish
-from trainers.loop.step_batches import step_batches
-from trainers.loop.validation import validate
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import lr_factor, lr_scale
 from trainers.model.strategy import shorten, unused_parameters
 from trainers.step.ceiling import OUT_OF_MEMORY, refuse_microbatch
+from trainers.step.evaluation import batch_seed
 from trainers.step.phased_step import PhasedStep
 from trainers.task import Task
 
@@ -50,7 +50,6 @@ class Training:
         """Of the last step, where there is a schedule."""
         self.lr_scale = 1.0
         """What `lr_scaling` makes of that size, where there is a schedule."""
-        self.growth = Growth(attempt, self.steps) if attempt.config.grows_batch else None
         self.slow_start = attempt.compiles  # the first steps may take as long as a phase
         self.monitor = Monitor(attempt.parts, attempt.clock, attempt.config.cuda_graphs)
         stack.callback(self.monitor.close)
@@ -69,17 +68,11 @@ class Training:
         if isinstance(stream := parts.train_feed.dataset, Stream):
             stream.beat = watchdog.beat
             self.slow_start |= attempt.step > 0  # what was trained may have to be read again
-        if self.growth is not None:
-            self.growth.begin()
         if attempt.context.rank == 0:
             self.say_start()
         watchdog.enter("the first steps" if self.slow_start else "training", steps=not self.slow_start)
         stopped = False
         while attempt.step < attempt.end and not stopped:
-            while self.growth is not None and self.growth.due:
-                attempt.clock.end_span()
-                if self.growth.compare() and attempt.context.rank == 0:
-                    self.tell_start()
             stopped = self.epoch() and attempt.step < attempt.end
         end_window(attempt, self.monitor)
         if not stopped and attempt.evaluated_step != attempt.step:
@@ -133,29 +126,27 @@ class Training:
 
     def epoch(self) -> bool:
         """Train the rest of the current epoch; return whether the run was asked to stop in it."""
-        attempt, clock = self.attempt, self.attempt.clock
+        clock = self.attempt.clock
         clock.end_span()  # the last steps of an epoch after which nothing was due
-        for size, sizes in self.steps(attempt.end if self.growth is None else self.growth.end):
+        for size, sizes in self.steps():
             if clock.first_step_s is None:
                 self.say_unused()
             clock.step(size, sum(sizes))
-            if self.growth is not None:
-                self.growth.stepped(size)
             if self.inspection is not None:
                 self.inspection.step(clock)
             if self.after_step():
                 return True
         return False
 
-    def steps(self, end: int) -> Iterator[tuple[int, list[int]]]:
-        """Train the rest of the current epoch, at most to step `end` of the run; yield after each step its samples, and
+    def steps(self) -> Iterator[tuple[int, list[int]]]:
+        """Train the rest of the current epoch, at most to the attempt's end; yield after each step its samples, and
         those of this rank's microbatches.
         """
         attempt, parts = self.attempt, self.attempt.parts
         sampler = parts.sampler
         number, first = sampler.batches.place(attempt.step)
         sampler.set_epoch(number)
-        last = min(sampler.steps_per_epoch, first + end - attempt.step)
+        last = min(sampler.steps_per_epoch, first + attempt.end - attempt.step)
         batches, counted = step_batches(attempt, first, last)
         attempt.clock.start_span()
         for step, sizes in zip(range(first, last), counted, strict=True):
@@ -175,14 +166,14 @@ class Training:
             if parts.schedule is not None:
                 parts.schedule.stepped(attempt.step, attempt.ends_epoch)
             if parts.ema is not None:
-                parts.ema.update(attempt.step)
+                parts.ema.update()
             yield size, sizes
 
     def set_rates(self) -> None:
         """Set the learning rates of the next step, and note where it has another batch size than the last one."""
         attempt, parts, config = self.attempt, self.attempt.parts, self.attempt.config
         batches = parts.sampler.batches
-        if config.schedules_batch and (size := batches.size(attempt.step)) != self.batch_size:
+        if config.batch_schedule is not None and (size := batches.size(attempt.step)) != self.batch_size:
             if self.batch_size is not None:
                 parts.step.resized()
             self.batch_size, self.lr_scale = size, lr_scale(config, size)
@@ -231,3 +222,36 @@ class Training:
     def evaluate(self) -> bool:
         """Evaluate; return whether this is the best so far, by `checkpoint.best`."""
         return self.checkpointing.improves(validate(self.attempt))
+
+
+_Plan = tuple[list[Tensor], list[int]]
+"""A step's microbatches, and how many samples each of them counts."""
+
+
+def step_batches(attempt: Attempt, first: int, last: int) -> tuple[Iterator[Batch], Iterator[list[int]]]:
+    """Return the microbatches of these steps of the epoch, one after another, and for each step their sizes.
+
+    The attempt must be at the first of them.
+    """
+    config = attempt.config
+    plans, ahead = itertools.tee(_plans(attempt, first, last))  # the feed is ahead by what loaders prepare
+    seeds = None
+    if config.data.num_workers > 0:  # random state of loader processes is in no checkpoint
+        ahead, again = itertools.tee(ahead)
+        seeds = _loader_seeds(again, config.seed, attempt.context.rank, attempt.step)
+    flat = (indices for microbatches, _ in ahead for indices in microbatches)
+    batches = attempt.clock.timed(attempt.parts.train_feed.batches(flat, training=True, seeds=seeds))
+    return batches, (sizes for _, sizes in plans)
+
+
+def _plans(attempt: Attempt, first: int, last: int) -> Iterator[_Plan]:
+    parts = attempt.parts
+    for step in range(first, last):
+        yield parts.sampler.plan(step, parts.microbatch_size, parts.even)
+
+
+def _loader_seeds(plans: Iterator[_Plan], seed: int, rank: int, start: int) -> Iterator[int]:
+    """Yield the seed of each microbatch of the steps from `start` on, for what a loader's process draws for it."""
+    for step, (microbatches, _) in enumerate(plans, start):
+        for piece in range(len(microbatches)):
+            yield batch_seed(seed, rank, step, piece)

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 _KEPT = 1024
 """Compilations that dynamo remembers (64 by itself): a graph with its backward is two."""
 _SHOWN = 5
-HISTORY_ENTRIES = 100_000
-"""Allocations and frees that the memory history keeps, the newest ones: some hundred MB of stacks at the most."""
 _SETTLE_STEPS = 1  # with the profiler on and nothing kept: its own start is slow
 _TABLE_ROWS = 15
 
@@ -246,24 +244,13 @@ class CompileWatch:
 
 @contextlib.contextmanager
 def memory_watched(config: TrainConfig, context: RunContext) -> Iterator[None]:
-    """Save a memory report when the block, one attempt at the run, ends out of device memory.
-
-    With `memory_history` it has the stack of each allocation.
-    """
+    """Save a memory report when the block, one attempt at the run, ends out of device memory."""
     device = resolve_device(config.device, context.device_index)
-    recorded = config.memory_history and device.type == "cuda"
-    if config.memory_history and not recorded and context.rank == 0:
-        logger.warning("`memory_history: true` has no effect on %s: only CUDA allocations are recorded", device.type)
-    if recorded:
-        torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
     try:
         yield
     except Exception as error:
         save_memory_report(error, device, context.storage, context.rank)
         raise
-    finally:
-        if recorded:
-            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def save_memory_report(error: BaseException, device: torch.device, storage: Storage | None, rank: int) -> None:

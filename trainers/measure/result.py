@@ -77,17 +77,13 @@ class RunResult:
     """Model FLOPs utilisation of all workers, 0 to 1; None where the device's peak is not known."""
     ranks: list[RankFigures] = field(default_factory=list)
     """Every rank after warm-up, side by side (trainers/measure/ranks.py)."""
-    noise_scale: dict[str, float | None] | None = None
-    """With `noise_scale: true`, of this launch: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
     samples: int | None = None
     """Samples trained, each as often as it was; None in results of the first versions."""
-    batch_schedule: list[dict[str, int]] | None = None
-    """Of a batch size that may change: the schedule that was kept to, or found, as `batch_schedule` takes it."""
     earlier_time_s: float = 0.0
     """Of train_time_s, the part of launches before this one."""
     energy_j: float | None = None
-    """Of this launch, from its first step to its end, evaluation included: of its GPUs by NVML, else of its machines'
-    processors by RAPL, with all else that runs there. None where neither counts it."""
+    """Of this launch, from its first step to its end, evaluation included: of its GPUs, by NVML. None where
+    nothing counts it."""
     pauses: Pauses | None = None
     """Evaluations and checkpoints of this launch; None of a version that did not count them."""
 
@@ -110,8 +106,6 @@ class RunResult:
             "  " + "  ".join(f"{name} {value:.4f}" for name, value in sorted(self.metrics.items())),
             f"  global batch {self.global_batch_size} = {arithmetic}",
         ]
-        if self.batch_schedule is not None:
-            lines.append(f"  batch_schedule: {json.dumps(self.batch_schedule)}")
         if (speed := self.throughput) is not None:
             lines.append(
                 f"  {speed.samples_per_s:,.0f} samples/s; a step {speed.step_time_s * 1e3:.2f} ms "

@@ -20,9 +20,8 @@ class MovingAverage:
     that a state_dict holds; whole numbers (BatchNorm's count) stay the model's own.
 
     They begin with the model's values: A_0 = W_0, then A_t = decay A_(t-1) + (1 - decay) W_t after the optimizer's
-    step t, or every `every_steps` of them; up to step `warmup` A_t = W_t. A step that the loss scaler skips does not
-    count. Averages are float32 or wider, since small steps vanish in narrower formats. Of a sharded model each rank
-    averages its own part.
+    step t. A step that the loss scaler skips does not count. Averages are float32 or wider, since small steps vanish in
+    narrower formats. Of a sharded model each rank averages its own part.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class MovingAverage:
     ) -> None:
         """`without`: parameters by name that checkpoints leave out, for they do not move."""
         assert config.decay is not None
-        self._decay, self._every_steps, self._warmup = config.decay, config.every_steps or 1, config.warmup or 0
+        self._decay = config.decay
         self._average = get_ema_multi_avg_fn(config.decay)
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         kept = model.state_dict().keys()
@@ -51,20 +50,16 @@ class MovingAverage:
 
     def follow(self, scaler: GradScaler) -> None:
         """Tell by this loss scaler, which lowers its scale then, that a step has changed nothing."""
-        if scaler.is_enabled() and self._every_steps == 1:
+        if scaler.is_enabled():
             self._scaler, self._scale = scaler, torch.tensor(scaler.get_scale())
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Take in the values after the optimizer's step `step`, counted from 1. Does not wait for the device."""
-        if step % self._every_steps:
-            return
+    def update(self) -> None:
+        """Take in the values after a step of the optimizer. Does not wait for the device."""
         moved = self._moved()
         for averages, values in self._grouped():
             taken = [value.to(averages[0].dtype) for value in values]
-            if step <= self._warmup:
-                torch._foreach_copy_(averages, taken)
-            elif moved is None:
+            if moved is None:
                 self._average(averages, taken, 0)
             else:
                 weight = moved.to(averages[0]) * (1 - self._decay)

@@ -15,12 +15,11 @@ from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import MISSING, ConfigError
 from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.moving_average import MovingAverage
-from trainers.model.narrow_adam import NarrowAdam
 from trainers.model.sharding import is_shard
+from trainers.model.torchao import NARROW, narrow_adamw
 
 _CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _FUSED_DEVICES = ("cpu", "cuda", "mps")
-_WIDENED = {"torch.float32", "torch.bfloat16", "torch.float16"}
 
 
 def lr_scale(config: TrainConfig, size: int) -> float:
@@ -37,9 +36,9 @@ def lr_scale(config: TrainConfig, size: int) -> float:
 
 def built_lr(config: TrainConfig) -> float:
     """Return the learning rate that an optimizer is built with: that of the batch size, or of the base batch size where
-    there is a schedule, whose steps multiply it: so it does not depend on how the schedule came about.
+    there is a schedule, whose steps multiply it.
     """
-    return config.optimizer.lr * (1.0 if config.schedules_batch else lr_scale(config, config.batch_size))
+    return config.optimizer.lr * (1.0 if config.batch_schedule is not None else lr_scale(config, config.batch_size))
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -49,19 +48,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """
     chosen = config.optimizer
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options = chosen.model_dump(exclude={"name", "state"}, exclude_none=True) | {"lr": built_lr(config)}
+    options = chosen.model_dump(exclude={"name"}, exclude_none=True) | {"lr": built_lr(config)}
     if chosen.betas is not None:
         options["betas"] = tuple(chosen.betas)
+    if chosen.name in NARROW:
+        return narrow_adamw(chosen.name, parameters, options)
     fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
     if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
         fused = False  # torch 2.15 has no sharded form of it
-    if chosen.state is not None:
-        if wide := {str(p.dtype) for p in parameters} - _WIDENED:
-            rule = f"is for parameters that float32 holds, and the model has {', '.join(sorted(wide))}"
-            raise ConfigError("optimizer.state", chosen.state, rule, "remove it")
-        decoupled = chosen.name == "adamw"
-        compiled = config.compile != "off"
-        return NarrowAdam(parameters, chosen.state, compiled, decoupled_weight_decay=decoupled, fused=fused, **options)
     return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
 
 

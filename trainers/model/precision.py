@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainers.config.train import Precision
 from trainers.data.batch import Batch, map_tensors
 from trainers.errors import ConfigError
-from trainers.model.float8 import to_float8
+from trainers.model.torchao import to_float8
 
 logger = logging.getLogger(__name__)
 

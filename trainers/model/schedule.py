@@ -81,7 +81,6 @@ class Schedule:
         chosen = self._config = config.lr_schedule
         self.scheduler, self._stand_in = scheduler, stand_in
         self._warmup = warmup_steps(chosen, total_steps, batches)
-        self._bases = [float(group["lr"]) for group in stand_in.param_groups]
         self.by_figure = isinstance(scheduler, ReduceLROnPlateau)
         name = type(scheduler).__name__
         if scheduler.optimizer is not stand_in:
@@ -93,9 +92,6 @@ class Schedule:
         if not self.by_figure and chosen.every is None:
             rule = f"is needed: whether {name} is stepped after each step or each epoch"
             raise ConfigError("lr_schedule.every", MISSING, rule, "add `every: epoch` or `every: step`")
-        if not self.by_figure and chosen.metric is not None:
-            rule = f"has no effect with {name}"
-            raise ConfigError("lr_schedule.metric", chosen.metric, rule, "remove it, or choose ReduceLROnPlateau")
 
     def lrs(self, step: int) -> list[float]:
         """Return each group's learning rate in `step`, from 0."""
@@ -118,30 +114,26 @@ class Schedule:
             self.scheduler.step()
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Step a scheduler that goes by a figure; ConfigError where it is not among those of an evaluation."""
+        """Step a scheduler that goes by val_loss; ConfigError where an evaluation has none."""
         if not self.by_figure or step <= self._warmup:
             return
-        metric = self._config.metric or "val_loss"
-        if metric not in figures:
-            rule, fix = "is no metric of this task's evaluation", f"use one of {', '.join(sorted(figures))}"
-            raise ConfigError("lr_schedule.metric", metric, rule, fix)
-        self.scheduler.step(figures[metric])  # type: ignore[arg-type]
+        if "val_loss" not in figures:
+            name = type(self.scheduler).__name__
+            raise ConfigError("lr_schedule.name", name, "goes by val_loss, and loss() gives none", "return one")
+        self.scheduler.step(figures["val_loss"])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: the scheduler's own, and the options that it writes."""
-        return {"scheduler": self.scheduler.state_dict(), "groups": self._stand_in.written(), "bases": self._bases}
+        return {"scheduler": self.scheduler.state_dict(), "groups": self._stand_in.written()}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` is such a scheduler's, ConfigError where it began at other rates."""
+        """Raise CheckpointError unless `state` is such a scheduler's."""
         ours = self.state_dict()
         theirs, groups = state.get("scheduler"), state.get("groups")
         fits = isinstance(theirs, dict) and theirs.keys() == ours["scheduler"].keys() and isinstance(groups, list)
         keys = [group.keys() if isinstance(group, dict) else None for group in groups or ()]
         if not fits or keys != [group.keys() for group in ours["groups"]]:
             raise CheckpointError(f"its schedule is none of a {type(self.scheduler).__name__}")
-        if state.get("bases") != self._bases:
-            rule = f"keeps to the rates that it began with, {state.get('bases')}, and they are {self._bases} now"
-            raise ConfigError("lr_schedule.name", self._config.name, rule, f"use {', '.join(OWN_SCHEDULES)}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""

@@ -64,8 +64,7 @@ def place_model(model: nn.Module, group: Group, strategy: str, fsdp: FsdpConfig 
         normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in own)
         policy = narrow if fsdp.param_dtype == "bf16" and not normed else MixedPrecisionPolicy()
         # The root's, at the end of the forward pass, are the first that the backward pass wants.
-        reshard = fsdp.reshard_after_forward and unit is not model
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
     return model
 
 
@@ -107,7 +106,6 @@ def wrap_model(
     wrapped = DistributedDataParallel(
         model,
         device_ids=ids,
-        bucket_cap_mb=ddp.bucket_cap_mb,
         gradient_as_bucket_view=True,
         static_graph=ddp.static_graph,
     )

@@ -75,7 +75,7 @@ class _Graph:
 class GraphedStep(TrainStep):
     """A TrainStep whose repeated shape is captured and replayed.
 
-    Raises ConfigError where that cannot be: no CUDA, more than one worker, an optimizer whose step reads the device.
+    Raises ConfigError where that cannot be: no CUDA, an optimizer whose step reads the device.
     """
 
     def __init__(
@@ -90,8 +90,6 @@ class GraphedStep(TrainStep):
         if not self._fused:
             rule = "needs an optimizer whose step never waits for the device, and a group of this"
             raise _impossible(f"{rule} {type(optimizer).__name__} is not fused", "build it with `fused=True`")
-        if group.world_size > 1:
-            raise _impossible(f"is for one worker, and this run has {group.world_size}", "set `scaling.num_workers: 1`")
         if capture is None and group.device.type != "cuda":
             raise _impossible(f"needs CUDA, and this worker trains on {group.device.type}", "train on a GPU")
         self._capture = capture or CudaCapture(group.device)

@@ -9,7 +9,7 @@ import csv
 import functools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 PEAKS = Path(__file__).with_name("peaks.csv")
+"""Dense peaks by data sheet."""
 _LIKE_SAMPLES = 8  # of samples that are all of one shape, a few are enough; two or more, for BatchNorm
 
 
@@ -85,7 +86,9 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 
 
 def gpu_peak(gpu: str, precision: str) -> float | None:
-    """Return the same by name, which a row's pattern must match whole: a slice of a GPU (MIG) has no row."""
+    """Return the same by torch's name of the GPU, which a row's pattern must match whole: a slice of a GPU (MIG) has no
+    row. What is not in `peaks.csv` is not known.
+    """
     if " MIG " in gpu:
         return None
     for row in _data_sheets():
@@ -96,6 +99,6 @@ def gpu_peak(gpu: str, precision: str) -> float | None:
 
 
 @functools.cache
-def _data_sheets() -> tuple[Mapping[str, str], ...]:
+def _data_sheets() -> list[dict[str, str]]:
     with PEAKS.open(newline="", encoding="utf-8") as stream:
-        return tuple(csv.DictReader(stream))
+        return list(csv.DictReader(stream))

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import itertools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +18,7 @@ from torch.utils.data import Dataset
 
 from trainers.causes import classify
 from trainers.data.batch import Batch, map_tensors, tensors_of
-from trainers.devices.device import (
-    memory_figures,
-    no_autotune,
-    reset_peak_memory,
-    room_bytes,
-    synchronize,
-    take_spare,
-)
+from trainers.devices.device import synchronize, take_spare
 from trainers.devices.group import Group
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import no_sync
@@ -38,9 +30,6 @@ from trainers.step.throwaway import throwaway
 logger = logging.getLogger(__name__)
 
 _REFUSED = "cannot be trained: "
-_SMALL_PART = 16
-_BAND = 0.1
-"""What small microbatches say of large ones is wrong by less."""
 
 
 @dataclass(frozen=True)
@@ -70,24 +59,6 @@ class Probe:
             gc.collect()
             torch.cuda.empty_cache()
         return error
-
-    def hopeless(self, share: int) -> int | None:
-        """Return the smallest size that cannot fit, by a line through what two small ones take: a peak grows at least
-        as fast as between them. None where the device names no limit, or `share` is small itself.
-        """
-        device, room, small = self.forward.device, room_bytes(self.forward.device), share // _SMALL_PART
-        if room is None or small < 2:
-            return None
-        taken: list[int] = []
-        with no_autotune():
-            for size in (small, 2 * small):
-                reset_peak_memory(device)
-                before = memory_figures(device)["allocated_bytes"]
-                if self.run(size, accumulates=False, with_spare=False) is not None:
-                    return size
-                taken.append(memory_figures(device)["peak_bytes"] - before)
-        each = (taken[1] - taken[0]) / small
-        return None if each <= 0 else small + max(0, math.ceil(((1 + _BAND) * room - taken[0]) / each))
 
     def _error(self, size: int, accumulates: bool, with_spare: bool) -> BaseException | None:
         device = self.forward.device
@@ -157,10 +128,6 @@ def choose_microbatch(
     """
     known_fit, known_misfit = bounds
     sharded = is_sharded(probe.forward.model)
-    hopeless = None
-    names_limit = room_bytes(probe.forward.device) is not None
-    if names_limit and wanted == "auto" and not sharded and (known_fit or 0) < share:
-        hopeless = min(filter(None, probe.group.gather(probe.hopeless(share))), default=None)
     too_large = "a larger microbatch ran out of memory" if accumulates and wanted == "auto" and share == 1 else ""
     kind: type[BaseException] = torch.OutOfMemoryError
 
@@ -175,9 +142,6 @@ def choose_microbatch(
             return False
         if known_fit is not None and size <= known_fit:
             return True
-        if hopeless is not None and size >= hopeless and not last:
-            logger.info("a microbatch of %d is not tried: by what small ones take it cannot fit", size)
-            return False
         refused = ""
         try:
             error = probe.run(size, accumulates or size < share, with_spare=not last)
@@ -218,13 +182,17 @@ def fewest_parts(share: int, fits: Callable[[int], bool]) -> int:
     Parts are doubled until one fits, then bisected: `fits` is asked at most once for a size, and for sizes that are
     known not to fit no more than that takes. It must raise when a single sample does not fit.
     """
-    too_few, parts = 0, 1
+    too_few = 0
+    parts = 1
     while not fits(-(-share // parts)):
-        too_few, parts = parts, min(2 * parts, share)
+        too_few = parts
+        parts = min(2 * parts, share)
     while parts - too_few > 1:
         middle = (parts + too_few) // 2
         size = -(-share // middle)
-        if size == -(-share // parts) or (size != -(-share // too_few) and fits(size)):
+        is_known_to_fit = size == -(-share // parts)
+        is_known_not_to = size == -(-share // too_few)
+        if is_known_to_fit or (not is_known_not_to and fits(size)):
             parts = middle
         else:
             too_few = middle

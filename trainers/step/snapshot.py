@@ -8,7 +8,6 @@ import sys
 import sysconfig
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,16 +31,15 @@ _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _OURS = ("trainers", "tune", "cluster")
 _STATEFUL = (Task, nn.Module, Optimizer, LRScheduler, Dataset)
 _PLAIN = (int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size)
-_DEFINED = (ModuleType, FunctionType, type)
 
 
 class Snapshot:
     """The state of all that can be reached from some objects, by identity: `restore` changes what differs, in place.
 
-    Taken are attributes (with those of classes, closures and globals of the users' own modules), containers, random
-    generators, the tensors that `keep` is told and all small ones, in host memory. A larger tensor is watched: a
-    warning names it when it was changed. Objects of libraries are left alone but for modules, optimizers, schedulers
-    and datasets, and so are sharded modules, which move their parameters themselves.
+    Taken are attributes, containers, random generators, the tensors that `keep` is told and all small ones, in host
+    memory. A larger tensor is watched: a warning names it when it was changed. Objects of libraries are left alone but
+    for modules, optimizers, schedulers and datasets, and so are sharded modules, which move their parameters
+    themselves. Globals, attributes of classes and closures are not taken.
     """
 
     def __init__(self, task: Task, others: Mapping[str, Any], kept: Iterable[Tensor] = ()) -> None:
@@ -97,17 +95,6 @@ class Snapshot:
             self._descend(enumerate(value), name)
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             self._undo.append(_generator_undo(value))
-        elif isinstance(value, functools.partial):
-            self._descend(enumerate((value.func, value.args, value.keywords)), name)
-        elif isinstance(value, MethodType):
-            self._descend([("", value.__self__), ("", value.__func__)], name)
-        elif isinstance(value, FunctionType):
-            if self._is_users(value.__module__):
-                self._descend([("", value.__dict__), ("", value.__defaults__)], name)
-                for cell in value.__closure__ or ():
-                    self._take_cell(cell, name)
-        elif isinstance(value, type):
-            self._take_class(value)
         elif (isinstance(value, _STATEFUL) or self._is_users(type(value).__module__)) and not is_sharded(value):
             self._take_object(value, name)
 
@@ -136,14 +123,6 @@ class Snapshot:
         self._copied_bytes += size_bytes if fits else 0
         return fits
 
-    def _take_cell(self, cell: CellType, name: str) -> None:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # empty
-            return
-        self._undo.append(functools.partial(setattr, cell, "cell_contents", content))
-        self._descend([("", content)], name)
-
     def _take_object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
             self._seen[id(vars(value))] = vars(value)
@@ -151,24 +130,6 @@ class Snapshot:
             self._descend(vars(value).items(), name)
         if isinstance(value, Optimizer):  # however many parameters it has
             self._descend(enumerate(value.state.values()), name)
-        for slot in {slot for cls in type(value).__mro__ for slot in _slots(cls)}:
-            if hasattr(value, slot):
-                self._undo.append(functools.partial(object.__setattr__, value, slot, getattr(value, slot)))
-                self._descend([(slot, getattr(value, slot))], name)
-        for cls in type(value).__mro__:
-            self._take(cls, cls.__name__)
-
-    def _take_class(self, cls: type) -> None:
-        """The attributes of a user's class, and the globals of its module."""
-        if not self._is_users(cls.__module__):
-            return
-        module = sys.modules[cls.__module__]
-        for owner, name in ((cls, cls.__name__), (module, module.__name__)):
-            if owner is cls or id(owner) not in self._seen:
-                self._seen[id(owner)] = owner
-                before = _names(owner)
-                self._undo.append(functools.partial(_restore_names, owner, before))
-                self._descend(before.items(), name)
 
     def _is_users(self, module: str | None) -> bool:
         """Whether a module is the users' own code: of the task's package, or of none that is installed."""
@@ -177,26 +138,6 @@ class Snapshot:
         if not file or package in _OURS:
             return False
         return package == self._package or not any(part in file for part in _LIBRARIES)
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    slots = vars(cls).get("__slots__", ())
-    return tuple(one for one in ((slots,) if isinstance(slots, str) else slots) if not one.startswith("__"))
-
-
-def _names(owner: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
-
-
-def _restore_names(owner: Any, before: dict[str, Any]) -> None:
-    """Put back the names of a class or module, but not what was imported or defined since."""
-    now = _names(owner)
-    for name in now.keys() - before.keys():
-        if not isinstance(now[name], _DEFINED):
-            delattr(owner, name)
-    for name, value in before.items():
-        if now.get(name) is not value:
-            setattr(owner, name, value)
 
 
 def _container_undo(value: Any) -> Callable[[], None]:

@@ -57,7 +57,7 @@ def check_loss(
     follows = f"the result depends on how a step is split, here into {pieces} pieces"
     if pieces == 1:
         follows = "val_loss depends on the size of its batches, and a step on how it is split"
-    fix = "return from weight() what it divides by, such as tokens; what compares samples is a `joint_loss`"
+    fix = "return from weight() what it divides by, such as tokens"
     if _is_sum(loss, mean):
         fix = "divide a sum over samples by their number"
     return (

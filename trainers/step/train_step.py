@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,13 +46,11 @@ class TrainStep:
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
         self.number = 0
-        """Of the next step, from 0: counted by steps that are not all alike."""
+        """Of the next step, from 0: counted by steps of phases, which are not all alike."""
         self.phase_losses: dict[str, float] = {}
         """By the name under which each is logged, where a step has several."""
         self.copies_gradients = False
         """Whether the model's next pass overwrites the gradients of this one, as CUDA graphs do: they are copied."""
-        self.carry: Any = None
-        """What goes from one step to the next; None where nothing does."""
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
         self._weighs_samples = type(forward.task).weight is Task.weight
         self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
@@ -89,7 +86,7 @@ class TrainStep:
         shares, batches = self._shares(batches, sizes, step_samples, idle)
         last, noise = len(sizes) - 1, self.noise
         if noise is not None:
-            noise.begin(shares, self.scaler.scale(self._one) if self.scaler.is_enabled() else None)
+            noise.begin(shares)
         for index, share in enumerate(shares):
             batch = next(batches)
             known = [p.grad for p in self._parameters] if self.copies_gradients and index < last else []
@@ -161,7 +158,8 @@ class TrainStep:
             self.scaler.unscale_(self.optimizer)
         gradients = self._gradients()
         if self.noise is not None:
-            self.noise.end(gradients, step_samples)
+            scale = self.scaler.scale(self._one) if scaled else 1.0
+            self.noise.end(gradients, step_samples, scale)
         checked = gradients
         if self.clip_grad_norm is not None:
             checked = [self._clip(gradients, self.clip_grad_norm)]
@@ -188,7 +186,10 @@ class TrainStep:
     def set_lrs(self, lrs: list[float]) -> None:
         """Set every group's learning rate."""
         for param_group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
-            param_group["lr"] = lr
+            if isinstance(param_group["lr"], Tensor):
+                param_group["lr"].fill_(lr)
+            else:
+                param_group["lr"] = lr
         self._wanted_lrs = lrs
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:

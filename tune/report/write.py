@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 from typing import Any
 
 import pyarrow as pa
@@ -97,8 +96,6 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     add(pa.int64(), "peak_memory_bytes", "lane", "seed")
     add(pa.string(), "purpose")
     add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure", "energy_j")
-    for name, figure in (("noise_scale", "value"), ("noise_scale_low", "low"), ("noise_scale_high", "high")):
-        columns[name] = pa.array([_noise(record, figure) for record in records], pa.float64())
     for name, time_name in (("starting_s", "starting_s"), ("training_s", "training_s"), ("on_lane_s", "total_s")):
         spent = [record.spent and getattr(record.spent, time_name) for record in records]
         columns[name] = pa.array(spent, pa.float64())
@@ -115,14 +112,6 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     sink = pa.BufferOutputStream()
     parquet.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
-
-
-def _noise(record: TrialRecord, figure: str) -> float | None:
-    """Return a figure of the gradient noise scale; None where it was not measured."""
-    if record.noise_scale is None:
-        return None
-    value = record.noise_scale[figure]
-    return math.inf if value is None else value
 
 
 def _config_column(config: SweepConfig, key: str, values: list[Any]) -> Any:

@@ -173,10 +173,8 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
         require_sound(spec.uri)
     needs_energy = spec.config.objective.metric == "energy_j" and not spec.is_of_function
     if needs_energy and not energy_is_counted(device_type):
-        who = "GPU's driver (NVML)" if device_type == "cuda" else "powercap counter (RAPL) that may be read"
-        rule = f"cannot be measured: no {who} tells it"
-        fix = "remove it, or let Paceline read /sys/class/powercap/*/energy_uj"
-        raise ConfigError("objective.metric", "energy_j", rule, fix, spec.source)
+        rule = "cannot be measured: no GPU's driver (NVML) tells it"
+        raise ConfigError("objective.metric", "energy_j", rule, "remove it, or run on GPUs that count it", spec.source)
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
     for precision in () if spec.is_of_function else plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)

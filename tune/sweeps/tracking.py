@@ -75,8 +75,6 @@ def trial_history(spec: SweepSpec, record: TrialRecord) -> History:
     last = int(max([record.metrics.get("step", 0.0), *rows]))
     figures = {"trial_time_s": record.end_time - record.start_time}  # one that failed has no other
     figures |= {name: float(value) for name in _FIGURES if (value := getattr(record, name)) is not None}
-    if record.noise_scale is not None and record.noise_scale["value"] is not None:
-        figures["noise_scale"] = record.noise_scale["value"]
     metrics = {name: value for name, value in record.metrics.items() if name not in _POSITION}
     of_end = {f"metrics.{name}" if name in figures else name: value for name, value in metrics.items()}
     known = rows[last].values if last in rows else {}

@@ -50,8 +50,6 @@ def key_of(tree: Mapping[str, Any], device_name: str) -> str:
         "resident": config.data.resident,
         "evaluation": config.evaluate.microbatch_size,  # it runs on the same device, between steps
     }
-    if optimizer.state is not None:
-        settings["optimizer state"] = optimizer.state
     if config.ema.decay is not None:
         settings["ema"] = True  # a copy of the weights
     return _digest(settings)

@@ -36,13 +36,6 @@ Row = Annotated[dict[str, float], AfterValidator(placed)]
 infinite."""
 
 
-def _noise(scale: dict[str, float | None]) -> dict[str, float | None]:
-    if missing := {"value", "low", "high"} - scale.keys():
-        raise ValueError(f"it has no {sorted(missing)[0]}")
-    return scale
-
-
-_Noise = Annotated[dict[str, float | None], AfterValidator(_noise)]
 _SPEEDS = ("samples_per_s", "step_time_s", "step_time_ci95_s")
 USED = ("peak_memory_bytes", "energy_j")
 """What evaluations say of a trial so far, where the objective asks for it."""
@@ -100,8 +93,6 @@ class TrialRecord:
     """Passes over the training split, with the part of the last one."""
     step_time_ci95_s: _Amount | None = None
     """Half width of the 95 % confidence interval of the mean step time."""
-    noise_scale: _Noise | None = None
-    """Gradient noise scale: `value` in samples, and `low` and `high` of 95 %; None is infinite."""
     cpu_pressure: _Amount | None = None
     """Share of its time in which work of rank 0's node waited for a processor (Linux pressure stall information)."""
     message: str = ""
@@ -111,7 +102,7 @@ class TrialRecord:
     spent: Spent | None = None
     """Where its time went; None where it failed."""
     energy_j: _Amount | None = None
-    """Energy of its GPUs, else of its nodes' processors, from the loop's start to its end; None where nothing tells."""
+    """Energy of its GPUs, from the loop's start to its end; None where nothing tells."""
 
     @property
     def finished(self) -> bool:
@@ -216,7 +207,6 @@ def make_record(
         seed=seed,
         samples=_samples(result),
         epochs=result.get("epochs"),
-        noise_scale=result.get("noise_scale"),
         cpu_pressure=outcome.get("cpu_pressure"),
         message=redact(message),
         traceback=redact(outcome.get("traceback", "")),

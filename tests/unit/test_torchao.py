@@ -1,11 +1,9 @@
-"""`precision: fp8`: which layers multiply in float8, by how much that is off, and where it is refused.
-
-No CPU has such products: torchao computes the same without them (`emulate`).
-"""
+"""What torchao adds: layers that multiply in float8 (emulated: no CPU has such products), and narrow moments."""
 
 from __future__ import annotations
 
 import functools
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +15,11 @@ from torch import Tensor, nn
 
 from tests.specs import losses, make, whole_state
 from tests.tasks import Blobs
-from tests.unit.test_flops import Rows, count
-from trainers.config import TrainConfig
-from trainers.config.model import build
 from trainers.errors import ConfigError
 from trainers.launch.local import run_local
-from trainers.launch.spec import check_precision
 from trainers.model import precision
-from trainers.model.float8 import to_float8
 from trainers.model.precision import TABLE, resolve_precision
-from tune.config import SweepConfig
-from tune.search.space import check_space
+from trainers.model.torchao import NARROW, narrow_adamw, to_float8
 
 torch.set_num_threads(1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -85,35 +77,13 @@ def test_names_and_parameters_are_the_models_own() -> None:
     assert changed == ["blocks.0", "blocks.2"], "others would lose their forward, their hooks, or have other sizes"
 
 
-def test_a_model_that_is_one_layer_is_exchanged_too() -> None:
-    layer = nn.Linear(32, 16)
-    found = to_float8(layer, emulate=True)
-    assert found is not layer
-    assert found.weight is layer.weight
-
-
-@pytest.mark.parametrize("rows", [48, 37])
-def test_products_are_off_by_float8s_rounding(rows: int) -> None:
-    """e4m3 has a unit roundoff of 2^-4, e5m2 of 2^-3; also for rows that are no multiple of 16."""
-    torch.manual_seed(0)
-    inputs, layer = torch.randn(rows, 64, requires_grad=True), nn.Linear(64, 32)
-    seed = torch.randn(rows, 32)
-    out = layer(inputs)
-    exact = [out, *torch.autograd.grad(out, (inputs, layer.weight, layer.bias), seed)]
-    out = to_float8(layer, emulate=True)(inputs)
-    found = [out, *torch.autograd.grad(out, (inputs, layer.weight, layer.bias), seed)]
-    errors = [float(((one - other).norm() / other.norm()).detach()) for one, other in zip(found, exact, strict=True)]
-    assert all(0.005 < error < 0.15 for error in errors[:3]), errors
-    assert errors[3] < 1e-6, "the bias is added as it is"
-
-
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.full
 def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path: Path) -> None:
     curves, names = {}, {}
     for name in ("bf16", "fp8"):
         spec = make(
-            tmp_path, name=name, task="tests.unit.test_float8:Wide", precision=name, compile="default", device="cpu"
+            tmp_path, name=name, task="tests.unit.test_torchao:Wide", precision=name, compile="default", device="cpu"
         )
         result = run_local(spec)
         assert result.status == "done"
@@ -124,29 +94,12 @@ def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path: Path) -> No
     assert sum(curves["fp8"][-10:]) == pytest.approx(sum(curves["bf16"][-10:]), rel=0.2)
 
 
-def test_a_product_costs_the_same_flops() -> None:
-    def layers() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-
-    assert count(Rows(), to_float8(layers(), emulate=True)) == count(Rows(), layers())
-
-
-def test_no_layer_to_convert_is_said() -> None:
-    with pytest.raises(ConfigError, match="finds no Linear layer whose sizes are both multiples of 16"):
-        to_float8(nn.Sequential(nn.Linear(4, 16), nn.Conv2d(16, 16, 3)))
-
-
 def test_without_torchao_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ConfigError) as raised:
         TABLE["fp8"].convert_model(nn.Linear(16, 16))
     assert str(raised.value).startswith('`precision` is "fp8", but needs torchao')
     assert "`pip install torchao`" in str(raised.value)
-
-
-def test_a_cpu_refuses_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'`precision` is "fp8", but is not something that cpu can do'):
-        check_precision(make(tmp_path, precision="fp8", compile="default", device="cpu"))
 
 
 @pytest.mark.parametrize(("capability", "able"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
@@ -161,19 +114,28 @@ def test_it_needs_ada_or_hopper(capability: tuple[int, int], able: bool, monkeyp
             resolve_precision("fp8", CUDA)
 
 
-TRAIN: dict[str, Any] = {"task": "t:T", "epochs": 1, "global_batch_size": 8, "optimizer": {"lr": 0.1}}
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_moments_learn_and_a_run_that_is_cut_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
+    task = {"task": "tests.unit.test_torchao:Wide", "optimizer__name": name}
+    whole = make(tmp_path, name="whole", **task)
+    assert run_local(whole).status == "done"
+    curve = losses(whole)
+    assert sum(curve[-5:]) < sum(curve[:5])
+    moments = whole_state(whole.storage, 30)["optimizer"]["state"][2]["exp_avg"]
+    assert moments["codes"].dtype is (torch.float8_e4m3fn if name == "adamwfp8" else torch.uint8)
+    cut = {"fail_at": [17], "failure": "raise", "marker": str(tmp_path / "cut")}
+    with pytest.raises(ValueError, match="injected"):
+        run_local(make(tmp_path, name="cut", task_args=cut, **task))
+    again = make(tmp_path, name="cut", task_args=cut, **task)
+    assert run_local(again).status == "done"
+    assert losses(again) == curve
 
 
-def test_it_is_for_compiled_models() -> None:
-    with pytest.raises(ConfigError, match=r'`compile` is "off", but leaves the casts of precision fp8'):
-        build(TrainConfig, TRAIN | {"precision": "fp8"}, "f")
-    assert build(TrainConfig, TRAIN | {"precision": "fp8", "compile": "default"}, "f").precision == "fp8"
-
-
-def test_a_sweep_compares_it() -> None:
-    compiled = TRAIN | {"compile": "default"}
-    tree = {"train": compiled, "space": {"precision": ["bf16", "fp8"]}, "objective": {"metric": "val_loss"}}
-    check_space(build(SweepConfig, tree, "sweep.yaml"), compiled, "sweep.yaml")
-    tree["train"] = TRAIN
-    with pytest.raises(ConfigError, match="compile"):
-        check_space(build(SweepConfig, tree, "sweep.yaml"), TRAIN, "sweep.yaml")
+@pytest.mark.parametrize("name", NARROW)
+def test_without_torchao_an_optimizer_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ConfigError) as raised:
+        narrow_adamw(name, nn.Linear(16, 16).parameters(), {"lr": 0.1})
+    assert raised.value.field == "optimizer.name"
+    assert "`pip install torchao`" in str(raised.value)

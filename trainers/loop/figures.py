@@ -1,0 +1,148 @@
+"""What a run tells of itself: the windows of its log, its evaluations, and its result."""
+
+import logging
+import math
+import time
+from dataclasses import asdict
+from typing import Any
+
+from trainers.errors import Status
+from trainers.loop.attempt import Attempt
+from trainers.loop.monitor import Monitor
+from trainers.measure.profiler import Inspection
+from trainers.measure.ranks import total_energy_j
+from trainers.measure.result import RunResult
+from trainers.model.optimizer import averaged
+from trainers.model.sharding import is_sharded
+from trainers.model.strategy import share_buffers
+from trainers.step.evaluation import evaluate
+
+logger = logging.getLogger(__name__)
+
+_OBSERVED = ("mfu", "peak_bytes", "energy_j")
+
+
+def end_window(attempt: Attempt, monitor: Monitor) -> None:
+    """Log the mean loss of the steps since the last window, and tell the terminal and the launcher."""
+    parts, clock = attempt.parts, attempt.clock
+    steps = attempt.step - attempt.logged_step
+    if steps == 0:
+        return
+    clock.end_span()
+    loss = parts.step.take_loss() / steps
+    losses = {"train_loss": loss, **parts.step.phase_losses}
+    attempt.metrics |= losses
+    attempt.logged_step = attempt.step
+    parts.step.check_lr()
+    lr = float(parts.optimizer.param_groups[0]["lr"])
+    record: dict[str, Any] = {**attempt.position(), "lr": lr, **losses, **monitor.window()}
+    if attempt.config.changes_batch:
+        record["global_batch_size"] = parts.sampler.batches.size(attempt.step - 1)
+    noise = parts.step.noise
+    if noise is not None and (noise_scale := noise.take()) is not None:
+        attempt.metrics["noise_scale"] = record["noise_scale"] = noise_scale
+    ranks = monitor.compare(attempt.elapsed_s)
+    throughput = clock.throughput()
+    if throughput is not None:
+        figures = {"loss": loss, "progress": attempt.progress, **asdict(throughput)}
+        attempt.context.observe(figures | {name: record[name] for name in _OBSERVED if name in record})
+    record |= {"ranks": ranks} if ranks else {}
+    attempt.tell("train", record)
+    if attempt.log is not None:
+        attempt.log.add(record)
+        attempt.log.show(attempt.step)
+    if attempt.log is not None and not attempt.context.draws_line:
+        done = f"step {attempt.step}/{parts.total_steps}"
+        if attempt.epochs is not None:
+            done += f"  epoch {attempt.epochs:.2f}"
+        speed = f"{throughput.samples_per_s:,.0f} samples/s" if throughput else ""
+        logger.info("%s  loss %.4f  %s", done, loss, speed)
+
+
+def validate(attempt: Attempt) -> dict[str, float]:
+    """Evaluate, where there is a validation split, and report; return the figures, none without that split.
+
+    Scheduler, task and early stopping are told of them.
+    """
+    began = time.perf_counter()
+    figures = _figures(attempt)
+    if attempt.parts.schedule is not None:
+        attempt.parts.schedule.evaluated(attempt.step, figures)
+    attempt.metrics |= figures
+    attempt.evaluated_step = attempt.step
+    if figures:
+        attempt.pauses.evaluated(time.perf_counter() - began)
+    if figures and attempt.log is not None:
+        attempt.log.add({**attempt.position(), **figures})
+    if figures:
+        attempt.tell("evaluation", {**figures, "time_s": time.perf_counter() - began})
+    if figures and attempt.context.rank == 0:
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+        logger.info("evaluated at step %d in %.2f s: %s", attempt.step, time.perf_counter() - began, shown)
+    attempt.report(None)
+    if figures:
+        attempt.task.on_evaluate(dict(figures), attempt.step)
+    attempt.stopping.take(attempt.step, figures)
+    attempt.end_early()
+    return figures
+
+
+def _figures(attempt: Attempt) -> dict[str, float]:
+    parts, config = attempt.parts, attempt.config
+    if parts.val_feed is None:
+        return {}
+    seeds, sharded = (config.seed, attempt.step), is_sharded(parts.model)
+    in_phase = attempt.watchdog.phase("evaluation", steps=not attempt.compiles)
+    with in_phase, averaged(parts.optimizer, parts.ema):
+        share_buffers(parts.model, parts.group)
+        return evaluate(
+            parts.model,
+            attempt.task,
+            parts.val_feed,
+            config.evaluate.microbatch_size,
+            parts.spec,
+            parts.group,
+            seeds=seeds,
+            collective=parts.even and not sharded,
+        )
+
+
+def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspection | None) -> RunResult:
+    """Return the result, the same on every rank; rank 0 writes it. Every rank must call it."""
+    config, context, parts, clock = attempt.config, attempt.context, attempt.parts, attempt.clock
+    group, speed = parts.group, clock.throughput()
+    ranks = monitor.finish()
+    compiled = inspection.compiled() if inspection is not None else None
+    mfu = monitor.mfu(speed.samples_per_s) if speed is not None else None
+    of_rank_0 = group.first((speed, clock.first_step_s, parts.flops_per_sample, mfu, compiled))
+    throughput, first_step_s, flops_per_sample, mfu, compiled = of_rank_0
+    result = RunResult(
+        status=status,
+        steps=attempt.step,
+        epochs=attempt.epochs,
+        world_size=context.world_size,
+        global_batch_size=config.batch_size,
+        microbatch_size=parts.microbatch_size,
+        accumulation=parts.accumulation,
+        train_time_s=clock.train_time_s,
+        wall_time_s=time.monotonic() - attempt.began,
+        peak_memory_bytes=max(row["peak_bytes"] for row in ranks),
+        throughput=throughput,
+        metrics={name: value for name, value in attempt.metrics.items() if not math.isnan(value)},
+        checkpoint=attempt.checkpoint,
+        message=attempt.stopping.words or "",
+        first_step_s=first_step_s,
+        compile=compiled,
+        flops_per_sample=flops_per_sample,
+        mfu=mfu,
+        ranks=ranks,
+        samples=attempt.samples,
+        earlier_time_s=attempt.earlier_time_s,
+        energy_j=total_energy_j(ranks),
+        pauses=attempt.pauses,
+    )
+    if attempt.log is not None and context.storage is not None:
+        attempt.log.flush(attempt.step)
+        context.storage.write("result.json", result.to_json().encode())
+    group.barrier()
+    return result
