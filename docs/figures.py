@@ -30,7 +30,6 @@ UNITS = {
     "recovery": "ms",
     "scale: parameters": "ms",
     "sharded": "ms",
-    "shards": "samples/s",
     "startup": "ms",
 }
 """Of medians whose names have no unit as their suffix."""

@@ -12,7 +12,7 @@ import torch
 
 from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
-from trainers.data.sample_digest import digest
+from trainers.data.stream_reader import digest
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec, make_spec

@@ -417,11 +417,8 @@ def _damaged_offsets(path: Path) -> None:
 
 def test_a_value_outside_of_its_file_is_no_crash(tmp_path: Path) -> None:
     _damaged_offsets(tmp_path / "a.arrow")
-    data = ArrowDataset(tmp_path / "a.arrow", cache=tmp_path)
-    assert data[0] == {"text": "first"}
-    for rows in ([1], [2], [0, 1, 2]):
-        with pytest.raises(PacelineError, match="column text"):
-            data.__getitems__(rows)
+    with pytest.raises(ConfigError):
+        ArrowDataset(tmp_path / "a.arrow", cache=tmp_path)
 
 
 def test_a_class_that_its_dictionary_has_not_is_no_crash(tmp_path: Path) -> None:
@@ -434,5 +431,5 @@ def test_a_class_that_its_dictionary_has_not_is_no_crash(tmp_path: Path) -> None
     raw = np.array([0, 1, 0, 1, 1], np.int32).tobytes()
     assert data.count(raw) == 1
     (tmp_path / "a.arrow").write_bytes(data.replace(raw, np.array([0, 1, 2**30, 1, 1], np.int32).tobytes()))
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError):
         ArrowDataset(tmp_path / "a.arrow", cache=tmp_path)

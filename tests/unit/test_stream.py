@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from trainers.data.sample_digest import digest
 from trainers.data.stream import Rereadable, Stream
+from trainers.data.stream_reader import digest
 from trainers.errors import ConfigError
 from trainers.step.snapshot import Snapshot
 from trainers.task import Task, load_split

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, leaves_of, map_tensors
-from trainers.data.fed_dataset import FedDataset
+from trainers.data.stream import Rereadable, Stream
 from trainers.data.transfer import Pinnable, to_device
 from trainers.devices.device import seed_device, seed_host, total_memory_bytes
 from trainers.errors import ConfigError
@@ -45,7 +45,7 @@ class _WholeBatches(Dataset[Any]):
         if seed is not None:
             seed_host(seed)
         batch = fetch(self.dataset, rows, self.collate)
-        return Pinnable(batch, self.dataset.send() if isinstance(self.dataset, FedDataset) else None)
+        return Pinnable(batch, self.dataset.send() if isinstance(self.dataset, Stream) else None)
 
 
 def _leave_signals_to_parent(number: int) -> None:
@@ -78,7 +78,7 @@ class Feed:
         self.most: int | None = None
         """Samples that an evaluation takes at once, where more ran out of memory."""
         self.resident = self._make_resident(config, sharers)
-        self._fed = dataset if isinstance(dataset, FedDataset) else None
+        self._stream = dataset if isinstance(dataset, Stream) else None
         self._source, self._asked = _WholeBatches(dataset, collate), _Asked()
         self._pins = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
         if self._pins and self.resident is None and not torch.accelerator.is_available():
@@ -87,7 +87,7 @@ class Feed:
         self._loader = self._make_loader(config, seed) if self.resident is None and config.num_workers > 0 else None
 
     def _make_loader(self, config: DataConfig, seed: int) -> DataLoader[Any]:
-        one_process = self._fed is not None and self._fed.one_process
+        one_process = isinstance(self.dataset, (Stream, Rereadable))
         return DataLoader(
             self._source,
             batch_size=None,
@@ -154,25 +154,20 @@ class Feed:
 
     def _loaded_batches(self, microbatches: Iterable[Tensor], seeds: Iterable[int] | None) -> Iterator[Batch]:
         rows: Iterator[Rows] = (indices.numpy() for indices in microbatches)
-        if self._fed is not None:
-            rows = self._fed.held(rows)
         host: Iterator[Batch]
         if self._loader is not None:
             self._asked.batches = zip(rows, itertools.repeat(None) if seeds is None else seeds, strict=False)
             host = map(self._taken, self._loader)
-        elif self._fed is not None:
-            host = (self._taken(self._source[at, None]) for at in rows)
         else:
-            host = (fetch(self.dataset, at, self._collate) for at in rows)
+            host = (self._taken(self._source[at, None]) for at in rows)
         if self._loader is None and self._pins:
             host = (Pinnable(batch).pin_memory().batch for batch in host)
         yield from to_device(host, self.device, ahead=self._loader is not None)
 
     def _taken(self, loaded: Pinnable) -> Batch:
-        """Return the batch, after what came beside it was told."""
-        if self._fed is not None:
-            self._fed.receive(loaded.beside)
-            self._fed.release()
+        """Return the batch, after a stream was told what came beside it."""
+        if self._stream is not None:
+            self._stream.receive(loaded.beside)
         return loaded.batch
 
     def close(self) -> None:
@@ -181,5 +176,3 @@ class Feed:
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
         self._loader, self.resident = None, None
-        if self._fed is not None:
-            self._fed.close()

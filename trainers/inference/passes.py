@@ -21,7 +21,6 @@ from trainers.checkpoint.validation import check_dtypes
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.context import RunContext
-from trainers.data.shards import Shards
 from trainers.data.stream import Rereadable, same_on_ranks
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
 from trainers.devices.group import Group
@@ -103,8 +102,6 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
         task.setup()
     group.barrier()
     dataset: Any = load_split(task, job.split, training=False)
-    if isinstance(dataset, Shards):
-        dataset.prepare(group, None, config.data.skip_bad, lambda: None)
     if isinstance(dataset, Rereadable):
         same_on_ranks(dataset, group, config.task)
     if dataset is None:

@@ -3,9 +3,6 @@
 import math
 import time
 
-import torch
-
-from trainers.data.shards import Shards
 from trainers.errors import Status
 from trainers.loop.attempt import Attempt
 from trainers.loop.monitor import Monitor
@@ -23,8 +20,6 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
     mfu = monitor.mfu(speed.samples_per_s) if speed is not None else None
     of_rank_0 = group.first((speed, clock.first_step_s, parts.flops_per_sample, mfu, compiled))
     throughput, first_step_s, flops_per_sample, mfu, compiled = of_rank_0
-    if isinstance(shards := parts.train_feed.dataset, Shards) and config.data.skip_bad:
-        attempt.metrics["skipped_samples"] = float(group.sum(torch.tensor(float(shards.num_skipped))))
     result = RunResult(
         status=status,
         steps=attempt.step,
