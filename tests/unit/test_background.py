@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainers.checkpoint.host_copy import HostCopy
+from trainers.checkpoint.checkpoints import HostCopy
 
 torch.set_num_threads(1)
 

@@ -17,7 +17,7 @@ import tests.unit.test_predict as predicted
 from tests.unit.test_loop import Context, Power, Tiny, config, curve, evaluations, train
 from trainers.config import TrainConfig
 from trainers.errors import CheckpointError, ConfigError
-from trainers.inference.export import export
+from trainers.inference.saved_run import export
 from trainers.loop.fit import fit
 from trainers.task import Task
 

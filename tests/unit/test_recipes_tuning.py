@@ -21,7 +21,7 @@ from tests.unit.test_loop import curve as logged
 from tests.unit.test_recipes import BATCH, SEED, SETTINGS, curve, descend, order, plain
 from trainers import TrainConfig
 from trainers.data.sampler import StepSampler
-from trainers.inference.export import export
+from trainers.inference.saved_run import export
 from trainers.loop.fit import fit
 from trainers.task import Task
 
