@@ -73,7 +73,7 @@ class LinesWithState(Lines):
 
 
 class RecordedStream(Recorded):
-    """Reads its training samples forward: shuffled from Parquet files, or lines from the object store."""
+    """Reads its training samples forward: from Parquet files, or lines from the object store."""
 
     def __init__(self, uri: str, kind: str) -> None:
         super().__init__()
@@ -85,8 +85,7 @@ class RecordedStream(Recorded):
         if self.kind == PARQUET:
             import datasets
 
-            found = datasets.load_dataset("parquet", data_dir=self.uri, split="train", streaming=True)
-            return found.shuffle(seed=7, buffer_size=16)
+            return datasets.load_dataset("parquet", data_dir=self.uri, split="train", streaming=True)
         return (LinesWithState if self.kind == LINES_WITH_STATE else Lines)(self.uri)
 
     def collate(self, samples: list[Any]) -> Any:

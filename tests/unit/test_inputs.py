@@ -16,15 +16,14 @@ import cluster.__main__
 import trainers.__main__
 import tune.__main__
 from tests.faults.fuzz import laughs
-from tests.unit.cluster_files import LOCAL, TYPES, Change, broken, drop, put, write
+from tests.unit.cluster_files import TYPES, Change, broken, put
 from trainers.config import TrainConfig
 from trainers.config.model import Settings, build
-from trainers.config.overrides import override
 from trainers.config.reference import entries
 from trainers.config.yaml import DEEPEST, LONGEST, MOST_VALUES, dump_yaml, parse_documents, parse_mapping, parse_yaml
 from trainers.data.arrow import ArrowDataset
 from trainers.errors import ConfigError, PacelineError
-from trainers.launch.spec import read_file, read_mapping, read_spec
+from trainers.launch.spec import read_file, read_mapping
 from trainers.storage import Storage
 from tune.config import SweepConfig
 
@@ -43,35 +42,19 @@ DOORS: dict[str, Callable[[str], int]] = {
 }
 HOSTILE = {
     "cycle": "&a {x: *a}",
-    "cycle_in_a_list": "a: &a [1, [*a]]",
     "cycle_by_an_earlier_document": "--- &a 1\n--- &a [*a]\n",
-    "cycle_as_key": "a: &a {? *a : 1}",
-    "brackets": "a: " + "[" * 500,
-    "closed_brackets": "a: " + "[" * 500 + "]" * 500,
-    "dashes": "- " * 5000 + "x",
     "braces": "{a: " * 5000,
-    "indented": "\n".join(" " * level + "a:" for level in range(700)),
     "deep_by_aliases": "".join(f"a{n}: &a{n} {'[' * 40}{f'*a{n - 1}' if n else ''}{']' * 40}\n" for n in range(9)),
     "laughs": laughs(9, 9),
-    "many_laughs": laughs(40, 2),
     "merges": "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}], x: 2}}\n" for n in range(1, 40)),
-    "long_text_by_aliases": f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 5000)}]",
     "values": "a: [" + "1, " * 2 * MOST_VALUES + "]",
-    "documents": "--- 1\n" * 2 * MOST_VALUES,
     "long": "#" + "x" * LONGEST,
     "digits": "a: " + "9" * 5000,
-    "hexadecimal_digits": "a: 0x" + "f" * 5000,
     "python": "a: !!python/object/apply:os.system [x]",
-    "binary": "a: !!binary aGk=",
-    "set": "a: !!set {b}",
     "duplicate": "a: {b: 1, b: 2}",
     "nul": 'a: "\\0"',
-    "half_a_pair": 'a: "\\ud800"',
-    "control": "a: \x07",
     "list": "- 1",
     "empty": "",
-    "tag_on_nothing": "a: !!int ''",
-    "timestamp": "a: !!timestamp x",
     "undefined_alias": "a: *b",
 }  # fmt: skip
 
@@ -106,9 +89,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "link_to_itself": lambda path: path.symlink_to(path),
     "directory": lambda path: path.mkdir(),
     "invalid_utf_8": lambda path: path.write_bytes(b"a: \xff"),
-    "utf_16": lambda path: path.write_bytes("a: 1".encode("utf-16")),
     "endless": lambda path: (path.touch(), os.truncate(path, 2**40)),
-    "missing": lambda path: None,
 }
 
 
@@ -149,75 +130,30 @@ def test_up_to_the_limits_a_file_is_read() -> None:
             parse_yaml(beyond, "f")
 
 
-def test_what_cannot_be_read_again_is_not_written() -> None:
-    with pytest.raises(ConfigError, match="more than"):
-        dump_yaml({"task_args": {"text": "x" * LONGEST}})
-    nested: Any = 1
-    for _ in range(DEEPEST):
-        nested = [nested]
-    for value, key in (
-        (nested, "task_args.x"),
-        (1, "task_args." + "a." * 5000 + "b"),
-        ([0] * MOST_VALUES, "task_args.x"),
-    ):
-        with pytest.raises(ConfigError, match="is nested deeper than"):
-            override(TrainConfig, TREE, {key: value})
-
-
 @pytest.mark.parametrize(
-    ("typed", "words"),
+    "typed",
     [
-        (["--epochs", ".nan"], "whole number"),
-        (["--optimizer.lr", ".inf"], "finite"),
-        (["--optimizer.lr", "1e999"], "larger than any number"),
-        (["--scaling.num_workers", "1e308"], "[MIN, MAX]"),
-        (["--scaling.num_workers", "99999999999999"], "[MIN, MAX]"),
-        (["--data.num_workers", "5000"], "at most 1024"),
-        (["--epochs", "-1"], "at least 1"),
-        (["--epochs", "9" * 30], "at most"),
-        (["--epochs", "9" * 5000], "digits"),
-        (["--failure.hang_timeout_s", "1e10"], "at most"),
-        (["--name", "a/b"], "letters"),
-        (["--name", ".."], "letters"),
-        (["--name", "x" * 300], "at most 128"),
-        (["--name", '"a\\nb"'], "letters"),
-        (["--name", '"a\\0"'], "no text"),
-        (["--storage_path", '"a\\nb"'], "control characters"),
-        (["--storage_path", '"a\\e[31mb"'], "control characters"),
-        (["--task", "x" * 5000 + ":T"], "module:Class"),
-        (["--task", "x" * 250 + ".y:T"], "cannot be found"),
-        (["--task", "a..b:T"], "cannot be found"),
-        (["--optimizer..lr", "1"], "there is no such key"),
-        (["--.", "1"], "there is no such key"),
-        (["--optimizer.", "1"], "there is no such key"),
-        (["--épochs", "1"], "did you mean `epochs`?"),
-        (["--epochs.x", "1"], "cannot go below"),
-        (["--task_args." + "a." * 5000, "1"], "nested deeper"),
-        (["--task_args.x", "&a [*a]"], "without end"),
-        (["--task_args.x", "[" * 500], "nested deeper"),
-        (["--task_args.x", "\x07"], "not allowed"),
+        ["--epochs", ".nan"],
+        ["--optimizer.lr", ".inf"],
+        ["--scaling.num_workers", "1e308"],
+        ["--epochs", "-1"],
+        ["--epochs", "9" * 5000],
+        ["--name", ".."],
+        ["--name", '"a\\0"'],
+        ["--storage_path", '"a\\e[31mb"'],
+        ["--task", "x" * 250 + ".y:T"],
+        ["--optimizer..lr", "1"],
+        ["--épochs", "1"],
+        ["--epochs.x", "1"],
+        ["--task_args.x", "&a [*a]"],
+        ["--task_args.x", "[" * 500],
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_an_override_of_any_text(
-    typed: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_override_of_any_text(typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.yaml").write_text(dump_yaml(TREE))
     assert trainers.__main__.main([str(tmp_path / "train.yaml"), *typed]) == 2
-    assert words in one_sentence(capsys)
-
-
-def test_an_installed_package_is_looked_for_without_importing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "__init__.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "there" / "inside.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "train.yaml").write_text(dump_yaml(TREE))
-    assert read_spec(str(tmp_path / "train.yaml"), {"task": "there.inside:T", "task_dir": None}).path
-    with pytest.raises(ConfigError, match="cannot be found"):
-        read_spec(str(tmp_path / "train.yaml"), {"task": "there.outside:T"})
+    one_sentence(capsys)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +170,7 @@ def test_an_installed_package_is_looked_for_without_importing_it(
     ],
 )
 def test_a_sweep_of_any_size(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError):
         build(SweepConfig, {"train": "t.yaml", "space": {"seed": [1]}} | change, "f")
 
 
@@ -244,21 +180,14 @@ def test_a_sweep_of_any_size(change: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "here"),
     [
-        ("accumulate_grad_batches", "`microbatch_size` (Samples of one forward pass"),
-        ("gradient_accumulation_steps", "`microbatch_size`"),
+        ("accumulate_grad_batches", "`microbatch_size`"),
         (
             "batch_size",
             "`global_batch_size` (Samples of one optimizer step over all workers) or `batch_size_per_worker`",
         ),
-        ("lr", "`optimizer.lr` (Learning rate at"),
-        ("learning_rate", "`optimizer.lr`"),
         ("num_workers", "`data.num_workers` (DataLoader processes of each worker) or `scaling.num_workers`"),
-        ("max_epochs", "`epochs`"),
-        ("gradient_clip_val", "`clip_grad_norm`"),
         ("fp16", "`precision`"),
-        ("early_stop", "`early_stopping.patience`"),
         ("sampler", "follows from `seed` alone"),
-        ("warmup", "`lr_schedule.warmup`"),
         ("Weight-Decay", "`optimizer.weight_decay`"),
         ("zebra", "`python -m trainers --help` lists the keys"),
     ],
@@ -287,11 +216,6 @@ def test_a_key_of_another_tool_in_a_sweep(name: str, here: str) -> None:
     assert here in str(raised.value)
 
 
-def test_a_key_of_another_tool_below_one_of_ours() -> None:
-    with pytest.raises(ConfigError, match=r"`data\.batch_size`.*`global_batch_size`"):
-        build(TrainConfig, TREE | {"data": {"batch_size": 3}}, "f")
-
-
 @pytest.mark.parametrize("model", [TrainConfig, SweepConfig])
 def test_what_other_tools_have_is_a_key_here(model: type[Settings]) -> None:
     keys = {key for key, _, _ in entries(model)}
@@ -306,60 +230,20 @@ def test_what_other_tools_have_is_a_key_here(model: type[Settings]) -> None:
 
 NODE = f"{TYPES}.gpu_spot"
 SHAPES: list[tuple[str, Change, str]] = [
-    ("aws", put("file_mounts", {"~/x": [1]}), "file_mounts.~/x"),
-    ("aws", put("provider.security_group", {"IpPermissions": "all"}), "provider.security_group.IpPermissions"),
-    ("aws", put("provider.security_group", {"IpPermissions": [None]}), "provider.security_group.IpPermissions"),
     ("aws", put("provider.security_group", {"IpPermissions": ["22"]}), "provider.security_group.IpPermissions.0"),
-    (
-        "aws",
-        put("provider.security_group", {"IpPermissions": [{"IpRanges": {"CidrIp": "x"}}]}),
-        "provider.security_group.IpPermissions.0.IpRanges",
-    ),
     ("aws", put("docker", {"image": "x", "container_name": "c", "run_options": [1]}), "docker.run_options.0"),
-    ("aws", put(f"{NODE}.node_config.InstanceType", ["g5"]), f"{NODE}.node_config.InstanceType"),
-    ("aws", put(f"{NODE}.node_config.InstanceMarketOptions", "spot"), f"{NODE}.node_config.InstanceMarketOptions"),
     ("aws", put(f"{NODE}.max_workers", 10**9), f"{NODE}.max_workers"),
-    ("aws", put(f"{NODE}.max_workers", 2.0), f"{NODE}.max_workers"),
-    ("aws", put(f"{NODE}.resources.GPU", 10**12), f"{NODE}.resources.GPU"),
     ("aws", put("max_workers", 10**12), "max_workers"),
-    ("aws", put("min_workers", "all"), "min_workers"),
     ("aws", put("head_node", "x"), "head_node"),
-    ("gcp", put(f"{NODE}.node_config.scheduling", ["x"]), f"{NODE}.node_config.scheduling.0"),
-    ("gcp", put(f"{NODE}.node_config.guestAccelerators", {"a": 1}), f"{NODE}.node_config.guestAccelerators"),
-    ("azure", put(f"{NODE}.node_config.azure_arm_parameters", [1]), f"{NODE}.node_config.azure_arm_parameters"),
     ("onprem", put("provider.worker_ips", [{"a": 1}]), "provider.worker_ips.0"),
-    ("kuberay", put("metadata", "x"), "metadata"),
     ("kuberay", put("metadata.name", ["x"]), "metadata.name"),
-    ("kuberay", put("spec", [1]), "spec"),
     ("kuberay", put("spec.workerGroupSpecs", {"a": 1}), "spec.workerGroupSpecs"),
-    ("kuberay", put("spec.workerGroupSpecs", [None]), "spec.workerGroupSpecs"),
-    ("kuberay", put("spec.headGroupSpec", "x"), "spec.headGroupSpec"),
-    ("kuberay", put("spec.headGroupSpec.template", [1]), "spec.headGroupSpec.template"),
-    ("kuberay", drop("spec.headGroupSpec.template.spec"), "spec.headGroupSpec.template.spec.containers"),
-    ("kuberay", put("spec.authOptions", "token"), "spec.authOptions"),
-    ("kuberay", put("spec.autoscalerOptions", ["v2"]), "spec.autoscalerOptions"),
-    ("kuberay", put("spec.headGroupSpec.rayStartParams", [1]), "spec.headGroupSpec.rayStartParams"),
-    ("kuberay", put("spec.workerGroupSpecs.0.numOfHosts", "2"), "spec.workerGroupSpecs.0.numOfHosts"),
-    ("kuberay", put("spec.workerGroupSpecs.0.maxReplicas", 10**12), "spec.workerGroupSpecs.0.maxReplicas"),
-    ("kuberay", put("spec.workerGroupSpecs.0.groupName", {"a": 1}), "spec.workerGroupSpecs.0.groupName"),
-    ("kuberay", put("spec.workerGroupSpecs.0.priority", "high"), "spec.workerGroupSpecs.0.priority"),
-    (
-        "kuberay",
-        put("spec.headGroupSpec.template.spec.containers", {"image": "x"}),
-        "spec.headGroupSpec.template.spec.containers",
-    ),
     (
         "kuberay",
         put("spec.headGroupSpec.template.spec.containers.0.env", "A=1"),
         "spec.headGroupSpec.template.spec.containers.0.env",
     ),
-    (
-        "kuberay",
-        put("spec.workerGroupSpecs.0.template.spec.containers.0.resources.limits", {"nvidia.com/gpu": "2Gi"}),
-        "spec.workerGroupSpecs.0.template.spec.containers.0.resources.limits.nvidia.com/gpu",
-    ),
     ("kuberay", put("spec.workerGroupSpecs.0.template.spec.tolerations", ["all"]), "tolerations.0"),
-    ("kuberay", put("spec.workerGroupSpecs.0.template.spec.nodeSelector", ["x"]), "nodeSelector"),
 ]
 
 
@@ -371,17 +255,6 @@ def test_a_cluster_file_of_any_shape(
     for command in (["validate", file], ["plan", file, "--workers=1", "--cpus-per-node=1"]):
         assert cluster.__main__.main(command) == 2
         assert f"{field}` " in one_sentence(capsys)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [["--cpus-per-worker=1e-300"], ["--gpus-per-worker=1e-9"], ["--workers=1e308"], ["--price", "x=" + "9" * 400]],
-    ids=lambda value: str(value)[:30],
-)
-def test_a_plan_of_any_size(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path, LOCAL)
-    assert cluster.__main__.main(["plan", file, "--workers=1", "--cpus-per-node=4", *options]) == 2
-    one_sentence(capsys)
 
 
 def test_a_long_image_name_is_read_at_once(tmp_path: Path) -> None:
