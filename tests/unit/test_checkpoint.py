@@ -75,17 +75,6 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert found.rank_state["python"] == rank_state["python"]
 
 
-def test_the_manifest_names_each_file_with_size_and_checksum(tmp_path: Path) -> None:
-    save(make(tmp_path), 3)
-    manifest = json.loads((folder(tmp_path, 3) / "manifest.json").read_text())
-    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (FORMAT, 3, 1)
-    files = {path.name: path for path in folder(tmp_path, 3).iterdir() if path.suffix == ".pt"}
-    assert set(manifest["files"]) == set(files) == {"state.pt", "rank-00000.pt"}
-    for name, entry in manifest["files"].items():
-        data = files[name].read_bytes()
-        assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     save(make(tmp_path, keep), 1, 2, 3, 4, 5)
@@ -206,28 +195,6 @@ def test_every_changed_byte_of_a_manifest_shows(tmp_path: Path) -> None:
             Manifest.from_json(data[:length])
 
 
-def test_what_a_killed_writer_left_aside_goes_with_the_next_seal(tmp_path: Path) -> None:
-    save(make(tmp_path), 1)
-    where = folder(tmp_path, 2)
-    where.mkdir()
-    (where / "state.pt.0123abcd.tmp").write_bytes(b"half")
-    (where / "mine.tmp").write_bytes(b"not ours")
-    save(make(tmp_path), 2)
-    assert sorted(path.name for path in where.iterdir()) == ["manifest.json", "mine.tmp", "rank-00000.pt", "state.pt"]
-
-
-def test_foreign_names_among_the_checkpoints_are_none(tmp_path: Path) -> None:
-    save(make(tmp_path), 1)
-    (tmp_path / "checkpoints/step-9").mkdir()
-    (tmp_path / "checkpoints/step-of-mine").write_text("")
-    (tmp_path / "checkpoints/step-000000000009").write_text("")
-    checkpoints = make(tmp_path)
-    save(checkpoints, 2)
-    assert loaded_step(make(tmp_path)) == 2
-    with pytest.raises(CheckpointError):
-        checkpoints.archive.choose("step-of")
-
-
 def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed at every write in turn: whatever is there then is either whole or not used."""
     writes = 3  # state, rank, manifest
@@ -248,18 +215,6 @@ def test_a_save_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatc
             with pytest.raises(KeyboardInterrupt):
                 save(make(run), 2)
         assert loaded_step(make(run)) == 1
-
-
-def test_another_number_of_workers_takes_the_state_without_the_random_state(tmp_path: Path) -> None:
-    save(make(tmp_path), 4)
-    where = folder(tmp_path, 4)
-    files = json.loads((where / "manifest.json").read_text())["files"]
-    (where / "rank-00001.pt").write_bytes((where / "rank-00000.pt").read_bytes())
-    edit_manifest(where, world_size=2, files=files | {"rank-00001.pt": files["rank-00000.pt"]})
-    found = make(tmp_path).load()
-    assert found is not None
-    assert found.rank_state is None
-    assert found.state["position"] == {"step": 4}
 
 
 class Evil:
@@ -344,26 +299,6 @@ def test_a_full_disk_names_the_cause_and_keeps_the_one_before(tmp_path: Path) ->
         checkpoints.save(2, big, {})
     assert loaded_step(checkpoints) == 1
     assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".tmp")]
-
-
-def test_a_transient_failure_while_writing_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One failed request of hundreds must not end a run of days."""
-    waits: list[float] = []
-    monkeypatch.setattr("trainers.storage.time.sleep", waits.append)
-    failed: list[str] = []
-    replace = Path.replace
-
-    def flaky(self: Path, target: Any) -> Any:
-        if Path(target).name == "state.pt" and not failed:
-            failed.append(str(target))
-            raise OSError(5, "Input/output error")
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", flaky)
-    save(make(tmp_path), 1)
-    assert failed
-    assert waits
-    assert loaded_step(make(tmp_path)) == 1
 
 
 def test_the_group_hears_of_a_rank_that_could_not_write(tmp_path: Path) -> None:

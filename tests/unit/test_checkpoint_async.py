@@ -162,26 +162,6 @@ def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path: Path, mon
     assert newest_step(tmp_path) == 4
 
 
-def test_a_run_that_fails_waits_for_the_one_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-
-    class Failing(Tiny):
-        calls = 0
-
-        def transform(self, batch: Any, training: bool) -> Any:
-            self.calls += 1
-            if self.calls >= 3 and gate.reached.wait(1):  # a batch or two may be drawn ahead
-                threading.Timer(0.3, gate.open.set).start()
-                raise ValueError("injected: the task fails")
-            return super().transform(batch, training)
-
-    changes = {"checkpoint": {"every_steps": 2, "async": True}, "evaluate": {"every_steps": 99}}
-    with pytest.raises(ValueError, match="injected: the task fails"):
-        train(tmp_path, Failing(), microbatch_size=5, **changes)
-    assert newest_step(tmp_path) == 2
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
-
-
 # Killed.
 
 KILLED = """

@@ -17,7 +17,6 @@ from trainers.checkpoint.manifest import Best
 from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.model import build
-from trainers.config.sections import CheckpointConfig
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, ConfigError
 from trainers.launch.local import LocalContext
@@ -107,21 +106,6 @@ def test_the_best_evaluation_is_kept_beside_the_newest(
     found = archive.manifest(archive.choose("best"))
     assert found.step == best
     assert found.metrics["val_score"] == pytest.approx(scores[best // 2 - 1])
-
-
-@pytest.mark.parametrize(
-    ("metric", "mode", "smaller"),
-    [
-        ("val_loss", None, True),
-        ("val_word_error", None, True),
-        ("val_accuracy", None, False),
-        ("val_loss", "max", False),
-        ("val_accuracy", "min", True),
-    ],
-)
-def test_the_direction_follows_from_the_name(metric: str, mode: Any, smaller: bool) -> None:
-    assert Best.of(CheckpointConfig(best=metric, best_mode=mode)) == Best(metric, smaller)
-    assert Best.of(CheckpointConfig()) is None
 
 
 def test_only_an_evaluated_step_can_be_the_best(tmp_path: Path) -> None:

@@ -105,13 +105,6 @@ def test_tied_transposed_and_sliced_tensors_are_written_whole(spec: RunSpec, tmp
         assert torch.equal(weights[name], tensor), name
 
 
-def test_what_is_no_tensor_is_named(spec: RunSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_model(spec, tmp_path, {"layer.weight": torch.ones(1), "layer._extra_state": {"scale": 2}})
-    assert main(["export", run, "--out", str(tmp_path / "m.safetensors")]) == 1
-    assert "layer._extra_state" in told(capsys)
-    assert not (tmp_path / "m.safetensors").exists()
-
-
 def test_a_damaged_checkpoint_is_passed_over_and_a_malicious_one_refused(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

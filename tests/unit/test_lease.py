@@ -144,17 +144,6 @@ def test_a_process_of_this_machine_that_has_ended_holds_nothing(storage: Storage
     child.wait()
 
 
-def test_the_same_process_id_elsewhere_is_another_process(storage: Storage, clock: Clock) -> None:
-    """Of another machine, of this one before it was started again, or of another container's process ids."""
-    for machine in ("another boot pid:[1]", None):
-        there = replace(Holder.this_process(), machine=machine)
-        leave(storage, there)
-        clock.slept.clear()
-        with held(storage, MARK):
-            storage.write(MARK, b"")
-            assert sum(clock.slept) >= STALE_S, "it might be alive: it is watched first"
-
-
 def test_a_holder_elsewhere_is_alive_as_long_as_it_counts(storage: Storage, clock: Clock) -> None:
     there = replace(elsewhere(), since="2199-01-01 00:00:00 UTC")  # its clock is wrong: what of it
     leave(storage, there)
@@ -234,19 +223,6 @@ def test_whoever_has_lost_the_lease_writes_and_deletes_nothing(
     assert clock.slept == [], "another try would meet it again"
 
 
-def test_a_look_at_the_lease_is_believed_for_less_than_a_newcomer_waits(
-    storage: Storage, mine: Storage, clock: Clock
-) -> None:
-    mine.write("first", b"")
-    take(storage)
-    clock.now_s += 0.4
-    mine.write("second", b"")
-    clock.now_s += SETTLE_S - 0.4
-    with pytest.raises(LeaseError):
-        mine.write("third", b"")
-    assert lease._TRUSTED_S < SETTLE_S
-
-
 @pytest.mark.parametrize("change", [take, empty])
 def test_the_holder_hears_that_it_has_lost_it_and_says_so(
     storage: Storage, monkeypatch: pytest.MonkeyPatch, change: Callable[[Storage], None]
@@ -290,14 +266,3 @@ def test_a_signal_that_nobody_heeds_gives_it_back(tmp_path: Path, number: signal
         signal.raise_signal(number)
     assert storage.names() == [MARK]
     assert signal.signal(number, before) == signal.SIG_DFL
-
-
-def test_a_new_start_deletes_what_others_have_left_aside(tmp_path: Path) -> None:
-    """Of files that could not even be deleted then: the disk was full, or failed."""
-    left = tmp_path / ".writable.0123abcd.tmp"
-    left.touch()
-    (tmp_path / MARK).touch()
-    (tmp_path / "mine.tmp").touch()
-    with held(Storage(str(tmp_path)), MARK):
-        assert not left.exists()
-    assert {path.name for path in tmp_path.iterdir()} == {MARK, "mine.tmp"}

@@ -107,14 +107,6 @@ def test_a_loader_process_serves_one_epoch_after_another() -> None:
     source.close()
 
 
-def test_the_transform_hears_whether_it_is_training() -> None:
-    task = Marked()
-    source = task_feed(Samples(), task, DataConfig(), CPU, sharers=1, seed=0)
-    list(source.batches(ASKED[:1], training=True))
-    list(source.batches(ASKED[:1], training=False))
-    assert task.seen == [True, False]
-
-
 def test_auto_keeps_small_tensor_datasets_only(monkeypatch: pytest.MonkeyPatch) -> None:
     small = TensorDataset(INPUTS, LABELS)
     bytes_of_it = INPUTS.numel() * 4 + LABELS.numel() * 8
@@ -128,16 +120,6 @@ def test_auto_keeps_small_tensor_datasets_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(loader, "total_memory_bytes", lambda _: 10 * bytes_of_it - 10)
     assert feed(small).resident is None
     assert feed(small, resident=True).resident is not None
-
-
-def test_a_tasks_own_collate_is_used() -> None:
-    class Padded(Task):
-        def collate(self, samples: list[Any]) -> Any:
-            return torch.nn.utils.rnn.pad_sequence([torch.ones(int(label) % 4 + 1) for _, label in samples], True)
-
-    source = task_feed(Samples(), Padded(), DataConfig(), CPU, sharers=1, seed=0)
-    shapes = [tuple(batch.shape) for batch in source.batches(ASKED, training=True)]
-    assert shapes == [(3, 4), (1, 1), (4, 4)]
 
 
 class Named(Samples):

@@ -54,7 +54,6 @@ SAMPLERS: dict[str, Any] = {
     "weighted with a generator": lambda: WeightedRandomSampler(
         WEIGHTS.tolist(), 30, generator=torch.Generator().manual_seed(4)
     ),
-    "sequential": lambda: SequentialSampler(range(SAMPLES)),
     "by epoch": Epochs,
     "numpy": lambda: By(lambda: np.random.permutation(SAMPLES)),
     "python": lambda: By(lambda: random.sample(range(SAMPLES), 17)),
@@ -100,9 +99,8 @@ def test_an_order_is_a_function_of_seed_and_epoch(name: str) -> None:
     first = orders(range(4))
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == before, "the caller's random state"
     assert orders([3, 0, 2, 1]) == [first[3], first[0], first[2], first[1]]
-    varies = name != "sequential"
-    assert len({tuple(order) for order in first}) == (4 if varies else 1)
-    assert (orders([0], seed=4) != [first[0]]) == (varies and name != "by epoch")
+    assert len({tuple(order) for order in first}) == 4
+    assert (orders([0], seed=4) != [first[0]]) == (name != "by epoch")
 
 
 @pytest.mark.parametrize("name", ["weighted with a generator", "by epoch"])
@@ -119,12 +117,6 @@ def test_a_run_cut_at_any_step_goes_on_with_the_same_samples_and_losses(name: st
         rest = [index for batch in again.trained for index in batch]
         assert rest == every[-len(rest) :]
         assert 0 < len(rest) < len(every)
-
-
-def test_without_shuffling_samples_come_as_the_dataset_has_them() -> None:
-    assert trained(None, epochs=2, data={"shuffle": False}) == [*range(SAMPLES)] * 2
-    assert sorted(trained(None, epochs=1)) == [*range(SAMPLES)]
-    assert trained(None, epochs=1) != [*range(SAMPLES)]
 
 
 def test_batches_by_length_are_of_about_one_length_and_in_no_order() -> None:

@@ -123,20 +123,6 @@ def test_what_is_no_column_is_refused_and_leaves_no_file(columns: dict[str, Any]
     assert not list(tmp_path.iterdir())
 
 
-def test_an_earlier_file_stays_when_the_new_one_fails(tmp_path: Path) -> None:
-    before = written(Plain(), tmp_path / "out.parquet")
-
-    def failing(out: Tensor) -> Tensor:
-        if len(out) < 32:  # the last batch
-            raise ZeroDivisionError
-        return out
-
-    with pytest.raises(ZeroDivisionError):
-        written(Plain(output=failing), tmp_path / "out.parquet")
-    assert pq.read_table(tmp_path / "out.parquet").equals(before)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
-
-
 class Kept(Blobs):
     """BatchNorm, dropout, a torchmetric, a state of the task's own, and a third split."""
 
@@ -236,18 +222,6 @@ def test_a_run_is_opened_where_it_lies_now_and_as_this_machine_can(tmp_path: Pat
     assert run_spec(str(tmp_path / "moved"), {}, 16).config.scaling.num_workers == 16, "torchrun's are started already"
     with pytest.raises(ConfigError):
         run_spec(str(tmp_path / "moved"), {"launcher": "ray"}, None)
-
-
-def test_the_task_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run remembers where its task is."""
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code/far_away.py").write_text("from tests.tasks import Blobs\n\n\nclass Far(Blobs):\n    pass\n")
-    spec = make(tmp_path, name="run", task="far_away:Far", task_dir=str(tmp_path / "code"))
-    before = {key: value for key, value in spec.tree.items() if key != "task_dir"}
-    prepare_storage(dataclasses.replace(spec, tree=before), fresh=False)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert run_spec(spec.uri, {}, None).path[0] == str(tmp_path / "code")
 
 
 def test_where_no_file_can_be_written(tmp_path: Path) -> None:

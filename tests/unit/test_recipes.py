@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import Dataset, Sampler, TensorDataset
+from torch.utils.data import Sampler, TensorDataset
 
 from tests.unit.test_loop import Context, config
-from trainers import GroupedByLength, TrainConfig
+from trainers import TrainConfig
 from trainers.data.batch import map_tensors
 from trainers.data.order import Drawn
 from trainers.data.sampler import StepSampler
@@ -82,78 +81,6 @@ class Single(Task):
     def transform(self, batch: Any, training: bool) -> Any:
         batch = super().transform(batch, training)
         return map_tensors(lambda one: one.float() if one.is_floating_point() else one, batch)
-
-
-class Texts(Dataset[dict[str, Tensor]]):
-    """Sentences of 2 to 12 words, 1 to 19; word 20 hides one, 0 is padding."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.lengths = torch.randint(2, 13, (30,), generator=generator)
-        self.words = [torch.randint(1, 20, (int(n),), generator=generator) for n in self.lengths]
-        self.hidden = [torch.rand(int(n), generator=generator) < 0.4 for n in self.lengths]
-
-    def __len__(self) -> int:
-        return 30
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        words, hidden = self.words[index], self.hidden[index]
-        return {"inputs": words.masked_fill(hidden, 20), "labels": words.masked_fill(~hidden, -100)}
-
-
-class Encoder(nn.Module):
-    """A small BERT, whose attention leaves padding out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(21, 8), nn.Embedding(12, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.out = nn.Linear(8, 20)
-        self.double()
-
-    def forward(self, inputs: Tensor, **_: Tensor) -> Tensor:
-        places = self.places(torch.arange(inputs.shape[1]))
-        logits: Tensor = self.out(self.layer(self.words(inputs) + places, src_key_padding_mask=inputs == 0))
-        return logits
-
-
-class MaskedWords(Task):
-    """Hidden words are predicted; batches of about one length, padded to their longest."""
-
-    def model(self) -> nn.Module:
-        return Encoder()
-
-    def dataset(self, split: str) -> Texts:
-        return Texts()
-
-    def sampler(self, dataset: Any, config: TrainConfig) -> GroupedByLength:
-        return GroupedByLength(dataset.lengths, config.batch_size)
-
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {
-            name: pad_sequence([one[name] for one in samples], True, padding)
-            for name, padding in (("inputs", 0), ("labels", -100))
-        }
-
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["labels"] != -100).sum().double()
-
-    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        summed = F.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-        return summed / self.weight(batch).clamp(min=1)
-
-
-@pytest.mark.parametrize("microbatch", [1, 4])
-def test_masked_words_with_dynamic_padding(microbatch: int, tmp_path: Path) -> None:
-    task, data = MaskedWords(), Texts()
-
-    def loss_of(model: nn.Module, at: list[int]) -> Tensor:
-        batch = task.collate([data[index] for index in at])
-        return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["labels"].flatten())
-
-    wanted = plain(task, lambda model: AdamW(model.parameters(), 0.01, weight_decay=0.1), loss_of)
-    optimizer = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
-    assert curve(task, tmp_path, microbatch, optimizer=optimizer) == pytest.approx(wanted, rel=1e-9)
 
 
 class Taught(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.test_checkpoint import edit_manifest, flip_a_bit
-from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name, rank_file, shard_file
+from trainers.checkpoint.manifest import Manifest, folder_name, rank_file, shard_file
 from trainers.checkpoint.row_shards import FORMATS, Cut, TensorFile, cut_rows, write_tensors
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
@@ -239,11 +239,3 @@ def test_a_strangers_state_is_refused_before_memory_is_asked_for(
     replace(tmp_path / "checkpoints" / NAME, "state.pt", made.getvalue())
     with pytest.raises(CheckpointError):
         Archive(Storage(str(tmp_path))).read_state(NAME)
-
-
-@pytest.mark.parametrize("lost", [shard_file(1), rank_file(0), shard_file(0)])
-def test_a_manifest_without_one_of_the_files_is_damaged(lost: str) -> None:
-    each = [of(rank) for of in (rank_file, shard_file) for rank in range(2)]
-    files = {name: FileEntry(0, "0" * 64) for name in ("state.pt", *each) if name != lost}
-    with pytest.raises(CheckpointError):
-        Manifest.from_json(Manifest(1, 2, files).to_json())

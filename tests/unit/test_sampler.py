@@ -65,14 +65,6 @@ def test_the_order_follows_seed_and_epoch() -> None:
     assert sorted(order(0, 1)) == list(range(50))
 
 
-def test_more_workers_than_samples_leave_some_without_a_share() -> None:
-    ranks = [make(10, 8, workers=8, rank=rank) for rank in range(8)]
-    last = [sampler.share(1) for sampler in ranks]
-    assert sorted(len(share) for share in last) == [0] * 6 + [1] * 2
-    (anchor,) = {tuple(sampler.anchor(1).tolist()) for sampler in ranks}
-    assert anchor[0] in torch.cat(last).tolist()
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize(("n", "workers"), [(10, 1), (10, 3), (3, 4), (64, 4), (7, 7)])

@@ -12,7 +12,6 @@ import pytest
 from pyarrow import fs
 
 from trainers.errors import CheckpointError, ConfigError, StorageError
-from trainers.json_data import parse_json
 from trainers.storage import Storage, storage_uri
 
 
@@ -49,15 +48,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert storage.exists("a")
     assert storage.exists()
     assert not storage.exists("a/c.txt")
-
-
-def test_names_are_sorted_and_hide_what_is_aside(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
-    for name in ("b", "a", "sub/x", "c.tmp", "d.json.1234.tmp"):
-        storage.write(name, b"")
-    assert storage.names() == ["a", "b", "sub"]
-    assert storage.names("sub") == ["x"]
-    assert storage.names("nowhere") == []
 
 
 def test_delete_takes_files_directories_and_nothing(tmp_path: Path) -> None:
@@ -122,16 +112,6 @@ def test_a_passing_failure_is_tried_again_with_growing_waits(
     assert files(tmp_path) == ["file"]
     assert len(calls) == times + 1
     assert waits == [0.5, 1.0, 2.0][:times]
-
-
-def test_a_lasting_failure_is_given_up_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[float]
-) -> None:
-    calls = failing_replace(monkeypatch, 99, errno.EIO)
-    with pytest.raises(StorageError):
-        Storage(str(tmp_path)).write("file", b"data")
-    assert len(calls) == 4
-    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
@@ -224,14 +204,6 @@ def test_json_that_is_something_else_is_one_sentence(tmp_path: Path, data: bytes
     with pytest.raises(CheckpointError) as raised:
         storage.read_json("file.json", Known)
     assert len(str(raised.value).splitlines()) == 1
-
-
-def test_json_of_any_type_is_nested_no_deeper_than_what_copies_it_can_go() -> None:
-    """Where a part may be anything, its type refuses nothing."""
-    for opened, closed in ((b"[", b"]"), (b'{"a":', b"}")):
-        assert parse_json(b'{"a":' + opened * 98 + b"[]" + closed * 98 + b"}", dict[str, Any])
-        with pytest.raises(CheckpointError):
-            parse_json(b'{"a":' + opened * 99 + b"[]" + closed * 99 + b"}", dict[str, Any])
 
 
 def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(tmp_path: Path) -> None:

@@ -126,36 +126,11 @@ class Shuffled(Exact):
         yield from drawn.sample(kept, len(kept))
 
 
-class ShuffledByChunks(Exact):
-    """A buffer that is refilled from the state before it, so all that comes from the first one is right after loading:
-    Hugging Face's shuffle over Arrow tables.
-    """
-
-    def __iter__(self) -> Iterator[Any]:
-        start, self._loaded = getattr(self, "_loaded", {"chunk": 0, "skip": 0}), {"chunk": 0, "skip": 0}
-        drawn = random.Random(self.epoch)
-        numbers = self.order()
-        for chunk in range(start["chunk"], self.size, 350):
-            self.at = {"chunk": chunk, "skip": 0}
-            for number in drawn.sample(numbers[chunk : chunk + 350], 350):
-                self.at["skip"] += 1
-                if chunk > start["chunk"] or self.at["skip"] > start["skip"]:
-                    yield {"number": number}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._loaded = dict(state)
-
-
 class ForLoaders(Exact):
     """LitData's and MosaicML's are asked by their own loaders."""
 
     def state_dict(self, num_samples: int) -> dict[str, Any]:  # type: ignore[override]
         return {"next": num_samples}
-
-
-class NotPlainLater(Exact):
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.at, "drawn": random.Random() if self.at["next"] > 100 else None}
 
 
 class Unseekable(Exact):
@@ -203,9 +178,7 @@ KINDS: list[Callable[[], Any]] = [
     OwnOrder,
     OneBehind,
     Shuffled,
-    ShuffledByChunks,
     ForLoaders,
-    NotPlainLater,
     Unseekable,
     Returned,
     Rows,
@@ -305,28 +278,6 @@ def test_a_state_after_which_a_sample_is_lost_is_left(caplog: pytest.LogCaptureF
     assert "row 1185" in caplog.text
 
 
-def test_samples_in_another_order_than_before_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    head = 48
-    starts = iter(range(2))
-
-    class Scheduled(Counted):
-        """The order of whichever thread comes first; alike at the start."""
-
-        def order(self) -> list[int]:
-            numbers = super().order()
-            return numbers[:head] + random.Random(self.start).sample(numbers[head:], SIZE - head)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.start = next(starts)
-
-    before = trained(Scheduled, 200)
-    again = Stream(Scheduled, "train")
-    again.begin(200, None, before.mark_at(200))
-    again.__getitems__([200])
-    assert "row 193" in caplog.text
-
-
 def test_what_lies_before_a_loaded_state_is_not_read() -> None:
     made: list[Exact] = []
 
@@ -345,18 +296,6 @@ def test_what_lies_before_a_loaded_state_is_not_read() -> None:
     assert again.state() == state  # of a checkpoint before the first step
     read(again, 2600, 2700)
     assert len(made[-1].given) == 700
-
-
-def test_a_state_that_turns_out_wrong_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    stream = Stream(ShuffledByChunks, "train")
-    assert "loads" in stream.words  # as far as the proof reads
-    stream.begin(0, None)
-    read(stream, 0, 1200)
-    expected = list(enumerate(unbroken(ShuffledByChunks)))
-    again = Stream(ShuffledByChunks, "train")
-    again.begin(1200, {**stream.state(), "next": ["0" * 16]})  # type: ignore[dict-item]
-    assert read(again, 1200) == expected[1200:]
-    assert "row 1000" in caplog.text
 
 
 def test_a_generator_is_begun_once_and_loses_nothing() -> None:
