@@ -38,7 +38,7 @@ in_lane: list[InLane] = []
 """What trains on Ray in a process that has warm workers; empty: each run starts its own."""
 
 if TYPE_CHECKING:
-    from trainers.inference.trained_run import TrainedRun
+    from trainers.inference.passes import TrainedRun
     from trainers.measure.result import RunResult
     from trainers.on_ray.function import FunctionRun
 
@@ -69,7 +69,7 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
     if isinstance(spec, FunctionSpec):
         return train_function(spec, fresh)
     result = run_training(spec, fresh)
-    from trainers.inference.trained_run import TrainedRun
+    from trainers.inference.passes import TrainedRun
 
     return TrainedRun(**vars(result), uri=spec.uri)
 

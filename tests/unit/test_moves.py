@@ -21,7 +21,7 @@ from trainers.causes import failure_of
 from trainers.checkpoint.run_state import match_layout
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch
-from trainers.data.transfer import Pinnable, copied, to_device
+from trainers.data.feed import Pinnable, copied, to_device
 from trainers.devices.group import Group
 from trainers.errors import DeviceMismatchError
 from trainers.model.precision import TABLE

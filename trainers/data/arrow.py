@@ -215,12 +215,12 @@ class _Values:
                 values[position] = value
         return values
 
-    def _plain(self, taken: pa.Array) -> Sequence[Any]:
+    def _plain(self, taken: pa.Array) -> list[Any]:
         if self.kind in ("text", "bytes"):
             found: list[Any] = taken.to_pylist()
             return found
         items = torch.from_numpy(taken.flatten().to_numpy().copy())
-        return items.split(taken.value_lengths().to_pylist())
+        return list(items.split(taken.value_lengths().to_pylist()))
 
 
 def _by_part(part: Array) -> Iterator[tuple[int, Array]]:

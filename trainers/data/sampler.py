@@ -83,11 +83,6 @@ class StepSampler(DistributedSampler[int]):
             return f"{self.drawn.name} {digest(self.rows(0, self.length))}"
         return "shuffled" if self.shuffle else "in order"
 
-    def samples(self, step: int) -> Tensor:
-        """int64 [n]: the samples of a step of this epoch over all ranks."""
-        start, stop = self.batches.bounds(self.epoch, step)
-        return self.rows(start, stop)
-
     def step_size(self, step: int) -> int:
         """Samples of a step of this epoch over all ranks."""
         start, stop = self.batches.bounds(self.epoch, step)
@@ -102,7 +97,8 @@ class StepSampler(DistributedSampler[int]):
 
     def anchor(self, step: int) -> Tensor:
         """int64 [1]: a sample of the step, for a rank without a share to take part with at weight zero."""
-        return self.samples(step)[:1]
+        start, _ = self.batches.bounds(self.epoch, step)
+        return self.rows(start, start + 1)
 
     def plan(self, step: int, microbatch_size: int, even: bool = False) -> tuple[list[Tensor], list[int]]:
         """Return this rank's microbatches of a step, and how many samples each of them counts: 0 for an anchor.

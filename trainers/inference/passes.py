@@ -1,8 +1,10 @@
-"""Evaluate a trained model on a split, or write its prediction for every sample.
+"""Evaluate a trained model on a split, write its prediction for every sample, or return it.
 
 One worker in this process, or `--scaling.num_workers N` of them. Everything else is as the run was trained, so that the
 figures of its own evaluation come out again to the last bit on the same hardware.
 """
+
+from __future__ import annotations
 
 import collections
 import itertools
@@ -12,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,14 +35,20 @@ from trainers.devices.group import Group
 from trainers.errors import CheckpointError, ConfigError, counted
 from trainers.inference.saved_run import SavedRun, read_trained
 from trainers.launch.spec import Job, RunSpec, make_spec
+from trainers.measure.result import RunResult
+from trainers.measure.run_log import read_log
 from trainers.model.frozen import check_frozen, frozen_digests, load_model
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.strategy import compile_model
+from trainers.redaction import redact
 from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
 from trainers.step.evaluation import evaluate, too_large
 from trainers.step.forward import ForwardPass
 from trainers.storage import Storage
 from trainers.task import Task, load_split, task_feed
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _INDEX = "index"
 _WINDOW = 16  # batches of a rank between two meetings of all ranks
@@ -290,3 +298,34 @@ def _write(records: Iterator[pa.RecordBatch], target: Storage, about: dict[str, 
                 flush()
         if waiting:
             flush()
+
+
+@dataclass(frozen=True, repr=False)
+class TrainedRun(RunResult):
+    """A run, as its `result.json` has it, and its directory."""
+
+    uri: str = ""
+    """The run's directory."""
+
+    def __repr__(self) -> str:
+        return redact(f"{self}\n  in {self.uri}")
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return the run's log: mean losses, evaluations, and what else was noted, in order."""
+        return read_log(Storage(self.uri))
+
+    def dataframe(self) -> pd.DataFrame:
+        """Return the log with a row a record; needs pandas."""
+        import pandas as pd
+
+        return pd.DataFrame(self.log())
+
+    def model(self, checkpoint: str = "newest") -> nn.Module:
+        """Return the trained model, in evaluation mode, on the device that this process has.
+
+        `checkpoint` is newest, best or step-N. Raises ConfigError where there is none.
+        """
+        job = Inference(**asdict(run_spec(self.uri, {}, None)), split="val", which=checkpoint, out=None)
+        device = resolve_device(job.config.device)
+        precision = resolve_precision(job.config.precision, device)
+        return load_trained(job.load_task(), job.config, Group(0, 1, device), precision, job)[2]
