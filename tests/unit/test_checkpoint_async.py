@@ -180,10 +180,7 @@ def hang(*_):
 def cut_write(self, name, file, state):
     if name.endswith("08") and file == "state.pt" and {phase!r} == "before the state":
         hang()
-    entry = write(self, name, file, state)
-    if name.endswith("08") and file == "state.pt" and {phase!r} == "after the state":
-        hang()
-    return entry
+    return write(self, name, file, state)
 
 def cut_seal(self, manifest, keep):
     if manifest.step == 8 and {phase!r} == "before the manifest":
@@ -196,7 +193,7 @@ train(Path({path!r}), checkpoint={{"every_steps": 4, "async": True}}, evaluate={
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("phase", ["before the state", "after the state", "before the manifest"])
+@pytest.mark.parametrize("phase", ["before the state", "before the manifest"])
 def test_killed_while_one_is_written_the_one_before_is_resumed(tmp_path: Path, phase: str) -> None:
     repository = str(Path(__file__).parents[2])
     script = KILLED.format(repository=repository, path=str(tmp_path / "killed"), phase=phase)

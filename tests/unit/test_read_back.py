@@ -29,8 +29,7 @@ from tune.trials.live import read_live
 
 T = TypeVar("T")
 WRONG: list[Any] = [
-    None, True, -1, 0, 1.5, 10**30, -(10**400), 10**290, float("nan"), float("inf"), "", "7", "../../dev/zero", "a\0b",
-    [], [1], {}, {"a": 1}, [[]], [{"a": "b"}], {"a": None}, {"epoch": "x"},
+    None, True, -1, -(10**400), float("nan"), float("inf"), "", "../../dev/zero", [], {"a": None}, {"epoch": "x"},
     [{"step": -1, "epoch": 0, "train_time_s": 0}],
 ]  # fmt: skip
 
