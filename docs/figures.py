@@ -28,7 +28,6 @@ UNITS = {
     "input": "samples/s",
     "loop": "samples/s",
     "sharded": "ms",
-    "shards": "samples/s",
 }
 """Of medians whose names have no unit as their suffix."""
 LEFT_OUT = ("rounds", "train_loss")

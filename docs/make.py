@@ -45,7 +45,7 @@ The public names and their docstrings (`make docs` writes this page). [python.md
 DOORS = {"trainers": TrainConfig, "tune": SweepConfig, "cluster": None}
 MODULES = ("trainers", "tune", "tune.ray")
 RETURNED = (
-    "trainers.inference.trained_run:TrainedRun",
+    "trainers.inference.passes:TrainedRun",
     "trainers.on_ray.function:FunctionRun",
     "tune.sweeps.sweep:SweepResult",
 )

@@ -9,21 +9,16 @@ if TYPE_CHECKING:
     from trainers.config import TrainConfig
     from trainers.data.arrow import ArrowDataset
     from trainers.data.order import GroupedByLength
-    from trainers.data.packing import PackedDataset, segment_mask
-    from trainers.data.shards import Shards
     from trainers.start import train
     from trainers.task import Task
 
-__all__ = ["ArrowDataset", "GroupedByLength", "PackedDataset", "Shards", "Task", "TrainConfig", "segment_mask", "train"]
+__all__ = ["ArrowDataset", "GroupedByLength", "Task", "TrainConfig", "train"]
 
 _HOMES = {
     "ArrowDataset": "trainers.data.arrow",
     "GroupedByLength": "trainers.data.order",
-    "PackedDataset": "trainers.data.packing",
-    "Shards": "trainers.data.shards",
     "Task": "trainers.task",
     "TrainConfig": "trainers.config",
-    "segment_mask": "trainers.data.packing",
     "train": "trainers.start",
 }
 

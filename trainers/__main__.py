@@ -77,9 +77,9 @@ def export(
     checkpoint: _Name = "newest",
 ) -> int:
     """Write the weights of a checkpoint, for readers without Paceline."""
-    from trainers.inference import export
+    from trainers.inference import saved_run
 
-    print(export.export(run, out, checkpoint))
+    print(saved_run.export(run, out, checkpoint))
     return 0
 
 

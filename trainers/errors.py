@@ -116,14 +116,6 @@ class ClusterError(PacelineError):
     """A Ray cluster that could not be started, joined, or trained on."""
 
 
-class ShardError(PacelineError):
-    """A file of samples that is damaged, or not what its name says."""
-
-
-class SampleError(ShardError):
-    """One sample of such a file."""
-
-
 class DeviceMismatchError(PacelineError):
     """Tensors of one computation lie on different devices; names those that are not where they belong."""
 

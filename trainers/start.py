@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 if TYPE_CHECKING:
-    from trainers.inference.trained_run import TrainedRun
+    from trainers.inference.passes import TrainedRun
     from trainers.measure.result import RunResult
     from trainers.on_ray.function import FunctionRun
 
@@ -60,7 +60,7 @@ def train(run: Given, *, fresh: bool = False, **keys: Any) -> TrainedRun | Funct
     if isinstance(spec, FunctionSpec):
         return train_function(spec, fresh)
     result = run_training(spec, fresh)
-    from trainers.inference.trained_run import TrainedRun
+    from trainers.inference.passes import TrainedRun
 
     return TrainedRun(**vars(result), uri=spec.uri)
 

@@ -135,9 +135,7 @@ class Storage:
             if "#" in self.uri:
                 raise ValueError("what follows its `#` would be lost; write %23")
             if not self.is_local:
-                with contextlib.suppress(ValueError):  # of an older pyarrow, which does not know the option
-                    return tuple(fs.FileSystem.from_uri(_with_single_puts(self.uri)))
-                return tuple(fs.FileSystem.from_uri(self.uri))
+                return tuple(fs.FileSystem.from_uri(_with_single_puts(self.uri)))
             if parts.netloc not in ("", "localhost"):
                 raise ValueError(f"it names a host, {parts.netloc}; write file:///{self._place[7:]}")
             if self._options:

@@ -40,8 +40,8 @@ class Task:
         return None
 
     def stream(self, split: str) -> Iterable[Any] | None:
-        """Return the samples of `split` where they are too many, or too far, for a dataset: Shards, or whatever can be
-        iterated; None for `dataset` to say.
+        """Return the samples of `split` where they are too many, or too far, for a dataset: whatever can be iterated;
+        None for `dataset` to say.
         """
         return None
 
@@ -179,7 +179,7 @@ def load_split(task: Task, split: str, training: bool) -> Any:
         return dataset
     _refuse_splits(f'stream("{split}")', found)
     if not any(hasattr(found, name) for name in ("__iter__", "__getitem__", "iter_rows")):
-        fix = "return Shards, or an object with `__iter__`"
+        fix = "return an object with `__iter__`"
         raise ConfigError(f'stream("{split}")', type(found).__name__, "cannot be iterated", fix)
     if hasattr(found, "__getitem__") and hasattr(found, "__len__") and not isinstance(found, IterableDataset):
         return found

@@ -1,4 +1,4 @@
-"""Run as: python -m tests.distributed.stream_kills DIRECTORY [KILLS]. Streams on an S3 server, killed again and again.
+"""Run as: python -m tests.distributed.stream_kills DIRECTORY [KILLS]. Streams, killed again and again.
 
 Prints, as JSON, what came of KILLS kills of each kind of stream (default 2) on 1, 2 and 3 workers in turn, and of half
 as many on two.
@@ -15,21 +15,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
 from pyarrow import fs
 
-from tests.distributed.kills import EPOCHS, Recorded, count_steps, run_killed
+from tests.distributed.kills import EPOCHS, SAMPLES, Recorded, count_steps, run_killed
 from tests.faults.s3 import bucket
-from tests.stream_tasks import numbered, write
-from trainers.data.shards import Shards
+from tests.tasks import Blobs
 from trainers.loop import watchdog
 
-SHARDS = [".tar", ".tar.gz", ".jsonl.gz", ".parquet", ".mds"]
-LINES = ["lines with a state", "lines"]
+PARQUET, LINES, LINES_WITH_STATE = "datasets over Parquet", "lines", "lines with a state"
+KINDS = [PARQUET, LINES_WITH_STATE]
+"""What the suite kills; a campaign has LINES, too."""
 _SUITE = 2
-IN_SUITE = [".tar", "lines with a state"]
-"""Without those of which only the reading of bytes, or of a place, is another: unit tests have each of them."""
-SIZES = [17, 30, 2, 25, 25]
+_FILES = 4
 BYTES_PER_S = 200_000.0
+
+
+def samples() -> list[dict[str, Any]]:
+    """Those of `Blobs`, in order."""
+    features, labels = Blobs(samples=SAMPLES, dtype="float64").dataset("train").tensors
+    pairs = zip(features.tolist(), labels.tolist(), strict=True)
+    return [{"features": values, "label": label, "number": number} for number, (values, label) in enumerate(pairs)]
 
 
 class Lines:
@@ -42,7 +50,7 @@ class Lines:
         filesystem, path = fs.FileSystem.from_uri(self.uri)
         for info in filesystem.get_file_info(fs.FileSelector(path)):
             with filesystem.open_input_stream(info.path) as stream:
-                yield from map(numbered, map(json.loads, io.TextIOWrapper(stream)))
+                yield from map(json.loads, io.TextIOWrapper(stream))
 
 
 class LinesWithState(Lines):
@@ -65,42 +73,49 @@ class LinesWithState(Lines):
 
 
 class RecordedStream(Recorded):
-    """Reads its training samples from the object store."""
+    """Reads its training samples forward: from Parquet files, or lines from the object store."""
 
-    def __init__(self, uri: str, kind: str, cache: str) -> None:
+    def __init__(self, uri: str, kind: str) -> None:
         super().__init__()
-        self.uri, self.kind, self.cache = uri, kind, cache
+        self.uri, self.kind = uri, kind
 
     def stream(self, split: str) -> Any:
         if split == "val":
             return None
-        if self.kind in LINES:
-            return (LinesWithState if self.kind == LINES[0] else Lines)(self.uri)
-        place, mark, options = self.uri.partition("?")
-        names = {".tar": "/train-{000..004}.tar", ".parquet": "/train-*.parquet"}.get(self.kind, "")
-        return Shards(
-            f"{place}{names}{mark}{options}", decode=numbered, shuffle_buffer=20, cache=self.cache, cache_bytes=40_000
-        )
+        if self.kind == PARQUET:
+            import datasets
+
+            return datasets.load_dataset("parquet", data_dir=self.uri, split="train", streaming=True)
+        return (LinesWithState if self.kind == LINES_WITH_STATE else Lines)(self.uri)
+
+    def collate(self, samples: list[Any]) -> Any:
+        if isinstance(samples[0], tuple):  # of the validation split
+            return super().collate(samples)
+        columns = {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0]}
+        return columns["features"].double(), columns["label"], columns["number"]
 
 
 def serve(directory: Path, uris: Any) -> None:
-    """Fill a bucket and keep it up."""
+    """Fill a bucket with lines and keep it up."""
     with bucket(directory, (), BYTES_PER_S) as uri:
-        for suffix in [*SHARDS, ".jsonl"]:
-            write(directory / f"data{suffix}", suffix, SIZES)
-            filesystem, path = fs.FileSystem.from_uri(_below(uri, suffix))
-            fs.copy_files(str(directory / f"data{suffix}"), path, destination_filesystem=filesystem)
+        filesystem, path = fs.FileSystem.from_uri(uri)
+        for number in range(_FILES):
+            with filesystem.open_output_stream(f"{path}/{number}.jsonl") as file:
+                file.write("".join(json.dumps(sample) + "\n" for sample in _part(number)).encode())
         uris.put(uri)
         uris.get()
 
 
-def _below(uri: str, suffix: str) -> str:
-    place, mark, options = uri.partition("?")
-    return f"{place}/{suffix.strip('.')}{mark}{options}"
+def _part(number: int) -> list[dict[str, Any]]:
+    return samples()[number * SAMPLES // _FILES : (number + 1) * SAMPLES // _FILES]
 
 
 def main(directory: Path, kills: int) -> None:
     os.environ |= {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+    parquet = directory / "parquet"
+    parquet.mkdir()
+    for number in range(_FILES):
+        pq.write_table(pa.Table.from_pylist(_part(number)), parquet / f"train-{number}.parquet")
     spawning = multiprocessing.get_context("spawn")  # threads of a server do not go with forks
     uris = spawning.SimpleQueue()
     server = spawning.Process(target=serve, args=(directory, uris))
@@ -109,11 +124,10 @@ def main(directory: Path, kills: int) -> None:
     count_steps()
     watchdog.CAUSE_S = 0.0  # there is no launcher to see who was first
     found, epochs = {}, EPOCHS if kills == _SUITE else 2 * EPOCHS
-    for kind in [*SHARDS, *LINES] if kills > _SUITE else IN_SUITE:
-        place = _below(uri, ".jsonl" if kind in LINES else kind)
-        args = {"uri": place, "kind": kind, "cache": str(directory / "cache")}
+    for kind in [*KINDS, LINES] if kills > _SUITE else KINDS:
+        args = {"uri": str(parquet) if kind == PARQUET else uri, "kind": kind}
         changes = {"task": "tests.distributed.stream_kills:RecordedStream", "task_args": args}
-        name = kind.strip(".").replace(" ", "-").replace(".", "-")
+        name = kind.replace(" ", "-")
         found[kind] = {
             "unbroken": run_killed(directory, f"{name}-unbroken", [2], 0, epochs, **changes),
             "moved": run_killed(directory, f"{name}-moved", [1, 2, 3], kills, epochs, **changes),

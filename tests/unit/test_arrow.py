@@ -113,24 +113,6 @@ def test_every_value_comes_back_from_every_layout(layout: str, kept: dict[str, A
         assert [tokens.tolist() for tokens in batch["tokens"]] == [list(range(i % 5)) for i in rows.tolist()]
 
 
-@pytest.mark.parametrize("layout", ["one batch", "batches"])
-def test_a_large_batch_is_gathered_by_all_threads_and_is_the_same(
-    layout: str, kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = ArrowDataset(kept[layout], ["row", "image", "raw", NUMBERS[0]], cache=kept["cache"])
-    rows, threads = np.random.default_rng(0).permutation(ROWS), torch.get_num_threads()
-    alone = dataset.gather(rows)
-    monkeypatch.setattr("trainers.data.arrow_columns._SHARED_BYTES", 0)
-    torch.set_num_threads(2)
-    try:
-        shared = dataset.gather(rows)
-    finally:
-        torch.set_num_threads(threads)
-    for ours, theirs in zip(shared, alone, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours, theirs)
-
-
 def test_a_batch_has_the_nesting_of_the_columns(kept: dict[str, Any]) -> None:
     as_tuple = ArrowDataset(kept["parquet"], [["float32", "float32"], "int64"], cache=kept["cache"])
     pairs, labels = as_tuple.__getitems__([7, 3])
@@ -138,8 +120,8 @@ def test_a_batch_has_the_nesting_of_the_columns(kept: dict[str, Any]) -> None:
     assert torch.equal(labels, torch.from_numpy(column("int64"))[[7, 3]])
     sample = as_tuple[-1]
     assert torch.equal(sample[0], pairs.new_tensor([column("float32")[-1]] * 2))
-    as_dict = ArrowDataset(kept["one batch"], {"x": "row"}, shapes={"x": (3, 2)})
-    assert torch.equal(as_dict.__getitems__([4])["x"], torch.from_numpy(column("float32", WIDTH))[[4]].view(1, 3, 2))
+    as_dict = ArrowDataset(kept["one batch"], {"x": "row"})
+    assert torch.equal(as_dict[4]["x"], torch.from_numpy(column("float32", WIDTH))[4])
 
 
 def test_the_tensor_type_of_arrow_brings_its_shape(tmp_path: Path) -> None:
@@ -160,13 +142,6 @@ def test_decode_makes_tensors_of_what_has_no_width(kept: dict[str, Any]) -> None
     assert dataset.__getitems__([2, 4, 5])[0].tolist() == [[0, 1, -1, -1], [0, 1, 2, 3], [-1, -1, -1, -1]]
 
 
-def test_batches_may_be_changed_without_changing_the_data(kept: dict[str, Any]) -> None:
-    dataset = ArrowDataset(kept["one batch"], ["row"])
-    before = dataset.__getitems__([5])[0].clone()
-    dataset.__getitems__([5])[0].fill_(0)
-    assert torch.equal(dataset.__getitems__([5])[0], before)
-
-
 @pytest.mark.parametrize("indices", [[ROWS], [-1], [3, ROWS + 5]])
 def test_rows_that_are_not_there(indices: list[int], kept: dict[str, Any]) -> None:
     """A window over the file would give the bytes behind a column as its values."""
@@ -182,31 +157,17 @@ class Rows(Task):
 
 
 @pytest.mark.parametrize("config", [{"resident": True}, {"num_workers": 2}, {}], ids=str)
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_through_the_loader(config: dict[str, Any], start: str, kept: dict[str, Any]) -> None:
+def test_through_the_loader(config: dict[str, Any], kept: dict[str, Any]) -> None:
     dataset = ArrowDataset(kept["parquet"], ["row", "int64"], cache=kept["cache"])
     feed = task_feed(dataset, Rows(), DataConfig(**config), torch.device("cpu"), sharers=1, seed=0)
     if isinstance(feed._loader, DataLoader) and config.get("num_workers"):
-        feed._loader.multiprocessing_context = multiprocessing.get_context(start)
+        feed._loader.multiprocessing_context = multiprocessing.get_context("spawn")
     plan = list(torch.randperm(ROWS).split(96))
     assert (feed.resident is not None) == bool(config.get("resident"))
     for rows, (values, labels) in zip(plan, feed.batches(plan, training=True), strict=True):
         assert torch.equal(values, torch.from_numpy(column("float32", WIDTH))[rows])
         assert torch.equal(labels, torch.from_numpy(column("int64"))[rows])
     feed.close()
-
-
-def test_what_has_no_width_cannot_be_resident(kept: dict[str, Any]) -> None:
-    dataset = ArrowDataset(kept["one batch"], ["int64", "text"])
-    with pytest.raises(ConfigError, match=r"data\.resident"):
-        task_feed(dataset, Rows(), DataConfig(resident=True), torch.device("cpu"), sharers=1, seed=0)
-
-
-def test_it_crosses_to_other_processes_as_names(kept: dict[str, Any]) -> None:
-    dataset = ArrowDataset(kept["one batch"], ["row"])
-    crossed = pickle.dumps(dataset)
-    assert len(crossed) < 2000
-    assert torch.equal(pickle.loads(crossed).__getitems__([3])[0], dataset.__getitems__([3])[0])  # noqa: S301
 
 
 def test_a_conversion_is_done_once_and_again_for_a_new_file(tmp_path: Path) -> None:
@@ -220,65 +181,44 @@ def test_a_conversion_is_done_once_and_again_for_a_new_file(tmp_path: Path) -> N
     assert not list(cache.glob("*.tmp"))
 
 
-def convert(file: str, cache: str) -> int:
-    return len(ArrowDataset(file, cache=cache))
-
-
-@pytest.mark.full
-def test_processes_that_convert_at_once_agree(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"x": nested(column("float64", 300))}), tmp_path / "x.parquet")
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        lengths = pool.starmap(convert, [(str(tmp_path / "x.parquet"), str(tmp_path / "cache"))] * 3)
-    assert lengths == [ROWS] * 3
-    assert len(list((tmp_path / "cache").glob("*.arrow"))) == 1
-
-
 def write(path: Path, **columns: Any) -> Path:
     pq.write_table(pa.table(columns), path)
     return path
 
 
-def test_mistakes_name_file_column_and_fix(tmp_path: Path) -> None:
+def test_mistakes_name_their_field(tmp_path: Path) -> None:
     good = write(tmp_path / "good.parquet", x=[1.0, 2.0], label=[0, 1], text=["a", "b"])
     holes = write(tmp_path / "holes.parquet", x=[1.0, None], label=[0, 1])
     other = write(tmp_path / "other.parquet", x=[1, 2], label=[0, 1])
     dates = write(tmp_path / "dates.parquet", x=pa.array([1, 2], pa.timestamp("s")))
     empty = write(tmp_path / "empty.parquet", x=pa.array([], pa.int64()))
     lists = write(tmp_path / "lists.parquet", x=pa.array([[1.0, None], [2.0, 3.0]], pa.list_(pa.float32(), 2)))
-    (tmp_path / "text.parquet").write_text("id,x\n1,2\n" * 20)
     (tmp_path / "cut.parquet").write_bytes(good.read_bytes()[:-30])
     (tmp_path / "void").mkdir()
 
     cache = tmp_path / "cache"
-    cases: list[tuple[Any, Any, dict[str, Any], list[str]]] = [
-        (tmp_path / "no.parquet", None, {}, ["no.parquet", "is not there"]),
-        (tmp_path / "void", None, {}, ["names no file", ".parquet"]),
-        (str(tmp_path / "*.feather"), None, {}, ["names no file"]),
-        (tmp_path / "text.parquet", None, {}, ["text.parquet", "cannot be read"]),
-        (tmp_path / "cut.parquet", None, {}, ["cut.parquet", "cannot be read"]),
-        (good, ["labl"], {}, ['"labl"', "good.parquet", "did you mean `label`?"]),
-        (holes, ["x"], {}, ["column x", "holes.parquet", "nulls", "fill or drop"]),
-        (holes, [["x", "x"]], {}, ["column x", "holes.parquet", "nulls"]),
-        (lists, ["x"], {}, ["column x", "lists.parquet", "nulls"]),
-        (dates, ["x"], {}, ["column x", "timestamp", "dates.parquet", "fits no tensor"]),
-        (empty, ["x"], {}, ["empty.parquet", "hold no row"]),
-        ([good, other], ["x"], {}, ["column x", "int64", "other.parquet", "float64", "good.parquet"]),
-        (good, [["x", "label"]], {}, ["column label", "int64", "stacked", "double"]),
-        (good, ["x"], {"shapes": {"x": (2, 2)}}, ["shapes.x", "[2, 2]", "float64"]),
-        (good, ["x"], {"shapes": {"y": (2, 2)}}, ["shapes", '"y"']),
-        (good, ["x"], {"decode": {"x": pad}}, ["decode", '"x"', "tensors already"]),
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (tmp_path / "void", None, {}, "files"),
+        (tmp_path / "cut.parquet", None, {}, "files"),
+        (empty, ["x"], {}, "files"),
+        (good, ["labl"], {}, "columns"),
+        (holes, ["x"], {}, "column x"),
+        (lists, ["x"], {}, "column x"),
+        (dates, ["x"], {}, "column x"),
+        ([good, other], ["x"], {}, "column x"),
+        (good, [["x", "label"]], {}, "column label"),
+        (good, ["x"], {"decode": {"x": pad}}, "decode"),
     ]
-    for files, columns, options, words in cases:
+    for files, columns, options, field in cases:
         with pytest.raises(ConfigError) as met:
             ArrowDataset(files, columns, cache=cache, **options)
-        assert all(word in str(met.value) for word in words), str(met.value)
-        assert "\n" not in str(met.value)
+        assert met.value.field == field
     assert ArrowDataset(holes, ["label"], cache=cache)[1][0] == 1  # another column's nulls are of no matter
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"could not write .*; give `cache=`"):
+    with pytest.raises(StorageError):
         ArrowDataset(write(tmp_path / "x.parquet", x=[1]), cache=tmp_path / "file")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import resource
 import signal
@@ -23,9 +22,8 @@ from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
 from trainers.devices.rng import get_rng_state
-from trainers.errors import DivergedError, StorageError
+from trainers.errors import StorageError
 from trainers.loop.fit import fit
-from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
 torch.set_num_threads(1)
@@ -100,7 +98,7 @@ def test_a_full_disk_in_the_background_is_raised_and_the_one_before_stays(tmp_pa
     checkpoints.save(1, state_of(1), {})
     with small_disk(4096):
         checkpoints.start(2, state_of(2, 400_000), {})
-        with pytest.raises(StorageError, match=r"step-000000000002 could not be written: .*File too large"):
+        with pytest.raises(StorageError):
             checkpoints.finish()
     assert not checkpoints.pending
     assert newest_step(tmp_path) == 1
@@ -110,52 +108,12 @@ def test_a_full_disk_in_the_background_is_raised_and_the_one_before_stays(tmp_pa
     assert newest_step(tmp_path) == 3
 
 
-def test_a_manifest_that_cannot_be_written_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = make(tmp_path)
-    monkeypatch.setattr(Archive, "seal", lambda *_: (_ for _ in ()).throw(OSError(5, "injected")))
-    checkpoints.start(1, state_of(1), {})
-    with pytest.raises(StorageError, match="injected"):
-        checkpoints.finish()
-    assert newest_step(tmp_path) is None
-
-
-class TwoRanks(Group):
-    """Rank 0 of two; the other one's answer is given."""
-
-    def __init__(self, other: Any) -> None:
-        super().__init__(0, 2, CPU)
-        self.other = other
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self.other]
-
-    def first(self, value: Any) -> Any:
-        return value
-
-
-def test_a_rank_that_could_not_write_is_raised_on_the_others(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(Storage(str(tmp_path)), TwoRanks(({}, "rank 1: disk full")), 2)
-    checkpoints.start(1, state_of(1), {})
-    with pytest.raises(StorageError, match="rank 1: disk full"):
-        checkpoints.advance()
-    assert not checkpoints.pending
-    assert not (tmp_path / "checkpoints/step-000000000001/manifest.json").exists()
-
-
 # In the loop.
 
 
-def test_a_run_with_them_is_the_run_without(tmp_path: Path) -> None:
-    train(tmp_path / "sync")
-    result = train(tmp_path / "async", **ASYNC)
-    assert_same_run(tmp_path / "async", tmp_path / "sync")
-    assert result.checkpoint is not None
-    assert len(list((tmp_path / "async/checkpoints").iterdir())) == 2
-
-
-@pytest.mark.parametrize("stop_after", [3, 7, 12])
-def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path, stop_after: int) -> None:
+def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> None:
     """The end of a run writes at once: here that one is lost, so that what is resumed was written in the background."""
+    stop_after = 7
     train(tmp_path / "unbroken")
     train(tmp_path / "broken", max_steps=15, **ASYNC | {"checkpoint": {"every_steps": 1, "async": True, "keep": 99}})
     for place in (tmp_path / "broken/checkpoints").iterdir():
@@ -190,14 +148,6 @@ def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pyte
     assert told[0][0] >= 20
 
 
-def test_the_log_up_to_a_checkpoint_is_there_before_it(tmp_path: Path) -> None:
-    train(tmp_path, max_steps=12, checkpoint={"every_steps": 4, "async": True, "keep": 99})
-    steps = [row["step"] for row in read_log(Storage(str(tmp_path))) if "train_loss" in row]
-    assert steps == list(range(1, 13))
-    parts = sorted(int(path.stem) for path in (tmp_path / "log").iterdir())
-    assert parts == [4, 8, 12]
-
-
 def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = Archive.write
 
@@ -210,57 +160,6 @@ def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path: Path, mon
     with pytest.raises(StorageError, match="step-000000000005 could not be written: injected: no room"):
         train(tmp_path, checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
     assert newest_step(tmp_path) == 4
-
-
-def test_a_run_that_fails_waits_for_the_one_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-
-    class Failing(Tiny):
-        calls = 0
-
-        def transform(self, batch: Any, training: bool) -> Any:
-            self.calls += 1
-            if self.calls >= 3 and gate.reached.wait(1):  # a batch or two may be drawn ahead
-                threading.Timer(0.3, gate.open.set).start()
-                raise ValueError("injected: the task fails")
-            return super().transform(batch, training)
-
-    changes = {"checkpoint": {"every_steps": 2, "async": True}, "evaluate": {"every_steps": 99}}
-    with pytest.raises(ValueError, match="injected: the task fails"):
-        train(tmp_path, Failing(), microbatch_size=5, **changes)
-    assert newest_step(tmp_path) == 2
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
-
-
-def test_divergence_keeps_the_one_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Diverging(Tiny):
-        calls = 0
-
-        def loss(self, outputs: Any, batch: Any) -> Any:
-            self.calls += 1
-            loss = super().loss(outputs, batch)
-            return loss * float("nan") if self.calls > 20 else loss
-
-    with pytest.raises(DivergedError, match=r"the last good checkpoint is .*step-0000000000"):
-        train(tmp_path, Diverging(), checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
-    assert newest_step(tmp_path) is not None
-
-
-def test_a_long_wait_for_storage_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
-    monkeypatch.setattr("trainers.checkpoint.run_state._LONG_WAIT_S", 0.05)
-    write = Archive.write
-
-    def slow(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(0.1)
-        return write(archive, name, file, state)
-
-    monkeypatch.setattr(Archive, "write", slow)
-    with caplog.at_level(logging.WARNING):
-        train(tmp_path, max_steps=4, checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
-    assert "training waited 0." in caplog.text
 
 
 # Killed.
@@ -281,10 +180,7 @@ def hang(*_):
 def cut_write(self, name, file, state):
     if name.endswith("08") and file == "state.pt" and {phase!r} == "before the state":
         hang()
-    entry = write(self, name, file, state)
-    if name.endswith("08") and file == "state.pt" and {phase!r} == "after the state":
-        hang()
-    return entry
+    return write(self, name, file, state)
 
 def cut_seal(self, manifest, keep):
     if manifest.step == 8 and {phase!r} == "before the manifest":
@@ -297,7 +193,7 @@ train(Path({path!r}), checkpoint={{"every_steps": 4, "async": True}}, evaluate={
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("phase", ["before the state", "after the state", "before the manifest"])
+@pytest.mark.parametrize("phase", ["before the state", "before the manifest"])
 def test_killed_while_one_is_written_the_one_before_is_resumed(tmp_path: Path, phase: str) -> None:
     repository = str(Path(__file__).parents[2])
     script = KILLED.format(repository=repository, path=str(tmp_path / "killed"), phase=phase)

@@ -15,16 +15,15 @@ import pytest
 import cluster.__main__
 import trainers.__main__
 import tune.__main__
-from tests.unit.cluster_files import TYPES, Change, broken, drop, put
-from tests.unit.test_fuzz import laughs
+from tests.faults.fuzz import laughs
+from tests.unit.cluster_files import TYPES, Change, broken, put
 from trainers.config import TrainConfig
 from trainers.config.model import Settings, build
-from trainers.config.overrides import override
 from trainers.config.reference import entries
-from trainers.config.yaml import DEEPEST, LONGEST, MOST_VALUES, dump_yaml, parse_documents, parse_mapping, parse_yaml
+from trainers.config.yaml import LONGEST, MOST_VALUES, dump_yaml, parse_documents, parse_mapping, parse_yaml
 from trainers.data.arrow import ArrowDataset
 from trainers.errors import ConfigError, PacelineError
-from trainers.launch.spec import read_file, read_mapping, read_spec
+from trainers.launch.spec import read_file, read_mapping
 from trainers.storage import Storage
 from tune.config import SweepConfig
 
@@ -43,35 +42,19 @@ DOORS: dict[str, Callable[[str], int]] = {
 }
 HOSTILE = {
     "cycle": "&a {x: *a}",
-    "cycle_in_a_list": "a: &a [1, [*a]]",
     "cycle_by_an_earlier_document": "--- &a 1\n--- &a [*a]\n",
-    "cycle_as_key": "a: &a {? *a : 1}",
-    "brackets": "a: " + "[" * 500,
-    "closed_brackets": "a: " + "[" * 500 + "]" * 500,
-    "dashes": "- " * 5000 + "x",
     "braces": "{a: " * 5000,
-    "indented": "\n".join(" " * level + "a:" for level in range(700)),
     "deep_by_aliases": "".join(f"a{n}: &a{n} {'[' * 40}{f'*a{n - 1}' if n else ''}{']' * 40}\n" for n in range(9)),
     "laughs": laughs(9, 9),
-    "many_laughs": laughs(40, 2),
     "merges": "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}], x: 2}}\n" for n in range(1, 40)),
-    "long_text_by_aliases": f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 5000)}]",
     "values": "a: [" + "1, " * 2 * MOST_VALUES + "]",
-    "documents": "--- 1\n" * 2 * MOST_VALUES,
     "long": "#" + "x" * LONGEST,
     "digits": "a: " + "9" * 5000,
-    "hexadecimal_digits": "a: 0x" + "f" * 5000,
     "python": "a: !!python/object/apply:os.system [x]",
-    "binary": "a: !!binary aGk=",
-    "set": "a: !!set {b}",
     "duplicate": "a: {b: 1, b: 2}",
     "nul": 'a: "\\0"',
-    "half_a_pair": 'a: "\\ud800"',
-    "control": "a: \x07",
     "list": "- 1",
     "empty": "",
-    "tag_on_nothing": "a: !!int ''",
-    "timestamp": "a: !!timestamp x",
     "undefined_alias": "a: *b",
 }  # fmt: skip
 
@@ -106,9 +89,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "link_to_itself": lambda path: path.symlink_to(path),
     "directory": lambda path: path.mkdir(),
     "invalid_utf_8": lambda path: path.write_bytes(b"a: \xff"),
-    "utf_16": lambda path: path.write_bytes("a: 1".encode("utf-16")),
     "endless": lambda path: (path.touch(), os.truncate(path, 2**40)),
-    "missing": lambda path: None,
 }
 
 
@@ -141,101 +122,30 @@ def test_a_byte_order_mark_and_aliases_are_fine() -> None:
     assert parse_documents(merged, "f")[0]["c"] == {"x": 3}
 
 
-def test_up_to_the_limits_a_file_is_read() -> None:
-    assert parse_yaml("[" * DEEPEST + "]" * DEEPEST, "f")
-    assert len(parse_yaml("[" + "1, " * (MOST_VALUES - 1) + "]", "f")) == MOST_VALUES - 1
-    for beyond in ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "[" + "1, " * MOST_VALUES + "]"):
-        with pytest.raises(ConfigError):
-            parse_yaml(beyond, "f")
-
-
-def test_what_cannot_be_read_again_is_not_written() -> None:
-    with pytest.raises(ConfigError, match="more than"):
-        dump_yaml({"task_args": {"text": "x" * LONGEST}})
-    nested: Any = 1
-    for _ in range(DEEPEST):
-        nested = [nested]
-    for value, key in (
-        (nested, "task_args.x"),
-        (1, "task_args." + "a." * 5000 + "b"),
-        ([0] * MOST_VALUES, "task_args.x"),
-    ):
-        with pytest.raises(ConfigError, match="is nested deeper than"):
-            override(TrainConfig, TREE, {key: value})
-
-
 @pytest.mark.parametrize(
-    ("typed", "words"),
+    "typed",
     [
-        (["--epochs", ".nan"], "whole number"),
-        (["--optimizer.lr", ".inf"], "finite"),
-        (["--optimizer.lr", "1e999"], "larger than any number"),
-        (["--scaling.num_workers", "1e308"], "[MIN, MAX]"),
-        (["--scaling.num_workers", "99999999999999"], "[MIN, MAX]"),
-        (["--data.num_workers", "5000"], "at most 1024"),
-        (["--epochs", "-1"], "at least 1"),
-        (["--epochs", "9" * 30], "at most"),
-        (["--epochs", "9" * 5000], "digits"),
-        (["--failure.hang_timeout_s", "1e10"], "at most"),
-        (["--name", "a/b"], "letters"),
-        (["--name", ".."], "letters"),
-        (["--name", "x" * 300], "at most 128"),
-        (["--name", '"a\\nb"'], "letters"),
-        (["--name", '"a\\0"'], "no text"),
-        (["--storage_path", '"a\\nb"'], "control characters"),
-        (["--storage_path", '"a\\e[31mb"'], "control characters"),
-        (["--task", "x" * 5000 + ":T"], "module:Class"),
-        (["--task", "x" * 250 + ".y:T"], "cannot be found"),
-        (["--task", "a..b:T"], "cannot be found"),
-        (["--optimizer..lr", "1"], "there is no such key"),
-        (["--.", "1"], "there is no such key"),
-        (["--optimizer.", "1"], "there is no such key"),
-        (["--épochs", "1"], "did you mean `epochs`?"),
-        (["--epochs.x", "1"], "cannot go below"),
-        (["--task_args." + "a." * 5000, "1"], "nested deeper"),
-        (["--task_args.x", "&a [*a]"], "without end"),
-        (["--task_args.x", "[" * 500], "nested deeper"),
-        (["--task_args.x", "\x07"], "not allowed"),
+        ["--epochs", ".nan"],
+        ["--optimizer.lr", ".inf"],
+        ["--scaling.num_workers", "1e308"],
+        ["--epochs", "-1"],
+        ["--epochs", "9" * 5000],
+        ["--name", ".."],
+        ["--name", '"a\\0"'],
+        ["--storage_path", '"a\\e[31mb"'],
+        ["--task", "x" * 250 + ".y:T"],
+        ["--optimizer..lr", "1"],
+        ["--épochs", "1"],
+        ["--epochs.x", "1"],
+        ["--task_args.x", "&a [*a]"],
+        ["--task_args.x", "[" * 500],
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_an_override_of_any_text(
-    typed: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_override_of_any_text(typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.yaml").write_text(dump_yaml(TREE))
     assert trainers.__main__.main([str(tmp_path / "train.yaml"), *typed]) == 2
-    assert words in one_sentence(capsys)
-
-
-def test_an_installed_package_is_looked_for_without_importing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "__init__.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "there" / "inside.py").write_text("")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "train.yaml").write_text(dump_yaml(TREE))
-    assert read_spec(str(tmp_path / "train.yaml"), {"task": "there.inside:T", "task_dir": None}).path
-    with pytest.raises(ConfigError, match="cannot be found"):
-        read_spec(str(tmp_path / "train.yaml"), {"task": "there.outside:T"})
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"space": {"optimizer.lr": [0.1] * 200, "seed": [1] * 200}}, "makes 40000 trials"),
-        (
-            {"space": {"optimizer.lr": {"uniform": [-1e308, 1e308]}}, "search": "random", "budget": {"trials": 1}},
-            "must rise",
-        ),
-        ({"budget": {"trials": 10**12}}, "at most"),
-        ({"budget": {"time_s": 1e300}}, "at most"),
-        ({"lanes": 10**12}, "auto or a whole number"),
-    ],
-)
-def test_a_sweep_of_any_size(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        build(SweepConfig, {"train": "t.yaml", "space": {"seed": [1]}} | change, "f")
+    one_sentence(capsys)
 
 
 # Keys of other tools.
@@ -244,21 +154,14 @@ def test_a_sweep_of_any_size(change: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "here"),
     [
-        ("accumulate_grad_batches", "`microbatch_size` (Samples of one forward pass"),
-        ("gradient_accumulation_steps", "`microbatch_size`"),
+        ("accumulate_grad_batches", "`microbatch_size`"),
         (
             "batch_size",
             "`global_batch_size` (Samples of one optimizer step over all workers) or `batch_size_per_worker`",
         ),
-        ("lr", "`optimizer.lr` (Learning rate at"),
-        ("learning_rate", "`optimizer.lr`"),
         ("num_workers", "`data.num_workers` (DataLoader processes of each worker) or `scaling.num_workers`"),
-        ("max_epochs", "`epochs`"),
-        ("gradient_clip_val", "`clip_grad_norm`"),
         ("fp16", "`precision`"),
-        ("early_stop", "`early_stopping.patience`"),
         ("sampler", "follows from `seed` alone"),
-        ("warmup", "`lr_schedule.warmup`"),
         ("Weight-Decay", "`optimizer.weight_decay`"),
         ("zebra", "`python -m trainers --help` lists the keys"),
     ],
@@ -268,28 +171,6 @@ def test_a_key_of_another_tool(name: str, here: str) -> None:
         build(TrainConfig, TREE | {name: 1}, "f")
     assert here in str(raised.value)
     assert len(str(raised.value)) < 260
-
-
-@pytest.mark.parametrize(
-    ("name", "here"),
-    [
-        ("n_trials", "`budget.trials`"),
-        ("lr", "`train.optimizer.lr`"),
-        ("precision", "`train.precision`"),
-        ("batch_size", "`train.global_batch_size`"),
-        ("direction", "`objective.mode`"),
-        ("zebra", "`python -m tune --help` lists the keys"),
-    ],
-)
-def test_a_key_of_another_tool_in_a_sweep(name: str, here: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        build(SweepConfig, {"train": "t.yaml", "space": {"seed": [1]}, name: 1}, "f")
-    assert here in str(raised.value)
-
-
-def test_a_key_of_another_tool_below_one_of_ours() -> None:
-    with pytest.raises(ConfigError, match=r"`data\.batch_size`.*`global_batch_size`"):
-        build(TrainConfig, TREE | {"data": {"batch_size": 3}}, "f")
 
 
 @pytest.mark.parametrize("model", [TrainConfig, SweepConfig])
@@ -305,30 +186,21 @@ def test_what_other_tools_have_is_a_key_here(model: type[Settings]) -> None:
 # Cluster files of any shape.
 
 NODE = f"{TYPES}.gpu_spot"
-HEAD_POD = "spec.headGroupSpec.template.spec"
-WORKERS = "spec.workerGroupSpecs"
 SHAPES: list[tuple[str, Change, str]] = [
-    ("aws", put("file_mounts", {"~/x": [1]}), "file_mounts.~/x"),
-    ("aws", put("provider.security_group", {"IpPermissions": [None]}), "provider.security_group.IpPermissions.0"),
-    ("aws", put(f"{NODE}.node_config.InstanceType", ["g5"]), f"{NODE}.node_config.InstanceType"),
+    ("aws", put("provider.security_group", {"IpPermissions": ["22"]}), "provider.security_group.IpPermissions.0"),
+    ("aws", put("docker", {"image": "x", "container_name": "c", "run_options": [1]}), "docker.run_options.0"),
     ("aws", put(f"{NODE}.max_workers", 10**9), f"{NODE}.max_workers"),
-    ("aws", put(f"{NODE}.resources.GPU", 10**12), f"{NODE}.resources.GPU"),
     ("aws", put("max_workers", 10**12), "max_workers"),
-    ("aws", put("min_workers", "all"), "min_workers"),
     ("aws", put("head_node", "x"), "head_node"),
-    ("gcp", put(f"{NODE}.node_config.scheduling", ["x"]), f"{NODE}.node_config.scheduling.0"),
-    ("azure", put(f"{NODE}.node_config.azure_arm_parameters", [1]), f"{NODE}.node_config.azure_arm_parameters"),
     ("onprem", put("provider.worker_ips", [{"a": 1}]), "provider.worker_ips.0"),
-    ("kuberay", put("metadata", "x"), "metadata"),
-    ("kuberay", put("spec", [1]), "spec"),
-    ("kuberay", put(WORKERS, [None]), f"{WORKERS}.0"),
-    ("kuberay", drop(HEAD_POD), HEAD_POD),
-    ("kuberay", put("spec.authOptions", "token"), "spec.authOptions"),
-    ("kuberay", put(f"{WORKERS}.0.maxReplicas", 10**12), f"{WORKERS}.0.maxReplicas"),
-    ("kuberay", put(f"{WORKERS}.0.groupName", {"a": 1}), f"{WORKERS}.0.groupName"),
-    ("kuberay", put(f"{HEAD_POD}.containers", {"image": "x"}), f"{HEAD_POD}.containers"),
-    ("kuberay", put(f"{HEAD_POD}.containers.0.env", "A=1"), f"{HEAD_POD}.containers.0.env"),
-    ("kuberay", put(f"{WORKERS}.0.template.spec.tolerations", ["all"]), "tolerations.0"),
+    ("kuberay", put("metadata.name", ["x"]), "metadata.name"),
+    ("kuberay", put("spec.workerGroupSpecs", {"a": 1}), "spec.workerGroupSpecs"),
+    (
+        "kuberay",
+        put("spec.headGroupSpec.template.spec.containers.0.env", "A=1"),
+        "spec.headGroupSpec.template.spec.containers.0.env",
+    ),
+    ("kuberay", put("spec.workerGroupSpecs.0.template.spec.tolerations", ["all"]), "tolerations.0"),
 ]
 
 
@@ -337,8 +209,9 @@ def test_a_cluster_file_of_any_shape(
     name: str, change: Change, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = broken(name, change, tmp_path)
-    assert cluster.__main__.main(["validate", file]) == 2
-    assert f"{field}` " in one_sentence(capsys)
+    for command in (["validate", file], ["plan", file, "--workers=1", "--cpus-per-node=1"]):
+        assert cluster.__main__.main(command) == 2
+        assert f"{field}` " in one_sentence(capsys)
 
 
 def test_a_long_image_name_is_read_at_once(tmp_path: Path) -> None:
@@ -349,47 +222,25 @@ def test_a_long_image_name_is_read_at_once(tmp_path: Path) -> None:
     assert time.process_time() - before < 30  # it took hours
 
 
-def test_two_groups_of_one_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def double(tree: Any) -> None:
-        tree["spec"]["workerGroupSpecs"].append(dict(tree["spec"]["workerGroupSpecs"][0]))
-
-    assert cluster.__main__.main(["validate", broken("kuberay", double, tmp_path)]) == 2
-    assert "groupName" in one_sentence(capsys)
-
-
 # Arrow and Parquet.
 
 
-def _damaged_offsets(path: Path) -> None:
-    """A file of text whose second value is said to end far outside of it."""
-    sink = pa.BufferOutputStream()
-    table = pa.table({"text": ["first", "second", "third"]})
+@pytest.mark.parametrize(
+    ("column", "right", "wrong"),
+    [
+        (pa.array(["first", "second", "third"]), [0, 5, 11, 16], [0, 5, 2**30, 16]),
+        (pa.array(["a", "b", "a", "b", "b"]).dictionary_encode(), [0, 1, 0, 1, 1], [0, 1, 2**30, 1, 1]),
+    ],
+    ids=["text", "dictionary"],
+)
+def test_a_value_outside_of_its_file_is_no_crash(
+    column: pa.Array, right: list[int], wrong: list[int], tmp_path: Path
+) -> None:
+    sink, table = pa.BufferOutputStream(), pa.table({"text": column})
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    data = sink.getvalue().to_pybytes()
-    offsets = np.array([0, 5, 11, 16], np.int32).tobytes()
-    assert data.count(offsets) == 1
-    path.write_bytes(data.replace(offsets, np.array([0, 5, 2**30, 16], np.int32).tobytes()))
-
-
-def test_a_value_outside_of_its_file_is_no_crash(tmp_path: Path) -> None:
-    _damaged_offsets(tmp_path / "a.arrow")
-    data = ArrowDataset(tmp_path / "a.arrow", cache=tmp_path)
-    assert data[0] == {"text": "first"}
-    for rows in ([1], [2], [0, 1, 2]):
-        with pytest.raises(PacelineError, match="column text"):
-            data.__getitems__(rows)
-
-
-def test_a_class_that_its_dictionary_has_not_is_no_crash(tmp_path: Path) -> None:
-    indices, words = pa.array([0, 1, 0, 1, 1], pa.int32()), pa.array(["a", "b"])
-    table = pa.table({"word": pa.DictionaryArray.from_arrays(indices, words)})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    data = sink.getvalue().to_pybytes()
-    raw = np.array([0, 1, 0, 1, 1], np.int32).tobytes()
-    assert data.count(raw) == 1
-    (tmp_path / "a.arrow").write_bytes(data.replace(raw, np.array([0, 1, 2**30, 1, 1], np.int32).tobytes()))
-    with pytest.raises(ConfigError, match="cannot be read"):
+    data, numbers = sink.getvalue().to_pybytes(), np.array(right, np.int32).tobytes()
+    assert data.count(numbers) == 1
+    (tmp_path / "a.arrow").write_bytes(data.replace(numbers, np.array(wrong, np.int32).tobytes()))
+    with pytest.raises(ConfigError):
         ArrowDataset(tmp_path / "a.arrow", cache=tmp_path)

@@ -1,13 +1,17 @@
-"""Hugging Face `datasets` in streaming mode, beside a plain loop over the same stream; resumed to the bit."""
+"""Hugging Face `datasets` over Parquet, tars and JSON lines, streamed: a plain loop's curve, also cut and resumed."""
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import logging
+import tarfile
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,38 +19,35 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from tests.unit.test_loop import assert_same_run, train
-from tests.unit.test_recipes import BATCH, SEED, SETTINGS, curve
+from tests.unit.test_recipes import SEED, SETTINGS, curve, descend
 
-ROWS, STEPS = 33, 14  # two passes and a half
+FILES, ROWS, BATCH, STEPS = 3, 700, 40, 40
+"""Two passes and more; a state of the stream's own is kept at row 1,000, after 25 steps."""
 datasets = pytest.importorskip("datasets")
 
 from trainers.task import Task  # noqa: E402
 
 
-def tokens(sample: dict[str, Any]) -> dict[str, Any]:
-    codes = [ord(letter) - 96 for letter in sample["text"]]
-    return {"tokens": codes + [0] * (8 - len(codes)), "label": sample["label"]}
-
-
 class Words(Task):
-    """Which letter a word ends in."""
+    """Which letter a word ends in, decoded in `collate`."""
 
-    def __init__(self, directory: str, shuffle: bool) -> None:
-        self.directory, self.shuffle = Path(directory), shuffle
+    def __init__(self, directory: Path, kind: str, shuffle: bool = False) -> None:
+        self.directory, self.kind, self.shuffle = directory, kind, shuffle
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(27, 6), nn.Flatten(), nn.Linear(48, 3)).double()
+        return nn.Sequential(nn.Embedding(27, 6), nn.Flatten(), nn.Linear(30, 3)).double()
 
     def stream(self, split: str) -> Any:
-        files = [str(self.directory / f"{split}-{number}.jsonl") for number in range(2)]
+        files = sorted(map(str, self.directory.glob(f"{split}-*.{self.kind}")))
+        reader = {"jsonl": "json", "tar": "webdataset"}.get(self.kind, self.kind)
         cache = str(self.directory / "cache")
-        stream = datasets.load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=cache)
-        if self.shuffle and split == "train":
-            stream = stream.shuffle(seed=SEED, buffer_size=8)
-        return stream.map(tokens, remove_columns=["text"])
+        stream = datasets.load_dataset(reader, data_files=files, split="train", streaming=True, cache_dir=cache)
+        return stream.shuffle(seed=SEED, buffer_size=64) if self.shuffle and split == "train" else stream
 
     def collate(self, samples: list[Any]) -> Any:
-        return {name: torch.tensor([sample[name] for sample in samples]) for name in ("tokens", "label")}
+        texts = [sample["txt"] for sample in samples]
+        tokens = torch.tensor([[ord(letter) - 96 for letter in text] for text in texts])
+        return {"tokens": tokens, "label": tokens[:, -1] % 3}
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
         return model(batch["tokens"])  # type: ignore[no-any-return]
@@ -55,22 +56,35 @@ class Words(Task):
         return F.cross_entropy(outputs, batch["label"])
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> str:
-    draw = torch.Generator().manual_seed(0)
-    for split, number in itertools.product(("train", "val"), (0, 1)):
-        lines = []
-        for _ in range(ROWS // 2 + number):
-            text = "".join(chr(97 + int(code)) for code in torch.randint(26, (5,), generator=draw))
-            lines.append(json.dumps({"text": text, "label": ord(text[-1]) % 3}) + "\n")
-        (tmp_path / f"{split}-{number}.jsonl").write_text("".join(lines))
-    return str(tmp_path)
+def write(path: Path, texts: list[str]) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"txt": texts}), path, row_group_size=50)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"txt": text}) + "\n" for text in texts))
+    else:
+        with tarfile.open(path, "w") as file:
+            for number, text in enumerate(texts):
+                member = tarfile.TarInfo(f"{number:06d}.txt")
+                member.size = len(text)
+                file.addfile(member, io.BytesIO(text.encode()))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made, draw = tmp_path_factory.mktemp("words"), torch.Generator().manual_seed(0)
+    for split, number in itertools.product(("train", "val"), range(FILES)):
+        count = ROWS // FILES + number if split == "train" else 7
+        codes = torch.randint(26, (count, 5), generator=draw).tolist()
+        texts = ["".join(chr(97 + code) for code in row) for row in codes]
+        for suffix in ("parquet", "jsonl", "tar"):
+            write(made / f"{split}-{number}.{suffix}", texts)
+    return made
 
 
 def plain(task: Words) -> list[float]:
     """A loop as the library's documentation has it, pass after pass."""
     torch.manual_seed(SEED)
-    model, stream, losses = task.model(), task.stream("train"), []
+    model, stream = task.model(), task.stream("train")
     optimizer = SGD(model.parameters(), 0.2)
 
     def samples() -> Any:
@@ -78,33 +92,32 @@ def plain(task: Words) -> list[float]:
             stream.set_epoch(epoch)
             yield from stream
 
-    passes = samples()
+    passes, losses = samples(), []
     for _ in range(STEPS):
         batch = task.collate(list(itertools.islice(passes, BATCH)))
-        loss = F.cross_entropy(model(batch["tokens"]), batch["label"])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(descend(optimizer, F.cross_entropy(model(batch["tokens"]), batch["label"])))
     return losses
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_it_trains_as_a_plain_loop_does(directory: str, tmp_path: Path, shuffle: bool, workers: int) -> None:
-    task = Words(directory, shuffle)
-    losses = curve(task, tmp_path / "run", 4, epochs=None, max_steps=STEPS, data={"num_workers": workers})
+CASES = [("parquet", False), ("tar", False), ("jsonl", True)]
+
+
+@pytest.mark.parametrize(("kind", "shuffle"), CASES)
+def test_it_trains_as_a_plain_loop_does(directory: Path, tmp_path: Path, kind: str, shuffle: bool) -> None:
+    task = Words(directory, kind, shuffle)
+    steps = {"epochs": None, "max_steps": STEPS, "global_batch_size": BATCH}
+    losses = curve(task, tmp_path / "run", 20, **steps, data={"num_workers": 1})
     assert losses == pytest.approx(plain(task), rel=1e-12)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("kind", "shuffle"), CASES)
 def test_cut_and_resumed_it_goes_on_to_the_bit(
-    directory: str, tmp_path: Path, shuffle: bool, caplog: pytest.LogCaptureFixture
+    directory: Path, tmp_path: Path, kind: str, shuffle: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    settings = SETTINGS | {"epochs": None, "evaluate": {"every_steps": 5}}
-    train(tmp_path / "whole", Words(directory, shuffle), **settings, max_steps=STEPS)
-    for last in (5, 10, STEPS):
-        train(tmp_path / "parts", Words(directory, shuffle), **settings, max_steps=last)
+    settings = SETTINGS | {"epochs": None, "global_batch_size": BATCH, "evaluate": {"every_steps": 10}}
+    train(tmp_path / "whole", Words(directory, kind, shuffle), **settings, max_steps=STEPS)
+    for last in (10, 30, STEPS):  # in the first pass, and in the second one
+        train(tmp_path / "parts", Words(directory, kind, shuffle), **settings, max_steps=last)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
-    assert ("loads its own state_dict" in caplog.text) is not shuffle, "its shuffle buffer is in no state"
+    assert shuffle or "loads its own state_dict" in caplog.text

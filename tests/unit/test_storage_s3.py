@@ -70,7 +70,7 @@ def test_a_write_that_fails_for_good_leaves_what_was_there(storage: Storage, spo
     """A lease that vanished because it could not be renewed would end the run."""
     storage.write("lease", b"old")
     spoils.next("PUT", "503", 10**6, "lease")
-    with pytest.raises(StorageError, match="could not write"):
+    with pytest.raises(StorageError):
         storage.write("lease", b"new")
     assert storage.read("lease") == b"old"
     spoils.times = 0

@@ -18,7 +18,6 @@ from trainers.errors import CheckpointError, ConfigError, show
 from trainers.json_data import parse_json, validated
 
 FORMAT = 2
-"""Of manifests that end in a seal; 1 had none."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,10 @@ class Manifest:
         """Read `manifest.json`; CheckpointError says what is wrong with it."""
         try:
             tree = parse_json(data, dict[str, Any], finite=False)
-            known = tree.pop("seal", None)
-            if (tree.get("format"), known is None) not in ((FORMAT, False), (1, True)):
-                raise CheckpointError(f"its format is {show(tree.get('format'))}, this version reads {FORMAT} and 1")
-            if known is not None and seal(tree) != data:
+            tree.pop("seal", None)
+            if tree.get("format") != FORMAT:
+                raise CheckpointError(f"its format is {show(tree.get('format'))}, this version reads {FORMAT}")
+            if seal(tree) != data:
                 raise CheckpointError("it does not match its seal")
             found = validated(tree, Manifest)
         except CheckpointError as error:
@@ -80,8 +79,6 @@ class Manifest:
 
     def require_run(self, config: Mapping[str, Any]) -> None:
         """Raise CheckpointError, with the key that differs, unless a run of this `config` wrote it."""
-        if self.format == 1 and not self.config:
-            return  # the first version kept none
         for key in IDENTITY:
             was, now = (json.dumps(tree.get(key), sort_keys=True) for tree in (self.config, config))
             if was != now and json.loads(was) != json.loads(now):

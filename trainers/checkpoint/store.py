@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from trainers.checkpoint.manifest import Best, FileEntry, Manifest, folder_name, surplus
-from trainers.checkpoint.row_shards import RowReader
-from trainers.checkpoint.safetensors_stream import write_tensors
+from trainers.checkpoint.row_shards import RowReader, write_tensors
 from trainers.errors import CheckpointError, StorageError, first_line
 from trainers.storage import Storage, retrying
 
@@ -202,9 +201,6 @@ class Archive:
     def verify(self, name: str, rank: int = 0, world_size: int = 1) -> None:
         """Raise CheckpointError unless every file, or a rank's share of them, is as the manifest says."""
         manifest = self.manifest(name)
-        if manifest.format == 1 and rank == 0:
-            words = "was written before manifests had a seal: a change in it would not be noticed"
-            logger.warning("the manifest of %s %s", self.storage.locate(name), words)
         # Of as many ranks as have written, each has the files that it wrote.
         for file, entry in sorted(manifest.files.items())[rank::world_size]:
             if self._sha256(f"{name}/{file}", entry.bytes) != entry.sha256:

@@ -7,7 +7,7 @@ than its parameter's would crash the process.
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Annotated, Any
@@ -26,7 +26,8 @@ _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
 _OPTIONAL = {"ema", "frozen", "schedule"}
 _MOST_DEPTH, _MOST_PARTS = 100, 4_000_000
 _Count = Annotated[int, Field(ge=0, lt=10**12)]
-_Shapes = Mapping[int, Mapping[str, Sequence[int]]]
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})
+"""What fused steps read by address: each has its parameter's shape."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class StreamPlace:
     state: Any
     next: list[str]
     trail: str = ""
-    """Of the samples before it; nothing in checkpoints of the first versions, from which a run counts."""
+    """Of the samples before it."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Position:
     """Not all finite: an evaluation may have diverged."""
     evaluated_step: Annotated[int, Field(ge=-1, lt=10**12)]
     order: str = ""
-    """Of the samples in its epoch; checkpoints of the first versions do not say."""
+    """Of the samples in its epoch."""
     stopping: dict[str, int | float | str | None] = field(default_factory=dict)
-    """Of early stopping; nothing in checkpoints of versions or runs without it."""
+    """Of early stopping; nothing in runs without it."""
     stream: StreamPlace | None = None
     """Of a stream's own state, where it has an exact one."""
     stream_mark: tuple[_Count, str] | None = None
@@ -133,9 +134,9 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     groups, state = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, list) or not isinstance(state, dict) or len(groups) != len(optimizer.param_groups):
         raise CheckpointError(f"it does not fit this optimizer, which has {len(optimizer.param_groups)} groups")
-    parameters: dict[int, tuple[Tensor, _Shapes]] = {}
-    owned = [(owner, group) for owner in optimizers_of(optimizer) for group in owner.param_groups]
-    for theirs, (owner, ours) in zip(groups, owned, strict=True):
+    parameters: dict[int, Tensor] = {}
+    owned = [group for owner in optimizers_of(optimizer) for group in owner.param_groups]
+    for theirs, ours in zip(groups, owned, strict=True):
         numbers = theirs.get("params") if isinstance(theirs, dict) else None
         first = len(parameters)
         if numbers != list(range(first, first + len(ours["params"]))):
@@ -143,13 +144,20 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
         for name, value in ours.items():
             if name != "params" and name in theirs and not _is_like(theirs[name], value):
                 raise CheckpointError(f"it does not fit this optimizer: its {name} is {_shown(theirs[name])}")
-        shapes = _state_shapes(owner, theirs, {parameter.dim() for parameter in ours["params"]})
-        parameters |= dict(zip(numbers, ((parameter, shapes) for parameter in ours["params"]), strict=True))
+        parameters |= dict(zip(numbers, ours["params"], strict=True))
     for number, entries in state.items():
         if type(number) is not int or number not in parameters or not isinstance(entries, dict):
             raise CheckpointError(f"it does not fit this optimizer: {_shown(number)} is none of its parameters")
-        if entries:  # without, the next step makes them
-            _check_entries(entries, *parameters[number], number)
+        parameter = parameters[number]
+        for name in _MOMENTS & entries.keys():
+            value = entries[name]
+            if value is None:  # of SGD without momentum
+                continue
+            is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+            if not is_like or value.is_complex() != parameter.is_complex():
+                found = list(value.shape) if isinstance(value, Tensor) else _shown(value)
+                words = f"{name} of parameter {number} is {found}, not {list(parameter.shape)}"
+                raise CheckpointError(f"it does not fit this optimizer: {words}")
 
 
 def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -176,51 +184,6 @@ def check_rng_state(saved: Mapping[str, Any], device: torch.device) -> None:
         raise CheckpointError(f"its random state is none: {first_line(error)}") from None
     finally:
         set_rng_state(before, device)
-
-
-def _check_entries(entries: Mapping[str, Any], parameter: Tensor, shapes: _Shapes, number: int) -> None:
-    for name, pattern in shapes.get(parameter.dim(), {}).items():
-        where, value = f"it does not fit this optimizer: {name} of parameter {number}", entries.get(name)
-        if not pattern:
-            if not math.isfinite(math.nan if (scalar := _number(value)) is None else scalar):
-                raise CheckpointError(f"{where} is {_shown(value)}, not a finite number")
-            continue
-        wanted = [size if part == 2 else 1 for size, part in zip(parameter.shape, pattern, strict=True)]
-        if not isinstance(value, Tensor) or list(value.shape) != wanted:
-            found = list(value.shape) if isinstance(value, Tensor) else "none"
-            raise CheckpointError(f"{where} has shape {found}, not {wanted}")
-        if value.is_complex() and not parameter.is_complex():
-            raise CheckpointError(f"{where} is complex")
-
-
-def _state_shapes(optimizer: Optimizer, options: Mapping[str, Any], dims: set[int]) -> _Shapes:
-    """What one of torch's optimizers keeps of a parameter, and in which shape, by its number of dimensions: found by
-    one step, with the options of a saved group, over parameters of 2 x 2 x ... A 2 stands for the parameter's own size
-    there; no dimension at all for a number.
-
-    Nothing for an optimizer of the task's own: only its code knows.
-    """
-    kinds = (kind for kind in type(optimizer).__mro__ if kind.__module__.startswith("torch.optim"))
-    kind = next(kinds, Optimizer)
-    # How a step is computed does not change what it keeps.
-    how = {name: False for name in ("fused", "foreach", "capturable", "differentiable") if name in options}
-    numbers = {name: _number(value) for name, value in options.items() if isinstance(value, Tensor)}
-    shapes: dict[int, dict[str, Sequence[int]]] = {}
-    for given in ({**options, **numbers, **how}, {}):  # without options where these do not work
-        twins = [torch.nn.Parameter(torch.zeros([2] * count)) for count in dims]
-        for twin in twins:
-            twin.grad = torch.zeros_like(twin)
-        try:
-            stepped = kind([{**given, "params": twins}])
-            stepped.step()
-        except Exception:  # noqa: S112 (also where it wants sparse gradients, or a closure)
-            continue
-        for twin in twins:
-            for name, value in stepped.state[twin].items():
-                if isinstance(value, Tensor) and value.dim() in (0, twin.dim()) and set(value.shape) <= {1, 2}:
-                    shapes.setdefault(twin.dim(), {})[name] = value.shape
-        break
-    return shapes
 
 
 def _is_like(theirs: Any, ours: Any) -> bool:

@@ -203,9 +203,6 @@ class DataConfig(Settings):
 
     shuffle: bool = Field(default=True)
     """Train each epoch in an order of its own; false: as the dataset has it. A task's `sampler` goes before."""
-    skip_bad: bool = Field(default=False)
-    """Train on past samples and shards of Shards that are damaged or missing, with the next good one in the place of
-    each; they are named and counted."""
     num_workers: int = Field(default=0, ge=0, le=1024)
     """DataLoader processes of each worker; 0 loads in the worker itself."""
     prefetch_factor: Positive | None = Field(default=None, examples=[2])

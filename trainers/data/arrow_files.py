@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 Entry = tuple[str, ...]
 """What one tensor is made of: a column, or several to be stacked."""
 
-DAMAGED = (pa.ArrowException, EOFError, ValueError, LookupError, TypeError, ArithmeticError)
+_DAMAGED = (pa.ArrowException, EOFError, ValueError, LookupError, TypeError, ArithmeticError)
 """What Arrow raises for a file that says what cannot be, besides OSError."""
-SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
+_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 _FORMAT = 1  # of the cached files: part of their names
 _ROWS = 65_536  # of one converted record batch
 
@@ -42,45 +42,35 @@ def find_files(files: str | Path | Sequence[str | Path]) -> list[Storage]:
 
     Raises ConfigError when there is none.
     """
-    return [Storage(directory.locate(name)) for directory, name, _ in listed(files, SUFFIXES)]
-
-
-def listed(
-    files: str | Path | Sequence[str | Path], suffixes: tuple[str, ...]
-) -> list[tuple[Storage, str, fs.FileInfo]]:
-    """Return a directory, the name in it, and what the filesystem says of each file; of a directory those that end in
-    `suffixes`.
-    """
     locations = [files] if isinstance(files, (str, Path)) else list(files)
-    found = [file for location in locations for file in _found(str(location), suffixes)]
+    found = [file for location in locations for file in _found(str(location))]
     if not found:
-        raise ConfigError("files", locations, "names no file", f"give files that end in {', '.join(suffixes)}")
+        raise ConfigError("files", locations, "names no file", f"give files that end in {', '.join(_SUFFIXES)}")
     return found
 
 
-def _found(location: str, suffixes: tuple[str, ...]) -> list[tuple[Storage, str, fs.FileInfo]]:
-    remote = "://" in location
-    location, mark, options = location.partition("?") if remote else (location, "", "")
-    place = location if remote else os.path.abspath(os.path.expanduser(location))  # noqa: PTH100, PTH111 (no symlink is resolved)
-    magic = "*" if remote else "*?["
+def _found(location: str) -> list[Storage]:
+    is_remote = "://" in location
+    place, mark, options = location.partition("?") if is_remote else (location, "", "")
+    if not is_remote:
+        place = os.path.abspath(os.path.expanduser(place))  # noqa: PTH100, PTH111 (no symlink is resolved)
     parts = place.split("/")
-    first = next((i for i, part in enumerate(parts) if any(sign in part for sign in magic)), len(parts))
-    base, pattern = Storage(("/".join(parts[:first]) or "/") + mark + options), PurePosixPath(*parts[first:])
-    with _explained(base.uri):
-        info = base.filesystem.get_file_info(base.path or "/")
-        if info.type == fs.FileType.File and first == len(parts):
-            return [(base.parent, base.name, info)]
-        if info.type == fs.FileType.NotFound:
-            raise ConfigError("files", location, "is not there", "check its name")
-        inside = base.filesystem.get_file_info(fs.FileSelector(base.path or "/", recursive=True))
-    infos = {i.path[len(base.path) :].lstrip("/"): i for i in inside if i.type == fs.FileType.File}
-    names = sorted(infos)
+    magic = "*" if is_remote else "*?["
+    first = next((number for number, part in enumerate(parts) if any(sign in part for sign in magic)), len(parts))
+    base = Storage(("/".join(parts[:first]) or "/") + mark + options)
+    info = base.info()
+    if info.type == fs.FileType.NotFound:
+        raise ConfigError("files", location, "is not there", "check its name")
+    if info.type == fs.FileType.File and first == len(parts):
+        return [base]
+    inside = base.filesystem.get_file_info(fs.FileSelector(base.path or "/", recursive=True))
+    names = sorted(i.path[len(base.path) :].lstrip("/") for i in inside if i.type == fs.FileType.File)
     if first == len(parts):
-        chosen = [name for name in names if name.endswith(suffixes)]
+        names = [name for name in names if name.endswith(_SUFFIXES)]
     else:
-        depth = len(pattern.parts)
-        chosen = [n for n in names if len(PurePosixPath(n).parts) == depth and PurePosixPath(n).match(str(pattern))]
-    return [(base, name, infos[name]) for name in chosen]
+        depth, pattern = len(parts) - first, "/".join(parts[first:])
+        names = [name for name in names if name.count("/") + 1 == depth and PurePosixPath(name).match(pattern)]
+    return [Storage(base.locate(name)) for name in names]
 
 
 @contextlib.contextmanager
@@ -90,7 +80,7 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except PacelineError:
         raise
-    except DAMAGED as error:
+    except _DAMAGED as error:
         words = first_line(error).rstrip(".")
         raise ConfigError("files", name, f"cannot be read ({words})", "give whole Parquet or Arrow files") from error
     except OSError as error:
@@ -99,32 +89,14 @@ def _explained(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(file: Storage) -> Iterator[Any]:
-    """Open a pq.ParquetFile, or a reader of an Arrow IPC file or stream."""
+    """Open a pq.ParquetFile, or a reader of an Arrow IPC file or stream, by the first bytes of the file."""
     with file.parent.reader(file.name) as stream, _explained(file.uri):
         head = stream.read(6)
         stream.seek(0)
-        yield open_reader(stream, head)
-
-
-def open_reader(source: Any, head: bytes) -> Any:
-    """Return a pq.ParquetFile, or a reader of an Arrow IPC file or stream, by the first bytes of `source`."""
-    if head[:4] == b"PAR1":
-        return pq.ParquetFile(source)
-    return (pa.ipc.open_file if head == b"ARROW1" else pa.ipc.open_stream)(source)
-
-
-def mapped_batches(whole: pa.Buffer, names: Sequence[str] | None = None) -> list[pa.RecordBatch]:
-    """Return the columns `names` (None: all) of an Arrow IPC file's record batches, in place.
-
-    Raises ArrowInvalid for another file.
-    """
-    head = whole.slice(0, min(6, whole.size)).to_pybytes()
-    if head[:4] == b"PAR1":
-        raise pa.ArrowInvalid("Parquet cannot be mapped")
-    batches = list(read_batches(open_reader(whole, head), names, full=False))
-    if sum(batch.num_rows for batch in batches) > 8 * whole.size:
-        raise pa.ArrowInvalid("more rows than bits")
-    return batches
+        if head[:4] == b"PAR1":
+            yield pq.ParquetFile(stream)
+        else:
+            yield (pa.ipc.open_file if head == b"ARROW1" else pa.ipc.open_stream)(stream)
 
 
 def column_names(file: Storage) -> list[str]:
@@ -133,7 +105,7 @@ def column_names(file: Storage) -> list[str]:
         return list((reader.schema_arrow if isinstance(reader, pq.ParquetFile) else reader.schema).names)
 
 
-def check_columns(file: Storage, wanted: Sequence[str]) -> None:
+def _check_columns(file: Storage, wanted: Sequence[str]) -> None:
     """Raise ConfigError when a column is not in the file, or is in it twice."""
     names = column_names(file)
     for name in wanted:
@@ -143,26 +115,62 @@ def check_columns(file: Storage, wanted: Sequence[str]) -> None:
             raise ConfigError("columns", name, rule, has if name in names else did_you_mean(name, names, has))
 
 
-def own_directory(name: str) -> Path:
-    """Make a directory of this user's own below the system's temporary one: on the node, and not kept for ever."""
-    directory = Path(tempfile.gettempdir(), f"{name}-{os.getuid()}")
-    directory.mkdir(mode=0o700, exist_ok=True)
-    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
-        raise ConfigError("cache", str(directory), "belongs to another user", "give `cache=` a directory of your own")
-    return directory
+def mapped_batches(file: Storage, entries: Sequence[Entry], cache: Path | None) -> list[pa.RecordBatch]:
+    """Return the record batches with rows of a file, in mapped memory, with a column for each entry.
+
+    Raises ConfigError for a damaged file and for columns that are not there or cannot be stacked, StorageError for
+    storage or a disk that fails.
+    """
+    _check_columns(file, [name for entry in entries for name in entry])
+    if file.is_local and all(len(entry) == 1 for entry in entries):
+        found = _in_place(Path(file.path), [name for entry in entries for name in entry])
+        if found is not None:
+            return found
+    path = _converted(file, entries, cache)
+    found = _in_place(path, [str(number) for number in range(len(entries))])
+    if found is None:
+        raise StorageError(f"{path}, the copy of {file.uri}, is damaged: delete it")
+    return found
 
 
-def converted(file: Storage, entries: Sequence[Entry], cache: Path | None) -> Path:
+def _in_place(path: Path, names: list[str]) -> list[pa.RecordBatch] | None:
+    """Return the record batches of an Arrow IPC file on this machine; None where their values do not lie in it as they
+    are: Parquet, compressed, of another byte order, damaged.
+    """
+    try:
+        whole = pa.memory_map(str(path)).read_buffer()
+        reader = (pa.ipc.open_file if bytes(whole.slice(0, 6)) == b"ARROW1" else pa.ipc.open_stream)(whole)
+        batches = [batch for batch in reader.read_all().select(names).to_batches() if batch.num_rows]
+        end = whole.address + whole.size
+        for column in [column for batch in batches for column in batch.columns]:
+            _validate(column)
+            if any(not whole.address <= buffer.address < end for buffer in column.buffers() if buffer and buffer.size):
+                return None
+    except (*_DAMAGED, OSError):
+        return None
+    rows = sum(batch.num_rows for batch in batches)
+    return batches if rows <= 8 * whole.size else None  # no more rows than bits
+
+
+def _validate(column: pa.Array) -> None:
+    """Look at sizes and offsets, which Arrow trusts later on: a few bytes a row, and none of the values."""
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        column = column.view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+    is_fixed = pa.types.is_primitive(kind) or isinstance(kind, (pa.FixedSizeListType, pa.BaseExtensionType))
+    column.validate(full=not is_fixed)
+
+
+def _converted(file: Storage, entries: Sequence[Entry], cache: Path | None) -> Path:
     """Write the file's entries as the columns "0", "1", ... of an Arrow IPC file in the cache, unless it is there.
 
     Its name is made from the file's place, size and time of change and from the entries, so that a file that was
-    written anew is converted anew. Raises ConfigError for what cannot be stacked, StorageError for a full disk.
+    written anew is converted anew.
     """
-    with _explained(file.uri):
-        info = file.filesystem.get_file_info(file.path)
+    info = file.info()
     key = json.dumps([_FORMAT, file.uri, info.size, info.mtime_ns, entries])
     name = f"{PurePosixPath(file.name).stem}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.arrow"
-    directory = cache or own_directory("paceline-arrow")
+    directory = cache or _own_directory()
     target = directory / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -175,44 +183,46 @@ def converted(file: Storage, entries: Sequence[Entry], cache: Path | None) -> Pa
     return target
 
 
+def _own_directory() -> Path:
+    """Make a directory of this user's own below the system's temporary one: on the node, and not kept for ever."""
+    directory = Path(tempfile.gettempdir(), f"paceline-arrow-{os.getuid()}")
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.is_symlink() or directory.stat().st_uid != os.getuid():
+        raise ConfigError("cache", str(directory), "belongs to another user", "give `cache=` a directory of your own")
+    return directory
+
+
 def _convert(file: Storage, entries: Sequence[Entry], target: Path) -> None:
     aside = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    names = list(dict.fromkeys(name for entry in entries for name in entry))
+    labels = [str(number) for number in range(len(entries))]
     try:
         with _opened(file) as reader:
             writer = None
-            for batch in read_batches(reader, names, full=True):
-                columns = [_column(batch, entry, file) for entry in entries]
-                made = pa.RecordBatch.from_arrays(columns, [str(index) for index in range(len(entries))])
+            for batch in _read_batches(reader, list(dict.fromkeys(name for entry in entries for name in entry))):
+                made = pa.RecordBatch.from_arrays([_column(batch, entry, file) for entry in entries], labels)
                 writer = writer or pa.ipc.new_file(str(aside), made.schema)
                 writer.write_batch(made)
-            (writer or pa.ipc.new_file(str(aside), pa.schema([]))).close()
+            if writer is None:
+                writer = pa.ipc.new_file(str(aside), pa.schema([(label, pa.null()) for label in labels]))
+            writer.close()
         aside.replace(target)
     finally:
         aside.unlink(missing_ok=True)
     logger.info("%s is kept as %s (%.0f MB)", file.uri, target, target.stat().st_size / 1e6)
 
 
-def read_batches(
-    reader: Any, names: Sequence[str] | None, full: bool, most_rows: int = _ROWS
-) -> Iterator[pa.RecordBatch]:
-    """Yield those with rows, of Parquet `most_rows` at once.
-
-    `full` looks at every value, not only at the sizes that a damaged file may claim.
-    """
+def _read_batches(reader: Any, names: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches with rows, after a look at every value."""
     if isinstance(reader, pq.ParquetFile):
-        batches = reader.iter_batches(batch_size=most_rows, columns=names)
+        batches = reader.iter_batches(batch_size=_ROWS, columns=names)
     elif isinstance(reader, pa.ipc.RecordBatchFileReader):
-        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
     else:
         batches = reader
     for batch in batches:
-        chosen = batch if names is None else batch.select(names)
-        if chosen.num_rows:
-            chosen.validate(full=full)
-            for column in chosen.columns if not full else ():
-                if pa.types.is_dictionary(column.type):
-                    column.validate(full=True)  # a few bytes a row
+        if batch.num_rows:
+            chosen = batch.select(names)
+            chosen.validate(full=True)
             yield chosen
 
 
@@ -222,7 +232,7 @@ def _column(batch: pa.RecordBatch, entry: Entry, file: Storage) -> pa.Array:
         array = arrays[0]
         return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
     for name, array in zip(entry, arrays, strict=True):
-        check_nulls([array], name, file.uri)
+        check_nulls(array, name, file.uri)
         if array.type != arrays[0].type or not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
             rule = f"cannot be stacked with column {entry[0]}, which is {arrays[0].type}, in {file.uri}"
             raise ConfigError(f"column {name}", str(array.type), rule, "stack number columns of one type")
@@ -230,7 +240,7 @@ def _column(batch: pa.RecordBatch, entry: Entry, file: Storage) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(stacked.reshape(-1)), len(arrays))
 
 
-def check_nulls(arrays: Iterable[pa.Array], column: str, file: str) -> None:
+def check_nulls(array: pa.Array, column: str, file: str) -> None:
     """Raise ConfigError when a value is missing: no tensor can hold that."""
-    if any(array.null_count for array in arrays):
+    if array.null_count:
         raise ConfigError(f"column {column}", MISSING, f"of {file} has nulls", "fill or drop those rows")

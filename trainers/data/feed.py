@@ -1,5 +1,10 @@
-"""Batches on the device: resident tensors that are indexed there, or whole batches fetched here or by a DataLoader."""
+"""Batches on the device: resident tensors that are indexed there, or whole batches fetched here or by a DataLoader and
+copied one ahead on a stream of their own.
+"""
 
+from __future__ import annotations
+
+import functools
 import itertools
 import signal
 import warnings
@@ -12,14 +17,14 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, leaves_of, map_tensors
-from trainers.data.fed_dataset import FedDataset
-from trainers.data.transfer import Pinnable, to_device
+from trainers.data.stream import Rereadable, Stream
 from trainers.devices.device import seed_device, seed_host, total_memory_bytes
 from trainers.errors import ConfigError
 
 _RESIDENT_SHARE = 0.1  # of the device's memory, over all workers of the device: leaves the rest to training
 _END = object()
 _FETCH = 4096  # samples fetched at once while a dataset is made resident
+_copy_stream = functools.cache(torch.cuda.Stream)  # one of a device: torch keeps the memory of every stream apart
 
 
 class _Asked:
@@ -45,7 +50,7 @@ class _WholeBatches(Dataset[Any]):
         if seed is not None:
             seed_host(seed)
         batch = fetch(self.dataset, rows, self.collate)
-        return Pinnable(batch, self.dataset.send() if isinstance(self.dataset, FedDataset) else None)
+        return Pinnable(batch, self.dataset.send() if isinstance(self.dataset, Stream) else None)
 
 
 def _leave_signals_to_parent(number: int) -> None:
@@ -78,7 +83,7 @@ class Feed:
         self.most: int | None = None
         """Samples that an evaluation takes at once, where more ran out of memory."""
         self.resident = self._make_resident(config, sharers)
-        self._fed = dataset if isinstance(dataset, FedDataset) else None
+        self._stream = dataset if isinstance(dataset, Stream) else None
         self._source, self._asked = _WholeBatches(dataset, collate), _Asked()
         self._pins = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
         if self._pins and self.resident is None and not torch.accelerator.is_available():
@@ -87,7 +92,7 @@ class Feed:
         self._loader = self._make_loader(config, seed) if self.resident is None and config.num_workers > 0 else None
 
     def _make_loader(self, config: DataConfig, seed: int) -> DataLoader[Any]:
-        one_process = self._fed is not None and self._fed.one_process
+        one_process = isinstance(self.dataset, (Stream, Rereadable))
         return DataLoader(
             self._source,
             batch_size=None,
@@ -154,25 +159,20 @@ class Feed:
 
     def _loaded_batches(self, microbatches: Iterable[Tensor], seeds: Iterable[int] | None) -> Iterator[Batch]:
         rows: Iterator[Rows] = (indices.numpy() for indices in microbatches)
-        if self._fed is not None:
-            rows = self._fed.held(rows)
         host: Iterator[Batch]
         if self._loader is not None:
             self._asked.batches = zip(rows, itertools.repeat(None) if seeds is None else seeds, strict=False)
             host = map(self._taken, self._loader)
-        elif self._fed is not None:
-            host = (self._taken(self._source[at, None]) for at in rows)
         else:
-            host = (fetch(self.dataset, at, self._collate) for at in rows)
+            host = (self._taken(self._source[at, None]) for at in rows)
         if self._loader is None and self._pins:
             host = (Pinnable(batch).pin_memory().batch for batch in host)
         yield from to_device(host, self.device, ahead=self._loader is not None)
 
     def _taken(self, loaded: Pinnable) -> Batch:
-        """Return the batch, after what came beside it was told."""
-        if self._fed is not None:
-            self._fed.receive(loaded.beside)
-            self._fed.release()
+        """Return the batch, after a stream was told what came beside it."""
+        if self._stream is not None:
+            self._stream.receive(loaded.beside)
         return loaded.batch
 
     def close(self) -> None:
@@ -181,5 +181,72 @@ class Feed:
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
         self._loader, self.resident = None, None
-        if self._fed is not None:
-            self._fed.close()
+
+
+class Pinnable:
+    """A batch that a DataLoader pins right: torch skips dataclasses, and in some versions makes lists of tuples."""
+
+    def __init__(self, batch: Batch, beside: Any = None) -> None:
+        self.batch, self.beside = batch, beside
+
+    def pin_memory(self) -> Pinnable:
+        """Return the same batch in page-locked memory (torch's protocol)."""
+        return Pinnable(
+            map_tensors(lambda tensor: tensor.pin_memory() if _strided(tensor) else tensor, self.batch), self.beside
+        )
+
+
+class Copies:
+    """Copies on a CUDA stream of their own. Neither method waits for the device when the memory is page-locked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, _copy_stream(device)
+
+    def begin(self, batch: Batch) -> Batch:
+        """Return the batch on the device, before its copy is done."""
+        with torch.cuda.stream(self._stream):
+            return map_tensors(lambda t: t.to(self._device, non_blocking=True) if _strided(t) else t, batch)
+
+    def hand_over(self, batch: Batch) -> Batch:
+        """Return what `begin` gave, from now on safe to use (and to free) in the stream that computes."""
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_stream(self._stream)
+
+        def settle(tensor: Tensor) -> Tensor:
+            if not _strided(tensor):  # sparse or jagged: record_stream does not know them
+                return tensor.to(self._device)
+            tensor.record_stream(computing)  # type: ignore[no-untyped-call, unused-ignore]
+            return tensor
+
+        return map_tensors(settle, batch)
+
+
+def _strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def to_device(batches: Iterator[Batch], device: torch.device, ahead: bool) -> Iterator[Batch]:
+    """Return the same batches on `device`, in order; on a CPU the very same iterator.
+
+    `ahead`: the copy of the next batch begins before the one at hand is given out. Right where other processes load
+    it; a batch that is made in this process may draw random numbers, which must not happen before a checkpoint of
+    the step at hand.
+    """
+    if device.type == "cpu":
+        return batches
+    if device.type == "cuda":
+        return copied(batches, Copies(device), ahead)
+    return (map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches)
+
+
+def copied(batches: Iterator[Batch], copies: Copies, ahead: bool) -> Iterator[Batch]:
+    """Yield the batches through `copies`."""
+    begun = map(copies.begin, batches)
+    if not ahead:
+        yield from map(copies.hand_over, begun)
+        return
+    coming = next(begun, _END)
+    while coming is not _END:
+        ready = copies.hand_over(coming)  # waits for this batch's copy alone: the next one's is not in the stream yet
+        coming = next(begun, _END)
+        yield ready

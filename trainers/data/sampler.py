@@ -13,7 +13,6 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from trainers.data.batch_schedule import BatchSchedule, Sizes
 from trainers.data.order import Drawn, digest
-from trainers.data.shard_order import ShardOrder
 
 
 class StepSampler(DistributedSampler[int]):
@@ -34,25 +33,22 @@ class StepSampler(DistributedSampler[int]):
         *,
         global_batch_size: int | Sizes,
         drawn: Drawn | None = None,
-        of_shards: ShardOrder | None = None,
         of_stream: bool = False,
     ) -> None:
         """`num_replicas` and `rank` default to the process group's, as in torch's class. `global_batch_size` may be
         several sizes that follow one another.
 
-        `drawn`: steps are dealt out of its orders instead; it may give a sample twice, or never. `of_shards` takes the
-        place of a permutation, which would be as long as the dataset; with `of_stream` the samples are dealt out as
-        they come, and the length is that of the run.
+        `drawn`: steps are dealt out of its orders instead; it may give a sample twice, or never. With `of_stream` the
+        samples are dealt out as they come, and the length is that of the run.
         """
         if not isinstance(dataset, Sized):
             raise TypeError("the training dataset has no length: Paceline needs a map-style dataset (`__len__`)")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
-        self.drawn, self._of_shards = drawn, of_shards if shuffle and drawn is None else None
+        self.drawn = drawn
         self.length = len(dataset) if drawn is None else drawn.length
         self._of_stream = of_stream
         self.batches = BatchSchedule(global_batch_size, self.length, drop_last)
         self._permutation: tuple[int, Tensor] | None = None
-        self._step: tuple[int, int, Tensor] | None = None
 
     @property
     def known_length(self) -> int:
@@ -68,8 +64,6 @@ class StepSampler(DistributedSampler[int]):
         """int64 [stop - start]: this epoch's samples from one place to another, the same on every rank and not to be
         changed.
         """
-        if self._of_shards is not None:
-            return self._of_shards.rows(self.epoch, start, stop)
         if self.drawn is None and not self.shuffle:
             return torch.arange(start, min(stop, self.length))
         if self._permutation is None or self._permutation[0] != self.epoch:
@@ -85,17 +79,9 @@ class StepSampler(DistributedSampler[int]):
         """What this epoch's order is, for a checkpoint: a run that goes on must go on in it."""
         if self._of_stream:
             return "stream"
-        if self._of_shards is not None:
-            return self._of_shards.name(self.epoch)
         if self.drawn is not None:
             return f"{self.drawn.name} {digest(self.rows(0, self.length))}"
         return "shuffled" if self.shuffle else "in order"
-
-    def samples(self, step: int) -> Tensor:
-        """int64 [n]: the samples of a step of this epoch over all ranks."""
-        if self._step is None or self._step[:2] != (self.epoch, step):
-            self._step = (self.epoch, step, self.rows(*self.batches.bounds(self.epoch, step)))
-        return self._step[2]
 
     def step_size(self, step: int) -> int:
         """Samples of a step of this epoch over all ranks."""
@@ -107,12 +93,12 @@ class StepSampler(DistributedSampler[int]):
         start, stop = self.batches.bounds(self.epoch, step)
         size = stop - start
         first, last = size * self.rank // self.num_replicas, size * (self.rank + 1) // self.num_replicas
-        # A step of shards is sorted as a whole.
-        return self.rows(start + first, start + last) if self._of_shards is None else self.samples(step)[first:last]
+        return self.rows(start + first, start + last)
 
     def anchor(self, step: int) -> Tensor:
         """int64 [1]: a sample of the step, for a rank without a share to take part with at weight zero."""
-        return self.samples(step)[:1]
+        start, _ = self.batches.bounds(self.epoch, step)
+        return self.rows(start, start + 1)
 
     def plan(self, step: int, microbatch_size: int, even: bool = False) -> tuple[list[Tensor], list[int]]:
         """Return this rank's microbatches of a step, and how many samples each of them counts: 0 for an anchor.

@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NoReturn
 
-from trainers.data.fed_dataset import FedDataset
-from trainers.data.sample_digest import digest
-from trainers.data.stream_proof import missing_state, prove
-from trainers.data.stream_reader import END, MOST_MARKS, Mark, StreamReader
+from torch.utils.data import Dataset
+
+from trainers.data.stream_reader import END, MOST_MARKS, Mark, StreamReader, digest, missing_state, prove
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, first_line
 
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 _TOLD = 32  # samples that tell one stream from another
 
 
-class Stream(FedDataset):
+class Stream(Dataset[Any]):
     """A training stream. Rows ascend (one may be repeated); those in between are read and dropped.
 
     `make` gives the user's iterable: once in each process that reads it, and again for a proof and to load a state.
@@ -41,8 +40,6 @@ class Stream(FedDataset):
     them: they put back what has changed in the user's objects. Raises ConfigError for a stream that gives no sample, or
     none when it is begun again; what it raises itself has a note with its name and the row.
     """
-
-    one_process = True
 
     def __init__(self, make: Callable[[], Any], name: str) -> None:
         self._make, self._name, self._begun = make, name, False
@@ -165,19 +162,17 @@ class Stream(FedDataset):
             rows = f"its state of row {self._kept['row']} to row {mark[0]}"
             self._leave_state(f"gives other samples from {rows} than before")
             return self._proved(self._open(), mark)
-        follows = "some may come twice, others never: let its order follow from a seed, or give Shards"
+        follows = "some may come twice, others never: let its order follow from a seed"
         words = "the stream %s gives other samples up to row %d than were trained before: %s"
         logger.warning(words, self._name, mark[0], follows)
         return reader
 
 
-class Rereadable(FedDataset):
+class Rereadable(Dataset[Any]):
     """A validation stream: one pass, counted at once, and begun again for each evaluation.
 
     `make` is called once in each process that reads it, and where it gives an iterator, each time that it is begun.
     """
-
-    one_process = True
 
     def __init__(self, make: Callable[[], Any], name: str) -> None:
         self._make, self._name, self._reader = make, name, StreamReader(make, name)
@@ -221,7 +216,7 @@ def same_on_ranks(stream: Stream | Rereadable, group: Group, task: str) -> None:
 def refuse_other_samples(task: str, row: int) -> NoReturn:
     """Raise ConfigError for a stream whose samples before a row differ between ranks."""
     rule = f"gives each rank other samples (before row {row}), and each must see all of them: they are split here"
-    fix = "do not split the stream by rank, seed what it shuffles by, read it in one thread, or give Shards"
+    fix = "do not split the stream by rank, seed what it shuffles by, read it in one thread"
     raise ConfigError("stream", task, rule, fix)
 
 

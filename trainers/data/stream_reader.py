@@ -1,19 +1,26 @@
-"""One instance of a stream, read pass after pass in one process, from its start or a state of its own."""
+"""One instance of a stream, read pass after pass in one process, from its start or a state of its own.
+
+`prove` tells whether that state is exact: another instance loads it, and its samples are compared.
+"""
 
 import contextlib
 import copy
+import hashlib
+import inspect
 import io
 import logging
 import os
 import pickle
+import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data._utils import worker
 
-from trainers.data.sample_digest import digest
 from trainers.devices.device import seed_host
 from trainers.devices.group import as_one_rank
 from trainers.devices.rng import get_rng_state, set_rng_state
@@ -22,7 +29,8 @@ from trainers.errors import ConfigError, first_line
 logger = logging.getLogger(__name__)
 
 MOST_MARKS = 1 << 16  # that are kept: far more than a loader's process is ahead
-PROOF = 32  # samples that are compared; more than the shards that are commonly interleaved
+_PROOF = 32  # samples that are compared; more than the shards that are commonly interleaved
+_PROOF_PLACES = (1, 14)  # samples after which a state is tried: no chunk of more than one sample ends at both
 END = object()
 _EVERY = 1000  # samples from one recorded state to the next
 _MARK_EVERY = 32  # samples from one mark of the trail to the next: a digest of each would cost as much as its decoding
@@ -126,7 +134,7 @@ class StreamReader:
             self._marks.append((self.row, self._trail))
         if self._candidate is not None:
             self._candidate["next"].append(digest(sample))
-            if len(self._candidate["next"]) == PROOF:
+            if len(self._candidate["next"]) == _PROOF:
                 self.kept, self._candidate = self._candidate, None
         return sample
 
@@ -215,3 +223,81 @@ def as_kept(state: Mapping[str, Any]) -> Any:
         return torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError("it holds more than tensors and plain data") from error
+
+
+def missing_state(source: Any) -> str | None:
+    """Why a stream has no state of its own to be used; None where it has one."""
+    try:
+        inspect.signature(source.state_dict).bind()
+        inspect.signature(source.load_state_dict).bind({})
+    except AttributeError:
+        return "it has no state_dict() and load_state_dict()"
+    except (TypeError, ValueError):
+        return "its state_dict() or load_state_dict() takes other arguments"
+    return None
+
+
+def prove(first: StreamReader, twin: StreamReader) -> str | None:
+    """Why the stream's own state is not exact; None where another instance goes on alike from states of the first."""
+    try:
+        states = []
+        for place in _PROOF_PLACES:
+            first.look(place)
+            states.append(as_kept(first.state()))
+        first.look(_PROOF)
+        expected = list(map(digest, first.head))
+        if len(set(expected)) == 1:
+            return "its first samples are all alike, and prove nothing of its own state_dict"
+        for state in states:
+            twin.load(state)
+            found = []
+            with twin.alone():
+                while twin.row < len(expected):
+                    found.append(digest(twin.read()))
+            for number, (before, after) in enumerate(zip(expected[-len(found) :], found, strict=True), 1):
+                if before != after:
+                    return f"its own state_dict is not exact (sample {number} after loading differs)"
+    except Exception as error:
+        return f"its own state_dict failed: {first_line(error)}"
+    return None
+
+
+def digest(value: Any) -> str:
+    """Return a digest of nested tensors, arrays and plain data, and of objects by what pickle would keep of them.
+
+    It is the same in every process. What cannot be pickled counts by its repr, without addresses.
+    """
+    found = hashlib.blake2b(digest_size=8)
+    _absorb(value, found.update)
+    return found.hexdigest()
+
+
+def _absorb(value: Any, update: Callable[[Any], None]) -> None:
+    shown = ""
+    data: Any = b""
+    parts: list[Any] = []
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().to_dense().resolve_conj().resolve_neg().reshape(-1)
+        shown, data = f"{value.dtype}{[*value.shape]}", plain.view(torch.uint8).numpy()
+    elif isinstance(value, np.ndarray):
+        shown = f"{value.dtype.str}{value.shape}"
+        parts, data = (value.tolist(), b"") if value.dtype.hasobject else ([], value.tobytes())
+    elif isinstance(value, (bytes, bytearray)):
+        data = value
+    elif isinstance(value, (str, int, float, complex, type(None))):
+        shown = repr(value)
+    elif isinstance(value, Mapping):
+        parts = [part for item in value.items() for part in item]
+    elif isinstance(value, (list, tuple)):
+        parts = [*value]
+    elif isinstance(value, Set):
+        parts = sorted(map(digest, value))
+    else:
+        with contextlib.suppress(Exception):  # what cannot be pickled
+            reduced = () if hasattr(value, "__qualname__") else value.__reduce_ex__(4)  # but for classes and functions
+            parts = [[*part] if isinstance(part, Iterator) else part for part in reduced]
+        shown = "" if parts else re.sub(" at 0x[0-9a-f]+", "", repr(value))
+    update(f"{type(value).__name__} {shown} {len(data)} {len(parts)};".encode())
+    update(data)
+    for part in parts:
+        _absorb(part, update)

@@ -1,19 +1,26 @@
-"""Evaluate a trained model on a split, or write its prediction for every sample.
+"""Evaluate a trained model on a split, write its prediction for every sample, or return it.
 
 One worker in this process, or `--scaling.num_workers N` of them. Everything else is as the run was trained, so that the
 figures of its own evaluation come out again to the last bit on the same hardware.
 """
 
+from __future__ import annotations
+
+import collections
+import itertools
 import json
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from pyarrow import fs
-from torch import nn
+from torch import Tensor, nn
 
 from trainers.causes import classify
 from trainers.checkpoint.store import Archive
@@ -21,21 +28,31 @@ from trainers.checkpoint.validation import check_dtypes
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.context import RunContext
-from trainers.data.shards import Shards
+from trainers.data.feed import Feed
 from trainers.data.stream import Rereadable, same_on_ranks
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
 from trainers.devices.group import Group
 from trainers.errors import CheckpointError, ConfigError, counted
-from trainers.inference.predict import predict
 from trainers.inference.saved_run import SavedRun, read_trained
 from trainers.launch.spec import Job, RunSpec, make_spec
+from trainers.measure.result import RunResult
+from trainers.measure.run_log import read_log
 from trainers.model.frozen import check_frozen, frozen_digests, load_model
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.strategy import compile_model
-from trainers.step.ceiling import OUT_OF_MEMORY
-from trainers.step.evaluation import evaluate
+from trainers.redaction import redact
+from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
+from trainers.step.evaluation import evaluate, too_large
+from trainers.step.forward import ForwardPass
 from trainers.storage import Storage
 from trainers.task import Task, load_split, task_feed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_INDEX = "index"
+_WINDOW = 16  # batches of a rank between two meetings of all ranks
+_ROW_GROUP_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -103,8 +120,6 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
         task.setup()
     group.barrier()
     dataset: Any = load_split(task, job.split, training=False)
-    if isinstance(dataset, Shards):
-        dataset.prepare(group, None, config.data.skip_bad, lambda: None)
     if isinstance(dataset, Rereadable):
         same_on_ranks(dataset, group, config.task)
     if dataset is None:
@@ -195,3 +210,122 @@ def check_out(out: str) -> None:
         raise ConfigError("--out", out, error.rule, "name a file where this user may write") from error
     if is_directory:
         raise ConfigError("--out", out, "is a directory", "name a file in it")
+
+
+def predict(
+    model: nn.Module,
+    task: Task,
+    feed: Feed,
+    microbatch_size: int,
+    spec: PrecisionSpec,
+    group: Group,
+    target: Storage,
+    about: dict[str, str],
+) -> None:
+    """Write `task.predictions` of every sample to the file `target`; `about` becomes the file's metadata.
+
+    Batches are dealt whole, in windows, and rank 0 writes each window as it comes: the file is the same, byte for byte,
+    for any number of ranks. Every rank must call it. Raises ConfigError for what is no column, StorageError.
+    """
+    length = len(feed.dataset)  # type: ignore[arg-type]
+    batches = list(torch.arange(length).split(microbatch_size))
+    window = _WINDOW * group.world_size
+    windows = [batches[start : start + window] for start in range(0, len(batches), window)]
+    mine = [part[group.rank * _WINDOW : (group.rank + 1) * _WINDOW] for part in windows]
+    source = feed.batches([rows for part in mine for rows in part], training=False)
+    forward = ForwardPass(model.eval(), task, spec, group.device)
+
+    def records() -> Iterator[pa.RecordBatch]:
+        for part in mine:
+            made = []
+            for rows in part:
+                batch = next(source)
+                try:
+                    with torch.no_grad():
+                        outputs, _ = forward(batch, with_loss=False)
+                except (RuntimeError, MemoryError) as error:
+                    if classify(error) in OUT_OF_MEMORY:
+                        raise too_large(error, len(rows), group, next_smaller(len(rows))) from error
+                    raise
+                made.append(_record(rows, task.predictions(outputs, batch), task))
+            for received in group.collect(made):
+                yield from received
+
+    if group.rank == 0:
+        _write(records(), target, about)
+    else:
+        collections.deque(records(), maxlen=0)
+
+
+def _record(rows: Tensor, columns: dict[str, Any], task: Task) -> pa.RecordBatch:
+    arrays = {_INDEX: pa.array(rows.numpy())}
+    for name, value in columns.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != rows.shape or name == _INDEX or value.is_complex():
+            given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            wanted = f"a real tensor of one row a sample, here [{len(rows)}, ...]"
+            fix = f"choose what to write in {type(task).__name__}.predictions()"
+            raise ConfigError(f"prediction {name}", given, f"must be {wanted}, under another name than {_INDEX}", fix)
+        values = value.detach()
+        if values.dtype in (torch.bfloat16, torch.float16):  # the first is unknown to Arrow, the second to many readers
+            values = values.float()
+        array = pa.array(values.cpu().contiguous().view(-1).numpy())
+        for size in reversed(values.shape[1:]):
+            array = pa.FixedSizeListArray.from_arrays(array, size)
+        arrays[name] = array
+    return pa.RecordBatch.from_pydict(arrays)
+
+
+def _write(records: Iterator[pa.RecordBatch], target: Storage, about: dict[str, str]) -> None:
+    """Write all records, in row groups whose size depends on nothing but the batches."""
+    first = next(records)
+    schema = first.schema.with_metadata(about)
+    waiting: list[pa.RecordBatch] = []
+
+    with target.parent.writer(target.name) as stream, pq.ParquetWriter(stream, schema) as file:
+
+        def flush() -> None:
+            rows = pa.Table.from_batches(waiting).replace_schema_metadata(about)
+            file.write_table(rows, row_group_size=len(rows))
+            waiting.clear()
+
+        for record in itertools.chain([first], records):
+            if record.schema != first.schema:
+                shown, known = (", ".join(f"{one.name} {one.type}" for one in s) for s in (record.schema, first.schema))
+                rule = f"must be in every batch as in the first, {known}"
+                raise ConfigError("predictions", shown, rule, "pad them to one shape in `predictions()`")
+            waiting.append(record)
+            if sum(one.nbytes for one in waiting) >= _ROW_GROUP_BYTES:
+                flush()
+        if waiting:
+            flush()
+
+
+@dataclass(frozen=True, repr=False)
+class TrainedRun(RunResult):
+    """A run, as its `result.json` has it, and its directory."""
+
+    uri: str = ""
+    """The run's directory."""
+
+    def __repr__(self) -> str:
+        return redact(f"{self}\n  in {self.uri}")
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return the run's log: mean losses, evaluations, and what else was noted, in order."""
+        return read_log(Storage(self.uri))
+
+    def dataframe(self) -> pd.DataFrame:
+        """Return the log with a row a record; needs pandas."""
+        import pandas as pd
+
+        return pd.DataFrame(self.log())
+
+    def model(self, checkpoint: str = "newest") -> nn.Module:
+        """Return the trained model, in evaluation mode, on the device that this process has.
+
+        `checkpoint` is newest, best or step-N. Raises ConfigError where there is none.
+        """
+        job = Inference(**asdict(run_spec(self.uri, {}, None)), split="val", which=checkpoint, out=None)
+        device = resolve_device(job.config.device)
+        precision = resolve_precision(job.config.precision, device)
+        return load_trained(job.load_task(), job.config, Group(0, 1, device), precision, job)[2]

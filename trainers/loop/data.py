@@ -10,7 +10,6 @@ from trainers.context import RunContext
 from trainers.data.batch_schedule import ENDLESS, BatchSchedule
 from trainers.data.order import Drawn
 from trainers.data.sampler import StepSampler
-from trainers.data.shards import Shards
 from trainers.data.stream import Rereadable, Stream, same_on_ranks
 from trainers.devices.device import seed_all
 from trainers.devices.group import Group
@@ -35,12 +34,7 @@ def load_data(
     train, val = (load_split(task, split, split == "train") for split in ("train", "val"))
     if train is None:
         rule = 'gives no data for its "train" split, and every run needs some'
-        raise ConfigError("task", config.task, rule, "return a dataset from dataset(), or shards from stream()")
-    for one in (train, val):
-        if isinstance(one, Shards):
-            one.prepare(group, context.storage, config.data.skip_bad, lambda: enter("counting samples"))
-    if config.data.skip_bad and not isinstance(train, Shards):
-        raise ConfigError("data.skip_bad", True, "is for Shards, which this task's training data is not", "remove it")
+        raise ConfigError("task", config.task, rule, "return one from dataset() or stream()")
     if isinstance(val, Rereadable):
         same_on_ranks(val, group, config.task)
     if val is None:
@@ -68,15 +62,13 @@ def _refuse_what_evaluates(config: TrainConfig, context: RunContext) -> None:
 def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> StepSampler:
     """Return what deals the training samples out, in the task's own order where it gives one."""
     size, drop_last, given = config.batch_size, config.drop_last, task.sampler(train, config)
-    drawn, order, of_stream = None, None, isinstance(train, Stream)
+    drawn, of_stream = None, isinstance(train, Stream)
     if isinstance(train, Stream):
         _look_into(train, given is not None, config, group)
         batches = BatchSchedule(config.batch_sizes, ENDLESS, drop_last)
         train = range(batches.samples(config.max_steps or 0))  # as far as this run reads it
     elif given is not None:
         drawn = Drawn(given, len(train), config.seed, group.device)
-    elif isinstance(train, Shards):
-        order = train.order(config.seed)
     sampler = StepSampler(
         train,
         group.world_size,
@@ -86,7 +78,6 @@ def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> S
         drop_last,
         global_batch_size=config.batch_sizes,
         drawn=drawn,
-        of_shards=order,
         of_stream=of_stream,
     )
     if drawn is not None and len(set(group.gather(sampler.name()))) > 1:
@@ -116,7 +107,7 @@ def _look_into(stream: Stream, has_sampler: bool, config: TrainConfig, group: Gr
             rule = "counts what nobody knows: a stream does not say how many samples it has"
             raise ConfigError(key, value, rule, f"give {instead} in its place")
     if has_sampler:
-        fix = "give Shards, or a map-style dataset"
+        fix = "give a map-style dataset"
         raise ConfigError("sampler", type(stream).__name__, "is for data that can be read in any order", fix)
     stream.digest(-(-config.batch_size // group.world_size))
     same_on_ranks(stream, group, config.task)
