@@ -18,7 +18,8 @@ class Objective(Settings):
     """What the best trial is best at."""
 
     metric: str = Field(default="time_to_target", min_length=1, examples=["val_accuracy"])
-    """time_to_target, usd_to_target, samples_per_s, peak_memory_bytes, energy_j (of the trial's GPUs), or any metric that the task reports (val_loss, ...)."""
+    """time_to_target, usd_to_target, samples_per_s, peak_memory_bytes, energy_j (of the trial's GPUs), or any
+    metric that the task reports (val_loss, ...)."""
     mode: Literal["min", "max"] | None = Field(default=None)
     """min or max; known by itself for *_to_target, samples_per_s, *_loss and *_accuracy."""
     target: dict[str, float] | None = Field(default=None, min_length=1, max_length=1, examples=[{"val_accuracy": 0.97}])

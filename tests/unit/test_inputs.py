@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from tests.faults.fuzz import laughs
 
 import cluster.__main__
 import trainers.__main__
 import tune.__main__
-from tests.faults.fuzz import laughs
 from tests.unit.cluster_files import TYPES, Change, broken, put
 from trainers.config import TrainConfig
 from trainers.config.model import Settings, build

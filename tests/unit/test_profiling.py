@@ -127,9 +127,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [OOM, TooLargeError(64, "CUDA out of memory")])
-def test_out_of_memory_is_reported(
-    error: Exception, cuda: None, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
+def test_out_of_memory_is_reported(error: Exception, cuda: None, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     save_memory_report(error, GPU, Storage(str(tmp_path)), 3)
     assert (tmp_path / "memory" / "rank-3-summary.txt").read_text() == "|summary of cuda:1|"
     assert (tmp_path / "memory" / "rank-3-snapshot.pickle").read_bytes() == b"snapshot"
