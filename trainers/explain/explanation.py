@@ -138,8 +138,6 @@ def _of_steps(config: TrainConfig, profile: StepProfile, shares: dict[str, float
 
     words = "steps wait for gradients to be added up over the ranks"
     changes: dict[str, Any] = {"ddp.compression": "bf16"} if config.ddp.compression == "none" else {}
-    if config.ddp.bucket_cap_mb is not None and config.ddp.bucket_cap_mb < 25:
-        changes = {"ddp.bucket_cap_mb": 25}
     fix = "a larger global_batch_size sends them less often"
     yield Cause("slow all-reduce", shares.get("all-reduce", 0.0), words, changes, fix)
 

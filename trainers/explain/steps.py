@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from trainers.context import RunContext
+from trainers.data.feed import Copies
 from trainers.data.stream import Stream
-from trainers.data.transfer import Copies
 from trainers.devices.device import synchronize
 from trainers.json_data import validated
 from trainers.launch.signals import end_at_once

@@ -44,7 +44,7 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     ranks = monitor.compare(attempt.elapsed_s)
     throughput = clock.throughput()
     if throughput is not None:
-        figures = {"loss": loss, "progress": attempt.progress, **asdict(throughput)}
+        figures = {"loss": loss, **asdict(throughput)}
         attempt.context.observe(figures | {name: record[name] for name in _OBSERVED if name in record})
     record |= {"ranks": ranks} if ranks else {}
     attempt.tell("train", record)
