@@ -13,9 +13,8 @@ from tests.specs import make, tree
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.yaml import dump_yaml
-from trainers.explain.explanation import explain, name_causes, read_subject, run_shares
+from trainers.explain.explanation import CompareJob, Gain, explain, name_causes, read_subject, run_shares
 from trainers.explain.steps import ProfileJob, StepProfile
-from trainers.explain.verify import CompareJob, Gain
 from trainers.launch.local import LocalContext, run_spawn
 from trainers.measure.clock import Throughput
 from trainers.measure.result import Pauses, RunResult

@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
+from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
-from trainers.config.train import TrainConfig
 from trainers.config.yaml import dump_yaml
-from trainers.errors import ConfigError, PacelineError, first_line
+from trainers.context import RunContext
+from trainers.devices.device import resolve_device
+from trainers.devices.group import Group
+from trainers.errors import ConfigError, PacelineError, RunFailedError, first_line
 from trainers.explain.steps import ProfileJob, StepProfile
-from trainers.explain.verify import CompareJob, Gain
 from trainers.launch.run_directory import open_run
+from trainers.launch.signals import end_at_once
 from trainers.launch.spec import Job, R, RunSpec, make_spec, read_file
+from trainers.loop.fit import fit
 from trainers.measure.ranks import findings
 from trainers.measure.result import Pauses, RunResult
+from trainers.measure.step_times import student_t95
+from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 _VERIFIED = 3
+_ROUNDS = 4
+_FEWEST = 30
+"""Steps of a turn."""
+
+
 WORTH = 0.05
 """Share of the time below which nothing is named."""
 _EXCLUDE = "`python -m cluster check --exclude-bad` prints the label_selector that leaves out a slow node"
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Share of a sample's time in steps that the change saves, with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(rounds: Sequence[tuple[float, float]]) -> Gain:
+        """By the samples a second of both in each round, the changed one second."""
+        logs = [math.log(old / new) for old, new in rounds]
+        mean = statistics.fmean(logs)
+        half = student_t95(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+        return Gain(1 - math.exp(mean), 1 - math.exp(mean + half), 1 - math.exp(mean - half))
+
+    def __str__(self) -> str:
+        how = "less" if self.value >= 0 else "more"
+        return f"{abs(self.value):.0%} {how} time a sample in steps ({self.low:.0%} to {self.high:.0%} less)"
+
+    def to_json(self) -> str:
+        """As it crosses between processes."""
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -289,3 +329,62 @@ def _verified(cause: Cause, spec: RunSpec, steps: int, workers: Workers) -> Caus
     except PacelineError as error:
         logger.warning("%s could not be run: %s", cause.changes, first_line(error))
         return cause
+
+
+@dataclass(frozen=True)
+class CompareJob(Job[Gain]):
+    """Trains with both configurations in turn, from the start each time."""
+
+    new: dict[str, Any]
+    """The changed configuration, as `tree`."""
+    steps: int
+    """Of one turn of the old one."""
+    place: str
+    """Directory for what the turns write; who has made the job deletes it, for a worker may be killed."""
+
+    def read_result(self, text: bytes) -> Gain:
+        """Parse what `execute` returned on rank 0."""
+        return Gain(**json.loads(text))
+
+    def execute(self, context: RunContext) -> Gain:
+        """Measure as one worker; the result is rank 0's."""
+        end_at_once()
+        group = Group(context.rank, context.world_size, resolve_device(self.config.device, context.device_index))
+        rounds = []
+        for number in range(_ROUNDS):
+            turns = [("old", self.tree), ("new", self.new)]
+            speeds: dict[str, float] = {}
+            for name, tree in turns if number % 2 == 0 else reversed(turns):
+                speeds[name] = self._samples_per_s(tree, context, group, Storage(self.place).child(f"{number}-{name}"))
+            rounds.append((speeds["old"], speeds["new"]))
+        return Gain.of(rounds)
+
+    def _samples_per_s(self, tree: dict[str, Any], context: RunContext, group: Group, place: Storage) -> float:
+        whole = build(TrainConfig, tree, self.source)
+        steps = max(_FEWEST, self.steps * self.config.batch_size // whole.batch_size)
+        changes: dict[str, Any] = {
+            "epochs": None,
+            "max_steps": steps,
+            "evaluate.every_epochs": None,
+            "evaluate.every_steps": steps,
+            "tracking": [],
+            "profile_steps": 0,
+        }
+        short = build(TrainConfig, override(TrainConfig, tree, changes), self.source)
+        torch.compiler.reset()  # each turn compiles as a run does
+        worker = RunContext(
+            place,
+            context.launcher,
+            context.rank,
+            context.world_size,
+            context.local_rank,
+            context.local_world_size,
+            context.device_index,
+        )
+        result = fit(replace(self, tree=tree).load_task(), short, worker)
+        group.barrier()
+        if context.rank == 0:
+            place.delete("")
+        if result.throughput is None:
+            raise RunFailedError("error", f"{steps} steps gave no throughput ({result.status}: {result.message})")
+        return group.first(result.throughput.samples_per_s)
