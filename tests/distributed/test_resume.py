@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from trainers.data.sample_digest import digest
 
 from tests.specs import REPOSITORY, evaluations, losses, tree
+from trainers.data.order import digest
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec, make_spec

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 from tests.gpu.runs import CUDA, Images, curve, make, train
 from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
-from trainers.data import transfer as moves
+from trainers.data import feed as moves
 from trainers.data.batch import tensors_of
 from trainers.errors import DeviceMismatchError
 from trainers.task import Task, task_feed

@@ -12,9 +12,9 @@ import pytest
 import ray
 import ray.train
 import torch
-from cluster.health.actors import Probe
 from ray.train.v2._internal.util import construct_train_func
 
+from cluster.health.check import Probe
 from tests.specs import make
 from tests.tasks import Blobs
 from trainers.context import RunContext

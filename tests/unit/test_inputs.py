@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.faults.fuzz import laughs
 
 import cluster.__main__
 import trainers.__main__
 import tune.__main__
 from tests.unit.cluster_files import TYPES, Change, broken, put
+from tests.unit.test_fuzz import laughs
 from trainers.config import TrainConfig
 from trainers.config.model import Settings, build
 from trainers.config.reference import entries

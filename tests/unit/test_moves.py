@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import TensorDataset
-from trainers.data.transfer import Pinnable, copied
 
 from trainers.causes import failure_of
 from trainers.checkpoint.run_state import match_layout
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch
+from trainers.data.feed import Pinnable, copied
 from trainers.devices.group import Group
 from trainers.errors import DeviceMismatchError
 from trainers.model.precision import TABLE

@@ -5,9 +5,8 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from trainers.config import TrainConfig
 from trainers.config.function import build_run, kind_of
-from trainers.config.model import Tree, build
+from trainers.config.model import Tree
 from trainers.config.overrides import override
 from trainers.errors import MISSING, ConfigError
 from tune.config import Range, SweepConfig, sample_values
@@ -66,11 +65,6 @@ def known_space(space: Mapping[str, list[Any] | Range], train: Tree, source: str
         if path in space and name in space:
             raise ConfigError(f"space.{path}", MISSING, f"is {name}, which is there too", "keep one of the two", source)
     return {names.get(key, key): values for key, values in space.items()}
-
-
-def trial_config(train: dict[str, Any], trial: dict[str, Any]) -> TrainConfig:
-    """Return the TrainConfig of one trial of a task."""
-    return build(TrainConfig, trial_tree(train, trial), "space")
 
 
 def planned_trials(config: SweepConfig) -> int:
