@@ -72,7 +72,7 @@ def test_out_of_memory_on_one_rank_in_mid_training(tmp_path: Path, driver: Any) 
 @pytest.fixture
 def second_node(cluster: Cluster, driver: Any) -> Iterator[Node]:
     """Another node of two CPUs, of which Ray's coordinator of elastic groups has heard."""
-    from trainers.on_ray.coordinator import count_nodes
+    from trainers.on_ray.trainer import count_nodes
 
     with another_node(cluster, driver, cpus=2) as node:
         count_nodes()

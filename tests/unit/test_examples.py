@@ -15,9 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import REPOSITORY
+from tests.specs import read_spec
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import read_spec
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:

@@ -27,7 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cluster.__main__
-from tests.specs import REPOSITORY, whole_state
+from tests.specs import REPOSITORY, read_spec, whole_state
 from tests.unit.cluster_files import LOCAL, parent_of, shipped
 from tests.unit.report_records import curve, trial
 from trainers.__main__ import train
@@ -41,7 +41,6 @@ from trainers.data.arrow import ArrowDataset
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, ConfigErrors, PacelineError
 from trainers.launch.run_directory import prepare_storage
-from trainers.launch.spec import read_spec
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import RunLog, read_log
 from trainers.storage import Storage

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.specs import read_spec
 from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name
 from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
 from trainers.errors import ConfigError, LeaseError, StorageError
 from trainers.launch.run_directory import check_kept, prepare_storage
-from trainers.launch.spec import MARK, RunSpec, check_precision, read_file, read_spec, torchrun_world_size
+from trainers.launch.spec import MARK, RunSpec, check_precision, read_file, torchrun_world_size
 from trainers.lease import LEASE, held
 from trainers.measure.result import RunResult
 

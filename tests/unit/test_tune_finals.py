@@ -175,10 +175,10 @@ def test_the_target_is_met_on_the_way_between_two_evaluations() -> None:
 
 def test_what_another_trial_may_gain_is_said() -> None:
     sure = [replace(record, time_to_target_s=1.0 + 20 * at) for at, record in enumerate(done()[:3])]
-    assert most_ahead(config(), sure, []) == 1.0
+    assert most_ahead(sure, []) == 1.0
     assert "No other trial is faster by more than 5% (95 % confidence)." in answer(config(), sure).notes
-    assert most_ahead(config(), done(), []) == pytest.approx(3.12 / 4.02 * 1.96, rel=0.02)
-    assert most_ahead(config(), [], []) is None
+    assert most_ahead(done(), []) == pytest.approx(3.12 / 4.02 * 1.96, rel=0.02)
+    assert most_ahead([], []) is None
 
 
 @pytest.mark.parametrize(("trained_s", "most"), [(251.0, 1.0), (150.0, 1.66)])
@@ -186,7 +186,7 @@ def test_a_trial_that_was_stopped_had_not_met_the_target_until_then(trained_s: f
     fast = replace(done()[0], time_to_target_s=100.0, curve=[])
     curve = [{"train_time_s": trained_s, "val_accuracy": 0.5}]
     stopped = [replace(fast, id=str(at), status="stopped", time_to_target_s=None, curve=curve) for at in range(80)]
-    assert most_ahead(config(), [fast, *stopped], []) == pytest.approx(most, abs=0.02)
+    assert most_ahead([fast, *stopped], []) == pytest.approx(most, abs=0.02)
 
 
 def test_the_answer_is_the_one_that_is_fastest_alone() -> None:

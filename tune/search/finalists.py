@@ -306,7 +306,7 @@ def _logs(laps: Sequence[Lap]) -> list[float]:
     return [lap.log_s for lap in laps]
 
 
-def most_ahead(config: SweepConfig, records: Sequence[TrialRecord], found: Sequence[Final]) -> float | None:
+def most_ahead(records: Sequence[TrialRecord], found: Sequence[Final]) -> float | None:
     """Return how many times as fast as the best any other trial is at most, with 95 % confidence; None where none has
     met the target.
 
