@@ -187,7 +187,10 @@ def test_an_optimizer_of_the_tasks_own_keeps_what_it_likes() -> None:
 
     made = model()
     saved = Sketch(made.parameters()).state_dict()
-    saved["state"] = {0: {"rows": torch.zeros(7), "history": [torch.zeros(2), 3]}, 2: {"exp_avg": {"codes": torch.zeros(3)}}}
+    saved["state"] = {
+        0: {"rows": torch.zeros(7), "history": [torch.zeros(2), 3]},
+        2: {"exp_avg": {"codes": torch.zeros(3)}},
+    }
     saved["param_groups"][0]["k"] = torch.tensor(3)
     check_optimizer(saved, Sketch(made.parameters()))
     saved["state"][5000] = {}

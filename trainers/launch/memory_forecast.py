@@ -1,9 +1,9 @@
 """`python -m trainers memory`: what a run's steps will take of a device's memory, by precision and checkpointing mode.
 
-The steps are taken, with tensors that have shapes and no memory (torch's FakeTensorMode), and the storages that are alive
-meanwhile are counted. Fake tensors stand for a rank's own: its shard of a sharded model, DDP's buckets as gradients that
-stay. Resident data, what kernels take inside and fragments are not in it; without CUDA the CPU's operators stand for a
-GPU's.
+The steps are taken, with tensors that have shapes and no memory (torch's FakeTensorMode), and the storages that are
+alive meanwhile are counted. Fake tensors stand for a rank's own: its shard of a sharded model, DDP's buckets as
+gradients that stay. Resident data, what kernels take inside and fragments are not in it; without CUDA the CPU's
+operators stand for a GPU's.
 """
 
 from __future__ import annotations
@@ -85,19 +85,13 @@ def memory_page(spec: RunSpec, gpu: str | None) -> Iterator[str]:
             is_own = config.precision in names and mode == config.activation_checkpointing
             tried = config.model_copy(update={"precision": precision, "activation_checkpointing": mode})
             try:
-                forecaster = Forecaster(spec.load_task, tried, train, Group(0, world, device))
-                found = forecaster(size)
-                largest = largest_microbatch(lambda other: forecaster(other).peak, size, capacity)
+                found, largest = _forecast(spec.load_task, tried, train, Group(0, world, device), size, capacity)
             except ConfigError as error:
                 if is_own or mode == "none":
                     raise
                 modes = left_out.setdefault(error.rule, [])
                 modes += [mode] if mode not in modes else []
                 continue
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                rule = f"goes by the values of tensors ({error}), which a prediction does not have"
-                fix = "train some steps: what they take is in the result"
-                raise ConfigError("task", config.task, rule, fix) from error
             sizes = (found.parameters, found.gradients, found.optimizer, found.activations, found.peak)
             figures = "".join(f"{f'{number / 2**20:,.1f} MiB':>14}" for number in sizes)
             yield f"{'*' if is_own else ' '} {', '.join(names):22}{mode:12}{figures}   {_between(largest)}"
@@ -116,6 +110,20 @@ def _combinations(device: torch.device) -> Iterator[tuple[tuple[str, ...], str, 
         able = [name for name in names if name in able_precisions(device)]
         for mode in _MODES if able else ():
             yield names, able[0], mode
+
+
+def _forecast(
+    make_task: Callable[[], Task], config: TrainConfig, train: Dataset[Any], group: Group, size: int, capacity: int
+) -> tuple[Forecast, int]:
+    """Return what steps of microbatches of `size` samples take, and the largest microbatch that fits."""
+    try:
+        forecaster = Forecaster(make_task, config, train, group)
+        found = forecaster(size)
+        return found, largest_microbatch(lambda other: forecaster(other).peak, size, capacity)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        rule = f"goes by the values of tensors ({error}), which a prediction does not have"
+        fix = "train some steps: what they take is in the result"
+        raise ConfigError("task", config.task, rule, fix) from error
 
 
 def _named_bytes(gpu: str) -> int:
@@ -168,8 +176,8 @@ class Forecaster:
         self._probe = _FakeProbe(trained.forward, trained.optimizer, train, group, phases)
         self._meter = MemoryMeter()
         parameters = list(trained.model.parameters())
-        averages = trained.ema.tensors if trained.ema is not None else []
-        for tensor in (*parameters, *trained.model.buffers(), *averages):
+        self._averages = trained.ema.tensors if trained.ema is not None else []  # held: they stay in memory
+        for tensor in (*parameters, *trained.model.buffers(), *self._averages):
             self._meter.count(tensor)
         self._parameters = self._meter.live
         self._gradients = sum(local(parameter).nbytes for parameter in parameters if parameter.requires_grad)
