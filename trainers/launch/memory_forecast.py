@@ -391,8 +391,8 @@ class MemoryMeter(TorchDispatchMode):
         key = storage._cdata
         known = self._storages.get(key)
         if known is None or known.reference() is not storage:
-            known = _Storage(0, weakref.ref(storage, lambda _: self._forget(key, known)))
-            self._storages[key] = known
+            made = _Storage(0, weakref.ref(storage, lambda _: self._forget(key, made)))
+            self._storages[key] = known = made
         self._grow(known, storage.nbytes())
 
     def _grow(self, storage: _Storage, size: int) -> None:
