@@ -267,3 +267,13 @@ def test_a_first_step_that_the_scaler_skips_leaves_no_trace_in_the_momentum() ->
 
     for skipped, clean in zip(train(1), train(0), strict=True):
         torch.testing.assert_close(skipped, clean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["a number", "one tensor of all groups"])
+def test_each_group_gets_a_rate_of_its_own(lr: float | Tensor) -> None:
+    model = small_model()
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    optimizer = AdamW(groups, lr=lr, foreach=False)
+    make_step(model, Regression(), optimizer).set_lrs([0.1, 0.2, 0.3, 0.4])
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert all(isinstance(group["lr"], type(lr)) for group in optimizer.param_groups)

@@ -14,7 +14,6 @@ from trainers.measure.step_times import StepTimes
 
 WARMUP_STEPS = 5
 """Steps at the start of a run that no throughput counts: allocation, autotuning, compilation, first-touch."""
-"""Share of the mean step time: with an interval of at most this half width the mean counts as measured."""
 
 
 @dataclass(frozen=True)

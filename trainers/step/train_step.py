@@ -186,10 +186,9 @@ class TrainStep:
     def set_lrs(self, lrs: list[float]) -> None:
         """Set every group's learning rate."""
         for param_group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
-            if isinstance(param_group["lr"], Tensor):
-                param_group["lr"].fill_(lr)
-            else:
-                param_group["lr"] = lr
+            old = param_group["lr"]
+            # A new tensor: several groups may hold the same one.
+            param_group["lr"] = torch.full_like(old, lr) if isinstance(old, Tensor) else lr
         self._wanted_lrs = lrs
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
