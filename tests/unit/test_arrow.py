@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from trainers.arrow import ArrowDataset
 from trainers.config.sections import DataConfig
 from trainers.data.batch import fetch
-from trainers.errors import ConfigError, StorageError
+from trainers.errors import ConfigError
 from trainers.task import Task, task_feed
 
 torch.set_num_threads(1)
@@ -214,12 +214,6 @@ def test_mistakes_name_their_field(tmp_path: Path) -> None:
             ArrowDataset(files, columns, cache=cache, **options)
         assert met.value.field == field
     assert ArrowDataset(holes, ["label"], cache=cache)[1][0] == 1  # another column's nulls are of no matter
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError):
-        ArrowDataset(write(tmp_path / "x.parquet", x=[1]), cache=tmp_path / "file")
 
 
 def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:

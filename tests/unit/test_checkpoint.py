@@ -301,22 +301,6 @@ def test_a_full_disk_names_the_cause_and_keeps_the_one_before(tmp_path: Path) ->
     assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".tmp")]
 
 
-def test_the_group_hears_of_a_rank_that_could_not_write(tmp_path: Path) -> None:
-    """Rank 0 learns by the gather that rank 1 failed: no manifest, and an error on rank 0 too."""
-
-    class TwoRanks(Group):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, ({}, "rank 1: disk full")]
-
-        def first(self, value: Any) -> Any:
-            return value
-
-    checkpoints = Checkpoints(Storage(str(tmp_path)), TwoRanks(0, 2, CPU), 2)
-    with pytest.raises(StorageError, match="rank 1: disk full"):
-        save(checkpoints, 1)
-    assert not (folder(tmp_path, 1) / "manifest.json").exists()
-
-
 def test_storage_that_workers_do_not_share_is_noticed(tmp_path: Path) -> None:
     class TwoRanks(Group):
         def gather(self, value: Any) -> list[Any]:

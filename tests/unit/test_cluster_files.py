@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -303,25 +302,10 @@ def test_what_is_no_cluster_file(text: str, field: str, tmp_path: Path) -> None:
     assert caught.value.field == field
 
 
-def test_a_missing_file_or_a_directory(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(ConfigError):
-            load_cluster(path)
-
-
 def test_hosts_are_workers_and_the_environment_may_turn_autoscaler_v2_off(tmp_path: Path) -> None:
     cluster = load_cluster(write(tmp_path, LOCAL))
     assert [(node_type.min_workers, node_type.max_workers) for node_type in cluster.node_types] == [(0, 0), (2, 2)]
     assert findings(cluster, {"RAY_UP_enable_autoscaler_v2": "0"}) == []
-
-
-def test_reading_changes_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    level = logging.getLogger("ray.autoscaler").level
-    file = write(tmp_path, {**LOCAL, "min_workers": 0, "max_workers": 1})  # Ray has a remark on this
-    before = Path(file).read_bytes()
-    load_cluster(file)
-    assert (Path(file).read_bytes(), capfd.readouterr()) == (before, ("", ""))
-    assert logging.getLogger("ray.autoscaler").level == level
 
 
 def test_each_file_is_judged_by_itself_and_no_key_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,27 +203,6 @@ def test_ray_is_asked_until_it_drains_the_node(
     assert asked == [(NODE, preemption, "EC2's notice: terminate", int(AT_UNIX * 1000))] * 3
 
 
-def test_a_deadline_that_is_over_is_no_endless_one(
-    raylet: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray takes a deadline of 0 for none, and time that is left is all that there is for trying again."""
-    deadlines: list[int] = []
-
-    class Client:
-        def __init__(self, address: str) -> None: ...
-
-        def drain_node(self, node: str, reason: int, words: str, deadline_ms: int, timeout: float) -> tuple[bool, str]:
-            deadlines.append(deadline_ms)
-            return False, "no"
-
-    monkeypatch.setattr(watch, "GcsClient", Client)
-    found = watch.find_raylet(NODE)
-    assert not watch.drain(found, Notice(0.0, "late"))
-    os.close(found.process)
-    [deadline_ms] = deadlines
-    assert deadline_ms > time.time() * 1000 - 30_000
-
-
 def test_the_autoscaler_ends_with_ray(raylet: subprocess.Popen[bytes], tmp_path: Path) -> None:
     """It is Ray's own, and writes its log where `ray monitor` looks for it."""
     (tmp_path / "logs").mkdir()

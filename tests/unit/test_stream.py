@@ -328,18 +328,6 @@ def test_a_stream_without_samples_is_refused() -> None:
         stream.digest(8)
 
 
-def test_an_error_of_the_stream_says_where() -> None:
-    def numbers() -> Iterator[int]:
-        yield from range(3)
-        raise OSError("the bucket is gone")
-
-    stream = Stream(numbers, "train")
-    stream.begin(0, None)
-    with pytest.raises(OSError, match="the bucket is gone") as caught:
-        stream.__getitems__([0, 7])
-    assert caught.value.__notes__ == ["at row 3 of the stream train"]
-
-
 class Asked(Dataset[Any]):
     """What a loader's process reads: batches of a stream, and what it knows of itself."""
 

@@ -132,43 +132,6 @@ def test_figures_without_what_is_not_finite(value: float) -> None:
     assert draw(config(), [odd]) == {}
 
 
-@pytest.mark.parametrize(
-    "text", ["#0a0b01", 'url(#x) id="a" href="#b"', "<b>&", "$\\frac{", "\u6279\u91cf", "\x00\x1b[1m"]
-)
-def test_text_stays_text(text: str) -> None:
-    drawn = draw_values(f"task_args.{text}", [text, "b"])
-    for figure in drawn.values():
-        assert "<b>" not in figure.svg
-        assert not re.search(r"[\x00-\x09\x0b-\x1f]", figure.svg)
-    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    escaped = escaped.replace("\x00", r"\x00").replace("\x1b", r"\x1b")
-    assert escaped in texts(drawn["Throughput"])
-
-
-def test_every_swept_key_has_a_panel_of_the_objective() -> None:
-    space: dict[str, list[Any]] = {
-        "precision": ["fp32", "bf16"],
-        "global_batch_size": [32, 64, 128],
-        "optimizer.name": ["sgd", "adamw", "lion"],
-        "optimizer.lr": [0.001 * 2**n for n in range(9)],
-        "strategy": ["ddp"],
-    }
-    records = [
-        trial(
-            n,
-            "done",
-            {key: values[n // (at + 1) % len(values)] for at, (key, values) in enumerate(space.items())},
-            metrics={"val_loss": 1.0 / (n + 1)},
-        )
-        for n in range(36)
-    ]
-    drawn = draw(config("val_loss", space=space, objective={"target": None}), records)
-    assert list(drawn) == ["val_loss"]
-    keys = ("global_batch_size", "precision", "name", "lr")
-    assert [text for text in texts(drawn["val_loss"]) if text in keys] == list(keys), "the batch size first"
-    assert {"fp32", "bf16"} <= set(texts(drawn["val_loss"]))
-
-
 def test_how_sure_a_time_to_the_target_is() -> None:
     """Of one run between two evaluations, of finalists the interval of their repeats."""
     before = {"step": 1.0, "train_time_s": 2.5, "val_accuracy": 0.9}
