@@ -184,12 +184,10 @@ IN_ORDER: dict[str, Change] = {
     "other_packages": put("worker_setup_commands", ["pip install torchvision ray_lightning raytune-x"]),
     "no_install": put("worker_setup_commands", ["echo ray torch==1.0", "ray stop"]),
     "image": image("rayproject/ray:2.60.0-py312-gpu"),
-    "other_image": image("my.registry/ray-train:7"),
     "unknown_machine": put(f"{SPOT}.node_config.InstanceType", "z9.huge"),
     "detected": put(f"{SPOT}.resources", {}),
     "localhost": replace(HEAD, "host=127.0.0.1", "host=localhost"),
     "ssh_for_everybody": opened(22, "0.0.0.0/0"),
-    "own_addresses": opened(8265, "10.0.0.0/8"),
 }
 
 
@@ -244,7 +242,6 @@ REFUSED: dict[str, tuple[str, Change, str, str]] = {
     "typo_in_a_type": ("aws", put(f"{SPOT}.min_worker", 1), f"{SPOT}.min_worker", "`min_workers`"),
     "head_typo": ("aws", put("head_node_type", "haed"), "head_node_type", "`head`"),
     "no_head": ("aws", drop("head_node_type"), "head_node_type", "gpu_spot"),
-    "no_provider": ("aws", drop("provider"), "provider", "`provider`"),
     "provider_unknown": ("aws", put("provider.type", "amazon"), "provider.type", ""),
     "kuberay": ("aws", put("provider.type", "kuberay"), "provider.type", ""),
     "min_above_max": ("aws", put(f"{SPOT}.min_workers", 9), "the file", ""),
@@ -254,24 +251,20 @@ REFUSED: dict[str, tuple[str, Change, str, str]] = {
         f"{TYPES}.gpu_on_demand.min_workers",
         "4",
     ),
-    "commands_no_list": ("aws", put("setup_commands", "ls"), "setup_commands", ""),
     "half_a_gpu": ("aws", put(f"{SPOT}.resources.GPU", 0.5), f"{SPOT}.resources.GPU", ""),
     "no_resources": ("aws", drop(f"{SPOT}.resources"), f"{SPOT}.resources", "`resources`"),
-    "half_docker": ("aws", put("docker", {"image": "x"}), "the file", ""),
     "no_head_ip": ("onprem", drop("provider.head_ip"), "provider.head_ip", "`head_ip`"),
     "types_of_hosts": ("onprem", put(TYPES, {}), TYPES, ""),
     "k8s_typo": ("kuberay", put("spec.enableIntreeAutoscaling", True), "spec.enableIntreeAutoscaling", "InTree"),
     "k8s_typo_in_a_group": ("kuberay", put(f"{GROUP}.minReplica", 1), f"{GROUP}.minReplica", "`minReplicas`"),
     "k8s_no_limit": ("kuberay", drop(f"{GROUP}.maxReplicas"), f"{GROUP}.maxReplicas", "`maxReplicas`"),
     "k8s_min_above_max": ("kuberay", put(f"{GROUP}.minReplicas", 9), f"{GROUP}.minReplicas", "8"),
-    "k8s_no_container": ("kuberay", put(f"{GROUP}.{POD}.containers", []), f"{GROUP}.{POD}.containers", ""),
     "k8s_quantity": (
         "kuberay",
         put(f"{GROUP}.rayStartParams.num-cpus", "8Gi"),
         f"{GROUP}.rayStartParams.num-cpus",
         "",
     ),
-    "k8s_no_name": ("kuberay", drop("metadata.name"), "metadata.name", "`name`"),
 }
 
 

@@ -71,7 +71,6 @@ def test_nothing_is_drawn_of_nothing() -> None:
     "settings",
     [
         lambda n: {"global_batch_size": 2 ** (n % 20), "optimizer.lr": 0.5 ** (n // 20)},
-        lambda n: {"optimizer.lr": (n + 1) / 1e4, "optimizer.weight_decay": n % 20 / 200},
         lambda n: {"task_args.kind": f"kind {n}"},
     ],
 )
@@ -100,15 +99,10 @@ def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]]) -> None:
     ("values", "ticks"),
     [
         ([1.0, math.inf], ["1", "inf"]),
-        ([math.nan, 2.0], ["nan", "2"]),
         ([float("nan"), float("-nan")], ["nan"]),
-        ([2**70, 1], ["1"]),
         ([1, 10**400], ["1", "1" + "0" * 22 + "..."]),
         ([-1, 0, 5], ["-1", "0", "5"]),
-        ([1e-5], ["1e-05"]),
-        ([1e99], ["1e+99"]),
         ([True, 1, "1", None], ["true", "1", "1", "null"]),
-        ([[1, 2], [3]], ["[1, 2]", "[3]"]),
         ([{"name": "sgd"}, {"name": "adamw", "lr": 0.1}], ["{name: sgd}", "{name: adamw, lr: 0.1}"]),
     ],
 )
