@@ -156,7 +156,9 @@ class Rows(Task):
         raise AssertionError
 
 
-@pytest.mark.parametrize("config", [{"resident": True}, {"num_workers": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"resident": True}, pytest.param({"num_workers": 2}, marks=pytest.mark.full), {}], ids=str
+)
 def test_through_the_loader(config: dict[str, Any], kept: dict[str, Any]) -> None:
     dataset = ArrowDataset(kept["parquet"], ["row", "int64"], cache=kept["cache"])
     feed = task_feed(dataset, Rows(), DataConfig(**config), torch.device("cpu"), sharers=1, seed=0)

@@ -110,16 +110,6 @@ def test_a_service_in_trouble_is_asked_again_and_said_once(cloud: str, machine: 
     assert wait(cloud, machine)[0] is not None
 
 
-def test_ec2_gives_a_token_and_takes_it_away(machine: Machine) -> None:
-    service = SERVICES["aws"](machine.address)
-    assert service.notice() is service.notice() is None
-    assert [one.split()[0] for one in machine.asked] == ["PUT", "GET", "GET"], "one token for many looks"
-    machine.token += 1
-    preempt(machine)
-    assert service.notice() == Notice(AT_UNIX, "EC2's notice: terminate")
-    assert [one.split()[0] for one in machine.asked[3:]] == ["GET", "PUT", "GET"], "the same look, with a new token"
-
-
 def test_ec2_without_a_time_means_two_minutes(machine: Machine) -> None:
     machine.action = {"action": "hibernate"}
     notice = SERVICES["aws"](machine.address).notice()

@@ -210,14 +210,6 @@ def laps(*logs: list[float], **apart: float) -> list[dict[int, Lap | None]]:
     return [{at: Lap(log_s, **apart) for at, log_s in enumerate(own)} for own in logs]
 
 
-def test_all_run_in_turn_and_the_slower_leave() -> None:
-    assert race([{}, {}]).runs_next == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    stands = race(laps([0.0, 0.0], [0.1, 0.1], [3.0, 3.0]))
-    assert [standing is not None and standing.is_slower for standing in stands.standings] == [False, False, True]
-    assert stands.runs_next == [(0, 2), (1, 2), (0, 3), (1, 3)]
-    assert race(laps([0.0] * 3, [0.1] * 3), last_round=3).runs_next == []
-
-
 @pytest.mark.parametrize(("behind", "early", "goes_on"), [(0.2, 1.0, False), (0.2, 0.1, True), (0.0, math.inf, False)])
 def test_what_no_repeat_can_tell_is_not_repeated(behind: float, early: float, goes_on: bool) -> None:
     """Both met their targets between the same two evaluations, or are equal to what is of interest."""
