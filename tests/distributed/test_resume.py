@@ -1,4 +1,4 @@
-"""Killed, and resumed on another number of workers: the same samples, the same curve."""
+"""Killed, and resumed on another number of workers, though the batch size changes: the same samples, the same curve."""
 
 from __future__ import annotations
 
