@@ -14,21 +14,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.distributed.processes import run_processes
-from tests.distributed.test_gradients import SPLITS, Tokens
+from tests.distributed.test_gradients import SPLITS, Tokens, gradient
 from tests.specs import REPOSITORY, evaluations, losses, tree
 from tests.tasks import Blobs
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.config import TrainConfig
 from trainers.config.sections import DataConfig
-from trainers.data.sampler import StepSampler
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, RunFailedError
 from trainers.launch.local import LocalContext, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
 from trainers.measure.result import RunResult
 from trainers.model.precision import TABLE
-from trainers.model.sharding import is_sharded, local, whole
-from trainers.model.strategy import compile_model, place_model, share_buffers, wrap_model
+from trainers.model.sharding import local, whole
+from trainers.model.strategy import compile_model, place_model, share_buffers
 from trainers.step.evaluation import evaluate
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
@@ -153,23 +152,6 @@ def same_curve(one: RunSpec, other: RunSpec, rel: float = 1e-10) -> None:
 # --- gradients and figures ---------------------------------------------------------------------------------------
 
 
-def gradient(task: Blobs, rank: int, world_size: int, split: tuple[int, int, int]) -> tuple[list[Tensor], float]:
-    """Gradient and loss of one step of the sharded model (whole, on rank 0), before any update."""
-    size, step, microbatch = split
-    group = Group(rank, world_size, CPU)
-    torch.manual_seed(0)
-    model = place_model(task.model(), group, "fsdp")
-    data = task.dataset("train")
-    sampler = StepSampler(data, global_batch_size=size, num_replicas=world_size, rank=rank, seed=5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    train = TrainStep(ForwardPass(wrap_model(model, group, "fsdp"), task, TABLE["fp32"], CPU), optimizer, group)
-    microbatches, sizes = sampler.plan(step, microbatch, even=is_sharded(model))
-    feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
-    train(feed.batches(microbatches, training=True), sizes, sampler.step_size(step), idle=not any(sizes))
-    found = whole([p.grad for p in model.parameters()], group)
-    return [g.clone() for g in found if g is not None], train.take_loss()
-
-
 def figures(rank: int, world_size: int) -> list[dict[str, float]]:
     group = Group(rank, world_size, CPU)
     found = []
@@ -203,7 +185,7 @@ def steps_taken(rank: int, world_size: int) -> list[tuple[bool, bool]]:
 
 def measure(rank: int, world_size: int) -> tuple[list[Any], list[dict[str, float]], list[tuple[bool, bool]]]:
     tasks = [cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")]
-    gradients = [gradient(task, rank, world_size, split) for task in tasks for split in SPLITS]
+    gradients = [gradient(task, rank, world_size, split, "fsdp") for task in tasks for split in SPLITS]
     return gradients, figures(rank, world_size), steps_taken(rank, world_size)
 
 

@@ -50,8 +50,8 @@ def worlds(seed: int, count: int) -> Iterator[tuple[list[float], random.Random]]
         yield [math.exp(rng.uniform(0, width)) for _ in range(rng.randint(2, len(SIZES)))], rng
 
 
-@pytest.mark.parametrize("pressure", [0.0, 0.4, 0.82])
-@pytest.mark.parametrize("between", [0.02, 0.5, 2.0])
+@pytest.mark.parametrize("pressure", [0.0, 0.82])
+@pytest.mark.parametrize("between", [0.02, 2.0])
 def test_one_run_each_claims_no_more_than_it_shows(pressure: float, between: float) -> None:
     """Who is first and who is next, by measured times: that the first is the faster of them is claimed or not."""
     machine, claims, wrong, made = Machine(0.15, pressure, between), 0, 0, 400
@@ -90,6 +90,7 @@ def test_a_target_met_at_the_first_evaluation_may_have_been_met_at_any_time() ->
     assert "they count as equal" in answer(config(), [first, slow]).verdict
 
 
+@pytest.mark.full
 def test_a_race_of_repeats_claims_no_more_than_it_shows() -> None:
     """Who is called slower than the first, how much faster another may be, and whether a sweep that is run again
     contradicts this one: names another as the fastest, where neither calls both equal.

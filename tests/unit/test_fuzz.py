@@ -14,12 +14,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -37,7 +34,6 @@ from trainers.checkpoint.store import Archive
 from trainers.command_line import Command
 from trainers.config import TrainConfig
 from trainers.config.reference import entries
-from trainers.data.arrow import ArrowDataset
 from trainers.devices.group import Group
 from trainers.errors import ConfigError, ConfigErrors, PacelineError
 from trainers.launch.run_directory import prepare_storage
@@ -255,38 +251,6 @@ def test_cluster_files(data: bytes, plans: bool) -> None:
 
 
 # --- data and what is read back from storage ---------------------------------------------------------------------
-
-
-@cache
-def tables() -> list[bytes]:
-    """Small files of every kind and column."""
-    table = pa.table(
-        {
-            "number": pa.array(range(20), pa.float32()),
-            "flag": [bool(index % 3) for index in range(20)],
-            "text": [f"text {index}" for index in range(20)],
-            "list": [list(range(index % 4)) for index in range(20)],
-            "wide": pa.FixedSizeListArray.from_arrays(pa.array(range(60), pa.int16()), 3),
-            "word": pa.array(["a", "b"] * 10).dictionary_encode(),
-        }
-    )
-    made = []
-    for kind in (pa.ipc.new_file, pa.ipc.new_stream):
-        sink = pa.BufferOutputStream()
-        with kind(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=7)
-        made.append(sink.getvalue().to_pybytes())
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, row_group_size=7)
-    return [*made, sink.getvalue().to_pybytes()]
-
-
-@given(damaged(st.deferred(lambda: st.sampled_from(tables()))))
-def test_arrow_and_parquet(data: bytes) -> None:
-    with door() as directory:
-        (directory / "given.arrow").write_bytes(data)
-        found = ArrowDataset(directory / "given.arrow", cache=directory)
-        found.__getitems__([0, len(found) - 1, len(found) // 2])
 
 
 @pytest.fixture(scope="module")

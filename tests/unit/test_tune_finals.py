@@ -14,10 +14,7 @@ from tests.unit.report_records import TRAIN, done
 from tune.config import SweepConfig
 from tune.report.answer import answer
 from tune.search.finalists import (
-    LEVEL,
-    LOOKS,
     Lap,
-    Race,
     contenders,
     crowding,
     finals,
@@ -108,15 +105,6 @@ def test_repeats_are_in_turn_and_none_twice() -> None:
     assert [(record.id, seed) for record, seed in repeats_to_run(config(), {**TRAIN, "seed": 5}, known)] == left
 
 
-def test_only_repeats_count_for_the_interval() -> None:
-    first, second = finals(config(), repeated({0: [4.4, 4.5], 1: [4.0, 4.1]}))
-    assert first.record.time_to_target_s == 4.02
-    assert first.time_s.value == pytest.approx(math.sqrt(4.0 * 4.1))
-    assert first.time_s.low < 4.0 < 4.1 < first.time_s.high < 5.5
-    assert first.equal
-    assert not second.equal or second.time_s.value < 1.1 * first.time_s.value
-
-
 @pytest.mark.parametrize(("before", "equal"), [(0.99, False), (0.3, True), (0.0, True)])
 def test_repeats_whose_targets_were_met_in_overlapping_intervals_are_equal(before: float, equal: bool) -> None:
     """4 and 12 s are told apart, but not where the second may have met its target at 4 s already."""
@@ -200,17 +188,6 @@ def test_the_answer_is_the_one_that_is_fastest_alone() -> None:
     assert "One run each cannot exclude what was not repeated: 32, fp32; 64, fp32; 128, bf16 and 2 more." in found.notes
 
 
-def test_dollars_follow_the_repeats() -> None:
-    records = repeated({0: [6.0, 6.0], 1: [4.0, 4.0]})
-    priced = [
-        replace(record, metrics={**record.metrics, "usd_to_target": record.time_to_target_s / 100})
-        if record.time_to_target_s
-        else record
-        for record in records
-    ]
-    assert "0.04 USD" in answer(config(), priced).verdict
-
-
 def test_what_trials_do_to_each_other_is_said() -> None:
     faster = [
         repeat(record, seed, 4.0, samples_per_s=1.5 * (record.samples_per_s or 0.0))
@@ -226,27 +203,8 @@ def test_what_trials_do_to_each_other_is_said() -> None:
     assert "waited for a processor in 40% of the time" in answer(config(), busy).sentence
 
 
-def whole_race(true_s: list[float], spread: float, rng: random.Random, luck: float = 0.0) -> Race:
-    """A race to its end; `luck` is what seeds differ by for all entrants alike."""
-    laps: list[dict[int, Lap | None]] = [{} for _ in true_s]
-    seeds = [rng.gauss(0, luck) for _ in range(LOOKS[-1])]
-    while (stands := race(laps)).runs_next:
-        for entrant, lap in stands.runs_next:
-            assert lap not in laps[entrant]
-            laps[entrant][lap] = Lap(math.log(true_s[entrant]) + seeds[lap] + rng.gauss(0, spread))
-    return stands
-
-
 def laps(*logs: list[float], **apart: float) -> list[dict[int, Lap | None]]:
     return [{at: Lap(log_s, **apart) for at, log_s in enumerate(own)} for own in logs]
-
-
-def test_all_run_in_turn_and_the_slower_leave() -> None:
-    assert race([{}, {}]).runs_next == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    stands = race(laps([0.0, 0.0], [0.1, 0.1], [3.0, 3.0]))
-    assert [standing is not None and standing.is_slower for standing in stands.standings] == [False, False, True]
-    assert stands.runs_next == [(0, 2), (1, 2), (0, 3), (1, 3)]
-    assert race(laps([0.0] * 3, [0.1] * 3), last_round=3).runs_next == []
 
 
 @pytest.mark.parametrize(("behind", "early", "goes_on"), [(0.2, 1.0, False), (0.2, 0.1, True), (0.0, math.inf, False)])
@@ -260,21 +218,3 @@ def test_an_entrant_without_a_time_is_out() -> None:
     assert stands.standings[2] is None
     assert stands.runs_next == []
     assert race([{0: None, 1: None}] * 2).standings == [None, None]
-
-
-@pytest.mark.parametrize(("spread", "luck"), [(0.05, 0.0), (0.1, 0.3), (0.3, 0.0)])
-def test_the_fastest_is_lost_in_less_than_the_share_of_error(spread: float, luck: float) -> None:
-    rng, lost, made = random.Random(1), 0, 150
-    for _ in range(made):
-        true_s = [1.0, *(math.exp(rng.choice([0.0, 0.06, 0.3]) + 1e-9) for _ in range(rng.randint(1, 4)))]
-        first = whole_race(true_s, spread, rng, luck).standings[0]
-        lost += first is not None and first.is_slower
-    assert lost <= LEVEL * made
-
-
-def test_what_seeds_do_to_all_alike_tells_nothing_apart() -> None:
-    """Pairs with the same seed: the noise that all share costs no repeats."""
-    rng = random.Random(2)
-    for _ in range(20):
-        stands = whole_race([1.0, 1.5], 0.05, rng, luck=1.0)
-        assert [standing is not None and standing.is_slower for standing in stands.standings] == [False, True]

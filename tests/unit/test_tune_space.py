@@ -14,7 +14,7 @@ from trainers.config.model import build
 from trainers.errors import ConfigError
 from tune.config import SweepConfig
 from tune.search.ray_search import BeatenScheduler, searcher, tune_space
-from tune.search.space import check_space, grid, planned_trials, trial_tree, unwrap
+from tune.search.space import check_space, grid, trial_tree, unwrap
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
 
@@ -53,20 +53,6 @@ def test_a_grid_is_every_combination_in_order_and_tune_gets_what_the_budget_allo
 def test_fixed_microbatches_are_tried_from_the_middle() -> None:
     ((key, values),) = tune_space(make({"microbatch_size": [1, 2, 3, 4, 5, 6, 7]})).items()
     assert [unwrap({key: value})["microbatch_size"] for value in values["grid_search"]] == [4, 2, 6, 1, 3, 5, 7]
-
-
-@pytest.mark.parametrize(
-    ("more", "count"),
-    [
-        ({}, 6),
-        ({"budget": {"trials": 4}}, 4),
-        ({"budget": {"trials": 40}}, 6),
-        ({"search": "random", "budget": {"trials": 7}}, 7),
-        ({"search": "optuna", "budget": {"trials": 7}}, 7),
-    ],
-)
-def test_how_many_trials_there_will_be(more: dict[str, Any], count: int) -> None:
-    assert planned_trials(make({"seed": [0, 1, 2], "precision": ["fp32", "bf16"]}, **more)) == count
 
 
 def test_a_trial_is_the_run_with_its_values() -> None:
