@@ -240,7 +240,7 @@ def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None
     halves = [
         spec(tmp_path, f"{each}-fp16", 3, each, precision="fp16", args={"dtype": "float32"}) for each in ("fsdp", "ddp")
     ]
-    kinds = [{"fsdp__param_dtype": "bf16"}, {"fsdp__reshard_after_forward": False}, {}]
+    kinds = [{"fsdp__param_dtype": "bf16"}, {}]
     gathered = [
         spec(tmp_path, f"deep-{i}", 3, "fsdp", "Deep", precision="bf16", args={"dtype": "float32"}, **kind)
         for i, kind in enumerate(kinds)
@@ -249,8 +249,7 @@ def test_a_sharded_run_has_the_curve_of_a_replicated_one(tmp_path: Path) -> None
     for sharded, replicated in [*pairs, normed]:
         same_curve(sharded, replicated)
     same_curve(*halves, rel=2e-2)
-    narrow, kept, plain = gathered
-    assert losses(kept) == losses(plain)
+    narrow, plain = gathered
     same_curve(narrow, plain, rel=2e-2)
 
 
