@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.specs import REPOSITORY, evaluations, losses, tree
-from trainers.data.order import digest
+from trainers.data.stream_reader import digest
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_local, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
