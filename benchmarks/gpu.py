@@ -64,6 +64,7 @@ PARTS = [
     _tests("lanes", 5),
     _tests("benchmarks", 5),
     _benchmark("resident", 3),
+    Part("forecast", ("benchmarks.memory", "--minutes", "3.5"), 4),
     _benchmark("guides", 5, "2"),
     _benchmark("ladder", 7),
     _tests("graphs", 7),

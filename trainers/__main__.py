@@ -18,8 +18,9 @@ from pydantic import Field
 from trainers.command_line import run
 from trainers.config import TrainConfig
 from trainers.launch.signals import follow_agent
-from trainers.launch.spec import FunctionSpec, check_precision, read_run, torchrun_world_size
+from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
 from trainers.output import Output
+from trainers.redaction import redact
 from trainers.start import do_on_cluster, launch, run_training, train_function
 from trainers.storage import storage_uri
 
@@ -92,6 +93,25 @@ def track(run: _Run) -> int:
     return 0 if send_run(run) else 1
 
 
+def memory(
+    location: Annotated[str, Field(title="CONFIG.yaml", description="a file, or a URI")],
+    overrides: dict[str, Any],
+    *,
+    gpu: Annotated[
+        str | None, Field(title="NAME", description='with its memory, as "H100 80GB"; default: what is here')
+    ] = None,
+) -> int:
+    """Predict the memory that steps will take, and the largest microbatch; trains nothing, and takes none."""
+    from trainers.launch.log import setup_logging
+    from trainers.launch.memory_forecast import memory_page
+
+    spec = read_spec(location, overrides, own_workers=False)
+    setup_logging(0)
+    for line in memory_page(spec, gpu):
+        print(redact(line), flush=True)
+    return 0
+
+
 def explain(
     run: Annotated[str, Field(description="a run's directory or URI, or the YAML file of one, which has no records")],
     output: Output,
@@ -127,6 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         "predict": predict,
         "export": export,
         "track": track,
+        "memory": memory,
         "explain": explain,
     }
     return run("python -m trainers", __doc__, commands, argv, TrainConfig, advise=True)

@@ -79,8 +79,14 @@ def test_ranks_give_it_too_and_agree(tmp_path: Path) -> None:
     assert first == second == pytest.approx(NOISE_SCALE, rel=0.2)
 
 
-def test_a_step_of_one_part_says_nothing() -> None:
-    assert measured(Group(0, 1, torch.device("cpu")), [32], steps=3) is None
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_step_of_one_part_says_nothing(share: float) -> None:
+    """Of half a step, too: two ranks with one microbatch each have DDP's average, not their own gradient."""
+    noise = NoiseScale(Group(0, 1, torch.device("cpu")))
+    noise.begin([share])
+    noise.first([torch.tensor([1.0])])
+    noise.end([torch.tensor([1.0])], 8, 1.0)
+    assert noise.take() is None
 
 
 def test_a_gradient_that_is_not_finite_does_not_count() -> None:

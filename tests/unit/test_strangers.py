@@ -53,6 +53,7 @@ STATES: dict[str, Change] = {
     "a moment of another shape": moment("exp_avg", torch.zeros(4, 8)),
     "a moment that is a number": moment("exp_avg", 1.0),
     "a complex moment": moment("exp_avg", torch.zeros(8, 4, dtype=torch.complex64)),
+    "a step of several numbers": moment("step", torch.zeros(3)),
     "a sparse moment": moment("exp_avg", torch.zeros(8, 4).to_sparse()),
     "moments of a parameter too many": lambda state: state["optimizer"]["state"].update({99: {}}),
     "a group of other parameters": lambda state: state["optimizer"]["param_groups"][0].update(params=[0]),
@@ -186,7 +187,10 @@ def test_an_optimizer_of_the_tasks_own_keeps_what_it_likes() -> None:
 
     made = model()
     saved = Sketch(made.parameters()).state_dict()
-    saved["state"] = {0: {"rows": torch.zeros(7), "history": [torch.zeros(2), 3]}, 2: {"words": "a"}}
+    saved["state"] = {
+        0: {"rows": torch.zeros(7), "history": [torch.zeros(2), 3]},
+        2: {"exp_avg": {"codes": torch.zeros(3)}},
+    }
     saved["param_groups"][0]["k"] = torch.tensor(3)
     check_optimizer(saved, Sketch(made.parameters()))
     saved["state"][5000] = {}

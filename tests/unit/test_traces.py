@@ -6,6 +6,7 @@ import functools
 import logging
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from trainers.task import Task
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
+SERIAL = 0
 
 
 class Net(nn.Module):
@@ -61,10 +63,15 @@ class Rows(Dataset[Any]):
 
 
 def counted(method: Any) -> Any:
-    """Count a method's calls in every kind of place."""
+    """Count a method's calls in several kinds of places."""
+    calls = 0
 
     @functools.wraps(method)
     def wrapper(self: Any, *args: Any, **options: Any) -> Any:
+        global SERIAL
+        nonlocal calls
+        SERIAL += 1
+        calls += 1
         self.calls[method.__name__] += 1
         self.order.append(method.__name__)
         self.array += 1
@@ -72,6 +79,7 @@ def counted(method: Any) -> Any:
         self.drawn = (self.generator.random(), float(torch.rand((), generator=self.torch_generator)))
         return method(self, *args, **options)
 
+    wrapper.calls = lambda: calls  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -148,8 +156,11 @@ class Counting(Task):
 
 def traces(path: Path, task: Counting, **changes: Any) -> dict[str, Any]:
     """What a run has left in the task, and where its weights have come to."""
+    serial, losses = SERIAL, Counting.loss.calls()  # type: ignore[attr-defined]
     result = train(path, task, epochs=2, checkpoint={"every_epochs": 1}, **changes)
     return {
+        "global": SERIAL - serial,
+        "closure": Counting.loss.calls() - losses,  # type: ignore[attr-defined]
         "calls": dict(task.calls),
         "order": list(task.order),
         "numbers": [task.array[0], task.tensor[0].item()],
@@ -176,6 +187,56 @@ def test_a_task_that_counts_every_call_sees_training_alone(
 
 def forward_pass(task: Task, model: nn.Module) -> ForwardPass:
     return ForwardPass(model, task, resolve_precision("fp32", CPU), CPU)
+
+
+class Slotted:
+    """State without a dictionary."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Everywhere(Counting):
+    """Counts in every kind of place."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.slotted = 0, Slotted()
+        self.nested = {"list": [deque([0]), ({"calls": 0},)]}
+
+    @counted
+    def weight(self, batch: Any) -> Tensor:
+        self.number += 1
+        self.slotted.calls += 1
+        type(self).total += 1
+        self.nested["list"][0][0] += 1
+        self.nested["list"][1][0]["calls"] += 1
+        return torch.ones(())
+
+
+PLACES: dict[str, Callable[[Everywhere], int]] = {
+    "an attribute": lambda task: task.number,
+    "a global": lambda task: SERIAL,
+    "an attribute of a class": lambda task: Everywhere.total,
+    "a closure": lambda task: Everywhere.weight.calls(),  # type: ignore[attr-defined]
+    "slots": lambda task: task.slotted.calls,
+    "a deque in a list in a dict": lambda task: task.nested["list"][0][0],
+    "a dict in a tuple in a list in a dict": lambda task: task.nested["list"][1][0]["calls"],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_count_is_put_back_wherever_it_is_kept(place: str) -> None:
+    task, count = Everywhere(), PLACES[place]
+    before = count(task)
+    with throwaway(forward_pass(task, nn.Linear(1, 1))):
+        task.weight(None)
+        assert count(task) > before
+    assert count(task) == before
 
 
 def test_what_is_too_large_to_be_copied_is_named(caplog: pytest.LogCaptureFixture) -> None:

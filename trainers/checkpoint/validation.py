@@ -135,8 +135,9 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     if not isinstance(groups, list) or not isinstance(state, dict) or len(groups) != len(optimizer.param_groups):
         raise CheckpointError(f"it does not fit this optimizer, which has {len(optimizer.param_groups)} groups")
     parameters: dict[int, Tensor] = {}
-    owned = [group for owner in optimizers_of(optimizer) for group in owner.param_groups]
-    for theirs, ours in zip(groups, owned, strict=True):
+    of_torch: set[int] = set()
+    owned = [(owner, group) for owner in optimizers_of(optimizer) for group in owner.param_groups]
+    for theirs, (owner, ours) in zip(groups, owned, strict=True):
         numbers = theirs.get("params") if isinstance(theirs, dict) else None
         first = len(parameters)
         if numbers != list(range(first, first + len(ours["params"]))):
@@ -145,19 +146,33 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
             if name != "params" and name in theirs and not _is_like(theirs[name], value):
                 raise CheckpointError(f"it does not fit this optimizer: its {name} is {_shown(theirs[name])}")
         parameters |= dict(zip(numbers, ours["params"], strict=True))
+        if _is_torchs(owner):  # what others keep, and in which shape, only their code knows
+            of_torch |= set(numbers)
     for number, entries in state.items():
         if type(number) is not int or number not in parameters or not isinstance(entries, dict):
             raise CheckpointError(f"it does not fit this optimizer: {_shown(number)} is none of its parameters")
-        parameter = parameters[number]
-        for name in _MOMENTS & entries.keys():
-            value = entries[name]
-            if value is None:  # of SGD without momentum
-                continue
-            is_like = isinstance(value, Tensor) and value.shape == parameter.shape
-            if not is_like or value.is_complex() != parameter.is_complex():
-                found = list(value.shape) if isinstance(value, Tensor) else _shown(value)
-                words = f"{name} of parameter {number} is {found}, not {list(parameter.shape)}"
-                raise CheckpointError(f"it does not fit this optimizer: {words}")
+        if number in of_torch:
+            _check_moments(entries, parameters[number], number)
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    kinds = (kind for kind in type(optimizer).__mro__ if kind is not Optimizer)
+    return any(kind.__module__.startswith("torch.optim.") for kind in kinds)
+
+
+def _check_moments(entries: Mapping[str, Any], parameter: Tensor, number: int) -> None:
+    """Raise CheckpointError where a fused step would read beyond what is there."""
+    where = f"it does not fit this optimizer: parameter {number}"
+    if "step" in entries and _number(entries["step"]) is None:
+        raise CheckpointError(f"{where} has the step {_shown(entries['step'])}")
+    for name in _MOMENTS & entries.keys():
+        value = entries[name]
+        if value is None:  # of SGD without momentum
+            continue
+        is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+        if not is_like or value.is_complex() != parameter.is_complex():
+            found = list(value.shape) if isinstance(value, Tensor) else _shown(value)
+            raise CheckpointError(f"{where} has {name} of {found}, not {list(parameter.shape)}")
 
 
 def check_scaler(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

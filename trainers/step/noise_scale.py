@@ -38,7 +38,9 @@ class NoiseScale:
 
     def begin(self, shares: Sequence[float | Tensor]) -> None:
         """Begin a step, in which this rank's microbatches have these shares of the global weight."""
-        self._on = self._steps % EVERY_STEPS == 0
+        # A short step may have one microbatch on each rank, whose gradient is the whole step's after DDP's average.
+        is_part = self._hooked or len(shares) > 1
+        self._on = is_part and self._steps % EVERY_STEPS == 0
         self._steps += 1
         self._small.zero_()
         self._share = sum(shares) if self._hooked else shares[0]

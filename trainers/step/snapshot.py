@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,15 +32,16 @@ _LIBRARIES = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
 _OURS = ("trainers", "tune", "cluster")
 _STATEFUL = (Task, nn.Module, Optimizer, LRScheduler, Dataset)
 _PLAIN = (int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, torch.Size)
+_DEFINED = (ModuleType, FunctionType, type)  # what an import or a definition leaves in a module
 
 
 class Snapshot:
     """The state of all that can be reached from some objects, by identity: `restore` changes what differs, in place.
 
-    Taken are attributes, containers, random generators, the tensors that `keep` is told and all small ones, in host
-    memory. A larger tensor is watched: a warning names it when it was changed. Objects of libraries are left alone but
-    for modules, optimizers, schedulers and datasets, and so are sharded modules, which move their parameters
-    themselves. Globals, attributes of classes and closures are not taken.
+    Taken are attributes (with those of classes, closures and globals of the users' own modules), containers, random
+    generators, the tensors that `keep` is told and all small ones, in host memory. A larger tensor is watched: a
+    warning names it when it was changed. Objects of libraries are left alone but for modules, optimizers, schedulers
+    and datasets, and so are sharded modules, which move their parameters themselves.
     """
 
     def __init__(self, task: Task, others: Mapping[str, Any], kept: Iterable[Tensor] = ()) -> None:
@@ -95,6 +97,14 @@ class Snapshot:
             self._descend(enumerate(value), name)
         elif isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
             self._undo.append(_generator_undo(value))
+        elif isinstance(value, functools.partial):
+            self._descend(enumerate((value.func, value.args, value.keywords)), name)
+        elif isinstance(value, MethodType):
+            self._descend([("", value.__self__), ("", value.__func__)], name)
+        elif isinstance(value, FunctionType):
+            self._take_function(value, name)
+        elif isinstance(value, type):
+            self._take_class(value)
         elif (isinstance(value, _STATEFUL) or self._is_users(type(value).__module__)) and not is_sharded(value):
             self._take_object(value, name)
 
@@ -123,6 +133,22 @@ class Snapshot:
         self._copied_bytes += size_bytes if fits else 0
         return fits
 
+    def _take_function(self, function: FunctionType, name: str) -> None:
+        if not self._is_users(function.__module__):
+            return
+        self._descend([("", function.__dict__), ("", function.__defaults__)], name)
+        for cell in function.__closure__ or ():
+            self._take_cell(cell, name)
+
+    def _take_cell(self, cell: CellType, name: str) -> None:
+        """A variable of an enclosing function."""
+        try:
+            content = cell.cell_contents
+        except ValueError:  # it has no value yet
+            return
+        self._undo.append(functools.partial(setattr, cell, "cell_contents", content))
+        self._descend([("", content)], name)
+
     def _take_object(self, value: Any, name: str) -> None:
         if hasattr(value, "__dict__"):
             self._seen[id(vars(value))] = vars(value)
@@ -130,6 +156,33 @@ class Snapshot:
             self._descend(vars(value).items(), name)
         if isinstance(value, Optimizer):  # however many parameters it has
             self._descend(enumerate(value.state.values()), name)
+        for owner in type(value).__mro__:
+            self._take_slots(value, owner, name)
+            self._take(owner, owner.__name__)
+
+    def _take_slots(self, value: Any, owner: type, name: str) -> None:
+        """What an object keeps in the `__slots__` of a class of its."""
+        names = vars(owner).get("__slots__", ())
+        for slot in [names] if isinstance(names, str) else names:
+            if not slot.startswith("__") and hasattr(value, slot):
+                content = getattr(value, slot)
+                self._undo.append(functools.partial(object.__setattr__, value, slot, content))
+                self._descend([(slot, content)], name)
+
+    def _take_class(self, owner: type) -> None:
+        """The attributes of a user's class, and the globals of its module."""
+        if not self._is_users(owner.__module__):
+            return
+        module = sys.modules[owner.__module__]
+        self._take_names(owner, owner.__name__)
+        if id(module) not in self._seen:
+            self._seen[id(module)] = module
+            self._take_names(module, module.__name__)
+
+    def _take_names(self, owner: type | ModuleType, name: str) -> None:
+        before = _names(owner)
+        self._undo.append(functools.partial(_restore_names, owner, before))
+        self._descend(before.items(), name)
 
     def _is_users(self, module: str | None) -> bool:
         """Whether a module is the users' own code: of the task's package, or of none that is installed."""
@@ -138,6 +191,21 @@ class Snapshot:
         if not file or package in _OURS:
             return False
         return package == self._package or not any(part in file for part in _LIBRARIES)
+
+
+def _names(owner: type | ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+
+
+def _restore_names(owner: type | ModuleType, before: dict[str, Any]) -> None:
+    """Put back the names of a class or module, but not what was imported or defined since."""
+    now = _names(owner)
+    for name in now.keys() - before.keys():
+        if not isinstance(now[name], _DEFINED):
+            delattr(owner, name)
+    for name, value in before.items():
+        if now.get(name) is not value:
+            setattr(owner, name, value)
 
 
 def _container_undo(value: Any) -> Callable[[], None]:
