@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[type[Blobs] | type[Images], dict[str, Any]]] = {
     "bf16": (Images, {"precision": "bf16"}),
     "fp16": (Images, {"precision": "fp16"}),
     "bf16-pure": (Blobs, {"precision": "bf16-pure"}),
-    "sgd": (Images, {"optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}}),
+    "sgd": (Images, {"optimizer": {"name": "sgd", "lr": 0.01, "args": {"momentum": 0.9}}}),
     "captured": (Images, {"cuda_graphs": True, "clip_grad_norm": 0.5}),
     "captured fp16": (Images, {"cuda_graphs": True, "precision": "fp16"}),
 }
@@ -148,7 +148,9 @@ def test_a_diverged_run_ends_within_ten_steps(device: torch.device) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_steps_that_the_scaler_skips_are_no_divergence(optimizer: str, device: torch.device) -> None:
     """A scale that is far too large: it falls by half a step until the gradients fit float16, and training begins."""
-    options: dict[str, Any] = {"name": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "sgd" else {})
+    options: dict[str, Any] = {"name": optimizer, "lr": 0.01} | (
+        {"args": {"momentum": 0.9}} if optimizer == "sgd" else {}
+    )
     parts, config = make(device, precision="fp16", optimizer=options, max_steps=60)
     parts.step.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**30)
     step = stepper(parts, config, 60)

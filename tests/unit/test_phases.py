@@ -254,8 +254,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"strategy": "fsdp"}, r"`strategy` is .fsdp., but is for steps of one loss, and Given defines"),
     ({}, {"strategy": "dp"}, "`strategy` is .dp."),
     ({}, {"noise_scale": True}, "`noise_scale` is true"),
-    ({}, {"ddp": {"static_graph": True}}, "`ddp.static_graph` is true"),
-    ({}, {"ddp": {"compression": "bf16"}}, "`ddp.compression` is .bf16."),
+    ({}, {"communication": "bf16"}, "`communication` is .bf16."),
     ({}, {"cuda_graphs": True, "device": "auto"}, "`cuda_graphs` is true"),
 ]
 

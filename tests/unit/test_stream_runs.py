@@ -82,7 +82,6 @@ def test_a_stream_that_gives_others_goes_on_with_a_warning(
         ("epochs", {"max_steps": None, "epochs": 2}),
         ("evaluate.every_epochs", {"evaluate": {"every_epochs": 1}}),
         ("checkpoint.every_epochs", {"checkpoint": {"every_epochs": 1}}),
-        ("lr_schedule.every", {"lr_schedule": {"name": "StepLR", "args": {"step_size": 1}, "every": "epoch"}}),
     ],
 )
 def test_it_wants_steps_and_not_epochs(tmp_path: Path, field: str, given: dict[str, Any]) -> None:

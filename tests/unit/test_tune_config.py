@@ -51,11 +51,10 @@ def rate(**values: Any) -> dict[str, Any]:
         ({"search": "random"}, "budget.trials"),
         ({"search": "optuna"}, "budget.trials"),
         ({"objective": {}}, "objective.target"),
-        ({"objective": {"metric": "my_score"}}, "objective.mode"),
-        ({"objective": {"metric": "val_loss", "target": {"score": 1}}}, "objective.target"),
+        ({"objective": {"metric": "my_bleu"}}, "objective.mode"),
+        ({"objective": {"metric": "val_loss", "target": {"bleu": 1}}}, "objective.target"),
         ({"objective": {"metric": "val_loss", "target": {"val_loss": "low"}}}, "objective.target.val_loss"),
         ({"objective": {"metric": "val_loss", "target": {"a_loss": 1, "b_loss": 2}}}, "objective.target"),
-        ({"objective": {"metric": "val_loss", "train_to": "target"}}, "objective.train_to"),
         ({"objective": {"metric": "usd_to_target", "target": {"val_loss": 1.0}}}, "usd_per_hour"),
         ({"budget": {"usd": 5.0}}, "usd_per_hour"),
         ({"budget": {"time_s": 0}}, "budget.time_s"),
@@ -77,7 +76,7 @@ def test_what_cannot_be_is_an_error_of_its_field(changes: dict[str, Any], field:
         {},
         rate(loguniform=[1e-4, 1e-2]) | {"space": {"global_batch_size": {"min": 8, "max": 64}}},
         rate(choice=[None, 1.0]),
-        {"space": {"clip_grad_norm": [None, 1.0], "compile": ["off"]}, "lanes": 2, "seed": 5},
+        {"space": {"clip_grad_norm": [None, 1.0], "compile": ["off"]}, "lanes": 2},
         {"objective": {"metric": "time_to_target", "target": {"val_accuracy": 0.97}}, "scheduler": "asha"},
         {"train": {"task": "t:T", "task_args": {"x": None}}},
         {"search": "optuna", "budget": {"trials": 3, "usd": 2.5}, "usd_per_hour": 10.0},
@@ -125,16 +124,11 @@ def test_when_a_target_is_reached(target: dict[str, float] | None, metrics: dict
 
 
 @pytest.mark.parametrize(
-    ("metric", "train_to", "ends"),
-    [
-        ("time_to_target", None, True),
-        ("time_to_target", "end", False),
-        ("val_loss", None, False),
-        ("val_loss", "target", True),
-    ],
+    ("metric", "ends"),
+    [("time_to_target", True), ("val_accuracy", False)],
 )
-def test_where_a_trial_ends(metric: str, train_to: Any, ends: bool) -> None:
-    objective = Objective(metric=metric, target={"val_loss": 1.0}, train_to=train_to)
+def test_where_a_trial_ends(metric: str, ends: bool) -> None:
+    objective = Objective(metric=metric, target={"val_loss": 1.0})
     assert objective.ends_at_target is ends
     assert objective.watched == (metric, "val_loss")
 

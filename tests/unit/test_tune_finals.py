@@ -33,7 +33,7 @@ from tune.trials.record import TrialRecord, crossing_s
 
 
 def config(metric: str = "time_to_target", **changes: Any) -> SweepConfig:
-    return report_records.config(metric, **{"finalists": {"count": 2}, **changes})
+    return report_records.config(metric, **{"finalists": 2, **changes})
 
 
 def repeat(record: TrialRecord, seed: int, time_s: float | None, **changes: Any) -> TrialRecord:
@@ -54,10 +54,10 @@ def test_the_fastest_that_one_run_each_cannot_tell_apart() -> None:
     assert [record.time_to_target_s for record in contenders(config(), done())] == [3.12, 4.02]
     near = rivals(config(), done())
     assert [record.time_to_target_s for record in near] == [3.12, 4.02, 4.31, 4.4, 4.48, 4.61, 5.23]
-    assert len(contenders(config(finalists={}), alone(1.0))) == 7  # 15 s have room for two repeats of each
+    assert len(contenders(config(finalists="auto"), alone(1.0))) == 7  # 15 s have room for two repeats of each
 
 
-@pytest.mark.parametrize("changes", [{"finalists": {"count": 0}}, {"finalists": {"count": 1}}, {"metric": "val_loss"}])
+@pytest.mark.parametrize("changes", [{"finalists": 0}, {"finalists": 1}, {"metric": "val_loss"}])
 def test_none_is_repeated_where_nothing_is_to_be_told_apart(changes: dict[str, Any]) -> None:
     assert contenders(config(**changes), done()) == []
     clear = [replace(record, time_to_target_s=time_s) for record, time_s in zip(done(), (3.12, 5.6), strict=False)]
@@ -70,23 +70,20 @@ def alone(cost_s: float) -> list[TrialRecord]:
     return [replace(record, end_time=record.start_time + cost_s) for record in done()]
 
 
-def test_repeats_take_no_longer_than_their_share_of_the_search() -> None:
-    """Eight trials of 100 s on two lanes took 400 s: two finalists have time for two repeats of 100 s in all of it."""
-    for share, count in ((0.5, 0), (1.0, 2), (2.0, 4)):
-        assert len(contenders(config(finalists={"share": share}), alone(100.0))) == count
-    assert len(contenders(config(finalists={"count": 3}), alone(100.0))) == 3  # asked for
-    for share, rounds in ((0.0, 2), (1.4, 2), (1.5, 3), (100.0, 4)):
-        asked, records = config(finalists={"count": 2, "share": share}), alone(100.0)
-        near = contenders(asked, records)
-        for seed in range(1, rounds + 1):
-            assert [wanted for _, wanted in repeats_to_run(asked, TRAIN, records)][:1] == [seed]
-            records += [repeat(one, seed, 4.0) for one in near]
-        left = [seed for _, seed in repeats_to_run(asked, TRAIN, records)]
-        assert left == ([] if share < 100 else [5, 5, 6, 6, 7, 7, 8, 8])
+def test_repeats_take_no_longer_than_half_of_the_search() -> None:
+    """Eight trials of 100 s on two lanes took 400 s: there is no time for two repeats of two finalists."""
+    assert contenders(config(finalists="auto"), alone(100.0)) == []
+    assert len(contenders(config(finalists=3), alone(100.0))) == 3  # asked for
+    records = alone(100.0)
+    near = contenders(config(), records)
+    for seed in (1, 2):  # in any case
+        assert repeats_to_run(config(), TRAIN, records)[0][1] == seed
+        records += [repeat(finalist, seed, 4.0) for finalist in near]
+    assert repeats_to_run(config(), TRAIN, records) == []
 
 
 def test_repeats_go_on_until_it_is_clear_who_is_first() -> None:
-    asked, records = config(finalists={"count": 2}), alone(1.0)
+    asked, records = config(finalists=2), alone(1.0)
     near, seeds = contenders(asked, records), []
     while wanted := repeats_to_run(asked, TRAIN, records):
         finalist, seed = wanted[0]

@@ -184,7 +184,7 @@ def test_how_sure_a_time_to_the_target_is() -> None:
         for one in records
         for seed in (1, 2)
     ]
-    figure = draw(config(finalists={"count": 4, "share": 100}), records + repeats)["Time to target"]
+    figure = draw(config(finalists=4), records + repeats)["Time to target"]
     assert "95 % intervals" in figure.caption
     assert re.search(r"<title>64, bf16: [\d.]+ s, 95 % interval [\d.]+ s to [\d.]+ s</title>", figure.svg)
 

@@ -185,13 +185,13 @@ def test_a_sweep_of_a_version_without_some_of_the_keys_goes_on(user: Path) -> No
     spec = read(user)
     prepare(spec, fresh=False)
     tree = spec.saved()
-    for section in ("data", "ddp", "checkpoint"):
+    for section in ("data", "lr_schedule", "checkpoint"):
         del tree["train"][section]
     spec.storage.write(SAVED, dump_yaml(tree).encode())
     assert prepare(read(user), fresh=False) == 0
     assert prepare(dataclasses.replace(read(user), train=tree["train"]), fresh=False) == 0
     with pytest.raises(ConfigError, match=r"train\.data"):
-        prepare(read(user, train__data={"shuffle": False}), fresh=False)
+        prepare(read(user, train__data={"num_workers": 1}), fresh=False)
 
 
 def holder(spec: SweepSpec) -> object:

@@ -183,7 +183,7 @@ def test_a_page_is_drawn_in_a_tenth_of_the_time_at_most(sweep: Sweep) -> None:
 
 
 def test_a_repeat_that_runs_is_named_by_what_it_repeats(sweep: Sweep) -> None:
-    sweep.begin(finalists={"count": 2})
+    sweep.begin(finalists=2)
     for record in done():
         sweep.journal.append(record)
     best = {"global_batch_size": 64, "precision": "bf16"}

@@ -4,9 +4,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from trainers.config.sections import SCORES
 from trainers.errors import POLICIES
 from tune.config import SweepConfig
-from tune.objective import SCORES, TO_TARGET, Objective
+from tune.objective import TO_TARGET, Objective
 from tune.report.words import (
     amount,
     duration,
