@@ -108,7 +108,7 @@ def test_only_a_budget_may_leave_trials_without_an_end(parts: Parts) -> None:
 
 
 def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target() -> None:
-    whole = config("val_loss", objective={"target": {"val_accuracy": 0.97}}).objective
+    whole = config("val_accuracy", objective={"target": {"val_accuracy": 0.97}}).objective
     rows = [{**ROW, "step": step, "train_time_s": step, "val_accuracy": 0.9 + step / 100} for step in (5.0, 8.0, 9.0)]
     record = make_record(NAME, TRIAL, whole, 0.0, rows, {"status": "done"})
     assert (record.status, record.time_to_target_s, record.missed_target_s) == ("done", 8.0, 5.0)
