@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults soak
+.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults
 
 install: .venv/installed
 
@@ -43,19 +43,13 @@ aws-lab: install
 	$(BIN)/python -m pytest tests/lab/test_aws.py
 
 # Thousands of fuzzed inputs a door, the tests that are too long for `test-all`, then a campaign of faults over real processes, hours long, which goes on where it stopped.
-# `make faults n=500 seed=1`; `only=spawn` for a scenario or a kind of fault, `plain=1` for the same on plain Ray: these
-# without the inputs. docs/reliability.md says what it found.
+# `make faults n=500 seed=1`; `only=spawn` for a scenario or a kind of fault, without the inputs. docs/reliability.md says what it found.
 n ?= 500
 seed ?= 1
 faults: install
-	$(if $(only)$(plain),,$(BIN)/python -m pytest --hypothesis-profile faults --hypothesis-seed $(seed) tests/unit/test_fuzz.py)
-	$(if $(only)$(plain),,$(BIN)/python -m pytest -m campaign tests benchmarks/tests)
-	$(BIN)/python -m tests.faults --runs $(n) --seed $(seed) $(if $(only),--only "$(only)") $(if $(plain),--plain)
-
-# Lanes over random trials, valid and failing: nothing that they use may grow.
-hours ?= 2
-soak: install
-	$(BIN)/python -m tests.faults.soak --hours $(hours)
+	$(if $(only),,$(BIN)/python -m pytest --hypothesis-profile faults --hypothesis-seed $(seed) tests/unit/test_fuzz.py)
+	$(if $(only),,$(BIN)/python -m pytest -m campaign tests benchmarks/tests)
+	$(BIN)/python -m tests.faults --runs $(n) --seed $(seed) $(if $(only),--only "$(only)")
 
 lint: install
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ HEAD = """# Benchmarks
 The newest kept figures of each script in `benchmarks/`, from the files in `benchmarks/results/` (`make docs` writes
 this page: no figure here is typed). [benchmarks/README.md](../benchmarks/README.md) says what each claim must show,
 what is missing, what was slow once, and how to run and to read them; [gpu.md](gpu.md) what waits for a GPU;
-[reliability.md](reliability.md) has the faults and the soak.
+[reliability.md](reliability.md) has the faults.
 
 `median`, `smallest` and `largest` are of n rounds; `ratio` is the median of the ratios to the baseline within a round.
 The A/A floor is how far the baseline, measured twice, is from itself: a difference below it is none. What has no n is

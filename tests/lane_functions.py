@@ -78,8 +78,3 @@ def by_tune(config: dict[str, Any]) -> None:
     """Knows only `ray.tune`."""
     for step in range(3):
         tune.report({"loss": config["lr"] / (step + 1), "drawn": random.random(), "process": os.getpid()})
-
-
-def without_config() -> None:
-    """Takes nothing."""
-    ray.train.report({"loss": 1.0})

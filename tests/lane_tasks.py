@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -108,12 +107,6 @@ class Poison(Blobs):
 
     def _child(self) -> None:
         torch.multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True).start()
-
-    def _popen(self) -> None:
-        subprocess.Popen(["sleep", "3600"])
-
-    def _group(self) -> None:
-        torch.distributed.destroy_process_group()
 
 
 class Signed(Blobs):

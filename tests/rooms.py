@@ -1,21 +1,18 @@
-"""Draw the rooms of the three packages from their imports, floor by floor, and name what breaks their order.
+"""The rooms of the three packages, from their imports, and what breaks their order.
 
 Run as:
-    python -m tests.rooms [ROOT]       (ROOT: another checkout, such as one of an earlier commit)
-    python -m tests.rooms --mermaid    the drawing in docs/architecture.md
+    python -m tests.rooms       (the drawing in docs/architecture.md)
 
-A room is a folder of a package, or a file directly in it. It stands one floor above the highest room that it imports.
-Imports inside functions and under TYPE_CHECKING count like all others. Exit code 1: a circle, an upward
-import, a file in no room, or Ray outside its rooms.
+A room is a folder of a package, or a file directly in it. Imports inside functions and under TYPE_CHECKING count like
+all others.
 """
 
 from __future__ import annotations
 
 import ast
 import itertools
-import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -167,24 +164,6 @@ def ray_elsewhere(root: Path = REPOSITORY) -> list[str]:
     ]
 
 
-def drawing(package: str, files: Arrows) -> Iterable[str]:
-    """The rooms of one package by floor, highest first."""
-    rooms = {
-        room: {target for target in targets if target.split(".")[0] == package}
-        for room, targets in room_arrows(files).items()
-        if room.split(".")[0] == package
-    }
-    level = floors(rooms)
-    num_files = defaultdict(int)
-    for module in files:
-        num_files[room_of(module)] += 1
-    num_arrows = sum(len(targets) for targets in rooms.values())
-    yield f"{package}: {len(rooms)} rooms on {max(level.values()) + 1} floors, {num_arrows} arrows"
-    for floor in sorted(set(level.values()), reverse=True):
-        names = sorted(room for room in rooms if level[room] == floor)
-        yield f"  {floor:2}  " + "  ".join(f"{name.split('.')[1]} ({num_files[name]})" for name in names)
-
-
 def mermaid(files: Arrows) -> str:
     """All rooms as a Mermaid flowchart, without the arrows that follow from others."""
     rooms = room_arrows(files)
@@ -206,22 +185,5 @@ def mermaid(files: Arrows) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> int:
-    """The command; returns its exit code."""
-    if argv == ["--mermaid"]:
-        print(mermaid(file_arrows()))
-        return 0
-    root = Path(argv[0]) if argv else REPOSITORY
-    files = file_arrows(root)
-    for package in PACKAGES:
-        print("\n".join(drawing(package, files)))
-    wrong = [f"circle of rooms: {', '.join(group)}" for group in circles(room_arrows(files))]
-    wrong += [f"circle of files: {', '.join(group)}" for group in circles(files)]
-    if root == REPOSITORY:
-        wrong += upward(files) + ray_elsewhere()
-    print("\n".join(wrong) if wrong else "no circle, and every import goes down")
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    print(mermaid(file_arrows()))

@@ -9,7 +9,7 @@ from trainers.checkpoint.manifest import folder_name
 from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
-from trainers.launch.spec import RunSpec, make_spec
+from trainers.launch.spec import RunSpec, make_spec, read_run
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
@@ -37,6 +37,13 @@ def tree(tmp_path: Path, **changes: Any) -> dict[str, Any]:
 def make(tmp_path: Path, **changes: Any) -> RunSpec:
     """The same as a spec."""
     return make_spec(tree(tmp_path, **changes), "test", tmp_path)
+
+
+def read_spec(location: str, overrides: dict[str, Any], world_size: int | None = None) -> RunSpec:
+    """Read the file of a task's run."""
+    spec = read_run(location, overrides, world_size)
+    assert isinstance(spec, RunSpec)
+    return spec
 
 
 def losses(spec: RunSpec) -> list[float]:

@@ -141,6 +141,10 @@ def train_function(
     with contextlib.ExitStack() as stack:
         stack.enter_context(shown_log(0, is_command, output.quiet))
         spec.load()
+        if spec.config.tracking:
+            logger.warning(
+                "`tracking` is for sweeps of a `train_func`: the function itself tells its trackers of a run"
+            )
         stack.enter_context(leaving())
         check_cluster(spec)
         token = stack.enter_context(held(spec.storage, MARK))

@@ -1,7 +1,7 @@
 """Task: what a user writes. A model, its data and its loss; everything else has a default."""
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from trainers.data.stream import Rereadable, Stream
 from trainers.devices.group import as_one_rank
 from trainers.errors import ConfigError
 from trainers.model.optimizer import build_optimizer
-from trainers.model.schedule import build_schedule
 
 __all__ = ["Batch", "Task", "load_split", "map_tensors", "num_samples", "task_feed", "tensors_of"]
 
@@ -46,7 +45,7 @@ class Task:
         return None
 
     def sampler(self, dataset: Dataset[Any], config: TrainConfig) -> Iterable[int] | None:
-        """Return the order of the training samples, such as WeightedRandomSampler; None: as `data.shuffle` says.
+        """Return the order of the training samples, such as WeightedRandomSampler; None: a random one an epoch.
 
         Iterating it gives the samples of an epoch, in which one may come twice or never; all ranks get the same, and
         split each step of it. It is asked under a seed of the run and the epoch (trainers/data/order.py).
@@ -118,12 +117,14 @@ class Task:
         """
         return build_optimizer(model, config)
 
-    def schedule(self, optimizer: Optimizer, config: TrainConfig) -> LRScheduler | None:
+    def schedule(
+        self, optimizer: Optimizer, config: TrainConfig
+    ) -> LRScheduler | tuple[LRScheduler, Literal["step", "epoch"]] | None:
         """Return a scheduler of torch's for `optimizer`, a stand-in with the groups of the run's own; None for
-        `config.lr_schedule` to say. It is stepped as `lr_schedule.every` has it, or ReduceLROnPlateau by each
-        evaluation's val_loss, and its state is kept in checkpoints: the task does not step it.
+        `config.lr_schedule` to say. It is stepped after each step; `(scheduler, "epoch")` after each epoch, and
+        ReduceLROnPlateau by each evaluation's val_loss. Its state is kept in checkpoints: the task does not step it.
         """
-        return build_schedule(optimizer, config)
+        return None
 
     def worst_case_batch(self, dataset: Dataset[Any], size: int) -> Batch:
         """Return the batch of `size` samples that takes most memory: the first ones; override it for sequences."""

@@ -11,7 +11,6 @@ from trainers.config.foreign import by_name
 from trainers.config.function import BATCH_KEYS as BATCH_KEYS
 from trainers.config.model import Settings
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Count, Positive, Seconds
-from trainers.config.tracking import Tracking
 from trainers.errors import MISSING, ConfigError
 from tune.objective import TO_TARGET, Objective
 
@@ -54,20 +53,6 @@ def sample_values(values: list[Any] | Range) -> list[Any]:
     return values.uniform or values.loguniform or values.choice or [values.min, values.max]
 
 
-class Finalists(Settings):
-    """Trials that are repeated alone, with other seeds, once the search has ended (objectives *_to_target)."""
-
-    count: Literal["auto"] | Count = Field(
-        default="auto", examples=[3], json_schema_extra={"rule": "must be auto or a whole number of at least 0"}
-    )
-    """The most, the fastest first, of those that one run each cannot tell apart; auto: up to 8 that `share` has time
-    for."""
-    share: float = Field(default=0.5, ge=0, le=100)
-    """Time that repeats may take, as a share of the time that the search took; 15 s they may take in any case, and two
-    repeats each of as many as `count` names. They end as soon as it is clear who is first, or clear that it will not
-    be, after 16 of each at the latest."""
-
-
 class Budget(Settings):
     """What the sweep may spend; the first that is used up ends it, with the best so far."""
 
@@ -87,6 +72,7 @@ _NAMES = {
     "search": "search_alg algorithm sampler searcher method",
     "scheduler": "pruner early_terminate early_stopping",
     "objective.mode": "direction goal",
+    "train.tracking": "tracking",
 }
 
 
@@ -124,9 +110,8 @@ class SweepConfig(Settings):
     objective: Objective = Field(default_factory=lambda: Objective(metric="val_loss"))
     """What the best trial is best at."""
     search: Literal["grid", "random", "optuna"] = Field(default="grid")
-    """How trials are chosen; grid tries every combination of the lists, optuna (TPE) draws where trials went well."""
-    seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Seed of the search."""
+    """How trials are chosen; grid tries every combination of the lists, optuna (TPE) draws where trials went well. What
+    is drawn follows from the run's `seed` (0 with a `train_func`)."""
     scheduler: Literal["none", "asha"] = Field(default="none")
     """What acts on trials while they run: nothing, or ASHA, which stops bad ones early by their evaluations."""
     lanes: Literal["auto"] | Positive = Field(
@@ -136,13 +121,15 @@ class SweepConfig(Settings):
     isolation: Literal["warm", "fresh"] = Field(default="warm")
     """warm: trial after trial in the same processes (a `train_func` has proven first, once, that it reports the same
     there as in a fresh one); fresh: a worker group of its own for each trial."""
-    finalists: Finalists = Field(default_factory=Finalists)
-    """The best trials once more, for an answer with an interval."""
+    finalists: Literal["auto"] | Count = Field(
+        default="auto", examples=[3], json_schema_extra={"rule": "must be auto or a whole number of at least 0"}
+    )
+    """With objective *_to_target: how many trials that one run each cannot tell apart are repeated alone, with other
+    seeds, once the search has ended, the fastest first; auto: up to 8 that there is time for. Repeats take at most half
+    of the time that the search took, but 15 s, and two of each of as many as are named, in any case. They end as soon
+    as it is clear who is first, or clear that it will not be, after 16 of each at the latest."""
     budget: Budget = Field(default_factory=Budget)
     """What the sweep may spend."""
-    tracking: Tracking | None = Field(default=None, examples=[["mlflow"]])
-    """Experiment trackers that get the sweep as a run with its trials below it, as `tracking` of a run has them
-    (default: those of `train`)."""
     usd_per_hour: float | None = Field(default=None, gt=0, le=1e12, examples=[9.69])
     """Price of all that the sweep holds, dollars an hour; `python -m tune plan` says it of a cluster file."""
 
@@ -155,7 +142,7 @@ class SweepConfig(Settings):
     def check_function(self) -> None:
         """Raise ConfigError for what the sweep of a training function cannot have."""
         rule = "repeats trials with other seeds, which a train_func is not given"
-        self.refuse_if(self.finalists.count not in ("auto", 0), "finalists.count", rule, "remove it")
+        self.refuse_if(self.finalists not in ("auto", 0), "finalists", rule, "remove it")
 
     @model_validator(mode="after")
     def _search_fits_space(self) -> Self:
@@ -185,7 +172,7 @@ class SweepConfig(Settings):
     @property
     def ends_beaten(self) -> bool:
         """Whether a trial ends once another is certain to beat it."""
-        is_race = self.objective.metric in TO_TARGET and self.objective.ends_at_target
+        is_race = self.objective.metric in TO_TARGET
         return is_race and self.scheduler == "none" and "seed" not in self.space
 
     @property

@@ -6,11 +6,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from trainers.config.model import Settings
+from trainers.config.sections import NO_DIRECTION, direction_of
 
 TO_TARGET = ("time_to_target", "usd_to_target")
-SCORES = ("accuracy", "f1", "auc")
-"""Ends of the names of metrics of which more is better."""
-_LOSSES = ("loss", "error", "perplexity")
 _COSTS = (*TO_TARGET, "energy_j", "step_time_s", "peak_memory_bytes")
 
 
@@ -23,11 +21,8 @@ class Objective(Settings):
     mode: Literal["min", "max"] | None = Field(default=None)
     """min or max; known by itself for *_to_target, samples_per_s, *_loss and *_accuracy."""
     target: dict[str, float] | None = Field(default=None, min_length=1, max_length=1, examples=[{"val_accuracy": 0.97}])
-    """The metric and the value to reach: time_to_target and usd_to_target count until then."""
-    train_to: Literal["target", "end"] | None = Field(default=None)
-    """Where a trial ends: at the first evaluation that meets the target, or after its last step (default: target with
-    time_to_target and usd_to_target, else end). With these two, target also ends a trial that has trained 2.5 times as
-    long as another took."""
+    """The metric and the value to reach: time_to_target and usd_to_target count until then. With these two a trial
+    ends at the evaluation that meets it, or once it has trained 2.5 times as long as another took."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -37,18 +32,13 @@ class Objective(Settings):
         unknown = self.mode is None and _mode_of(self.metric) is None
         self.refuse_if(unknown, "mode", f"is needed for the metric {self.metric}", "add `mode: min` or `mode: max`")
         unknown_target = not all(_mode_of(name) for name in self.target or {})
-        rule = "must name a metric that ends in loss, error or accuracy"
-        self.refuse_if(unknown_target, "target", rule, "rename the metric, so that its direction is known")
-        aimless = self.train_to == "target" and self.target is None
-        self.refuse_if(aimless, "train_to", "needs an objective.target", fix)
+        self.refuse_if(unknown_target, "target", NO_DIRECTION, "rename the metric, so that its direction is known")
         return self
 
     @property
     def ends_at_target(self) -> bool:
         """Whether a trial ends at the evaluation that meets the target."""
-        if self.train_to is None:
-            return self.metric in TO_TARGET
-        return self.train_to == "target"
+        return self.metric in TO_TARGET
 
     @property
     def direction(self) -> Literal["min", "max"]:
@@ -76,8 +66,6 @@ def meets(target: Mapping[str, float], metrics: Mapping[str, float]) -> bool:
 
 
 def _mode_of(metric: str) -> Literal["min", "max"] | None:
-    if metric.endswith(_LOSSES) or metric in _COSTS:
+    if metric in _COSTS:
         return "min"
-    if metric.endswith(SCORES) or metric == "samples_per_s":
-        return "max"
-    return None
+    return "max" if metric == "samples_per_s" else direction_of(metric)

@@ -1,1 +1,1 @@
-"""Spot machines: on which a job with a deadline runs, how often it writes a checkpoint, and the notice of their end."""
+"""Spot machines: the notice of their end, and on-demand machines where spot is refused."""

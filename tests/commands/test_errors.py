@@ -21,14 +21,11 @@ SWEEP = "examples/digits/sweep.yaml"
 
 # What a file changes of a good one, and what the sentence must say.
 FILES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "a near miss": ({"precison": "bf16"}, ["`precison`", '"bf16"', "did you mean `precision`?"]),
     "a nested one": ({"optimizer": {"lr": 0.1, "weight_deacy": 1}}, ["did you mean `optimizer.weight_decay`?"]),
     "text for a number": ({"global_batch_size": "64"}, ["`global_batch_size`", '"64"', "whole number"]),
-    "too small": ({"global_batch_size": 0}, ["`global_batch_size` is 0", "at least 1"]),
     "two of one": ({"batch_size_per_worker": 8}, ["`batch_size_per_worker` is 8", "global_batch_size"]),
     "missing": ({"task": None}, ["`task`", "must be"]),
     "no such module": ({"task": "tests.taks:Blobs"}, ['"tests.taks:Blobs"', "no tests/taks.py"]),
-    "no such choice": ({"precision": "bf17"}, ["`precision`", '"bf17"', "'bf16'"]),
     "too many here": ({"scaling": {"num_workers": 4096}, "launcher": "spawn"}, ["`scaling.num_workers` is 4096"]),
     "too many on Ray": ({"scaling": {"num_workers": 4096}, "launcher": "ray"}, ["`scaling.num_workers` is 4096"]),
 }
@@ -38,7 +35,6 @@ OPTIONS: dict[str, tuple[list[str], list[str]]] = {
     "one too many": (["trainers", DIGITS, "oops"], ["`oops`"]),
     "a sweep's key": (["tune", SWEEP, "--searh", "grid"], ["`searh`", "did you mean `search`?"]),
     "a space's key": (["tune", SWEEP, "--space", "{precison: [fp32]}"], ["space.precison", "did you mean"]),
-    "a space's value": (["tune", SWEEP, "--space", "{precision: [fp32, bf17]}"], ["space.precision", '"bf17"']),
     "a range in a grid": (
         ["tune", SWEEP, "--space", "{global_batch_size: {min: 8, max: 64}}"],
         ["`search`", "set `search: random`"],
@@ -51,7 +47,6 @@ WITH_TORCH: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no task": ({"task": "tests.tasks:NotATask"}, ["is not a trainers.task.Task"]),
     "no such argument": ({"task_args": {"sample": 3}}, ["`task_args`", "sample", "Blobs("]),
     "not on this device": ({"precision": "tf32", "device": "cpu"}, ["`precision`", '"tf32"', "cpu"]),
-    "no such device": ({"device": "mps"}, ["`device`", '"mps"']),
 }
 
 # An interpreter in which neither torch nor Ray can be imported is the proof that they are not.
@@ -118,11 +113,6 @@ def test_a_task_that_cannot_be_imported(tmp_path: Path, command: Callable[..., D
     file.write_text(dump_yaml({**BASE, "task": "broken:Task", "task_dir": str(tmp_path), "storage_path": "runs"}))
     done = command("-m", "trainers", str(file), cwd=tmp_path, forked=True)
     check(done.code, done.out, done.err, ["No module named 'no_such_module', at broken.py:2"])
-
-
-def test_relative_storage_inside_a_ray_job(command: Callable[..., Done]) -> None:
-    done = command("-m", "trainers", DIGITS, env={"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, forked=True)
-    check(done.code, done.out, done.err, ["`storage_path`", "set PACELINE_STORAGE"])
 
 
 def test_another_run_of_the_same_name_is_not_overwritten(tmp_path: Path, command: Callable[..., Done]) -> None:

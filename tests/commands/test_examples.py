@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.conftest import REPOSITORY
-from tests.specs import evaluations, losses
+from tests.specs import evaluations, losses, read_spec
 from trainers.__main__ import train as train_command
 from trainers.command_line import Command
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import RunSpec, read_spec
+from trainers.launch.spec import RunSpec
 from trainers.measure.result import RunResult
 from tune.sweeps.spec import read_sweep
 

@@ -63,7 +63,7 @@ class Wide(Signed):
 class Place:
     """A bucket, seen over the bad connection and directly."""
 
-    proxy: s3.Noisy
+    proxy: s3.Proxy
     noisy: str
     direct: str
 
@@ -79,7 +79,7 @@ class Place:
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     for key, value in KEYS.items():
         monkeypatch.setenv(key, value)
-    with s3.noisy_bucket(s3.noise(request.param, SHARE)) as (proxy, noisy, direct):
+    with s3.bucket(s3.noise(request.param, SHARE)) as (proxy, noisy, direct):
         yield Place(proxy, noisy, direct)
         print(f"seed {request.param}: {proxy.requests} requests, spoiled {dict(proxy.spoiled)}")
 

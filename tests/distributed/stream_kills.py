@@ -97,7 +97,7 @@ class RecordedStream(Recorded):
 
 def serve(directory: Path, uris: Any) -> None:
     """Fill a bucket with lines and keep it up."""
-    with bucket(directory, (), BYTES_PER_S) as uri:
+    with bucket(bytes_per_s=BYTES_PER_S) as (_, uri, _):
         filesystem, path = fs.FileSystem.from_uri(uri)
         for number in range(_FILES):
             with filesystem.open_output_stream(f"{path}/{number}.jsonl") as file:

@@ -12,10 +12,11 @@ from torch import Tensor
 from tests.distributed.processes import run_processes
 from tests.tasks import Blobs
 from trainers.config.sections import DataConfig
-from trainers.data.sampler import StepSampler, split_share
+from trainers.data.sampler import StepSampler
 from trainers.devices.group import Group
 from trainers.model.precision import TABLE
-from trainers.model.strategy import wrap_model
+from trainers.model.sharding import is_sharded, whole
+from trainers.model.strategy import place_model, wrap_model
 from trainers.step.evaluation import evaluate
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
@@ -38,22 +39,24 @@ class Tokens(Blobs):
         return (losses * weights).sum() / weights.sum()
 
 
-def gradient(task: Blobs, rank: int, world_size: int, split: tuple[int, int, int]) -> tuple[list[Tensor], float]:
-    """Gradient and loss of one step, before any update."""
+def gradient(
+    task: Blobs, rank: int, world_size: int, split: tuple[int, int, int], strategy: str = "ddp"
+) -> tuple[list[Tensor], float]:
+    """Gradient and loss of one step, before any update; of a sharded model whole, on rank 0."""
     size, step, microbatch = split
     group = Group(rank, world_size, CPU)
     torch.manual_seed(0)
-    model = task.model()
+    model = place_model(task.model(), group, strategy)
     data = task.dataset("train")
     sampler = StepSampler(data, global_batch_size=size, num_replicas=world_size, rank=rank, seed=5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-    train = TrainStep(ForwardPass(wrap_model(model, group), task, TABLE["fp32"], CPU), optimizer, group)
-    share = sampler.share(step)
-    plan = split_share(share if len(share) else sampler.anchor(step), microbatch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=strategy == "ddp")
+    forward = ForwardPass(wrap_model(model, group, strategy), task, TABLE["fp32"], CPU)
+    train = TrainStep(forward, optimizer, group)
+    microbatches, sizes = sampler.plan(step, microbatch, even=is_sharded(model))
     feed = task_feed(data, task, DataConfig(), CPU, sharers=1, seed=0)
-    sizes = [len(indices) for indices in plan]
-    train(feed.batches(plan, training=True), sizes, sampler.step_size(step), idle=len(share) == 0)
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None], train.take_loss()
+    train(feed.batches(microbatches, training=True), sizes, sampler.step_size(step), idle=not any(sizes))
+    found = whole([parameter.grad for parameter in model.parameters()], group)
+    return [one.clone() for one in found if one is not None], train.take_loss()
 
 
 def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]]:

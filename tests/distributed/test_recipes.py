@@ -11,7 +11,7 @@ from tests.distributed.curves import losses
 from tests.distributed.processes import run_processes
 from tests.unit.test_loop import assert_same_training
 from tests.unit.test_phases import Adversarial, SingleAdversarial, Wasserstein
-from tests.unit.test_recipes import Distilled, Single, Views
+from tests.unit.test_recipes import Distilled, Single
 from trainers.task import Task
 
 
@@ -23,12 +23,8 @@ class SingleDistilled(Single, Distilled):
     """In float32."""
 
 
-class SingleViews(Single, Views):
-    """In float32."""
-
-
-DOUBLE = [Adversarial(), Wasserstein(), Distilled(), Views()]
-SINGLE = [SingleAdversarial(), SingleWasserstein(), SingleDistilled(), SingleViews()]
+DOUBLE = [Adversarial(), Wasserstein(), Distilled()]
+SINGLE = [SingleAdversarial(), SingleWasserstein(), SingleDistilled()]
 
 
 def named(task: Any) -> str:

@@ -82,15 +82,6 @@ def test_what_was_trained_is_used_by_any_number_of_ranks(tmp_path: Path, trained
         assert rows == alone_rows
 
 
-@pytest.mark.parametrize("predicts", [False, True])
-def test_a_stream_that_is_split_by_rank_is_not_used(tmp_path: Path, trained: RunSpec, predicts: bool) -> None:
-    out = tmp_path / "out.parquet"
-    for said in run_processes(2, use, tmp_path, "own share of val", trained, str(out) if predicts else None):
-        assert isinstance(said, str)
-        assert "gives each rank other samples" in said
-    assert not out.exists()
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if not installed():

@@ -101,11 +101,6 @@ def told(rank: int, directory: str) -> None:
     Path(directory, "stops").write_text(str(stops))
 
 
-def test_a_rank_that_is_told_to_stop_keeps_what_it_has_first(tmp_path: Path) -> None:
-    _fork(told, (str(tmp_path),), nprocs=1)
-    assert (tmp_path / "stops").read_text() == "True"
-
-
 def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
     """Exit code 74 alone would say nothing; and what is said fits this launcher."""
     spec = stuck(tmp_path, "setup")

@@ -1,10 +1,10 @@
 """A campaign of faults over real processes: what happens when anything is killed, stopped, filled or broken.
 
-Run as: python -m tests.faults [--runs 500] [--seed 1] [--only NAME] [--plain] [--jobs 1] [--case 1-37] [--table]
+Run as: python -m tests.faults [--runs 500] [--seed 1] [--only NAME] [--jobs 1] [--case 1-37] [--table]
 Cases are drawn by seed and number, so that each can be run again alone (`--case 1-37`). What has ended is kept in
 build/faults, and the same command goes on from there. `--only` names a scenario (local, spawn, ...) or a kind of fault
-(signal, storage, ...); `--plain` does the same to a TorchTrainer and a Tuner as Ray documents them. The tables of
-docs/reliability.md are made of all that is kept (`--table` only makes them; `--keep` writes them and the JSON).
+(signal, storage, ...). The table of docs/reliability.md is made of all that is kept (`--table` only makes it; `--keep`
+writes it and the JSON).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pathlib import Path
 from tests.faults.cases import draw
 from tests.faults.runner import Row, Unavailable, run_case
 from tests.faults.scenarios import WORKSPACE
-from tests.faults.table import keep, summary, tables
+from tests.faults.table import keep, summary, table
 
 _MAX_DRAWS = 8
 
 
-def one(seed: int, number: int, plain: bool = False, only: str = "", workspace: Path = WORKSPACE) -> Row:
+def one(seed: int, number: int, only: str = "", workspace: Path = WORKSPACE) -> Row:
     """The case of a seed and a number; drawn anew where the fault does not land."""
     spent_s = 0.0
     for attempt in range(_MAX_DRAWS):
         try:
-            row = run_case(draw(seed, number, plain, only, attempt), workspace)
+            row = run_case(draw(seed, number, only, attempt), workspace)
         except Unavailable as reason:
             print(f"{seed}-{number} is drawn anew: {reason}", file=sys.stderr)
             continue
@@ -40,20 +40,20 @@ def one(seed: int, number: int, plain: bool = False, only: str = "", workspace: 
     return replace(row, wall_s=spent_s, attempts=_MAX_DRAWS)
 
 
-def journal(seed: int, plain: bool, only: str) -> Path:
+def journal(seed: int, only: str) -> Path:
     """Where the rows of a campaign are kept."""
-    return WORKSPACE / f"{'plain' if plain else 'paceline'}-seed-{seed}{only and '-' + only.replace(' ', '-')}.jsonl"
+    return WORKSPACE / f"paceline-seed-{seed}{only and '-' + only}.jsonl"
 
 
-def campaign(runs: int, seed: int, plain: bool, only: str, jobs: int) -> list[Row]:
+def campaign(runs: int, seed: int, only: str, jobs: int) -> list[Row]:
     """Run what is not in the journal yet; returns all rows."""
-    file = journal(seed, plain, only)
+    file = journal(seed, only)
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = read(file)
     known = {row.case for row in rows}
     numbers = [number for number in range(1, runs + 1) if f"{seed}-{number}" not in known]
     with ThreadPoolExecutor(jobs) as pool, file.open("a") as kept:
-        for row in pool.map(lambda number: one(seed, number, plain, only), numbers):
+        for row in pool.map(lambda number: one(seed, number, only), numbers):
             print(row.line(), flush=True)
             kept.write(json.dumps(asdict(row)) + "\n")
             kept.flush()
@@ -73,24 +73,23 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=25)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="a scenario or a kind of fault")
-    parser.add_argument("--plain", action="store_true", help="the same on plain Ray scripts")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--case", help="one case alone, as 1-37")
-    parser.add_argument("--table", action="store_true", help="only make the tables of what is kept")
-    parser.add_argument("--keep", action="store_true", help="write them to docs/reliability.md, and the JSON")
+    parser.add_argument("--table", action="store_true", help="only make the table of what is kept")
+    parser.add_argument("--keep", action="store_true", help="write it to docs/reliability.md, and the JSON")
     given = parser.parse_args()
     if given.case:
         seed, number = map(int, given.case.split("-"))
-        row = one(seed, number, given.plain, given.only)
+        row = one(seed, number, given.only)
         print(row.line())
         return 0 if row.held else 1
     rows: list[Row] = []
     if not given.table:
         began = time.monotonic()
-        rows = campaign(given.runs, given.seed, given.plain, given.only, given.jobs)
+        rows = campaign(given.runs, given.seed, given.only, given.jobs)
         print(f"\n{summary(rows)}; {(time.monotonic() - began) / 60:.0f} minutes")
     kept = {file.stem: read(file) for file in sorted(WORKSPACE.glob("*-seed-?*.jsonl"))}
-    print(tables(kept))
+    print(table(kept))
     if given.keep:
         print(f"kept in {keep(kept)}")
     return 0 if all(row.held for row in rows) else 1

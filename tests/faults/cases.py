@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from tests.faults.scenarios import SCENARIOS, Scenario
+from tests.faults.scenarios import SCENARIOS, TRIALS, Scenario
 
 _DEADLY = {"SIGKILL": -9, "SIGTERM": -15, "SIGINT": -2, "SIGHUP": -1}
 # What people type at a terminal, or a scheduler sends, is drawn as often as what a crash does.
@@ -17,9 +17,7 @@ _LATER = {"transform": 40, "collate": 40, "metrics": 3, "evaluate": 3, "state_di
 """Phases that come again and again: the latest occurrence that is drawn."""
 # How often each scenario is drawn: the slow ones less.
 _SHARES = {"local": 5, "loader": 2, "s3": 2, "spawn": 6, "torchrun": 4, "ray": 4, "sweep": 4}
-_PLAIN_SHARES = {"plain run": 3, "plain sweep": 1}
 _KINDS = {"signal": 10, "storage": 5, "raise": 5, "memory": 2, "nan": 1, "hang": 1, "clock": 1, "start": 1, "two": 3}
-# The plain scripts have no storage of ours to hook into: theirs is filled or deleted.
 _ON_DISK = ("fill", "delete")
 
 
@@ -96,15 +94,13 @@ class Case:
         return found
 
 
-def draw(seed: int, number: int, plain: bool = False, only: str = "", attempt: int = 0) -> Case:
+def draw(seed: int, number: int, only: str = "", attempt: int = 0) -> Case:
     """The case of a seed and a number; `attempt` counts those that did not land. `only` names a scenario or a kind."""
-    chance = random.Random(f"{seed} {number} {attempt} {plain}")
-    shares = _PLAIN_SHARES if plain else _SHARES
-    names = [only] if only in shares else list(shares)
-    [name] = chance.choices(names, [shares[one] for one in names])
+    chance = random.Random(f"{seed} {number} {attempt} False")
+    names = [only] if only in _SHARES else list(_SHARES)
+    [name] = chance.choices(names, [_SHARES[name] for name in names])
     scenario = SCENARIOS[name]
-    kinds = {kind: share for kind, share in _KINDS.items() if not (plain and kind == "start")}
-    [kind] = [only] if only in kinds else chance.choices(list(kinds), list(kinds.values()))
+    [kind] = [only] if only in _KINDS else chance.choices(list(_KINDS), list(_KINDS.values()))
     faults = _two(chance, scenario) if kind == "two" and not scenario.on_s3 else _one(chance, scenario, kind)
     return Case(f"{seed}-{number}", scenario, faults)
 
@@ -139,7 +135,7 @@ def _one(chance: random.Random, scenario: Scenario, kind: str) -> tuple[Fault, .
 
 
 def _trial(chance: random.Random, scenario: Scenario) -> int | None:
-    return chance.randrange(scenario.num_trials) if scenario.kind == "sweep" else None
+    return chance.randrange(TRIALS) if scenario.kind == "sweep" else None
 
 
 def _signals(chance: random.Random, scenario: Scenario, at: Fault, role: str, signal: str) -> tuple[Fault, ...]:
@@ -159,9 +155,6 @@ def _signals(chance: random.Random, scenario: Scenario, at: Fault, role: str, si
 
 
 def _storage(chance: random.Random, scenario: Scenario, at: Fault) -> Fault:
-    if scenario.plain:
-        act = chance.choice(_ON_DISK)
-        return replace(at, name=_DISK[act], act=act)
     act = chance.choice(("killed", "errno", "errno", "slow", "stall", *_ON_DISK))
     if act in _ON_DISK:
         return replace(at, name=_DISK[act], act=act)
@@ -188,8 +181,6 @@ _DISK = {"fill": "storage: disk full", "delete": "storage: deleted in mid-run"}
 def _in_phase(
     chance: random.Random, scenario: Scenario, at: Fault, act: str, words: str, phases: tuple[str, ...]
 ) -> Fault:
-    if scenario.plain:
-        phases = tuple(phase for phase in phases if phase in ("setup", "model", *_STEPWISE)) or phases
     phase = chance.choice(phases)
     if phase not in _STEPWISE:
         at = replace(at, number=chance.randint(1, _LATER.get(phase, 1)), trial=None)
@@ -224,9 +215,7 @@ def _two(chance: random.Random, scenario: Scenario) -> tuple[Fault, ...]:
 
 def expect(scenario: Scenario, fault: Fault) -> Expected:
     """What must follow a fault, by README.md and docs/training.md."""
-    found = _after_signal(scenario, fault) if fault.act == "signal" else _after(scenario, fault)
-    # Plain Ray starts again after whatever it is, or ends as Python does.
-    return found | Expected(frozenset({0, 1})) if scenario.plain and fault.target != scenario.root else found
+    return _after_signal(scenario, fault) if fault.act == "signal" else _after(scenario, fault)
 
 
 def _after(scenario: Scenario, fault: Fault) -> Expected:
@@ -268,8 +257,6 @@ def _after_signal(scenario: Scenario, fault: Fault) -> Expected:
             stopped |= {1, 128 + -_DEADLY[signal]}
         if signal == "SIGHUP":
             stopped |= {-1, 129, 0}
-        if scenario.plain:
-            stopped |= {_DEADLY[signal], 1, 130, 143}
         return Expected(frozenset(stopped), ".")
     if role in ("gcs", "raylet"):
         return Expected(frozenset({0, 1}), "Ray|GCS|raylet|cluster|node")

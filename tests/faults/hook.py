@@ -158,11 +158,6 @@ def _role(pid: int, command: str, root: int, root_role: str) -> str:
         return root_role
     if "--multiprocessing-fork" in command or "-m trainers" in command:
         return "worker"
-    return role_by_title(command)
-
-
-def role_by_title(command: str) -> str:
-    """What a process of Ray's is."""
     program = command.partition(" ")[0]
     if program.endswith("gcs_server"):
         return "gcs"

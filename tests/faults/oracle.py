@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tests.faults.cases import Case
 from tests.faults.hook import Found
-from tests.faults.scenarios import INTERVAL, Scenario
+from tests.faults.scenarios import INTERVAL, TRIALS, Scenario
 
 ORPHAN_S = 5.0
 """Workers end within so many seconds of their driver."""
@@ -135,8 +135,6 @@ def right_code(seen: Observed) -> Iterator[str]:
 
 def one_sentence(seen: Observed) -> Iterator[str]:
     """A command that failed says so in one sentence on standard error; under torchrun each of its workers."""
-    if seen.case.scenario.plain:
-        return
     most = seen.case.scenario.world if seen.case.scenario.root == "torchrun" else 1
     for end in [*seen.ends, *([seen.beside] if seen.beside else [])]:
         many = end.code == 2  # a configuration may have several mistakes
@@ -148,8 +146,6 @@ def one_sentence(seen: Observed) -> Iterator[str]:
 
 def no_traceback(seen: Observed) -> Iterator[str]:
     """No traceback but that of the user's own exception."""
-    if seen.case.scenario.plain:
-        return
     for number, end in enumerate(seen.ends):
         if number == 0 and seen.case.expected.traceback:
             continue
@@ -167,7 +163,7 @@ def true_cause(seen: Observed) -> Iterator[str]:
     if not words or first.code is None or first.code <= 0 or first.code in (130, 143):
         return
     said = "\n".join(first.sentences)
-    if seen.case.scenario.plain or seen.case.scenario.root == "torchrun":
+    if seen.case.scenario.root == "torchrun":
         said = first.out + first.err
     if not re.search(words, said):
         yield f"nothing says {words!r}: {said or _tail(first)}"
@@ -175,7 +171,7 @@ def true_cause(seen: Observed) -> Iterator[str]:
 
 def right_status(seen: Observed) -> Iterator[str]:
     """What says that it is done is done; the run ends as done."""
-    if seen.case.scenario.plain or seen.case.scenario.kind != "run":
+    if seen.case.scenario.kind != "run":
         return
     file = seen.directory / "runs" / "run" / "result.json"
     result = json.loads(file.read_text()) if file.exists() else {}
@@ -233,8 +229,7 @@ def little_redone(seen: Observed) -> Iterator[str]:
         for key in process:
             times[key] += 1
     again = sum(count - 1 for key, count in times.items() if key[2] == 0)
-    # Plain Ray hears of a checkpoint some steps after it was reported.
-    most = INTERVAL * len(seen.case.faults) * (2 if len(seen.ends) > 2 or scenario.plain else 1)
+    most = INTERVAL * len(seen.case.faults) * (2 if len(seen.ends) > 2 else 1)
     if again > most:
         yield f"{again} steps were done again, at most {most} may be"
 
@@ -250,12 +245,12 @@ def trials_kept(seen: Observed) -> Iterator[str]:
             if expected.redo and last.get(name) != text:
                 yield f"the record {name} is {'lost' if name not in last else 'another'}"
     records = {_config_of(json.loads(text)): json.loads(text) for text in last.values()}
-    if len(last) != scenario.num_trials:
-        yield f"{len(last)} of {scenario.num_trials} trials have a record"
+    if len(last) != TRIALS:
+        yield f"{len(last)} of {TRIALS} trials have a record"
     ended = {
         json.loads(text)["config"].get("task_args.trial"): end for end in seen.ends[:1] for text in end.records.values()
     }
-    if scenario.kind == "sweep" and expected.redo:
+    if expected.redo:
         again = {
             key[0]
             for process in read_samples(seen.directory, after=seen.ends[0].ended)
@@ -272,11 +267,10 @@ def trials_kept(seen: Observed) -> Iterator[str]:
             yield f"trial {name} does not say {expected.words!r}: {one.get('message')}"
     if len(odd) > len(seen.case.faults):
         yield f"{len(odd)} trials did not end well after {len(seen.case.faults)} faults"
-    if scenario.kind == "sweep":
-        for name, metrics in seen.reference.metrics.items():
-            found = records.get(name, {"status": "lost", "metrics": {}})
-            if found["status"] == "done" and comparable(found["metrics"]) != metrics and not expected.close:
-                yield f"trial {name} ended at {comparable(found['metrics'])}, not {metrics}"
+    for name, metrics in seen.reference.metrics.items():
+        found = records.get(name, {"status": "lost", "metrics": {}})
+        if found["status"] == "done" and comparable(found["metrics"]) != metrics and not expected.close:
+            yield f"trial {name} ended at {comparable(found['metrics'])}, not {metrics}"
 
 
 def nothing_left(seen: Observed) -> Iterator[str]:
@@ -288,15 +282,14 @@ def nothing_left(seen: Observed) -> Iterator[str]:
         late = last_step(seen.directory, end)
         if late > ORPHAN_S:
             yield f"workers of command {number + 1} trained on for {late:.1f} s after it"
-    if not seen.case.scenario.plain:
-        # Where a driver is killed after its workers have ended, the next group of the machine clears up.
-        root, deadly = seen.case.scenario.root, ("SIGKILL", "SIGSTOP")
-        is_cleared = any(fault.target == root and fault.detail in deadly for fault in seen.case.faults)
-        files = [path.name for path in (seen.directory / "tmp").glob("paceline*")]
-        files = [name for name in files if not (is_cleared and name.startswith("paceline-spawn-"))]
-        files += [str(path.relative_to(seen.directory)) for path in (seen.directory / "runs").rglob("*.tmp")]
-        if files:
-            yield f"files were left: {', '.join(sorted(files)[:5])}"
+    # Where a driver is killed after its workers have ended, the next group of the machine clears up.
+    root, deadly = seen.case.scenario.root, ("SIGKILL", "SIGSTOP")
+    is_cleared = any(fault.target == root and fault.detail in deadly for fault in seen.case.faults)
+    files = [path.name for path in (seen.directory / "tmp").glob("paceline*")]
+    files = [name for name in files if not (is_cleared and name.startswith("paceline-spawn-"))]
+    files += [str(path.relative_to(seen.directory)) for path in (seen.directory / "runs").rglob("*.tmp")]
+    if files:
+        yield f"files were left: {', '.join(sorted(files)[:5])}"
 
 
 CHECKS: dict[str, Callable[[Observed], Iterator[str]]] = {
@@ -316,17 +309,12 @@ CHECKS: dict[str, Callable[[Observed], Iterator[str]]] = {
 
 def read_weights(directory: Path, scenario: Scenario) -> dict[str, Tensor] | None:
     """The model of the last step, as the files on storage have it."""
-    runs = directory / "runs" / "run"
-    names = "checkpoint_*/state.pt" if scenario.plain else f"checkpoints/step-{scenario.steps:012d}/state.pt"
-    for file in sorted(runs.glob(names)):
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):  # it was cut off
-            continue
-        if not scenario.plain or state["step"] == scenario.steps:
-            model: dict[str, Tensor] = state["model"]
-            return model
-    return None
+    file = directory / "runs" / "run" / "checkpoints" / f"step-{scenario.steps:012d}" / "state.pt"
+    try:
+        model: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)["model"]
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError):  # it was cut off
+        return None
+    return model
 
 
 def read_samples(directory: Path, after: float = 0.0) -> list[Samples]:
@@ -353,7 +341,7 @@ def read_records(directory: Path, scenario: Scenario) -> dict[str, str]:
     """The journal of a sweep, as it is on storage."""
     if scenario.kind == "run":
         return {}
-    where = directory / "finished" if scenario.plain else directory / "runs" / "run" / "trials"
+    where = directory / "runs" / "run" / "trials"
     return {path.name: path.read_text() for path in sorted(where.glob("*.json"))}
 
 

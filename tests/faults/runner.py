@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -141,8 +141,6 @@ def _complete(case: Case, directory: Path, ends: list[Ended]) -> bool:
     """Whether nothing is left to be done: the last command says that it is done."""
     if ends[-1].code != 0:
         return False
-    if case.scenario.plain:
-        return True
     if case.scenario.kind != "run":  # a sweep that has an answer is over
         return True
     result = _read(directory / "runs" / "run" / "result.json")
@@ -235,7 +233,7 @@ def _directory(case: Case) -> Iterator[tuple[Path, str]]:
     directory = Path(tempfile.mkdtemp(prefix="plf-", dir="/tmp"))
     runs, mounted = directory / "runs", False
     try:
-        for name in ("samples", "tmp", "r", "runs", "finished"):
+        for name in ("samples", "tmp", "r", "runs"):
             (directory / name).mkdir()
         if any(fault.act == "fill" for fault in case.faults):
             size = f"size={_DISK_BYTES}"
@@ -248,8 +246,11 @@ def _directory(case: Case) -> Iterator[tuple[Path, str]]:
         (directory / "armed").touch()
         if case.scenario.on_s3 and not s3.installed():
             raise Unavailable("there is no S3 server: pip install 'moto[server]'")
-        with s3.bucket(directory, case.faults) if case.scenario.on_s3 else nullcontext(str(runs)) as storage:
-            yield directory, storage
+        if not case.scenario.on_s3:
+            yield directory, str(runs)
+            return
+        with s3.bucket(s3.of_case(directory, case.faults)) as (_, uri, _):
+            yield directory, uri
     finally:
         Leftovers(_alive(case, directory), 0.0).await_end()
         if mounted:

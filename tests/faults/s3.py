@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -17,12 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tests.faults.cases import Fault
 from tests.http_body import read_body
-
-P = TypeVar("P", bound="ThreadingHTTPServer")
 
 LASTS = {"503": 3, "cut": 2, "dawdle": 4}
 """Requests that each fault spoils, one after the other."""
@@ -37,34 +36,19 @@ def installed() -> bool:
 
 
 @contextmanager
-def bucket(directory: Path, faults: Sequence[Fault], bytes_per_s: float = math.inf) -> Iterator[str]:
-    """The URI of a new bucket behind a proxy, which lets the faults happen while the case is armed."""
-    with _bucket(lambda server: Proxy(server, directory, faults, bytes_per_s)) as (proxy, name):
-        yield _uri(name, proxy.server_port)
-
-
-@contextmanager
-def noisy_bucket(spoils: Callable[[str, str], str]) -> Iterator[tuple[Noisy, str, str]]:
+def bucket(
+    spoils: Callable[[str, str], str] = lambda method, target: "", bytes_per_s: float = math.inf
+) -> Iterator[tuple[Proxy, str, str]]:
     """A proxy that `spoils` requests, by method and target; the URI of a new bucket behind it, and the same bucket's
-    without the proxy.
+    without the proxy. Each answer takes as long as `bytes_per_s` has it.
     """
-    with _bucket(lambda server: Noisy(server, spoils)) as (proxy, name):
-        yield proxy, _uri(name, proxy.server_port), _uri(name, proxy.backend[1])
-
-
-def _uri(name: str, port: int) -> str:
-    return f"s3://{name}/runs?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{port}"
-
-
-@contextmanager
-def _bucket(make: Callable[[tuple[str, int]], P]) -> Iterator[tuple[P, str]]:
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
-        proxy = make(server.get_host_and_port())
+        proxy = Proxy(server.get_host_and_port(), spoils, bytes_per_s)
         thread = threading.Thread(target=proxy.serve_forever, name="s3-proxy", daemon=True)
         thread.start()
         try:
@@ -72,12 +56,34 @@ def _bucket(make: Callable[[tuple[str, int]], P]) -> Iterator[tuple[P, str]]:
             connection = http.client.HTTPConnection(*server.get_host_and_port())
             connection.request("PUT", f"/{name}")
             assert connection.getresponse().status == 200
-            yield proxy, name
+            yield proxy, _uri(name, proxy.server_port), _uri(name, proxy.backend[1])
         finally:
             proxy.shutdown()
             proxy.server_close()
     finally:
         server.stop()
+
+
+def _uri(name: str, port: int) -> str:
+    return f"s3://{name}/runs?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{port}"
+
+
+def of_case(directory: Path, faults: Sequence[Fault]) -> Callable[[str, str], str]:
+    """Spoils what a case's faults say, while it is armed."""
+    count = itertools.count(1)
+
+    def spoils(method: str, target: str) -> str:
+        number = next(count)
+        for index, fault in enumerate(faults):
+            if fault.act != "server" or not fault.number <= number < fault.number + LASTS[fault.detail]:
+                continue
+            if (directory / "armed").exists():
+                words = {"when": time.monotonic(), "pid": 0, "role": "server", "trial": 0}
+                (directory / f"landed-{index}").write_text(json.dumps(words))
+                return fault.detail
+        return ""
+
+    return spoils
 
 
 def fetch(uri: str, directory: Path) -> None:
@@ -91,18 +97,18 @@ def fetch(uri: str, directory: Path) -> None:
         fs.copy_files(f"{path}/run", str(directory / "run"), source_filesystem=place)
 
 
-class Noisy(ThreadingHTTPServer):
+class Proxy(ThreadingHTTPServer):
     """Passes requests on to a server, but for those that are spoiled, which it counts."""
 
     daemon_threads = True
-    bytes_per_s = math.inf
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that were killed, or did not want to wait."""
 
-    def __init__(self, server: tuple[str, int], spoils: Callable[[str, str], str]) -> None:
+    def __init__(self, server: tuple[str, int], spoils: Callable[[str, str], str], bytes_per_s: float) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.backend, self._spoils, self._lock = server, spoils, threading.Lock()
+        self.backend, self.bytes_per_s = server, bytes_per_s
+        self._spoils, self._lock = spoils, threading.Lock()
         self.requests = 0
         self.spoiled: Counter[tuple[str, str]] = Counter()
         """Requests by what was done to them, and by what they wanted."""
@@ -146,36 +152,9 @@ def noise(seed: int, share: float) -> Callable[[str, str], str]:
     return spoils
 
 
-class Proxy(ThreadingHTTPServer):
-    """Passes requests on to a server, but for those that a fault spoils."""
-
-    daemon_threads = True
-
-    def __init__(self, server: tuple[str, int], directory: Path, faults: Sequence[Fault], bytes_per_s: float) -> None:
-        """Each answer takes as long as `bytes_per_s` has it."""
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.bytes_per_s = bytes_per_s
-        self.backend, self._directory, self._faults = server, directory, faults
-        self._lock, self._count = threading.Lock(), 0
-
-    def fault(self, method: str, target: str) -> str:
-        """Count a request; what spoils it, if anything does."""
-        with self._lock:
-            self._count += 1
-            for index, fault in enumerate(self._faults):
-                last = fault.number + LASTS.get(fault.detail, 0)
-                if fault.act != "server" or not fault.number <= self._count < last:
-                    continue
-                if (self._directory / "armed").exists():
-                    words = {"when": time.monotonic(), "pid": 0, "role": "server", "trial": 0}
-                    (self._directory / f"landed-{index}").write_text(json.dumps(words))
-                    return fault.detail
-        return ""
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Proxy | Noisy
+    server: Proxy
 
     def _pass_on(self) -> None:
         spoiled = self.server.fault(self.command, self.path)

@@ -1,4 +1,4 @@
-"""What is run: seven commands of the product, and two scripts as Ray documents them, all on the same small task."""
+"""What is run: seven commands of the product, all on the same small task."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ REPOSITORY = Path(__file__).parents[2]
 WORKSPACE = REPOSITORY / "build" / "faults"
 """Unbroken runs, and the journals of campaigns."""
 SITE = Path(__file__).parent / "site"
-STEPS, INTERVAL, TRIALS, PLAIN_TRIALS = 180, 5, 6, 3
-TRIAL_STEPS = 60
+STEPS, INTERVAL = 180, 5
+TRIALS, TRIAL_STEPS = 6, 60
 HANG_TIMEOUT_S = 15.0
 _OUTSIDE = ("RAY_", "PACELINE_", "PYTEST_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_")
 _TRAIN: dict[str, Any] = {
@@ -47,7 +47,6 @@ class Scenario:
     train: dict[str, Any] = field(default_factory=dict)
     sweep: dict[str, Any] | None = None
     launch: tuple[str, ...] = ("-m", "trainers")
-    plain: bool = False
     on_s3: bool = False
 
     @property
@@ -60,15 +59,8 @@ class Scenario:
         """Whether it starts a cluster of its own."""
         return "raylet" in self.roles
 
-    @property
-    def num_trials(self) -> int:
-        """Trials of a sweep."""
-        return PLAIN_TRIALS if self.plain else TRIALS
-
     def command(self, directory: Path, storage: str) -> list[str]:
         """The command line, whose file is written into the directory; the same one goes on with the run."""
-        if self.plain:
-            return [sys.executable, "-m", "tests.faults.plain", self.kind, str(directory)]
         tree: dict[str, Any] = {**_TRAIN, **self.train}
         place = {"name": "run", "storage_path": storage}
         if self.sweep is not None:
@@ -138,14 +130,5 @@ SCENARIOS = {
             {**_TWO, "launcher": "ray", "task_args": {"pause_s": 0.02}},
         ),
         Scenario("sweep", "sweep", "driver", 1, _LANES, _PAUSED, _SWEEP, ("-m", "tune")),
-        Scenario("plain run", "run", "driver", 2, ("driver", "worker", "controller", *_CLUSTER), plain=True),
-        Scenario(
-            "plain sweep",
-            "sweep",
-            "driver",
-            1,
-            ("driver", "worker", "controller", "trial actor", *_CLUSTER),
-            plain=True,
-        ),
     )
 }

@@ -1,4 +1,4 @@
-"""The tables of docs/reliability.md: fault, runs, held, median recovery."""
+"""The table of docs/reliability.md: fault, runs, held, median recovery."""
 
 from __future__ import annotations
 
@@ -23,40 +23,28 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{held} of {len(landed)} held; {redrawn} drawn anew because the fault did not land"
 
 
-def tables(kept: Mapping[str, Sequence[Row]]) -> str:
-    """All rows by fault, ours beside plain Ray's."""
-    groups = {
-        way: [row for name, rows in kept.items() if name.startswith(way) for row in rows if row.landed]
-        for way in ("paceline", "plain")
-    }
+def table(kept: Mapping[str, Sequence[Row]]) -> str:
+    """All rows by fault."""
+    landed = [row for rows in kept.values() for row in rows if row.landed]
     seeds = ", ".join(f"{name} {summary(rows)}" for name, rows in kept.items())
-    lines = [seeds, "", "| fault | runs | held | median recovery | plain Ray: runs | held | median recovery |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    faults = sorted({row.fault for rows in groups.values() for row in rows})
-    for fault in faults:
-        cells = [_cells([row for row in rows if row.fault == fault]) for rows in groups.values()]
-        lines.append(f"| {fault} | {' | '.join(cells)} |")
-    lines.append(f"| **all** | {' | '.join(_cells(rows) for rows in groups.values())} |")
+    lines = [seeds, "", "| fault | runs | held | median recovery |", "|---|---|---|---|"]
+    for fault in sorted({row.fault for row in landed}):
+        lines.append(f"| {fault} | {_cells([row for row in landed if row.fault == fault])} |")
+    lines.append(f"| **all** | {_cells(landed)} |")
     return "\n".join(lines)
 
 
 def _cells(rows: Sequence[Row]) -> str:
     times = [row.recovery_s for row in rows if row.held and row.recovery_s is not None]
     median = f"{statistics.median(times):.1f} s" if times else ""
-    return f"{len(rows) or ''} | {sum(row.held for row in rows) if rows else ''} | {median}"
-
-
-def write_page(part: str, text: str) -> None:
-    """Write the output of a command into its part of the page."""
-    begin, end = f"<!-- {part} -->\n", f"<!-- end of {part} -->"
-    page = PAGE.read_text()
-    before, rest = page.split(begin)
-    PAGE.write_text(f"{before}{begin}\n{text}\n\n{end}{rest.split(end)[1]}")
+    return f"{len(rows)} | {sum(row.held for row in rows)} | {median}"
 
 
 def keep(kept: Mapping[str, Sequence[Row]]) -> Path:
-    """Write the tables into the page, and every row beside the benchmarks' results."""
-    write_page("campaign", tables(kept))
+    """Write the table into the page, and every row beside the benchmarks' results."""
+    begin, end = "<!-- campaign -->\n", "<!-- end of campaign -->"
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(f"{before}{begin}\n{table(kept)}\n\n{end}{rest.split(end)[1]}")
     path = RESULTS / "faults.json"
     path.write_text(json.dumps({name: [asdict(row) for row in rows] for name, rows in kept.items()}, indent=1) + "\n")
     return path

@@ -11,8 +11,6 @@ from tests.tasks import Blobs
 from trainers.devices.device import set_flags
 from trainers.model.precision import TABLE, apply_matmul, resolve_precision
 
-CPU = torch.device("cpu")
-
 # Relative Frobenius errors of a product of normal numbers, from the formats' unit roundoffs (2^-24 for fp32, 2^-11 for
 # tf32 and fp16, 2^-8 for bf16), with a wide margin on both sides.
 ERRORS = {
@@ -68,17 +66,6 @@ def test_convolutions_follow_the_same_switch() -> None:
     assert errors["fp32"] < 3e-5 < errors["tf32"] < errors["bf16"]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("before", ["fp32", "tf32"])
-@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16"])
-def test_one_runs_switches_are_not_the_nexts(name: str, before: str) -> None:
-    linear_error(before)
-    torch.backends.cuda.matmul.fp32_precision = "ieee" if name == "tf32" else "tf32"
-    low, high = ERRORS[name]
-    assert low < linear_error(name) < high
-    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is (name == "tf32")
-
-
 @pytest.mark.parametrize("name", ["tf32", "bf16", "fp16", "bf16-pure", "fp16-pure"])
 def test_every_precision_trains_to_the_loss_of_fp32(name: str, device: torch.device) -> None:
     if device.type not in TABLE[name].devices:
@@ -115,12 +102,3 @@ def test_float8_multiplies_with_its_own_error_and_trains_to_the_loss_of_bf16() -
     expected, found = (train(CUDA, task=Wide(), precision=name, **options).metrics for name in ("bf16", "fp8"))
     print(f"fp8: val_loss {found['val_loss']:.4f}, in bf16 {expected['val_loss']:.4f}")
     assert found["val_loss"] == pytest.approx(expected["val_loss"], abs=0.05)
-
-
-@pytest.mark.gpu
-def test_the_gpu_multiplies_as_the_cpu_does() -> None:
-    apply_matmul(TABLE["fp32"])
-    size = 3000
-    left, right = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    far = left.to(CUDA), right.to(CUDA)
-    assert error((far[0] @ far[1]).cpu(), (left @ right).double()) < 1e-5

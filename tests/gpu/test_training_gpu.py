@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 from tests.gpu.runs import CUDA, Images, curve, train
 from tests.tasks import Blobs
-from trainers.storage import Storage
 
 OPTIONS: dict[str, Any] = {"deterministic": True, "checkpoint__every_steps": 10}
 
@@ -101,12 +99,3 @@ def test_a_run_goes_on_on_another_device(tmp_path: Path) -> None:
     assert train(cpu, tmp_path / "cut", task, looks=1, **options).status == "stopped"
     assert train(CUDA, tmp_path / "cut", task, **options).status == "done"
     assert curve(tmp_path / "cut") == pytest.approx(curve(tmp_path / "whole"), rel=5e-2)
-
-
-@pytest.mark.gpu
-def test_the_environment_names_the_gpu(tmp_path: Path) -> None:
-    train(CUDA, tmp_path / "run", max_steps=2)
-    report = json.loads(Storage(str(tmp_path / "run")).read("environment.json"))
-    assert report["device"] == "cuda:0"
-    assert report["gpu"] == torch.cuda.get_device_name(CUDA)
-    assert report["cuda"] == torch.version.cuda

@@ -76,7 +76,6 @@ train:
 space: {{optimizer.lr: {RATES}}}
 objective: {{metric: val_loss}}
 lanes: 3
-explain: false
 """
 
 

@@ -108,29 +108,6 @@ def slow(config: dict[str, Any]) -> None:
         ray.train.report({"score": step * config["slope"], "process": os.getpid()})
 
 
-def runs_out(config: dict[str, Any]) -> None:
-    """The last rank runs out of memory at some place, where the others wait for it in a collective."""
-    case = config["case"]
-    rank, size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
-    model = ray.train.torch.prepare_model(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def fail(*given: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    where = case["where"] if rank == size - 1 and case["batch_size"] >= 64 else "nowhere"
-    if where == "forward":
-        model.register_forward_hook(fail)
-    outputs = model(torch.ones(case["batch_size"], 4))
-    if where == "backward":
-        outputs.register_hook(fail)
-    outputs.sum().backward()
-    if where == "optimizer":
-        optimizer.register_step_pre_hook(fail)
-    optimizer.step()
-    ray.train.report({"score": float(case["batch_size"])})
-
-
 def draws(config: dict[str, Any]) -> None:
     """Reports what depends on the trials before it in the same process, in the state of a C library."""
     ray.train.report({"score": ctypes.CDLL(None).lrand48(), "process": os.getpid()})
@@ -160,11 +137,6 @@ SWEEPS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     ),
     "stops": (slow, 1, {"slope": [BEST, 3.0, 2.0, 1.0, 0.5]}),
     "draws": (draws, 1, {"x": [0, 1, 2]}),
-    "memory": (
-        runs_out,
-        2,
-        {"case": [{"where": "backward", "batch_size": size} for size in (16, 64, 128, 32)]},
-    ),
 }
 """The training function, its workers, and the grid of its configuration."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -36,12 +35,6 @@ def await_end_of_trials() -> None:
         lambda: not any(one.class_name.rpartition(".")[2] in kinds for one in actors(("state", "=", "ALIVE"))),
         "the actors' end",
     )
-
-
-def kill_controller() -> None:
-    """SIGKILL to Ray's controller of the only lane."""
-    [controller] = actors(("class_name", "=", "TrainController"), ("state", "=", "ALIVE"))
-    os.kill(controller.pid, signal.SIGKILL)
 
 
 def listening() -> dict[str, list[str]]:

@@ -94,13 +94,3 @@ def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str,
     assert len(column(best, "score")) == 40
     assert all(4 <= len(column(trial, "score")) < 40 for trial in others)
     assert ours["stops"]["restarts"] == []
-
-
-@pytest.mark.campaign  # test_function_sweep.py has the same of a sweep's file
-def test_a_batch_that_ran_out_of_memory_is_not_tried_again_nor_a_larger_one(more: dict[str, Any]) -> None:
-    """One rank of two ran out, and the other waits for it in a collective: the trial ends, and the next ones run."""
-    fits, failed, larger, smaller = more["memory"]["trials"]
-    assert [column(trial, "score")[0] for trial in (fits, smaller)] == [16.0, 32.0]
-    assert "out of memory" in failed["error"]
-    why = "case.batch_size 128 is not tried: 64 ran out of memory with the same configuration"
-    assert why in larger["error"]

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import Cluster, Done
-from tests.on_ray.embedded import actors, kill_controller
-from tests.on_ray.test_lanes import rows, run, sweep
-from tests.waits import when
+from tests.on_ray.embedded import actors
+from tests.on_ray.test_lanes import run, sweep
 
 pytestmark = pytest.mark.ray
 
@@ -36,22 +35,6 @@ def test_an_embedded_cluster_has_only_what_trains(
     }
     assert set(found["ports"]) == {"127.0.0.1"}, found["ports"]
     assert {"raylet", "gcs_server", "ray::DashboardAgent"} <= set(found["ports"]["127.0.0.1"])
-
-
-@pytest.mark.campaign
-def test_a_dead_controller_costs_its_trial_s_restart(tmp_path: Path, driver: Any) -> None:
-    """On a cluster that was there before, and with a group of two ranks that leaves no processor for another."""
-    pids = tmp_path / "pids"
-    args = {"pids": str(pids), "pause_s": 0.05}
-    spec = sweep(tmp_path, {"task_args": [args, {**args, "samples": 203}]}, {"scaling": {"num_workers": 2}})
-    thread = when(lambda: pids.exists() and bool(pids.read_text()), kill_controller)
-    records = run(spec)
-    thread.join()
-    assert [record.status for record in records] == ["done", "done"], [record.message for record in records]
-    assert {len(rows(record.curve)) for record in records} == {3}
-    ran = pids.read_text().split()
-    assert len(ran) == 3, "the trial that the controller took with it ran again, and no other"
-    assert ran[0] != ran[1] == ran[2]
 
 
 @pytest.mark.full

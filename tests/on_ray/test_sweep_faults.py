@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import yaml
 
 from tests.on_ray.embedded import actors
-from tests.on_ray.test_lanes import TRAIN, run, sweep
-from tests.specs import REPOSITORY
-from tests.waits import HANG_S, until, when
+from tests.on_ray.test_lanes import run, sweep
+from tests.waits import when
 from trainers.errors import PacelineError
 from trainers.on_ray import vital_signs
-from trainers.storage import Storage
 from tune.trials.journal import Journal
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
@@ -69,35 +63,3 @@ def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_
     again = run(spec)
     assert [record.status for record in again] == ["done"] * 3
     assert first in again
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("kind", ["gcs_server", "raylet"])
-def test_a_dead_embedded_cluster_ends_the_command_in_a_sentence(tmp_path: Path, kind: str) -> None:
-    file, pids = tmp_path / "sweep.yaml", tmp_path / "pids"
-    tree = {
-        "name": "sweep",
-        "storage_path": str(tmp_path),
-        "train": {**TRAIN, "task_args": {"pids": str(pids), "pause_s": 0.3}},
-        "space": {"seed": [1, 2, 3]},
-        "objective": {"metric": "val_loss"},
-    }
-    file.write_text(yaml.safe_dump(tree))
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    command = [sys.executable, "-m", "tune", str(file)]
-    running = subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    until(lambda: lines(pids) >= 2, "two trials", process=running)
-    family = psutil.Process(running.pid).children(recursive=True)
-    [victim] = [process for process in family if process.name() == kind]
-    victim.kill()
-    _, err = running.communicate(timeout=HANG_S)
-    assert running.returncode == 1
-    said = [line for line in err.splitlines() if line.startswith("error:")]
-    assert len(said) == 1, err
-    assert f"Ray's {kind} was killed by SIGKILL" in said[0]
-    assert said[0].endswith(f"`python -m tune resume {tmp_path}/sweep` goes on")
-    assert len(Journal(Storage(str(tmp_path / "sweep"))).records()) == 1
-    _, alive = psutil.wait_procs(family, timeout=60)
-    assert not alive

@@ -57,10 +57,10 @@ def test_elastic_workers_though_a_killed_driver_had_them(
     """Ray believes for 180 s that a run whose driver was killed still needs what it had."""
     from ray.train.v2._internal.state.state_actor import get_state_actor
 
-    from trainers.on_ray import coordinator
+    from trainers.on_ray import trainer
     from trainers.on_ray.trainer import run_on_ray
 
-    ask, cancelled = coordinator._coordinator, list[str]()
+    ask, cancelled = trainer._coordinator, list[str]()
 
     def cancel(requester: str) -> Any:
         cancelled.append(requester)
@@ -84,8 +84,8 @@ def test_elastic_workers_though_a_killed_driver_had_them(
     runs = driver.get(get_state_actor().get_train_runs.remote())
     dead = max(runs, key=lambda run_id: runs[run_id].start_time_ns)
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "_coordinator", lambda: noted)
-        coordinator.free_dead_runs()
+        patch.setattr(trainer, "_coordinator", lambda: noted)
+        trainer.free_dead_runs()
     assert f"train-{dead}" in cancelled, "Ray is told before it would know"
     result = run_on_ray(spec)
     assert result.status == "done"

@@ -50,8 +50,8 @@ def worlds(seed: int, count: int) -> Iterator[tuple[list[float], random.Random]]
         yield [math.exp(rng.uniform(0, width)) for _ in range(rng.randint(2, len(SIZES)))], rng
 
 
-@pytest.mark.parametrize("pressure", [0.0, 0.4, 0.82])
-@pytest.mark.parametrize("between", [0.02, 0.5, 2.0])
+@pytest.mark.parametrize("pressure", [0.0, 0.82])
+@pytest.mark.parametrize("between", [0.02, 2.0])
 def test_one_run_each_claims_no_more_than_it_shows(pressure: float, between: float) -> None:
     """Who is first and who is next, by measured times: that the first is the faster of them is claimed or not."""
     machine, claims, wrong, made = Machine(0.15, pressure, between), 0, 0, 400
@@ -90,11 +90,12 @@ def test_a_target_met_at_the_first_evaluation_may_have_been_met_at_any_time() ->
     assert "they count as equal" in answer(config(), [first, slow]).verdict
 
 
+@pytest.mark.full
 def test_a_race_of_repeats_claims_no_more_than_it_shows() -> None:
     """Who is called slower than the first, how much faster another may be, and whether a sweep that is run again
     contradicts this one: names another as the fastest, where neither calls both equal.
     """
-    machine, asked = Machine(0.2, 0.0, 0.02), config(finalists={"count": 4, "share": 100})
+    machine, asked = Machine(0.2, 0.0, 0.02), config(finalists=4)
     claims, wrong, ahead, contradicted, made = 0, 0, 0, 0, 120
     for true_s, rng in worlds(5, made):
         sweeps = []
@@ -105,7 +106,9 @@ def test_a_race_of_repeats_claims_no_more_than_it_shows() -> None:
                 for finalist, seed in wanted:
                     again = machine.run(*truth[finalist.id], rng)
                     name = trial_id(finalist.config, "repeat", seed)
-                    records.append(dataclasses.replace(again, id=name, purpose="repeat", seed=seed))
+                    records.append(
+                        dataclasses.replace(again, id=name, purpose="repeat", seed=seed, end_time=again.start_time)
+                    )
             found = answer(asked, records)
             best_s = truth[found.ranking[0].id][1]
             slower = [final for final in found.finals if not final.equal]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainers.measure.ranks import RankFigures, findings, table
+from trainers.measure.ranks import RankFigures, findings
 
 
 def row(rank: int, **changes: Any) -> RankFigures:
@@ -57,14 +57,3 @@ def test_heat_is_named_and_a_power_cap_is_not() -> None:
     assert said(row(0, gpu={"slowed_by": ["power cap"]}), row(1, gpu={"slowed_by": ["heat", "power cap"]})) == [
         "the GPU of rank 1 (node-1) is slowed by heat"
     ]
-
-
-def test_a_finding_has_a_key_of_rank_and_kind() -> None:
-    rows = [row(0), row(1, data_wait_share=0.5), row(2, data_wait_share=0.6, backward_s=0.02)]
-    keys = [key for key, _ in findings(rows)]
-    rows[1]["data_wait_share"] = 0.45
-    assert keys == ["1 data", "2 data", "2 slow"] == [key for key, _ in findings(rows)]
-
-
-def test_without_a_figure_for_the_backward_pass_there_is_no_column() -> None:
-    assert "backward" not in table([row(0, backward_s=None), row(1, backward_s=None)])[0]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,6 @@ from tests.unit.test_loop import Context, Tiny, assert_same_run, config, train
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
-from trainers.devices.rng import get_rng_state
 from trainers.errors import StorageError
 from trainers.loop.fit import fit
 from trainers.storage import Storage
@@ -33,10 +28,6 @@ ASYNC = {"checkpoint": {"every_steps": 1, "async": True}}
 
 def make(path: Path, keep: int = 2) -> Checkpoints:
     return Checkpoints(Storage(str(path)), Group(0, 1, CPU), keep)
-
-
-def state_of(step: int, numbers: int = 100) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((numbers,), float(step))}, "position": {"step": step}}
 
 
 def newest_step(path: Path) -> int | None:
@@ -61,51 +52,6 @@ class Gate:
 
 
 # The protocol of one rank.
-
-
-def test_it_is_complete_only_after_both_phases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-    checkpoints = make(tmp_path)
-    state = state_of(1)
-    checkpoints.start(1, state, get_rng_state(CPU))
-    assert gate.reached.wait(20)
-    assert checkpoints.pending
-    assert checkpoints.busy
-    state["model"]["weight"].fill_(9)  # training goes on
-    gate.open.set()
-    assert checkpoints.advance() is None
-    assert newest_step(tmp_path) in (None, 1)  # the manifest is on its way
-    assert checkpoints.advance() == str(tmp_path / "checkpoints/step-000000000001")
-    assert not checkpoints.pending
-    found = make(tmp_path).load()
-    assert found is not None
-    assert found.state["model"]["weight"].unique().tolist() == [1.0]
-
-
-@contextlib.contextmanager
-def small_disk(limit: int) -> Iterator[None]:
-    """Files of this process may not grow beyond so many bytes, as on a full disk; for its threads too."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_in_the_background_is_raised_and_the_one_before_stays(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path)
-    checkpoints.save(1, state_of(1), {})
-    with small_disk(4096):
-        checkpoints.start(2, state_of(2, 400_000), {})
-        with pytest.raises(StorageError):
-            checkpoints.finish()
-    assert not checkpoints.pending
-    assert newest_step(tmp_path) == 1
-    assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".tmp")]
-    checkpoints.start(3, state_of(3), {})  # there is room again
-    checkpoints.finish()
-    assert newest_step(tmp_path) == 3
 
 
 # In the loop.

@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import Best
-from trainers.checkpoint.store import Archive
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.devices.group import Group
@@ -154,11 +153,3 @@ def test_a_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000000000006/manifest.json").unlink()
     with pytest.raises(CheckpointError):
         opened(tmp_path).archive.choose("step-6")
-
-
-def test_no_best_is_a_sentence_not_a_guess(tmp_path: Path) -> None:
-    train(tmp_path, [0.1])
-    with pytest.raises(CheckpointError):
-        opened(tmp_path, "val_other").archive.choose("best")
-    with pytest.raises(CheckpointError):
-        Archive(Storage(str(tmp_path))).choose("best")

@@ -111,11 +111,6 @@ def test_a_node_that_falls_behind_is_named(what: str, share: float, num_nodes: i
         assert named(facts) == {("h1", what)}
 
 
-def test_other_models_are_not_compared() -> None:
-    facts = slowed(cluster(3), "h1", "matmul of one core", 0.3)
-    assert named(planted(facts, "h1", device="an older one")) == set()
-
-
 def test_the_cluster_as_a_whole() -> None:
     assert named(replace(cluster(2), workers_wanted=2)) == set()
     assert named(replace(cluster(2), workers_wanted=3)) == {("cluster", "worker nodes")}

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.__main__ import main
-from cluster.health import local
-from cluster.health.local import Driver, LocalReport, ProductRate, Remark, judge_gpus, judge_rates
+from cluster.health.local import Driver, ProductRate, judge_gpus, judge_rates
 from cluster.health.matmul import measure
 from tests.waits import HANG_S
 
@@ -76,32 +74,6 @@ def test_what_rates_mean(rates: list[ProductRate], expected: list[tuple[str, str
         assert words in remark.text
 
 
-class Machine:
-    """A device on which a product is only issued, and done when it is waited for; the first ones are slow."""
-
-    def __init__(self, product_s: float, slow_s: float) -> None:
-        self.product_s, self.slow_s = product_s, slow_s
-        self.now, self.queued, self.done = 0.0, 0, 0
-
-    def run(self) -> None:
-        self.queued += 1
-
-    def wait(self) -> None:
-        for _ in range(self.queued):
-            self.now += self.slow_s if self.done < 2 else self.product_s
-            self.done += 1
-        self.queued = 0
-
-
-@pytest.mark.parametrize(("product_s", "runs"), [(0.5, 1), (0.001, 20)])
-def test_products_are_waited_for_and_the_first_ones_do_not_count(product_s: float, runs: int) -> None:
-    machine = Machine(product_s, slow_s=0.4)
-    times = measure(machine.run, machine.wait, lambda: machine.now)
-    assert times == pytest.approx([product_s] * len(times))
-    assert len(times) == (3 if product_s == 0.5 else 7)
-    assert machine.done == 4 + runs * len(times)  # a short product is repeated until a sample can be told from a launch
-
-
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.35, 0.7])
 def test_a_process_that_is_stopped_again_and_again_has_no_lucky_sample(share: float) -> None:
     """It runs for `share` of every 100 ms; a product takes 15 ms of work."""
@@ -117,16 +89,6 @@ def test_a_process_that_is_stopped_again_and_again_has_no_lucky_sample(share: fl
 
     times = measure(run, lambda: None, clock, sample_s=0.15)
     assert statistics.median(times) == pytest.approx(0.015 / share, rel=0.35)
-
-
-def test_the_command_fails_where_torch_cannot_use_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = LocalReport({"torch": "2.15.0", "driver": None}, (), (), (Remark("error", "there is a GPU, unused"),))
-    monkeypatch.setattr(local, "look", lambda: report)
-    assert main(["check", "--local"]) == 1
-    assert "torch 2.15.0  driver none" in (out := capsys.readouterr().out)
-    assert out.endswith("error: there is a GPU, unused\n")
 
 
 @pytest.mark.full

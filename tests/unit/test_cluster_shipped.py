@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gzip
 import re
 import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -21,7 +19,6 @@ from tests.specs import REPOSITORY
 
 RAY_UP = ("aws", "gcp", "azure", "onprem")
 ALL = (*RAY_UP, "kuberay")
-CRDS = REPOSITORY.parent / "shared" / "kuberay-crd"
 START_FIELDS = ("head_start_ray_commands", "worker_start_ray_commands")
 
 
@@ -51,23 +48,6 @@ def test_validate_strict_finds_nothing(name: str, capsys: pytest.CaptureFixture[
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.count("in order") == (3 if name == "kuberay" else 1)
-
-
-@pytest.mark.parametrize(("kind", "crd"), [("RayCluster", "ray.io_rayclusters"), ("RayJob", "ray.io_rayjobs")])
-def test_kuberay_documents_obey_the_custom_resource_definitions(kind: str, crd: str) -> None:
-    if not CRDS.is_dir():
-        pytest.skip("KubeRay's custom resource definitions are not beside this repository")
-    with gzip.open(CRDS / f"{crd}.yaml.gz", "rt", encoding="utf-8") as stream:
-        definition = yaml.load(stream, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (is safe)
-    versions = {version["name"]: version for version in definition["spec"]["versions"]}
-    schema = _closed(versions["v1"]["schema"]["openAPIV3Schema"])
-    of_kind = [document for document in documents() if document["kind"] == kind]
-    for document in of_kind:
-        jsonschema.validate(document, schema)
-    spec = document["spec"].get("rayClusterSpec", document["spec"])
-    spec["workerGroupSpecs"][0]["maxReplica"] = spec["workerGroupSpecs"][0].pop("maxReplicas")
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(document, schema)
 
 
 def _closed(schema: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.unit.test_mailbox_functions import assignment, row
-from tune.lanes import comparison
 from tune.lanes.comparison import difference
 from tune.lanes.mailbox import Mailbox
 from tune.lanes.messages import Assignment
@@ -94,19 +93,6 @@ def test_one_that_does_not_has_a_process_for_each_trial(warm: tuple[float, ...],
     run(steps)
 
 
-def test_one_that_never_gives_the_same_cannot_be_compared() -> None:
-    async def steps(mailbox: Mailbox) -> None:
-        for name in ("a", "b"):
-            await mailbox.submit(assignment(name))
-        for name, loss in (("a", 3.0), ("a-compared", 2.0)):
-            await trained(mailbox, name, loss)
-        await mailbox.hello(0, "cpu")
-        await trained(mailbox, "a-compared", 1.0)
-        assert await taken(mailbox) == "b"
-
-    run(steps)
-
-
 def test_a_process_in_which_a_trial_has_failed_is_not_what_others_are_compared_with() -> None:
     async def steps(mailbox: Mailbox) -> None:
         for name in ("a", "b"):
@@ -114,36 +100,6 @@ def test_a_process_in_which_a_trial_has_failed_is_not_what_others_are_compared_w
         await trained(mailbox, "a", outcome={"status": "error", "message": "it fails"})
         assert await taken(mailbox) == "anew"
         await mailbox.hello(0, "cpu")
-        assert await taken(mailbox) == "b"
-
-    run(steps)
-
-
-def test_a_comparison_whose_lane_died_is_made_again() -> None:
-    async def steps(mailbox: Mailbox) -> None:
-        for name in ("a", "b", "c"):
-            await mailbox.submit(assignment(name))
-        await trained(mailbox, "a", 3.0)
-        assert await taken(mailbox) == "a-compared"
-        await mailbox.lost(0)
-        await mailbox.hello(0, "cpu")
-        await trained(mailbox, "b", 1.0)
-        await trained(mailbox, "a-compared", 3.0)
-        assert await taken(mailbox) == "c"
-
-    run(steps)
-
-
-def test_a_long_comparison_ends_at_its_first_report_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def steps(mailbox: Mailbox) -> None:
-        for name in ("a", "b"):
-            await mailbox.submit(assignment(name))
-        await trained(mailbox, "a", 3.0, 2.0)
-        monkeypatch.setattr(comparison, "_COMPARE_S", 0.0)
-        found = await mailbox.take(0, 0.02)
-        assert isinstance(found, Assignment)
-        assert not await mailbox.report_part(found.ticket, 0, 1, 1, row(1, 3.0), None)
-        await mailbox.end(0, found.ticket, {"status": "stopped"})
         assert await taken(mailbox) == "b"
 
     run(steps)

@@ -75,7 +75,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (Counting, 5, 3),  # two of the model (training, evaluation), of the loss one for the counter at 0, 1 and any
         (Talking, 6, 4),
-        (Named, 10, 8),  # torch's own limit: from then on as it is
+        pytest.param(Named, 10, 8, marks=pytest.mark.full),  # torch's own limit: from then on as it is
         (Disabled, 2, 1),
     ],
 )

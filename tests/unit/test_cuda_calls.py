@@ -18,7 +18,6 @@ from cluster.health.check import Probe
 from tests.specs import make
 from tests.tasks import Blobs
 from trainers.context import RunContext
-from trainers.devices.device import grow_segments
 from trainers.errors import TooLargeError
 from trainers.launch import local
 from trainers.loop import build, fit
@@ -95,24 +94,6 @@ def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path: Path, mo
     with pytest.raises(TooLargeError):
         build._settle_buckets(replica, config, context)
     assert told == [replica.microbatch_size]
-
-
-@pytest.mark.parametrize(
-    ("has_gpu", "variable", "expected"),
-    [(True, "", ["expandable_segments:True"]), (True, "PYTORCH_CUDA_ALLOC_CONF", []), (False, "", [])],
-)
-def test_a_lanes_allocator_grows_its_segments_unless_the_environment_says_how(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, variable: str, expected: list[str]
-) -> None:
-    told: list[str] = []
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    if variable:
-        monkeypatch.setenv(variable, "max_split_size_mb:128")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    grow_segments()
-    assert told == expected
 
 
 @pytest.mark.parametrize("hang_timeout_s", [1800.0, 7200.0])

@@ -5,60 +5,43 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.unit.test_checkpoint_best import Scripted
+from tests.unit.test_checkpoint_best import config as scripted
 from tests.unit.test_loop import Context, Power, curve
+from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
-from trainers.config.model import build
-from trainers.config.sections import EarlyStoppingConfig
-from trainers.loop.early_stopping import EarlyStopping
+from trainers.loop.attempt import EarlyStopping
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
 
 
-def config(steps: int, **stopping: Any) -> TrainConfig:
-    tree: dict[str, Any] = {
-        "task": "task:Scripted",
-        "max_steps": steps,
-        "global_batch_size": 4,
-        "microbatch_size": 4,
-        "log_every_steps": 1,
-        "optimizer": {"name": "sgd", "lr": 0.1},
-        "evaluate": {"every_steps": 2},
-        "checkpoint": {"every_steps": 2, "keep": 9},
-        "early_stopping": {"metric": "val_score", "patience": 2, **stopping},
-        "device": "cpu",
-    }
-    return build(TrainConfig, tree, "test")
+def config(steps: int, patience: int = 2) -> TrainConfig:
+    every = {"every_steps": 2, "keep": 9}
+    return scripted(steps, **every).model_copy(update={"patience": patience, "log_every_steps": 1})
 
 
-def train(path: Path, scores: list[float], steps: int | None = None, **stopping: Any) -> RunResult:
-    steps = 2 * len(scores) if steps is None else steps
-    return fit(Scripted([*scores, *[0.0] * 9]), config(steps, **stopping), Context(path))
+def train(path: Path, scores: list[float], steps: int, patience: int = 2) -> RunResult:
+    return fit(Scripted([*scores, *[0.0] * 9]), config(steps, patience), Context(path))
 
 
 @pytest.mark.parametrize(
-    ("stopping", "values", "ends_after"),
+    ("metric", "patience", "values", "ends_after"),
     [
-        ({}, [0.1, 0.2, 0.15, 0.2], 4),
-        ({}, [0.1, 0.2, 0.15, 0.3, 0.1, 0.1], 6),
-        ({"mode": "min"}, [0.1, 0.2, 0.15], 3),
-        ({"patience": 1}, [0.1, 0.1], 2),
-        ({"min_delta": 0.25}, [0.0, 0.25, 0.25], 3),
-        ({"min_delta": 0.25}, [0.0, 0.5, 0.5, 0.5], 4),
-        ({}, [math.nan, math.inf], 2),
-        ({}, [0.1, 0.2, 0.3, 0.4], None),
-        ({"metric": "val_error"}, [0.1, 0.2, 0.3], 3),
+        ("val_score", 2, [0.1, 0.2, 0.15, 0.2], 4),
+        ("val_score", 2, [0.1, 0.2, 0.15, 0.3, 0.1, 0.1], 6),
+        ("val_score", 1, [0.1, 0.1], 2),
+        ("val_score", 2, [math.nan, math.inf], 2),
+        ("val_score", 2, [0.1, 0.2, 0.3, 0.4], None),
+        ("val_error", 2, [0.1, 0.2, 0.3], 3),
     ],
 )
-def test_when_a_run_ends(stopping: dict[str, Any], values: list[float], ends_after: int | None) -> None:
-    chosen = EarlyStoppingConfig(**{"metric": "val_score", "patience": 2, **stopping})
-    counted = EarlyStopping(chosen)
+def test_when_a_run_ends(metric: str, patience: int, values: list[float], ends_after: int | None) -> None:
+    counted = EarlyStopping(Best(metric, smaller=metric == "val_error"), patience)
     for number, value in enumerate(values, 1):
-        counted.take(number * 5, {str(chosen.metric): value})
+        counted.take(number * 5, {metric: value})
         assert (counted.words is not None) is (number == ends_after)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.unit.test_loop import PER_EPOCH, Context, Power, Tiny, assert_same_run, config, curve, evaluations, train
+from tests.unit.test_loop import PER_EPOCH, Context, Power, Tiny, assert_same_run, config, curve, train
 from trainers.config.sections import EmaConfig
 from trainers.devices.device import seed_all
 from trainers.errors import CheckpointError
@@ -65,18 +65,6 @@ def test_it_is_torchs_average_of_what_is_trained_without_it(plain: Path, tmp_pat
         assert equal(with_it["ema"]["own"], floating(without["model"]))
         assert with_it["ema"]["averages"] == {}
         assert "ema" not in without
-
-
-def test_the_average_is_what_is_evaluated(tmp_path: Path) -> None:
-    train(tmp_path, checkpoint=ALL, ema={"decay": 0.9})
-    model, (inputs, labels) = Tiny().model().eval(), Tiny().dataset("val").tensors  # type: ignore[attr-defined]
-    model.load_state_dict(states(tmp_path)[-1]["model"])
-    with torch.no_grad():
-        expected = float(nn.functional.cross_entropy(model(inputs), labels))
-        model.load_state_dict(states(tmp_path)[-1]["ema"]["own"], strict=False)
-        own = float(nn.functional.cross_entropy(model(inputs), labels))
-    assert evaluations(tmp_path)[-1] == (STEPS, pytest.approx(expected, rel=1e-6))
-    assert own != pytest.approx(expected, rel=1e-2)
 
 
 @pytest.mark.parametrize("background", [False, True])

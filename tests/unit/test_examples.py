@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import REPOSITORY
+from tests.specs import read_spec
 from trainers.errors import ConfigError
 from trainers.launch.local import LocalContext
-from trainers.launch.spec import read_spec
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -94,28 +93,6 @@ def test_without_data_and_network_a_sentence_says_what_to_do(tmp_path: Path, mon
         Mnist(root=str(tmp_path)).setup()
     assert "synthetic: true" in caught.value.fix
     assert not list(tmp_path.glob("*.safetensors*"))
-
-
-def test_crops_are_parts_of_the_reflected_image() -> None:
-    from examples.cifar10.task import crop_and_mirror
-
-    torch.manual_seed(0)
-    images = torch.randint(0, 256, (200, 3, 32, 32), dtype=torch.uint8)
-    cropped = crop_and_mirror(images)
-    padded = torch.nn.functional.pad(images.float(), (4, 4, 4, 4), mode="reflect").to(torch.uint8)
-    found = set()
-    for image, border in zip(cropped, padded, strict=True):
-        places = [
-            (top, left, mirrored)
-            for top in range(9)
-            for left in range(9)
-            for mirrored in (False, True)
-            if torch.equal(image.flip(2) if mirrored else image, border[:, top : top + 32, left : left + 32])
-        ]
-        assert len(places) == 1
-        found.add(places[0])
-    assert {top for top, _, _ in found} == {left for _, left, _ in found} == set(range(9))
-    assert {mirrored for _, _, mirrored in found} == {False, True}
 
 
 @pytest.fixture(scope="module")
@@ -216,24 +193,6 @@ def test_bert_fine_tunes_what_is_on_disk(tmp_path: Path) -> None:
     result = spec.execute(LocalContext(spec.storage, "local"))
     assert result.metrics["val_accuracy"] == 1.0
     assert "val_synthetic" not in result.metrics
-
-
-def test_bert_waits_for_no_value_of_the_device() -> None:
-    from examples.bert.task import Bert
-
-    reads: list[str] = []
-
-    class Reads(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default:
-                reads.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    task = Bert(synthetic=True, geometry="tiny", samples=4, length=16)
-    model, batch = task.model(), task.dataset("train")[:]
-    with Reads():
-        task.loss(task.forward(model, batch), batch)
-    assert reads == []
 
 
 def test_packed_lines_are_all_text_in_their_order(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -30,8 +29,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    """A finished run with checkpoints of steps 20 and 30, 10 being the worst by `val_loss` (its best_mode is max)."""
-    best = {"checkpoint__best": "val_loss", "checkpoint__best_mode": "max", "checkpoint__keep": 1}
+    """A finished run with checkpoints of steps 20 and 30, 10 being the best by `val_loss`: it learns too fast."""
+    best = {"checkpoint__best": "val_loss", "checkpoint__keep": 1, "optimizer__lr": 1.0}
     made = make(tmp_path_factory.mktemp("export"), name="finished", **best)
     prepare_storage(made, fresh=False)
     run_local(made)
@@ -41,12 +40,6 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     with safetensors.safe_open(path, "pt") as file:
         return safetensors.torch.load_file(path), file.metadata()
-
-
-def told(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of the error."""
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
 
 
 def test_the_file_loads_into_the_bare_model_bit_equal(spec: RunSpec, tmp_path: Path) -> None:
@@ -103,27 +96,6 @@ def test_tied_transposed_and_sliced_tensors_are_written_whole(spec: RunSpec, tmp
     for name, tensor in model.items():
         assert weights[name].dtype == tensor.dtype, name
         assert torch.equal(weights[name], tensor), name
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_a_malicious_one_refused(
-    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tests.unit.test_checkpoint import MARKER, edit_manifest, evil_pickle
-
-    monkeypatch.chdir(tmp_path)
-    run = write_model(spec, tmp_path, {"weight": torch.ones(1)})
-    state = tmp_path / "made/checkpoints/step-000000000001/state.pt"
-    whole = state.read_bytes()
-    state.write_bytes(whole[:-1])
-    assert main(["export", run, "--out", "m.safetensors"]) == 2
-    assert told(capsys)
-    state.write_bytes(evil_pickle())
-    files = json.loads((state.parent / "manifest.json").read_text())["files"]
-    entry = {"bytes": state.stat().st_size, "sha256": hashlib.sha256(state.read_bytes()).hexdigest()}
-    edit_manifest(state.parent, files=files | {"state.pt": entry})  # its checksum fits
-    assert main(["export", run, "--out", "m.safetensors"]) == 1
-    assert "state.pt" in told(capsys)
-    assert not Path(MARKER).exists()
 
 
 def test_neither_ray_nor_the_task_is_needed(spec: RunSpec, tmp_path: Path, command: Callable[..., Any]) -> None:

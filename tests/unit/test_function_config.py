@@ -173,7 +173,7 @@ def test_only_what_may_take_memory_separates_batch_sizes(user: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"finalists": {"count": 2}}, "repeats trials with other seeds, which a train_func is not given; remove it"),
+        ({"finalists": 2}, "repeats trials with other seeds, which a train_func is not given; remove it"),
         ({"space": {"train_loop_config.loader.rows": [0]}}, "must be a whole number of at least 1"),
         ({"space": {"global_batch_size": [8]}}, "name the function's own key with `keys`"),
         ({"space": {"keys.precision": ["train_loop_config.lr"]}}, "cannot vary inside a sweep"),

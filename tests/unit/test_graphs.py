@@ -24,7 +24,6 @@ from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
 from trainers.task import Task
-from tune.lanes.process_state import Baseline
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -202,17 +201,6 @@ def test_what_a_graph_writes_is_what_others_read() -> None:
     assert len(before) > 15
 
 
-def test_adam_is_capturable_only_while_captured() -> None:
-    """torch refuses to capture it otherwise; and outside, the flag would go into checkpoints."""
-    capture = Fake()
-    step = make(capture)
-    seen: list[bool] = []
-    capture.recording = lambda: seen.extend(group["capturable"] for group in step.optimizer.param_groups)
-    train(step, [[4]] * 5)
-    assert seen == [True]
-    assert [group["capturable"] for group in step.optimizer.param_groups] == [False]
-
-
 def test_a_loaded_checkpoint_does_not_take_the_learning_rate_away() -> None:
     """Loading replaces the tensors of the groups, and a graph reads the old ones."""
     capture, plain = Fake(), make(None)
@@ -236,14 +224,3 @@ def test_a_step_that_cannot_be_captured_is_an_error_with_torchs_reason() -> None
     assert "(CUDA error: operation not permitted when stream is capturing)" in text
     assert "set `cuda_graphs: false`" in text
     assert [group["capturable"] for group in step.optimizer.param_groups] == [False]
-
-
-def test_a_process_in_which_a_capture_failed_serves_no_other_trial() -> None:
-    """torch 2.11 leaves the pool of a failed capture open, and its random generators capturing."""
-    baseline, words = Baseline(CPU, []), "a capture of CUDA graphs that failed"
-    baseline.close()
-    train(make(Fake()), [[4]] * 5)
-    assert not any(words in left for left in baseline._remains())
-    with pytest.raises(ConfigError):
-        train(make(Fake(RuntimeError("CUDA error: operation not permitted when stream is capturing"))), [[4]] * 5)
-    assert any(words in left for left in baseline._remains())

@@ -188,7 +188,6 @@ def test_what_other_tools_have_is_a_key_here(model: type[Settings]) -> None:
 NODE = f"{TYPES}.gpu_spot"
 SHAPES: list[tuple[str, Change, str]] = [
     ("aws", put("provider.security_group", {"IpPermissions": ["22"]}), "provider.security_group.IpPermissions.0"),
-    ("aws", put("docker", {"image": "x", "container_name": "c", "run_options": [1]}), "docker.run_options.0"),
     ("aws", put(f"{NODE}.max_workers", 10**9), f"{NODE}.max_workers"),
     ("aws", put("max_workers", 10**12), "max_workers"),
     ("aws", put("head_node", "x"), "head_node"),
@@ -209,9 +208,8 @@ def test_a_cluster_file_of_any_shape(
     name: str, change: Change, field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = broken(name, change, tmp_path)
-    for command in (["validate", file], ["plan", file, "--workers=1", "--cpus-per-node=1"]):
-        assert cluster.__main__.main(command) == 2
-        assert f"{field}` " in one_sentence(capsys)
+    assert cluster.__main__.main(["validate", file]) == 2
+    assert f"{field}` " in one_sentence(capsys)
 
 
 def test_a_long_image_name_is_read_at_once(tmp_path: Path) -> None:

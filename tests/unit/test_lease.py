@@ -243,20 +243,6 @@ def test_the_holder_hears_that_it_has_lost_it_and_says_so(
     assert storage.names() == ([MARK, LEASE] if change is take else []), "what is another's is not deleted"
 
 
-@pytest.mark.parametrize("change", [take, empty])
-@pytest.mark.parametrize("error", [None, RuntimeError("the connection was closed by a peer")])
-def test_a_lost_lease_is_the_cause_of_whatever_else_went_wrong(
-    tmp_path: Path, change: Callable[[Storage], None], error: Exception | None
-) -> None:
-    storage = Storage(str(tmp_path / "run"))
-    with pytest.raises(LeaseError) as met, held(storage, MARK):  # noqa: PT012
-        storage.write(MARK, b"")
-        change(storage)
-        if error is not None:
-            raise error
-    assert met.value.__cause__ is error
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_nobody_heeds_gives_it_back(tmp_path: Path, number: signal.Signals) -> None:
     storage = Storage(str(tmp_path))

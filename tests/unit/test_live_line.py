@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainers import terminal
-from trainers.output import Output, Sender
+from trainers.output import Output
 from trainers.terminal import Course, TerminalConsole
 
 EACH_S, EVALUATION_S, INTERVAL, START_S = 0.5, 3.0, 40, 7.0
@@ -54,14 +54,6 @@ def test_the_rest_takes_as_long_as_what_was_with_its_evaluations(now: list[float
     assert course.left_s() == 0.0
 
 
-def test_a_group_that_starts_again_is_reckoned_anew(now: list[float]) -> None:
-    course = Course("run")
-    tell(course, 1000, 200)
-    course.take({"record": "start", "step": 160, "train_time_s": 80.0, "wall_time_s": 0.0, "total_steps": 1000})
-    assert course.left_s() is None
-    assert "step 160/1000 (16%)" in course.line().plain
-
-
 def test_the_line_has_what_is_known_and_no_more(now: list[float]) -> None:
     course = Course("digits\x1b[2J")
     assert course.line().plain == r"digits\x1b[2J  starting  for 0:00:00"
@@ -89,17 +81,3 @@ def test_what_is_no_json_is_told_as_null_and_no_secret_is(monkeypatch: pytest.Mo
     shown = capfd.readouterr()
     assert shown.out == '{"record": "train", "loss": null, "of": [null, 1, true, "***"]}\n'
     assert shown.err == "to standard error\n"
-
-
-def test_a_sender_whose_driver_is_gone_goes_on_taking_records() -> None:
-    sent: list[Any] = []
-
-    def send(records: list[dict[str, Any]]) -> None:
-        sent.append(records)
-        raise BrokenPipeError
-
-    sender = Sender(send)
-    sender({"step": 1})
-    sender.close()
-    sender({"step": 2})
-    assert sent == [[{"step": 1}]]

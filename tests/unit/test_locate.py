@@ -100,20 +100,6 @@ def test_an_installed_module_needs_no_directory(tmp_path: Path) -> None:
     assert task_path("json:Mine", None, tmp_path, "train.yaml") == [str(tmp_path)]
 
 
-def test_a_near_miss_is_named(tmp_path: Path) -> None:
-    folder = write(tmp_path / "user" / "digits_task.py")
-    with pytest.raises(ConfigError) as raised:
-        task_path("digit_task:Mine", None, folder, "train.yaml")
-    assert raised.value.field == "task"
-    assert "`digits_task:Mine`" in raised.value.fix
-
-
-@pytest.mark.parametrize("task", ["nowhere_at_all:Mine", "nowhere_at_all.sub.task:Mine", "json.nowhere:Mine"])
-def test_a_module_that_is_nowhere_is_a_config_error(tmp_path: Path, task: str) -> None:
-    with pytest.raises(ConfigError):
-        task_path(task, None, tmp_path, "train.yaml")
-
-
 def wrong(tmp_path: Path, name: str, cls: str, text: str = TASK, **args: object) -> str:
     add_to_path([str(write(tmp_path / "user" / f"{name}.py", text))])
     with pytest.raises(ConfigError) as raised:

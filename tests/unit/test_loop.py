@@ -225,16 +225,6 @@ def test_more_epochs_go_on_from_a_finished_run(unbroken: Path, tmp_path: Path) -
     assert_same_run(tmp_path / "grown", tmp_path / "long")
 
 
-def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path: Path) -> None:
-    first = train(tmp_path, epochs=1)
-    log, before = read_log(Storage(str(tmp_path))), weights(tmp_path)
-    second = train(tmp_path, epochs=1)
-    assert second.metrics == first.metrics
-    assert second.steps == first.steps
-    assert read_log(Storage(str(tmp_path))) == log
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights(tmp_path).items())
-
-
 class Poisoned(Tiny):
     """The loss is bad after so many good steps; needs one microbatch a step."""
 
@@ -316,16 +306,6 @@ def test_the_result_is_written_as_it_is_returned(tmp_path: Path) -> None:
 def test_checkpoints_are_written_when_they_are_due(tmp_path: Path, keep: dict[str, Any], expected: list[int]) -> None:
     train(tmp_path, checkpoint=keep)
     assert [int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").iterdir())] == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "steps"),
-    [({"epochs": 2}, 10), ({"epochs": 2, "drop_last": True}, 8), ({"max_steps": 7}, 7), ({"max_steps": 1}, 1)],
-)
-def test_the_number_of_steps(tmp_path: Path, changes: dict[str, Any], steps: int) -> None:
-    result = train(tmp_path, **changes)
-    assert result.steps == steps
-    assert [step for step, _, _ in curve(tmp_path)] == list(range(1, steps + 1))
 
 
 class Counting(Tiny):

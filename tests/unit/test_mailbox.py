@@ -60,14 +60,6 @@ async def end_of(mailbox: Mailbox, ticket: str, index: int = 0) -> dict[str, Any
     return event.outcome
 
 
-@asynchronous
-async def test_trials_come_in_the_order_of_their_submission_to_lanes_that_wait(mailbox: Mailbox) -> None:
-    waiting = asyncio.create_task(mailbox.take(0, 60))
-    await submit(mailbox, "a", "b", "c")
-    assert await waiting == assignment("a")
-    assert [await taken(mailbox, lane) for lane in (1, 0, 1)] == ["b", "c", None]
-
-
 def test_no_trial_is_lost_or_taken_twice() -> None:
     """Many lanes with tiny waits: what is submitted is taken, by somebody, once."""
 
@@ -168,19 +160,6 @@ async def test_a_hang_waits_for_what_the_other_ranks_say(mailbox: Mailbox) -> No
     assert "stack of 1" in outcome["traceback"]
 
 
-def test_a_rank_that_cannot_say_where_it_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tune.lanes.mailbox.GRACE_S", 0.05)
-
-    async def main() -> None:
-        mailbox = Mailbox()
-        await submit(mailbox, "a")
-        await taken(mailbox)
-        await mailbox.hung(0, "a", RunFailedError("hung", "rank 1 in setup", 2.0), "stack of 1", 2)
-        assert (await end_of(mailbox, "a"))["message"] == "rank 1 in setup"
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
 @asynchronous
 async def test_a_cancelled_trial_never_starts_and_stops_at_its_next_report(mailbox: Mailbox) -> None:
     await submit(mailbox, "a", "b", "c")
@@ -225,19 +204,6 @@ async def test_closing_sends_every_lane_home_and_stops_what_runs(mailbox: Mailbo
 
 
 @asynchronous
-async def test_a_broken_sweep_ends_every_trial_with_its_words(mailbox: Mailbox) -> None:
-    await submit(mailbox, "done", "running", "queued")
-    await taken(mailbox)
-    await mailbox.end(0, "done", {"status": "done"})
-    await taken(mailbox)
-    await mailbox.close(broken="all lanes are gone")
-    await submit(mailbox, "late")
-    for ticket in ("running", "queued", "late"):
-        assert await end_of(mailbox, ticket) == {"status": "error", "message": "all lanes are gone"}
-    assert await end_of(mailbox, "done") == DONE
-
-
-@asynchronous
 async def test_no_trial_ends_before_the_expected_ones_are_here(mailbox: Mailbox) -> None:
     """Of two that end at once Tune would drop an actor."""
     for name in ("a", "b"):
@@ -258,14 +224,6 @@ async def test_no_trial_ends_before_the_expected_ones_are_here(mailbox: Mailbox)
     await mailbox.end(0, "c", {"status": "done"})
     mailbox.hold_s = WAIT_S
     assert await end_of(mailbox, "c") == DONE, "nor do they wait for ever"
-
-
-@asynchronous
-async def test_the_driver_hears_how_far_the_lanes_are(mailbox: Mailbox) -> None:
-    await mailbox.note_start(1, "reservation", "first group")
-    await mailbox.note_start(1, "reservation", "after a restart")
-    assert await mailbox.starts("reservation") == {1: "after a restart"}
-    assert not await mailbox.starts("workers")
 
 
 @asynchronous
@@ -295,20 +253,6 @@ async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox: Mailbox) 
     assert await end_of(mailbox, "t/2") == DONE
     await mailbox.forget("t")
     assert await mailbox.heard("t") == []
-
-
-@asynchronous
-async def test_lanes_that_start_again_are_counted_and_said_once(mailbox: Mailbox) -> None:
-    for lane, trial in ((0, "a"), (1, "b"), (0, "c")):
-        await mailbox.hello(lane)
-        await mailbox.starts_again(lane, "a thread", trial)
-    await mailbox.lost(1)  # as the controller hears of it
-    for lane in (0, 1, 0):  # the last one: isolation fresh, a group that has ended
-        await mailbox.hello(lane)
-    await mailbox.lost(0)
-    await mailbox.hello(0)
-    assert [why for _, why in await mailbox.restarts()] == ["a thread"] * 3 + ["its workers died"]
-    assert len([note for note in (await mailbox.watch())["notes"] if "left behind" in note]) == 1
 
 
 def with_refuge(tmp_path: Path, test: Callable[[Mailbox, Storage], Coroutine[Any, Any, None]]) -> None:
@@ -346,18 +290,5 @@ def test_a_trial_whose_node_is_taken_away_goes_on_from_what_it_kept(tmp_path: Pa
         assert (once_more.ticket, once_more.source) == ("t/1", refuge.uri), "what was kept is still there"
         await mailbox.end(0, "t/1", {"status": "done"})
         assert not refuge.exists(), "it is deleted with its end"
-
-    with_refuge(tmp_path, test)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_what_a_stopped_trial_has_kept_is_deleted(tmp_path: Path, when: str) -> None:
-    async def test(mailbox: Mailbox, refuge: Storage) -> None:
-        if when == "before":
-            await mailbox.cancel("t/1")
-        await mailbox.hand_back(0, "t/1", "step 12 is kept")
-        await mailbox.cancel("t/1")
-        assert not refuge.exists()
-        assert await mailbox.take(1, WAIT_S) is None, "it does not go on"
 
     with_refuge(tmp_path, test)

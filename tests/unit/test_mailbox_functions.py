@@ -90,18 +90,3 @@ async def test_a_function_that_fails_starts_again_as_often_as_it_may(mailbox: Ma
     assert await taken(mailbox) is None
     [end] = await mailbox.heard("a")
     assert end.outcome == {"status": "error", "message": "rank 0", "lane": 0}
-
-
-@asynchronous
-async def test_a_batch_as_large_as_one_that_did_not_fit_is_refused(mailbox: Mailbox) -> None:
-    await mailbox.hello(0, "cpu, 8 GiB")
-    await mailbox.submit(assignment("a", rows=64, failures=3))
-    assert await taken(mailbox) == "a"
-    await mailbox.observe(0, "a", 64, False)
-    await mailbox.end(0, "a", {"status": "out_of_memory", "message": "it did not fit"})
-    for ticket, rows in (("larger", 128), ("smaller", 32)):
-        await mailbox.submit(assignment(ticket, rows))
-    assert await taken(mailbox) == "smaller"
-    [end] = await mailbox.heard("larger")
-    assert end.outcome is not None
-    assert end.outcome["status"] == "out_of_memory"

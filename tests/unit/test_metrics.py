@@ -55,17 +55,6 @@ def test_the_interval_is_that_of_a_mean(time: Time) -> None:
     assert speed.step_time_ci95_s == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)  # Student, 3 degrees
 
 
-@pytest.mark.parametrize(("count", "noise_s", "settled"), [(29, 0.0, False), (30, 0.0, True), (40, 0.2, False)])
-def test_enough_steps_of_one_length_settle_the_throughput(
-    time: Time, count: int, noise_s: float, settled: bool
-) -> None:
-    clock = StepClock(CPU)
-    steps(clock, time, [9.0] * WARMUP_STEPS + [1.0 + noise_s * (index % 3) for index in range(count)])
-    speed = clock.throughput()
-    assert speed is not None
-    assert speed.settled == settled
-
-
 def test_time_between_spans_is_no_training(time: Time) -> None:
     clock = StepClock(CPU)
     for _ in range(WARMUP_STEPS + 2):

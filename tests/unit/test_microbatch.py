@@ -19,7 +19,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trainers.devices.group import Group
 from trainers.model.precision import resolve_precision
-from trainers.step import microbatch
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch, fewest_parts
 from trainers.task import Task
@@ -194,22 +193,6 @@ def test_the_optimizers_own_memory_counts() -> None:
     task, model = Hungry(1000), Net()
     optimizer = Large([parameter for parameter in model.parameters() if parameter.requires_grad])
     assert choose(task, "auto", 32, model, optimizer) == 8
-
-
-def test_a_size_fits_only_where_a_little_is_left_unless_there_is_none_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def take_spare(device: torch.device) -> None:
-        asked.append(1)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB")
-
-    monkeypatch.setattr(microbatch, "take_spare", take_spare)
-    task, model = Hungry(1000), nn.Linear(4, 2)  # no BatchNorm, which refuses a single sample by itself
-    assert choose(task, "auto", 4, model) == 1
-    assert sizes(task) == [1]
-    asked_for, task = len(asked), Hungry(1000)
-    assert choose(task, 32, 32, model) == 32
-    assert len(asked) == asked_for, "a size that the user has chosen is taken as it is"
 
 
 @pytest.mark.parametrize("share", [*range(1, 60), 96, 1000])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.test_loop import PER_EPOCH, SAMPLES, train
-from trainers.loop.monitor import COMPARE_EVERY_S, BackwardTimer, Monitor
+from trainers.loop.monitor import BackwardTimer, Monitor
 from trainers.measure.clock import WARMUP_STEPS, StepClock
 from trainers.measure.run_log import read_log
 from trainers.model.precision import resolve_precision
@@ -78,16 +78,6 @@ def test_mfu_where_the_peak_is_known() -> None:
     assert watch.mfu(clock.throughput().samples_per_s) == pytest.approx(0.1, rel=0.01)
 
 
-def test_ranks_are_compared_by_the_shared_clock_alone() -> None:
-    clock, group = Clock(CPU), Ranks()
-    watch = monitor(clock, group)
-    found = [watch.compare(elapsed_s) is not None for elapsed_s in (0.0, 9.9, 10.0, 10.1, 19.9, 25.0, 34.9, 35.0)]
-    assert found == [False, False, True, False, False, True, False, True]
-    assert group.gathers == 3
-    single = monitor(clock)
-    assert single.compare(COMPARE_EVERY_S) is None
-
-
 def test_a_comparison_is_about_the_steps_since_the_last(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock(CPU)
     watch = monitor(clock, Ranks(data_wait_share=0.5))
@@ -106,20 +96,6 @@ def test_a_comparison_is_about_the_steps_since_the_last(caplog: pytest.LogCaptur
         "ranks: rank 0 has no sample in 100% of its steps: the global batch is too small for all ranks",
         "ranks: rank 1 has no sample in 100% of its steps: the global batch is too small for all ranks",
     ], "each once"
-
-
-def test_the_result_leaves_the_warm_up_out() -> None:
-    clock = Clock(CPU)
-    watch = monitor(clock)
-    clock.steps(5, 60.0)
-    watch.window()
-    clock.steps(10, 1.0)
-    watch.window()
-    (row,) = watch.finish()
-    assert (row["steps"], row["step_time_s"]) == (10, pytest.approx(1.0, rel=0.01))
-    short = monitor(clock)
-    short.window()
-    assert short.finish()[0]["steps"] == 15, "all of them, when there are no more"
 
 
 class Now:

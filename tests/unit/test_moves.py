@@ -82,22 +82,6 @@ def test_the_next_copy_begins_before_the_step_at_hand() -> None:
     assert ", ".join(traced(ahead=True)) == expected
 
 
-def test_only_loaders_with_processes_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    def spy(batches: Iterator[Batch], device: torch.device, ahead: bool) -> Iterator[Batch]:
-        seen.append(ahead)
-        return batches
-
-    monkeypatch.setattr("trainers.data.feed.to_device", spy)
-    for workers in (0, 1):
-        config = DataConfig(num_workers=workers, resident=False)
-        feed = task_feed(TensorDataset(torch.ones(4, 2)), Task(), config, CPU, sharers=1, seed=0)
-        assert len(list(feed.batches([torch.arange(2)], training=True))) == 1
-        feed.close()
-    assert seen == [False, True]
-
-
 @pytest.mark.parametrize(
     "batch",
     [

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 import tests.unit.test_predict as predicted
-from tests.unit.test_loop import Context, Power, Tiny, config, curve, evaluations, train, weights
+from tests.unit.test_loop import Context, Tiny, config, curve, evaluations, train, weights
 from trainers.errors import ConfigError
 from trainers.loop.fit import fit
 
@@ -32,14 +32,6 @@ def test_it_trains_as_with_one(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert (result.status, set(result.metrics)) == ("done", {"train_loss"})
     before, after = weights(tmp_path / "with"), weights(tmp_path / "without")
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_it_resumes(tmp_path: Path) -> None:
-    train(tmp_path / "unbroken", Unseen())
-    with pytest.raises(Power):
-        fit(Unseen(), config(), Context(tmp_path / "cut", cut_at_step=7))
-    train(tmp_path / "cut", Unseen())
-    assert curve(tmp_path / "cut") == curve(tmp_path / "unbroken")
 
 
 def test_the_best_checkpoint_is_refused(tmp_path: Path) -> None:

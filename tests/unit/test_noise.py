@@ -64,7 +64,7 @@ def _in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise_scale, "EVERY_STEPS", 1)
 
 
-@pytest.mark.parametrize(("sizes", "scale"), [([16, 16], 1.0), ([24, 8, 8], 1.0), ([16, 16], 1024.0)])
+@pytest.mark.parametrize(("sizes", "scale"), [([24, 8, 8], 1.0), ([16, 16], 1024.0)])
 def test_microbatches_give_the_analytic_noise_scale(sizes: list[int], scale: float) -> None:
     assert measured(Group(0, 1, torch.device("cpu")), sizes, scale) == pytest.approx(NOISE_SCALE, rel=0.2)
 
@@ -74,6 +74,7 @@ def on_rank(rank: int, world_size: int) -> float | None:
     return measured(Group(rank, world_size, torch.device("cpu")), [16], steps=800)
 
 
+@pytest.mark.full
 def test_ranks_give_it_too_and_agree(tmp_path: Path) -> None:
     first, second = run_processes(2, on_rank, tmp_path)
     assert first == second == pytest.approx(NOISE_SCALE, rel=0.2)
@@ -99,7 +100,9 @@ def test_a_gradient_that_is_not_finite_does_not_count() -> None:
     assert noise.take() == pytest.approx(3.52 / 0.56)
 
 
-@pytest.mark.parametrize(("run", "workers", "microbatch"), [(run_local, 1, 6), (run_spawn, 2, "auto")])
+@pytest.mark.parametrize(
+    ("run", "workers", "microbatch"), [(run_local, 1, 6), pytest.param(run_spawn, 2, "auto", marks=pytest.mark.full)]
+)
 def test_a_run_logs_it_and_trains_the_same_bits(
     run: Callable[[RunSpec], RunResult], workers: int, microbatch: int | str, tmp_path: Path
 ) -> None:

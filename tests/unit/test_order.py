@@ -160,8 +160,8 @@ def test_what_keeps_no_order_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("then", "now"), [
-    ({"data": {"shuffle": False}}, {}),
-    ({}, {"data": {"shuffle": False}}),
+    ({"sampler": range(SAMPLES)}, {}),
+    ({}, {"sampler": range(SAMPLES)}),
     ({"sampler": WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)},
      {"sampler": WeightedRandomSampler(WEIGHTS.tolist(), SAMPLES)}),
 ])  # fmt: skip

@@ -238,7 +238,6 @@ def apart(self: Task, model: Any, batch: Any, phase: str) -> Tensor:
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optimizer": shared}, {}, r"has parameter `critic.0.weight` in both one and other"),
-    ({"optimizer": lambda self, model, config: {}}, {}, "has no optimizer"),
     ({"optimizer": lambda self, model, config: {"one": 1}}, {}, "must be an optimizer by its name"),
     ({"optimizer": frozen}, {}, "`Given.optimizer.*` is .critic., but has no parameter that requires a gradient"),
     (
@@ -247,15 +246,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "`Given.training_step.*` is .generator., but gives a loss that depends on no",
     ),
     ({"phases": lambda self, step: ["critic", "critics"]}, {}, r"phases\(0\).* among critic, generator"),
-    ({"phases": lambda self, step: "critic"}, {}, r"`Given.phases\(0\)` is .critic., but must be .* in a sequence"),
-    ({"phases": lambda self, step: ["critic"] * 2}, {}, "must be different ones"),
     ({"phases": lambda self, step: ["critic"] if step < 2 else []}, {}, r"phases\(2\)"),
     ({"dataset": lambda self, split: Adversarial.dataset(self, "train")}, {}, r"has no loss\(\) for the samples"),
     ({}, {"strategy": "fsdp"}, r"`strategy` is .fsdp., but is for steps of one loss, and Given defines"),
-    ({}, {"strategy": "dp"}, "`strategy` is .dp."),
     ({}, {"noise_scale": True}, "`noise_scale` is true"),
-    ({}, {"ddp": {"static_graph": True}}, "`ddp.static_graph` is true"),
-    ({}, {"ddp": {"compression": "bf16"}}, "`ddp.compression` is .bf16."),
+    ({}, {"communication": "bf16"}, "`communication` is .bf16."),
     ({}, {"cuda_graphs": True, "device": "auto"}, "`cuda_graphs` is true"),
 ]
 

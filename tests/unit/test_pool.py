@@ -90,15 +90,6 @@ def test_a_lane_of_a_proven_function_is_waited_for(removed: list[Group]) -> None
     assert run(steps) == (1, False)
 
 
-def test_lanes_without_a_place_end_first(removed: list[Group]) -> None:
-    async def steps(pool: Pool) -> list[bool]:
-        pool._begin(SHAPE)
-        await pool.close()
-        return [group.future.done() and not group.future.cancelled() for group in removed]
-
-    assert run(steps) == [False, True]
-
-
 def test_a_trial_ends_once_as_many_as_are_expected_have_begun(removed: list[Group]) -> None:
     async def steps(pool: Pool) -> list[bool]:
         await pool.enter("first")

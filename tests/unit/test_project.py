@@ -14,8 +14,6 @@ from tests.specs import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 WORKFLOWS = sorted((REPOSITORY / ".github/workflows").glob("*.yml"))
-FORMS = sorted(path for path in (REPOSITORY / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
-FIELDS = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
 
 
 def test_the_version_is_one() -> None:
@@ -26,20 +24,6 @@ def test_the_version_is_one() -> None:
         "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"
     }  # fmt: skip
     assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == PROJECT["version"]
-
-
-def test_it_can_be_cited() -> None:
-    """Schema 1.2.0 of the Citation File Format: what it requires, and no key that it does not know."""
-    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors"} <= set(citation)
-    known = "abstract authors cff-version commit contact date-released doi identifiers keywords license license-url"
-    known += (
-        " message preferred-citation references repository repository-artifact repository-code title type url version"
-    )
-    assert set(citation) <= set(known.split())
-    assert citation["cff-version"] == "1.2.0"
-    assert citation["license"] == PROJECT["license"]
-    assert all("name" in author or "family-names" in author for author in citation["authors"])
 
 
 def steps(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -77,15 +61,3 @@ def test_only_publishing_gets_an_identity_and_it_needs_the_environment() -> None
     assert not any("run" in step or "checkout" in step["uses"] for step in publish["steps"]), (
         "no code of a package runs"
     )
-
-
-@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
-def test_an_issue_form_is_one(path: Any) -> None:
-    form = yaml.safe_load(path.read_text())
-    assert {"name", "description", "body"} <= set(form)
-    ids = [part["id"] for part in form["body"] if part["type"] != "markdown"]
-    assert len(set(ids)) == len(ids)
-    for part in form["body"]:
-        assert part["type"] in FIELDS
-        assert part["attributes"]["value" if part["type"] == "markdown" else "label"]
-        assert part["type"] != "dropdown" or len(set(part["attributes"]["options"])) > 1

@@ -243,14 +243,6 @@ def test_a_notebook_s_class_trains_from_the_file_that_it_is_written_to(notebook:
         train(RUN, task=cells.Silent)
 
 
-def test_a_notebook_s_class_that_has_changed_is_another_task(notebook: Any) -> None:
-    first = plain(notebook(NOTEBOOK).Mine, "train()", [])
-    assert (
-        plain(notebook(NOTEBOOK.replace("def loss", "\n    # as before\n    def loss", 1)).Mine, "train()", []) == first
-    )
-    assert plain(notebook(NOTEBOOK.replace("return 2", "return 3")).Mine, "train()", []) != first
-
-
 def test_a_script_s_class_is_imported_from_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "my_script.py"
     script.write_text("class Mine: pass\n")

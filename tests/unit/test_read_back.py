@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.specs import make
-from tests.unit.report_records import ENVIRONMENT, TRAIN, config, done, failed
+from tests.unit.report_records import done
 from tests.unit.test_loop import train
 from trainers.context import RunContext
 from trainers.errors import CheckpointError, StorageError
@@ -22,8 +20,7 @@ from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
 from trainers.step.ceiling import read_ceiling
 from trainers.storage import Storage
-from tune.report.table import table
-from tune.report.write import read_environment, write_report
+from tune.report.write import read_environment
 from tune.trials.journal import Journal, read_boundary
 from tune.trials.live import read_live
 
@@ -39,59 +36,6 @@ def seen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
     monkeypatch.setattr(logging.getLogger("trainers"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("tune"), "propagate", True)
     return caplog
-
-
-def attempt(read: Callable[[], T]) -> tuple[T | None, str]:
-    """What is read, or the one sentence of why not."""
-    try:
-        return read(), ""
-    except CheckpointError as error:
-        words = str(error)
-    assert "\n" not in words
-    return None, words
-
-
-def swapped(tree: Any) -> list[Any]:
-    """The tree with each of its values, to the third level, replaced by each wrong one, or taken away."""
-    found: list[Any] = []
-
-    def walk(path: list[Any], value: Any) -> None:
-        for wrong in [*WRONG, ...]:
-            changed = copy.deepcopy(tree)
-            holder = changed
-            for key in path[:-1]:
-                holder = holder[key]
-            if wrong is ...:
-                del holder[path[-1]]
-            else:
-                holder[path[-1]] = wrong
-            found.append(changed)
-        if len(path) < 3 and isinstance(value, (dict, list)):
-            inner = value.items() if isinstance(value, dict) else enumerate(value[:1])
-            for key, one in inner:
-                walk([*path, key], one)
-
-    for key, value in tree.items():
-        walk([key], value)
-    return found
-
-
-def test_a_record_of_any_shape_is_refused_or_reported(tmp_path: Path) -> None:
-    whole = asdict(done()[0])
-    records, reported = done()[1:3] + failed()[:2], []
-    sweep = Storage(str(tmp_path))
-    journal = Journal(sweep)
-    journal.append(done()[0])
-    for tree in swapped(whole | {"curve": whole["curve"][-2:]}):
-        (tmp_path / f"trials/{whole['id']}.json").write_text(json.dumps(tree))
-        found, words = attempt(journal.records)
-        reported += found or []
-        assert found or f"{whole['id']}.json" in words
-    assert len(reported) > 50
-    for at in range(0, len(reported), 20):
-        several = [*records, *reported[at : at + 20]]
-        answer = write_report(sweep, config(), TRAIN, several, ENVIRONMENT, task_dir=None)
-        assert table(config(), several, answer) is not None
 
 
 @pytest.mark.parametrize(

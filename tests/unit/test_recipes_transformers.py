@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,21 +168,6 @@ def test_hidden_words_are_the_same_after_a_resume(tmp_path: Path) -> None:
         fit(Collated("masked"), settings, Context(tmp_path / "cut", cut_at_step=8))
     fit(Collated("masked"), settings, Context(tmp_path / "cut"))
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
-
-
-class PerSample(Collated):
-    """Says nothing of tokens, although its loss is a mean over them."""
-
-    weight = Task.weight
-
-
-def test_flattened_samples_that_are_not_weighed_by_tokens_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A batch is [1, tokens], so that its first dimension counts no samples: they are counted as dealt."""
-    with caplog.at_level(logging.WARNING):
-        curve(PerSample("flattened"), tmp_path, 2, epochs=1)
-    assert "loss() is no mean over weight()" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["tokens", "flattened"])

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from tests.unit.test_checkpoint import edit_manifest, flip_a_bit
 from trainers.checkpoint.manifest import Manifest, folder_name, rank_file, shard_file
-from trainers.checkpoint.row_shards import FORMATS, Cut, TensorFile, cut_rows, write_tensors
+from trainers.checkpoint.row_shards import FORMATS, Cut, cut_rows, write_tensors
 from trainers.checkpoint.store import Archive
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, StorageError
+from trainers.errors import CheckpointError
 from trainers.storage import Storage
 
 CPU = torch.device("cpu")
@@ -131,26 +131,6 @@ def test_writing_takes_no_memory_of_the_size_of_the_state(tmp_path: Path) -> Non
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     Archive(Storage(str(tmp_path))).write_rows(NAME, shard_file(0), rows)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 30 << 10
-
-
-def test_a_read_that_is_cut_off_is_tried_again(
-    state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, state, 3)
-    read, failures = TensorFile.read_rows, iter([True, False, True, True])
-
-    def flaky(file: TensorFile, *args: Any) -> None:
-        if next(failures, False):
-            raise OSError("injected: cut off")
-        read(file, *args)
-
-    monkeypatch.setattr("trainers.storage._WAITS_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(TensorFile, "read_rows", flaky)
-    same(read_model(Archive(Storage(str(tmp_path)))), state["model"])
-
-    monkeypatch.setattr(TensorFile, "read_rows", lambda *args: (_ for _ in ()).throw(OSError("injected: gone")))
-    with pytest.raises(StorageError):
-        read_model(Archive(Storage(str(tmp_path))))
 
 
 def test_a_flipped_byte_is_found_by_the_rank_whose_file_it_is(state: dict[str, Any], tmp_path: Path) -> None:

@@ -6,18 +6,19 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.specs import read_spec
 from trainers.checkpoint.manifest import FileEntry, Manifest, folder_name
 from trainers.config import TrainConfig
 from trainers.config.yaml import dump_yaml, parse_mapping
-from trainers.errors import ConfigError, LeaseError, StorageError
+from trainers.errors import ConfigError, StorageError
 from trainers.launch.run_directory import check_kept, prepare_storage
-from trainers.launch.spec import MARK, RunSpec, check_precision, read_file, read_spec, torchrun_world_size
+from trainers.launch.spec import MARK, RunSpec, check_precision, read_file, torchrun_world_size
 from trainers.lease import LEASE, held
 from trainers.measure.result import RunResult
 
@@ -263,10 +264,3 @@ def test_a_live_run_is_neither_started_again_nor_deleted(user: Path, capsys: pyt
             [line] = capsys.readouterr().err.splitlines()
             assert f"is in use: process {os.getpid()} on " in line
         assert (spec.storage.read(LEASE), spec.storage.names()) == before
-
-
-def test_workers_carry_the_token(user: Path) -> None:
-    spec = replace(read(user), token="mine")  # noqa: S106
-    for crossed in (pickle.loads(pickle.dumps(spec)), RunSpec(**asdict(spec))):  # noqa: S301
-        with pytest.raises(LeaseError):
-            crossed.storage.write("file", b"")

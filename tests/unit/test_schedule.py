@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,21 @@ BY_NAME: dict[str, dict[str, Any]] = {
     "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3},
     "OneCycleLR": {"max_lr": 0.5, "total_steps": STEPS},
 }
-SGD_CONFIG = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
+SGD_CONFIG = {"name": "sgd", "lr": 0.05, "args": {"momentum": 0.9}}
 
 
-def schedule(name: str, **more: Any) -> dict[str, Any]:
-    return {"lr_schedule": {"name": name, "args": BY_NAME[name], **more}, "optimizer": SGD_CONFIG}
+OWN: dict[str, Any] = {"lr_schedule": {}, "optimizer": SGD_CONFIG}
+
+
+class Named(Tiny):
+    """Brings a scheduler of torch's by its name."""
+
+    def __init__(self, name: str, every: Any = "step", **options: Any) -> None:
+        super().__init__()
+        self.name, self.every, self.options = name, every, options or BY_NAME[name]
+
+    def schedule(self, optimizer: Optimizer, config: TrainConfig) -> Any:
+        return getattr(lr_scheduler, self.name)(optimizer, **self.options), self.every
 
 
 def plain(name: str, every: str, kind: type[Optimizer] = SGD, **options: Any) -> list[dict[str, Any]]:
@@ -56,7 +67,7 @@ def plain(name: str, every: str, kind: type[Optimizer] = SGD, **options: Any) ->
 @pytest.mark.parametrize("every", ["step", "epoch"])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_rates_are_those_of_a_plain_loop(name: str, every: str, tmp_path: Path) -> None:
-    train(tmp_path, **schedule(name, every=every), checkpoint={"every_steps": 99})
+    train(tmp_path, Named(name, every), **OWN, checkpoint={"every_steps": 99})
     expected = plain(name, every, momentum=0.9)
     assert [lr for _, lr, _ in curve(tmp_path)] == [group["lr"] for group in expected]
     state = torch.load(tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True)
@@ -89,7 +100,7 @@ class Chosen(Tiny):
 
 
 def test_the_tasks_own(tmp_path: Path) -> None:
-    train(tmp_path, Chosen("lambda"), lr_schedule={"every": "step"}, checkpoint={"every_steps": 99})
+    train(tmp_path, Chosen("lambda"), lr_schedule={}, checkpoint={"every_steps": 99})
     assert [lr for _, lr, _ in curve(tmp_path)] == [0.5 * 0.5**n for n in range(STEPS)]
     state = torch.load(tmp_path / f"checkpoints/step-{STEPS:012d}/state.pt", weights_only=True)
     assert [group["lr"] for group in state["optimizer"]["param_groups"]] == [
@@ -97,21 +108,25 @@ def test_the_tasks_own(tmp_path: Path) -> None:
     ]
 
 
-PLATEAU = {"name": "ReduceLROnPlateau", "args": {"patience": 0, "factor": 0.5, "threshold": 0.3}}
+PLATEAU = {"patience": 0, "factor": 0.5, "threshold": 0.3}
+
+
+def plateau() -> Named:
+    return Named("ReduceLROnPlateau", **PLATEAU)
 
 
 @pytest.mark.parametrize(
     ("task", "changes"),
     [
-        (Chosen, {"lr_schedule": {"every": "step"}}),
-        (Tiny, schedule("OneCycleLR", every="step")),
-        (Tiny, schedule("CyclicLR", every="step", warmup=3)),
-        (Tiny, schedule("MultiStepLR", every="epoch")),
-        (Tiny, {"lr_schedule": PLATEAU, "evaluate": {"every_steps": 2}}),
+        (Chosen, OWN),
+        (lambda: Named("OneCycleLR"), OWN),
+        (lambda: Named("CyclicLR"), OWN | {"lr_schedule": {"warmup": 3}}),
+        (lambda: Named("MultiStepLR", "epoch"), OWN),
+        (plateau, OWN | {"evaluate": {"every_steps": 2}}),
     ],
 )
 @pytest.mark.parametrize("at", [3, 10])
-def test_a_resume_is_bit_equal(task: type[Tiny], changes: dict[str, Any], at: int, tmp_path: Path) -> None:
+def test_a_resume_is_bit_equal(task: Callable[[], Tiny], changes: dict[str, Any], at: int, tmp_path: Path) -> None:
     train(tmp_path / "whole", task(), **changes)
     with pytest.raises(Power):
         fit(task(), config(**changes), Context(tmp_path / "cut", cut_at_step=at))
@@ -122,10 +137,10 @@ def test_a_resume_is_bit_equal(task: type[Tiny], changes: dict[str, Any], at: in
 
 def test_a_plateau_is_one_of_the_evaluations(tmp_path: Path) -> None:
     context = Context(tmp_path)
-    fit(Tiny(), config(lr_schedule=PLATEAU, optimizer=SGD_CONFIG, evaluate={"every_steps": 2}), context)
+    fit(plateau(), config(**OWN, evaluate={"every_steps": 2}), context)
     figures = [row["val_loss"] for row, kept in context.reports if kept is None]
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.05)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **PLATEAU["args"])
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **PLATEAU)
     rates = []
     for step in range(1, STEPS + 1):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -135,7 +150,7 @@ def test_a_plateau_is_one_of_the_evaluations(tmp_path: Path) -> None:
     assert rates[0] > rates[-1]
 
 
-class Unseen(Tiny):
+class Unseen(Named):
     def dataset(self, split: str) -> Dataset[Any] | None:
         return super().dataset(split) if split == "train" else None
 
@@ -143,15 +158,10 @@ class Unseen(Tiny):
 @pytest.mark.parametrize(
     ("task", "chosen", "field"),
     [
-        (Tiny(), {"name": "StepLR", "args": {"step_size": 1}}, "lr_schedule.every"),
-        (Tiny(), {"name": "StepLR", "every": "step"}, "lr_schedule.args"),
-        (Tiny(), {"name": "cosine", "args": {"T_max": 2}}, "lr_schedule.args"),
-        (Tiny(), {"name": "cosine", "every": "step"}, "lr_schedule.every"),
-        (Tiny(), {**PLATEAU, "every": "step"}, "lr_schedule.every"),
-        (Unseen(), PLATEAU, "lr_schedule.name"),
+        (Unseen("ReduceLROnPlateau", **PLATEAU), {}, "schedule()"),
         (Chosen(), {"name": "linear"}, "lr_schedule.name"),
-        (Chosen(), {}, "lr_schedule.every"),
-        (Chosen("another"), {"every": "step"}, "schedule()"),
+        (Named("StepLR", "batch"), {}, "schedule()"),
+        (Chosen("another"), {}, "schedule()"),
     ],
 )
 def test_mistakes(task: Task, chosen: dict[str, Any], field: str) -> None:
@@ -161,19 +171,17 @@ def test_mistakes(task: Task, chosen: dict[str, Any], field: str) -> None:
 
 
 def test_another_scheduler_does_not_go_on(tmp_path: Path) -> None:
-    train(tmp_path, **schedule("StepLR", every="epoch"))
-    with pytest.raises(CheckpointError, match="lr_schedule"):
-        fit(Tiny(), config(**schedule("ExponentialLR", every="epoch")), Context(tmp_path))
+    train(tmp_path, Named("StepLR", "epoch"), **OWN)
+    with pytest.raises(CheckpointError, match="schedule"):
+        fit(Named("ExponentialLR", "epoch"), config(**OWN), Context(tmp_path))
 
 
 def test_a_captured_step_takes_rates_but_no_momenta() -> None:
     step = make(Fake(), lambda parameters: SGD(parameters, lr=0.05, momentum=0.9, fused=True))
 
     def follow(name: str) -> None:
-        stand_in, chosen = StandIn(step.optimizer), config(**schedule(name, every="step"))
-        scheduler = Task().schedule(stand_in, chosen)
-        assert scheduler is not None
-        made = Schedule(scheduler, stand_in, chosen, STEPS)
+        stand_in = StandIn(step.optimizer)
+        made = Schedule(Named(name).schedule(stand_in, config()), stand_in, config(**OWN).lr_schedule, STEPS)
         made.stepped(1, ends_epoch=False)
         made.stepped(2, ends_epoch=False)
         step.follow(made, 2)
@@ -183,5 +191,5 @@ def test_a_captured_step_takes_rates_but_no_momenta() -> None:
     assert isinstance(rate, Tensor)
     assert float(rate) == pytest.approx(0.025)
     step.check_lr()
-    with pytest.raises(ConfigError, match=r"`cuda_graphs`.*cycle_momentum: false"):
+    with pytest.raises(ConfigError, match=r"`cuda_graphs`.*cycle_momentum=False"):
         follow("OneCycleLR")

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.specs import read_spec
 from trainers.causes import failure_of
 from trainers.errors import ConfigError, RunFailedError, StorageError, first_line, last_line, show
 from trainers.launch import local
 from trainers.launch.log import setup_logging
-from trainers.launch.spec import read_file, read_spec
+from trainers.launch.spec import read_file
 from trainers.redaction import redact
 from trainers.storage import Storage, storage_uri
 

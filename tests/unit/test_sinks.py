@@ -52,11 +52,6 @@ def test_numbers_are_scalars_and_nothing_else_is(tmp_path: Path, monkeypatch: py
     ]
 
 
-def test_without_the_key_there_are_none(tmp_path: Path) -> None:
-    train(tmp_path, epochs=1)
-    assert not (tmp_path / "tensorboard").exists()
-
-
 def test_a_run_and_its_curve(tmp_path: Path) -> None:
     train(tmp_path, epochs=2, tracking=["tensorboard"])
     for index, name in ((1, "lr"), (2, "train_loss")):
@@ -82,12 +77,3 @@ def test_after_a_power_cut_each_step_is_there_once(cut_at_step: int, tmp_path: P
     train(tmp_path, **changes)
     assert [step for step, _ in series(tmp_path, "train_loss")] == list(range(1, 11))
     assert [step for step, _ in series(tmp_path, "val_loss")] == [5, 10]
-
-
-def test_a_second_flush_at_a_step_adds_to_the_first(tmp_path: Path) -> None:
-    for name in ("train_loss", "val_loss"):
-        log = RunLog(Storage(str(tmp_path)), tensorboard=True)
-        log.cut(7)
-        log.add({"step": 7, name: 0.5})
-        log.flush(7)
-    assert series(tmp_path, "train_loss") == series(tmp_path, "val_loss") == [(7, 0.5)]

@@ -110,16 +110,6 @@ def test_a_service_in_trouble_is_asked_again_and_said_once(cloud: str, machine: 
     assert wait(cloud, machine)[0] is not None
 
 
-def test_ec2_gives_a_token_and_takes_it_away(machine: Machine) -> None:
-    service = SERVICES["aws"](machine.address)
-    assert service.notice() is service.notice() is None
-    assert [one.split()[0] for one in machine.asked] == ["PUT", "GET", "GET"], "one token for many looks"
-    machine.token += 1
-    preempt(machine)
-    assert service.notice() == Notice(AT_UNIX, "EC2's notice: terminate")
-    assert [one.split()[0] for one in machine.asked[3:]] == ["GET", "PUT", "GET"], "the same look, with a new token"
-
-
 def test_ec2_without_a_time_means_two_minutes(machine: Machine) -> None:
     machine.action = {"action": "hibernate"}
     notice = SERVICES["aws"](machine.address).notice()
@@ -201,27 +191,6 @@ def test_ray_is_asked_until_it_drains_the_node(
     assert main(["watch", "aws", "--node", NODE, "--address", machine.address]) == 0
     preemption = 2  # of Ray's DrainNodeReason
     assert asked == [(NODE, preemption, "EC2's notice: terminate", int(AT_UNIX * 1000))] * 3
-
-
-def test_a_deadline_that_is_over_is_no_endless_one(
-    raylet: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray takes a deadline of 0 for none, and time that is left is all that there is for trying again."""
-    deadlines: list[int] = []
-
-    class Client:
-        def __init__(self, address: str) -> None: ...
-
-        def drain_node(self, node: str, reason: int, words: str, deadline_ms: int, timeout: float) -> tuple[bool, str]:
-            deadlines.append(deadline_ms)
-            return False, "no"
-
-    monkeypatch.setattr(watch, "GcsClient", Client)
-    found = watch.find_raylet(NODE)
-    assert not watch.drain(found, Notice(0.0, "late"))
-    os.close(found.process)
-    [deadline_ms] = deadlines
-    assert deadline_ms > time.time() * 1000 - 30_000
 
 
 def test_the_autoscaler_ends_with_ray(raylet: subprocess.Popen[bytes], tmp_path: Path) -> None:

@@ -136,17 +136,6 @@ def test_gradients_of_captured_passes_add_up(sizes: list[int]) -> None:
     assert not torch.allclose(found[len(sizes), False], whole), "autograd has copied: nothing is shown"
 
 
-@pytest.mark.parametrize(("task", "data"), [(Regression(), regression_data())])
-def test_an_idle_rank_adds_neither_gradient_nor_loss(task: Task, data: Batch) -> None:
-    model = small_model()
-    step = make_step(model, task, SGD(model.parameters(), lr=0.1))
-    run_step(step, data, [6, 6], idle=True)
-    found = gradients(model)
-    assert len(found) == 4  # they are there: DDP reduces them
-    assert all(not gradient.any() for gradient in found)
-    assert step.take_loss() == 0.0
-
-
 class Decay(Optimizer):
     """An optimizer of a user's own: not fused, and it moves weights whatever the gradient is."""
 

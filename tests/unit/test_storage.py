@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pyarrow import fs
 
 from trainers.errors import CheckpointError, ConfigError, StorageError
 from trainers.storage import Storage, storage_uri
@@ -21,15 +19,6 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     monkeypatch.setattr("trainers.storage.time.sleep", found.append)
     return found
-
-
-def object_store(path: Path) -> Storage:
-    """Storage that is not local: pyarrow's streams, as with S3."""
-    storage = Storage("s3://bucket/run")
-    storage.__dict__["_resolved"] = (fs.SubTreeFileSystem(str(path), fs.LocalFileSystem()), "run")
-    (path / "run").mkdir()
-    assert not storage.is_local
-    return storage
 
 
 def files(path: Path) -> list[str]:
@@ -77,15 +66,6 @@ def test_a_write_that_breaks_off_leaves_no_trace(
         raise error
     assert files(tmp_path) == ([] if before is None else ["file"])
     assert before is None or storage.read("file") == before
-
-
-def test_an_object_store_keeps_no_half_file_either(tmp_path: Path) -> None:
-    storage = object_store(tmp_path)
-    storage.write("whole", b"1")
-    with pytest.raises(ValueError), storage.writer("half") as stream:  # noqa: PT012
-        stream.write(b"half")
-        raise ValueError
-    assert storage.names() == ["whole"]
 
 
 def failing_replace(monkeypatch: pytest.MonkeyPatch, times: int, number: int) -> list[str]:
@@ -176,34 +156,6 @@ def test_only_regular_files_are_read_and_only_small_ones(tmp_path: Path, waits: 
     with pytest.raises(CheckpointError):
         storage.read("small")
     assert waits == []
-
-
-@dataclasses.dataclass
-class Known:
-    number: int
-    figures: dict[str, float]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\xff",
-        b"[]",
-        b'{"number": 1}',
-        b'{"number": "a", "figures": {}}',
-        b'{"number": 1, "figures": {"a": NaN}}',
-        b'{"number": 1, "figures": {}, "more": 1}',
-        b'{"number": ' + b"9" * 400 + b', "figures": {}}',
-        b"[" * 1_000_000,
-    ],
-)
-def test_json_that_is_something_else_is_one_sentence(tmp_path: Path, data: bytes) -> None:
-    storage = Storage(str(tmp_path))
-    storage.write("file.json", data)
-    with pytest.raises(CheckpointError) as raised:
-        storage.read_json("file.json", Known)
-    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_what_a_dead_writer_left_aside_is_deleted_and_a_live_ones_is_not(tmp_path: Path) -> None:

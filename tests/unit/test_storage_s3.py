@@ -35,20 +35,20 @@ class Spoils:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[Spoils, s3.Noisy, str, str]]:
+def server() -> Iterator[tuple[Spoils, s3.Proxy, str, str]]:
     spoils = Spoils()
-    with s3.noisy_bucket(spoils) as (proxy, uri, direct):
+    with s3.bucket(spoils) as (proxy, uri, direct):
         yield spoils, proxy, uri, direct
 
 
 @pytest.fixture
-def spoils(server: tuple[Spoils, s3.Noisy, str, str]) -> Iterator[Spoils]:
+def spoils(server: tuple[Spoils, s3.Proxy, str, str]) -> Iterator[Spoils]:
     yield server[0]
     assert server[0].times == 0, "what was to be injected was not"
 
 
 @pytest.fixture
-def storage(server: tuple[Spoils, s3.Noisy, str, str], monkeypatch: pytest.MonkeyPatch) -> Storage:
+def storage(server: tuple[Spoils, s3.Proxy, str, str], monkeypatch: pytest.MonkeyPatch) -> Storage:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setattr("trainers.storage._WAITS_S", (0.0, 0.0, 0.0))
@@ -118,7 +118,7 @@ def test_looking_is_tried_again_too(storage: Storage, spoils: Spoils) -> None:
 
 
 def test_a_small_object_is_one_request(
-    storage: Storage, server: tuple[Spoils, s3.Noisy, str, str], monkeypatch: pytest.MonkeyPatch
+    storage: Storage, server: tuple[Spoils, s3.Proxy, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: Counter[str] = Counter()
     monkeypatch.setattr(server[1], "fault", lambda method, target: seen.update([method]) or "")

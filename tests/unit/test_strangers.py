@@ -113,16 +113,6 @@ def test_a_state_that_does_not_fit_is_named_and_the_one_before_is_used(
     assert_same_weights(tmp_path, ended)
 
 
-@pytest.mark.parametrize("name", ["another step", "a weight of another shape"])
-def test_where_none_fits_the_run_ends_and_keeps_them(name: str, ended: Path, tmp_path: Path) -> None:
-    copied(ended, tmp_path, (5, 10))
-    for step in (5, 10):
-        rewrite(tmp_path, step, STATES[name])
-    with pytest.raises(CheckpointError):
-        train(tmp_path, **KEEP)
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
-
-
 @pytest.mark.parametrize(
     "changes", [{"seed": 4}, {"optimizer": {"name": "adamw", "lr": 0.01}}, {"task_args": {"width": 3}}]
 )

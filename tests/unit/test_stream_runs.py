@@ -14,9 +14,8 @@ from tests.stream_tasks import Numbered
 from tests.tasks import Blobs
 from trainers.errors import ConfigError
 from trainers.inference.passes import Inference
-from trainers.launch.local import LocalContext, run_local
+from trainers.launch.local import run_local
 from trainers.launch.run_directory import prepare_storage
-from trainers.loop.fit import fit
 
 KINDS = ["numbered", "stateful", "generator"]
 
@@ -83,7 +82,6 @@ def test_a_stream_that_gives_others_goes_on_with_a_warning(
         ("epochs", {"max_steps": None, "epochs": 2}),
         ("evaluate.every_epochs", {"evaluate": {"every_epochs": 1}}),
         ("checkpoint.every_epochs", {"checkpoint": {"every_epochs": 1}}),
-        ("lr_schedule.every", {"lr_schedule": {"name": "StepLR", "args": {"step_size": 1}, "every": "epoch"}}),
     ],
 )
 def test_it_wants_steps_and_not_epochs(tmp_path: Path, field: str, given: dict[str, Any]) -> None:
@@ -98,14 +96,6 @@ def test_it_wants_steps_and_not_epochs(tmp_path: Path, field: str, given: dict[s
 def test_a_stream_that_ends_before_the_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         run_local(make(tmp_path, **changes("generator", max_steps=9)))
-
-
-def test_a_population_counts_epochs(tmp_path: Path) -> None:
-    spec = make(tmp_path, **changes("numbered"))
-    context = LocalContext(spec.storage, "local")
-    context.until_epoch = 1.0
-    with pytest.raises(ConfigError):
-        fit(spec.load_task(), spec.config, context)
 
 
 def test_it_cannot_be_resident(tmp_path: Path) -> None:

@@ -111,15 +111,6 @@ def test_the_defaults() -> None:
     task.setup()
 
 
-@pytest.mark.parametrize(("method", "args"), [("model", ()), ("dataset", ("train",)), ("loss", (None, None))])
-def test_what_must_be_defined_is_named(method: str, args: tuple[Any, ...]) -> None:
-    class Mine(Task):
-        pass
-
-    with pytest.raises(TypeError):
-        getattr(Mine(), method)(*args)
-
-
 def test_the_worst_case_is_of_the_size_asked_for() -> None:
     data = TensorDataset(torch.arange(5))
     (rows,) = Task().worst_case_batch(data, 12)

@@ -156,26 +156,6 @@ def test_what_a_sink_that_failed_did_not_take_is_sent_again(
     assert [row.step for row in Failing.kept] == [1, 2, 3]
 
 
-def test_a_tracker_that_lost_the_run_gets_all_of_it(following: Following) -> None:
-    log = RunLog(following.run)
-    log.add(record(1, loss=0.5))
-    log.flush(1)
-    following.send()
-    following.sink = type("Moved", (Told,), {"start": lambda self, run: "another server's"})()
-    log.add(record(2, loss=0.25))
-    log.flush(2)
-    following.send()
-    assert following.curve == [(1, 0.5), (2, 0.25)]
-
-
-def test_a_run_without_trackers_leaves_no_copies(tmp_path: Path) -> None:
-    log = RunLog(Storage(str(tmp_path)))
-    log.add(record(1, loss=0.5))
-    log.show(1)
-    log.flush(1)
-    assert [path.name for path in tmp_path.iterdir()] == ["log"]
-
-
 def test_training_never_waits_for_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracker answers nothing before the run has its result: if a step waited for it, there would be none."""
     from trainers import start

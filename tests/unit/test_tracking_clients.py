@@ -143,7 +143,8 @@ def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
 def a_sweep(tmp_path: Path, tracking: list[Any]) -> tuple[SweepSpec, list[TrialRecord]]:
     """The directory of a sweep that has ended, with one trial that failed."""
     train = {key: value for key, value in BASE.items() if key not in ("launcher", "checkpoint")}
-    given = {"train": train, "space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]}, "tracking": tracking}
+    train["tracking"] = tracking
+    given = {"train": train, "space": {"global_batch_size": [8, 16], "optimizer.lr": [0.1, 0.2]}}
     spec = sweep_with({**given, "storage_path": str(tmp_path)}, "test", REPOSITORY, {})
     save(spec)
     records = []

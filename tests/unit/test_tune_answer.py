@@ -10,7 +10,7 @@ import pytest
 from tests.unit.report_records import config, done, failed, trial
 from tune.objective import Objective
 from tune.report.answer import answer, objective_value
-from tune.report.words import labels, shown
+from tune.report.words import shown
 
 
 @pytest.mark.parametrize(
@@ -29,12 +29,6 @@ def test_best_by_each_objective(metric: str, batch: int, precision: str) -> None
     assert found.best.config == {"global_batch_size": batch, "precision": precision}
     assert found.ranking[0] is found.best
     assert len(found.ranking) == (7 if metric == "time_to_target" else 8)
-
-
-def test_mode_turns_the_ranking_around() -> None:
-    least = answer(config("train_loss", objective={"mode": "min"}), done()).ranking
-    most = answer(config("train_loss", objective={"mode": "max"}), done()).ranking
-    assert [record.id for record in least] == [record.id for record in most][::-1]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -104,20 +98,6 @@ def test_the_throughputs_winner_is_said_where_the_best_is_slower(rate: float, is
     found = answer(config("val_loss", space={"precision": ["fp32", "bf16"]}), records)
     assert bool(found.fastest) == is_said
     assert found.sentence == f"{found.verdict} {found.fastest}".rstrip()
-
-
-def test_a_key_keeps_its_whole_name_where_the_last_part_is_taken() -> None:
-    space = {"task_args.val_loss": [1], "task_args.status": [1], "optimizer.lr": [1], "task_args.width": [1]}
-    space |= {"schedule.name": [1], "optimizer.name": [1]}
-    records = [trial(0, "done", dict.fromkeys(space, 1), metrics={"val_loss": 1.0})]
-    assert list(labels(config("val_loss", space=space), records).values()) == [
-        "task_args.val_loss",
-        "task_args.status",
-        "lr",
-        "width",
-        "schedule.name",
-        "optimizer.name",
-    ]
 
 
 @pytest.mark.parametrize(

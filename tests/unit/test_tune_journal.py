@@ -64,14 +64,6 @@ def test_figures_that_are_not_finite_survive(tmp_path: Path) -> None:
     assert (back.metrics["up"], back.metrics["down"]) == (math.inf, -math.inf)
 
 
-def test_records_come_in_the_order_of_their_start(tmp_path: Path) -> None:
-    journal = Journal(Storage(str(tmp_path)))
-    for index, start in enumerate([5.0, 1.0, 3.0, 3.0]):
-        journal.append(record({"index": index}, start))
-    starts = [(found.start_time, found.id) for found in journal.records()]
-    assert starts == sorted(starts)
-
-
 @pytest.mark.parametrize(
     "data",
     [
@@ -92,16 +84,3 @@ def test_a_damaged_record_is_named(tmp_path: Path, data: bytes) -> None:
         journal.records()
     with pytest.raises(CheckpointError, match=r"trials/0123456789\.json"):
         journal.find("0123456789")
-
-
-def test_a_write_that_is_cut_off_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(Storage(str(tmp_path)))
-
-    def power_cut(_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("trainers.storage.os.fsync", power_cut)
-        with pytest.raises(KeyboardInterrupt):
-            journal.append(record({"a": 1}))
-    assert journal.records() == []

@@ -63,20 +63,6 @@ def test_a_lane_ends_its_trial_at_the_target(target: dict[str, float], stops: bo
     assert context.should_stop(2.0) is stops
 
 
-def test_a_lane_asks_ray_for_drained_nodes_every_two_seconds_where_there_may_be_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[bool] = []
-    answers = [None, None, SimpleNamespace()]
-    monkeypatch.setattr(ray.train, "get_preemption_info", lambda: asked.append(True) or answers[len(asked) - 1])
-    given: Any = Box(), 3, Assignment("t/1", "t", {}), SimpleNamespace()
-    context = LaneContext(*given, may_drain=True)
-    assert [context.preempted(at_s) for at_s in (0.5, 1.9, 2.0, 3.9, 4.5, 7.0)] == [False] * 5 + [True]
-    assert len(asked) == 3
-    assert not LaneContext(*given).preempted(9.0)
-    assert len(asked) == 3, "of a cluster whose nodes are never drained nothing is asked"
-
-
 def test_a_lane_says_what_its_trial_has_used_so_far_where_the_objective_asks(tmp_path: Path) -> None:
     box, gauges = Box(), cast(Any, SimpleNamespace(set=lambda figures: None))
     watches = ("peak_memory_bytes",)

@@ -54,26 +54,6 @@ def test_no_end_is_held_when_the_last_trial_has_its_actor() -> None:
     assert expected == [0, 0]
 
 
-def test_nor_when_a_budget_has_ended_the_search() -> None:
-    search, mailbox, expected = parts()
-    pace = Pace(search, mailbox, total=8)
-    pace.lanes_up(2)
-    pace.trial_started("0001")
-    pace.lanes_up(2)
-    pace.over()
-    pace.lanes_up(3)
-    assert expected == [1, 2, 0]
-
-
-def test_a_search_that_learns_gets_all_lanes_at_once() -> None:
-    search, mailbox, expected = parts()
-    pace = Pace(search, mailbox, total=None)
-    pace.lanes_started(4)
-    pace.lanes_up(1)
-    pace.trial_started("0001")
-    assert (search.max_concurrent, expected) == (4, [])
-
-
 @pytest.mark.parametrize(
     ("total", "ended", "known", "at_a_time"),
     [(24, 20, 0, 1), (24, 8, 0, 2), (2, 0, 0, 2), (24, 2, 20, 2), (24, 0, 24, 1)],

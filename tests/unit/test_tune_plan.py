@@ -91,36 +91,14 @@ UNPRICED = {"node_config": {"InstanceType": "x99.huge"}}
     [
         # Ten trials of half an hour in five lanes.
         (30, {}, {}, (5, 5), 10, FIVE_USD, 3600, "each 2 workers of 1 CPU and 1 GPU;"),
-        (
-            30,
-            {},
-            {},
-            (5, 5),
-            10,
-            FIVE_USD,
-            3600,
-            f"fully grown  the head and 5 gpu: 40 CPUs, 10 GPUs, {FIVE_USD:.2f} USD",
-        ),
         # Only nodes that the lanes need are paid for, and an idle lane gives nothing.
         (60, {"lanes": 2}, {}, (2, 5), 10, TWO_USD, 5 * 3600, "2 of at most 5"),
-        (
-            60,
-            {"space": {"precision": ["fp32", "bf16"]}},
-            {},
-            (2, 5),
-            2,
-            TWO_USD,
-            3600,
-            "nodes        the head and 2 gpu",
-        ),
         (30, ELASTIC, {}, (5, 5), 10, FIVE_USD, 3600, "each 2 workers"),  # at least
         (30, ON_CPU, {}, (10, 20), 10, HEAD_USD + 3 * NODE_USD, 1800, "each 2 workers of 1 CPU;"),
         (30, {"usd_per_hour": 20.0}, {}, (5, 5), 10, 20.0, 3600, "USD/hour     20.00 (given: usd_per_hour)"),
         # What is not known is said, and not guessed.
         (30, {}, UNPRICED, (5, 5), 10, None, 3600, "no price of gpu: give --usd_per_hour"),
-        (None, {}, {}, (5, 5), 10, FIVE_USD, None, "give --minutes_per_trial"),
         (None, {"budget": {"usd": 10.0}, "usd_per_hour": 5.0}, {}, (5, 5), 10, 5.0, None, "unknown, at most 2 h"),
-        (30, {"budget": {"trials": 4}}, {}, (4, 5), 4, HEAD_USD + 4 * NODE_USD, 1800, "trials       4"),
     ],
 )
 def test_the_figures_are_those_of_a_calculation_by_hand(
@@ -175,13 +153,6 @@ def test_a_budget_cuts_the_sweep_off(user: Path, budget_s: float, within: int, t
             "train.scaling.num_workers",
             "can grow to 10 workers",
         ),
-        (
-            {"train": TRAIN | {"scaling": {"cpus_per_worker": 9}}},
-            {},
-            "train.scaling.num_workers",
-            "can grow to 0 workers of 9 CPU",
-        ),
-        ({}, {"max_workers": 0}, "train.scaling.num_workers", "can grow to 0 workers"),
         ({"budget": {"time_s": 60}}, {}, "budget.time_s", "before the first trial ends"),
         ({"budget": {"usd": 0.1}, "usd_per_hour": 6.0}, {}, "budget.usd", "at 6.00 USD an hour"),
     ],
@@ -226,17 +197,10 @@ def test_the_command_prints_the_plan_and_starts_nothing(user: Path, capfd: pytes
     ("args", "words"),
     [
         (["--cluster", "cluster.yaml"], "`SWEEP.yaml` is required"),
-        (["sweep.yaml"], "`--cluster` is required"),
-        (["sweep.yaml", "--cluster", "none.yaml"], "does not exist"),
         (
             ["sweep.yaml", "--cluster", "cluster.yaml", "--minutes_per_trial", "0"],
             "`--minutes-per-trial` is 0, but must be greater than 0",
         ),
-        (
-            ["sweep.yaml", "--cluster", "cluster.yaml", "--minutes_per_trial", "soon"],
-            '`--minutes-per-trial` is "soon", but must be a number',
-        ),
-        (["sweep.yaml", "--cluster", "cluster.yaml", "--lanes", "9"], "at most the 5 worker groups"),
         (["sweep.yaml", "--cluster", "cluster.yaml", "--minuts_per_trial", "5"], "did you mean `--minutes-per-trial`?"),
     ],
 )
@@ -296,10 +260,6 @@ def test_one_plan_says_what_the_live_sweep_runs_on(
     [
         (2, 2, [2], 1, 1),  # two cores: one after the other
         (2, 2, [0, 2, 2], 1, 2),  # two nodes beside a head
-        (8, 8, [16], 1, 4),
-        (8, 8, [4, 96, 96], 1, 49),  # more than there are: all
-        (4, 4, [96], 8, 5),
-        (4, 4, [16], 8, 1),
         (2, 2, [4] * 8, 4, 3),
         (6, 2, [2], 1, 6),  # four wait for a node that only their waiting brings
     ],

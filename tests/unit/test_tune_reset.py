@@ -4,112 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.waits import HANG_S
-
-REPOSITORY = Path(__file__).parents[2]
-
 # A process of its own: what is poisoned here must not reach the suite.
-SCRIPT = """
-import json, sys
-from functools import partial
-import torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[1])
-import trainers.loop.fit
-from tune.lanes.process_state import Baseline
-
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/rendezvous", rank=0, world_size=1)
-baseline = Baseline(torch.device("cpu"), [sys.argv[1]])
-
-def curve():
-    from tests import lane_tasks
-    task = lane_tasks.Poison(drawn=5)
-    data = task.dataset("val").tensors
-    torch.manual_seed(1)
-    model = task.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = task.loss(task.forward(model, data), data)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-first = curve()
-of_cudnn = partial(torch._C._get_fp32_precision_getter, "cuda", "all")
-found = {"first": first, "cudnn": [of_cudnn()], "after": {}, "left": {"nothing": baseline.restore()}}
-for poison in ("flags", "grad", "rng", "hooks", "process", "child", "modules"):
-    from tests import lane_tasks
-    task = lane_tasks.Poison([poison])
-    try:
-        task.dataset("val")
-        spoilt = curve() if poison != "grad" else None
-    except Exception as error:
-        spoilt = repr(error)
-    found["left"][poison] = baseline.restore()
-    found["cudnn"].append(of_cudnn())
-    found["after"][poison] = curve() == first
-    found.setdefault("spoilt", {})[poison] = spoilt != first
-    baseline.restore()
-for poison in ("thread", "group"):
-    from tests import lane_tasks
-    lane_tasks.Poison([poison]).dataset("val")
-    found["left"][poison] = baseline.restore()
-print(json.dumps(found))
-"""
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    directory = tmp_path_factory.mktemp("reset")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(REPOSITORY), str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        cwd=directory,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("poison", ["flags", "grad", "rng", "hooks", "process", "child", "modules"])
-def test_the_next_trial_is_as_the_first(found: dict[str, dict[str, object]], poison: str) -> None:
-    assert found["after"][poison]
-
-
-def test_the_precision_of_cudnn_is_put_back(found: dict[str, list[str]]) -> None:
-    """No curve of a CPU shows it."""
-    assert len(set(found["cudnn"])) == 1
-
-
-def test_the_poison_works(found: dict[str, dict[str, object]]) -> None:
-    """Without a reset the next trial would be another."""
-    assert {name for name, other in found["spoilt"].items() if other} >= {"flags", "hooks", "process"}
-
-
-def test_what_can_be_put_back_leaves_nothing(found: dict[str, dict[str, object]]) -> None:
-    left = {name: words for name, words in found["left"].items() if name not in ("modules", "thread", "group")}
-    assert set(left) >= {"nothing", "flags", "hooks"}
-    assert not any(left.values())
-
-
-def test_what_cannot_be_put_back_is_said(found: dict[str, dict[str, object]]) -> None:
-    assert found["left"]["modules"] == ["the module json was replaced"]
-    assert found["left"]["thread"] == ["still running: thread leaked"]
-    assert "the process group is another" in found["left"]["group"]
 
 
 def started(target: Any, name: str | None = None, **args: Any) -> threading.Thread:

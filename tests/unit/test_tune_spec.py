@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -100,14 +99,6 @@ def test_a_mistake_names_the_file_that_it_is_in(
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_a_relative_storage_inside_a_ray_job_is_refused(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    with pytest.raises(ConfigError, match=r"sweep\.yaml: `storage_path` is .*relative"):
-        read(user)
-    monkeypatch.setenv("PACELINE_STORAGE", "/shared")
-    assert read(user).uri == "/shared/many"
-
-
 @pytest.mark.parametrize(
     "sweep",
     [
@@ -180,20 +171,6 @@ def test_another_sweep_of_the_same_name_is_refused(user: Path, overrides: dict[s
     assert prepare(read(user, name="other"), fresh=False) == 0
 
 
-def test_a_sweep_of_a_version_without_some_of_the_keys_goes_on(user: Path) -> None:
-    """What it lacks has its default; whoever changes that has another sweep."""
-    spec = read(user)
-    prepare(spec, fresh=False)
-    tree = spec.saved()
-    for section in ("data", "ddp", "checkpoint"):
-        del tree["train"][section]
-    spec.storage.write(SAVED, dump_yaml(tree).encode())
-    assert prepare(read(user), fresh=False) == 0
-    assert prepare(dataclasses.replace(read(user), train=tree["train"]), fresh=False) == 0
-    with pytest.raises(ConfigError, match=r"train\.data"):
-        prepare(read(user, train__data={"shuffle": False}), fresh=False)
-
-
 def holder(spec: SweepSpec) -> object:
     """Whose the lease is; how often it was renewed depends on the time."""
     return json.loads(spec.storage.read(LEASE))["token"]
@@ -231,16 +208,6 @@ def test_a_dotted_key_of_the_space_may_be_overridden(user: Path) -> None:
     spec = read(user, **{"space.optimizer.lr": [0.3], "space.global_batch_size": [32], "space.precision": ["bf16"]})
     assert spec.config.space == {"global_batch_size": [32], "optimizer.lr": [0.3], "precision": ["bf16"]}
     assert spec.num_trials == 1
-
-
-def test_a_range_s_end_may_be_overridden(user: Path) -> None:
-    space = {"optimizer.lr": {"loguniform": [0.1, 0.2]}, "global_batch_size": {"min": 8, "max": 64}}
-    write(user, {"space": space, "search": "random", "budget": {"trials": 3}})
-    spec = read(user, **{"space.optimizer.lr.loguniform": [0.01, 0.02], "space.global_batch_size.max": 16})
-    assert {key: values.model_dump(exclude_none=True) for key, values in spec.config.space.items()} == {  # type: ignore[union-attr]
-        "optimizer.lr": {"loguniform": [0.01, 0.02]},
-        "global_batch_size": {"min": 8, "max": 16},
-    }
 
 
 @pytest.mark.parametrize("key", ["space.optimizer.lrr", "space.optimizer", "space.", "space.a..b"])

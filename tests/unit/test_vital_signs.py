@@ -1,6 +1,5 @@
 """Who among a driver's actors counts as silent, and what then happens to it."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ import ray
 from ray import cloudpickle
 
 from trainers.on_ray import vital_signs
-from trainers.on_ray.vital_signs import VitalSigns, show_life
+from trainers.on_ray.vital_signs import VitalSigns
 
 PREFIX = "paceline/alive/01/"
 LOOKS = vital_signs._LOOKS
@@ -56,23 +55,6 @@ def test_an_actor_that_falls_silent_is_killed_once_and_no_other(store: Store) ->
         assert store.killed == (["silent"] if count >= LOOKS else [])
 
 
-def test_one_that_has_ended_is_forgotten_without_a_word(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    signs = VitalSigns()
-    store.beat("ended", 0)
-    store.states["ended"] = "DEAD"
-    for _ in range(LOOKS + 1):
-        signs.look()
-    assert not store.killed
-    assert not store.data
-    assert not caplog.records
-
-
-def test_the_end_of_the_watch_leaves_nothing_in_the_store(store: Store) -> None:
-    with VitalSigns():
-        store.beat("any", 0)
-    assert not store.data
-
-
 def test_a_store_that_cannot_be_asked_ends_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(prefix: str) -> Any:
         raise ConnectionError("the GCS is away")
@@ -83,9 +65,3 @@ def test_a_store_that_cannot_be_asked_ends_nothing(store: Store, monkeypatch: py
     with signs:
         signs._closing.wait(0.1)
         assert signs._thread.is_alive()
-
-
-def test_outside_of_an_actor_nothing_is_shown() -> None:
-    show_life()
-    assert not ray.is_initialized()
-    assert not any(thread.name == "vital-signs" for thread in threading.enumerate())

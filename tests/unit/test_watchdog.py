@@ -18,8 +18,7 @@ from tests.specs import REPOSITORY
 from tests.waits import HANG_S
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
-from trainers.errors import RunFailedError
-from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, enter, read_hang, saved_hangs, watched
+from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, read_hang, saved_hangs, watched
 from trainers.storage import Storage
 
 HANGS = """
@@ -106,16 +105,6 @@ def test_whatever_hangs_as_well_does_not_keep_the_process(tmp_path: Path, place:
     assert done.returncode == (1 if place == "watchdog.line_of_task" else HUNG_EXIT_CODE), "1: by the C-level timer"
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_whatever_fails_as_well_leaves_the_others(tmp_path: Path, place: str) -> None:
-    done = run(tmp_path, f"{place} = lambda *args, **_: 1 / 0; time.sleep(3600)")
-    assert done.returncode == HUNG_EXIT_CODE
-    if place != "watchdog.line_of_task":
-        assert ("rank 3 made no step for " in done.stderr) == (place != "watchdog.print")
-        assert (tmp_path / "told").exists() == (place != "Context.hung")
-        assert bool(saved_hangs(Storage(str(tmp_path / "run")))) == (place != "Storage.write")
-
-
 class Clock:
     """Time that a test moves; `looks` waits until the watchdog has looked at it twice."""
 
@@ -175,15 +164,6 @@ def test_a_write_amid_the_steps_has_the_budget_of_a_phase(monkeypatch: pytest.Mo
     assert said[0].endswith("s in checkpoint")
 
 
-def test_a_process_has_one_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = RunContext(None, "local")
-    with watched(FailureConfig(), context) as outer, watched(FailureConfig(), context) as inner:
-        assert inner is outer
-    with watched(FailureConfig(), context) as next_one:
-        assert next_one is not outer
-    enter("nothing is watched")
-
-
 def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> None:
     fork = "p = multiprocessing.get_context('fork').Process(target=time.sleep, args=[99]); p.start()"
     stop = "os.kill(p.pid, signal.SIGSTOP); print(p.pid, flush=True)"
@@ -191,14 +171,3 @@ def test_a_stopped_loader_process_does_not_outlive_a_hang(tmp_path: Path) -> Non
     assert done.returncode == HUNG_EXIT_CODE
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout.split()[0])).wait(timeout=HANG_S)
-
-
-@pytest.mark.parametrize("waits", ["", ", waiting for other ranks"])
-def test_what_was_saved_says_whether_another_rank_is_the_cause(tmp_path: Path, waits: str) -> None:
-    storage = Storage(str(tmp_path))
-    assert saved_hangs(storage) == []
-    storage.write("hangs/a.txt", f"rank 1 made no step for 5 s in training{waits} (at a.py:1)\n\nstacks".encode())
-    hang = read_hang(storage, "a.txt")
-    assert isinstance(hang, RunFailedError)
-    assert (hang.status, hang.follows) == ("hung", bool(waits))
-    assert hang.message.endswith("(at a.py:1)")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
-from trainers.config.sections import CheckpointConfig, is_small_good
+from trainers.config.sections import CheckpointConfig, direction_of
 from trainers.config.train import IDENTITY
 from trainers.errors import CheckpointError, ConfigError, show
 from trainers.json_data import parse_json, validated
@@ -121,7 +121,7 @@ class Best:
         """As the configuration has it; None when it names no metric."""
         if config.best is None:
             return None
-        return Best(config.best, is_small_good(config.best, config.best_mode))
+        return Best(config.best, direction_of(config.best) == "min")
 
     def improves(self, figures: Mapping[str, float], before: float | None) -> bool:
         """Whether an evaluation is strictly better than the value that was best `before`; NaN never is.

@@ -9,10 +9,12 @@ from pydantic import Field, model_validator
 
 from trainers.config.model import Settings, Tree, build, plain
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, Restarts, ScalingConfig
+from trainers.config.tracking import Tracking
 from trainers.config.train import TrainConfig
 from trainers.errors import ConfigError, did_you_mean
 
 BATCH_KEYS = ("global_batch_size", "batch_size_per_worker")
+KNOWN_KEYS = (*BATCH_KEYS, "precision")
 FUNCTION_IDENTITY = ("train_func", "train_loop_config")
 """Keys that decide what is learned."""
 _CONFIG = "train_loop_config"
@@ -25,19 +27,6 @@ def flat(tree: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         found |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
     return found
-
-
-class FunctionKeys(Settings):
-    """Which of the function's own keys are what Paceline knows by another name; with dots, below train_loop_config."""
-
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (BATCH_KEYS,)
-
-    global_batch_size: str | None = Field(default=None, examples=[f"{_CONFIG}.batch_size"])
-    """The key that holds the samples of one optimizer step over all workers."""
-    batch_size_per_worker: str | None = Field(default=None, examples=[f"{_CONFIG}.batch_size"])
-    """The same of one worker."""
-    precision: str | None = Field(default=None, examples=[f"{_CONFIG}.precision"])
-    """The key that holds the number format, in whatever words the function has for it."""
 
 
 class FunctionFailure(Settings):
@@ -57,7 +46,6 @@ class FunctionConfig(Settings):
         "task": "keep one of `task` and `train_func`",
         "launcher": "remove it: a `train_func` runs on Ray",
         "checkpoint": "remove it: the function reports its checkpoints itself",
-        "tracking": "remove it: the function tells its trackers itself, and a sweep of it may have `tracking`",
     }
     call: ClassVar[str] = "python -m trainers"
 
@@ -79,20 +67,35 @@ class FunctionConfig(Settings):
         default=None, pattern=PATH, examples=["s3://bucket/runs"], json_schema_extra={"rule": PATH_RULE}
     )
     """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
-    keys: FunctionKeys = Field(default_factory=FunctionKeys)
-    """Which of the function's own keys are the batch size and the precision: boundary, answer and figures use them."""
+    keys: dict[str, str] = Field(default_factory=dict, examples=[{"global_batch_size": f"{_CONFIG}.batch_size"}])
+    """Which of the function's own keys hold `global_batch_size` (of one optimizer step over all workers) or
+    `batch_size_per_worker`, and `precision` (in whatever words the function has for it), as `{global_batch_size:
+    train_loop_config.batch_size}`: boundary, answer and figures use them."""
     scaling: ScalingConfig = Field(default_factory=ScalingConfig)
     """Workers and what each of them gets."""
     failure: FunctionFailure = Field(default_factory=FunctionFailure)
     """Restarts."""
 
+    tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
+    """Experiment trackers that get the metrics, configuration and result of a task's run, and a sweep as a run with its
+    trials below it: mlflow, wandb, trackio, tensorboard, csv, or a sink of your own as `module:Class`; `{tracker:
+    mlflow, project: digits}` names the project or experiment. Where a tracker is, its own environment variables say
+    (MLFLOW_TRACKING_URI, WANDB_MODE, ...)."""
+
     @model_validator(mode="after")
     def _keys_are_there(self) -> Self:
         known = flat({_CONFIG: self.train_loop_config})
-        for name, path in plain(self.keys).items():
+        if set(BATCH_KEYS) <= self.keys.keys():
+            rule = f"conflicts with {BATCH_KEYS[0]}"
+            raise ConfigError(f"keys.{BATCH_KEYS[1]}", self.keys[BATCH_KEYS[1]], rule, "keep one of the two")
+        for name, path in self.keys.items():
+            if name not in KNOWN_KEYS:
+                fix = did_you_mean(name, KNOWN_KEYS, f"the keys here are {', '.join(KNOWN_KEYS)}")
+                raise ConfigError(f"keys.{name}", path, "there is no such key", fix)
             listed = f"its keys are {', '.join(known)}" if known else f"add it to `{_CONFIG}`"
-            wrong = path not in known
-            self.refuse_if(wrong, f"keys.{name}", f"names no key of {_CONFIG}", did_you_mean(path, known, listed))
+            if path not in known:
+                fix = did_you_mean(path, known, listed)
+                raise ConfigError(f"keys.{name}", path, f"names no key of {_CONFIG}", fix)
             if name in BATCH_KEYS and (type(known[path]) is not int or known[path] < 1):
                 rule = f"must be a whole number of at least 1, since `keys.{name}` names it"
                 raise ConfigError(path, known[path], rule, f"write for example `{path.rpartition('.')[2]}: 32`")
@@ -101,13 +104,13 @@ class FunctionConfig(Settings):
     @property
     def batch_size(self) -> tuple[str, int] | None:
         """The batch size by the name that it has here, and its value; None where `keys` names none."""
-        named = [(name, path) for name, path in plain(self.keys).items() if name in BATCH_KEYS]
+        named = [(name, path) for name, path in self.keys.items() if name in BATCH_KEYS]
         return (named[0][0], flat({_CONFIG: self.train_loop_config})[named[0][1]]) if named else None
 
     @property
     def precision(self) -> str | None:
         """The number format in the function's words; None where `keys` names none."""
-        path = self.keys.precision
+        path = self.keys.get("precision")
         return None if path is None else str(flat({_CONFIG: self.train_loop_config})[path])
 
     @property
@@ -115,7 +118,7 @@ class FunctionConfig(Settings):
         """The function's configuration without its batch size, and without numbers with a fraction: rates and
         probabilities take no memory.
         """
-        sizes = {path for name, path in plain(self.keys).items() if name in BATCH_KEYS}
+        sizes = {path for name, path in self.keys.items() if name in BATCH_KEYS}
         whole = flat({_CONFIG: self.train_loop_config})
         return {path: value for path, value in whole.items() if path not in sizes and not isinstance(value, float)}
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from trainers.config.model import Settings
-from trainers.errors import MISSING, POLICIES, ConfigError
+from trainers.errors import MISSING, POLICIES, ConfigError, did_you_mean
 
 LARGEST = 2**31 - 1
 """Of any count: what torch, numpy and Arrow take everywhere."""
@@ -51,6 +51,13 @@ def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
 BatchSizes = Annotated[list[ScheduledSize], Field(min_length=1, max_length=1000), AfterValidator(check_schedule)]
 
 
+_OPTIMIZER_ARGS = {
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adam": ("betas", "eps", "amsgrad"),
+    "adamw": ("betas", "eps", "amsgrad"),
+}
+
+
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
 
@@ -60,68 +67,30 @@ class OptimizerConfig(Settings):
     """Learning rate at `lr_scaling.base_batch_size` (at any batch size when the rule is none)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay: L2 for sgd and adam, decoupled for adamw."""
-    momentum: float | None = Field(default=None, ge=0, lt=1, examples=[0.9])
-    """Momentum, sgd only."""
-    nesterov: bool | None = Field(default=None)
-    """Nesterov momentum, sgd only."""
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
-        default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]]
-    )
-    """Decay rates of the two moments, not for sgd."""
-    eps: float | None = Field(default=None, gt=0, examples=[1e-8])
-    """Term added to the denominator, not for sgd."""
+    args: dict[str, Any] = Field(default_factory=dict, examples=[{"momentum": 0.9}])
+    """Other arguments of that class: momentum, dampening and nesterov of sgd, betas, eps and amsgrad of adam and adamw,
+    betas and eps of torchao's."""
 
     @model_validator(mode="after")
-    def _only_what_is_used(self) -> Self:
-        for name in ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov"):
-            given = getattr(self, name) is not None
-            self.refuse_if(given, name, f"has no effect with optimizer {self.name}", "remove it")
-        self.refuse_if(bool(self.nesterov) and not self.momentum, "nesterov", "needs momentum", "set `momentum: 0.9`")
+    def _class_takes_them(self) -> Self:
+        known = _OPTIMIZER_ARGS.get(self.name, ("betas", "eps"))
+        for name, value in self.args.items():
+            if name not in known:
+                fix = did_you_mean(name, known, f"it takes {', '.join(known)}")
+                raise ConfigError(f"args.{name}", value, f"is no argument of {self.name}", fix)
         return self
-
-
-OWN_SCHEDULES = ("constant", "linear", "cosine")
-"""Pure functions of the step; the other schedules are classes of torch.optim.lr_scheduler."""
 
 
 class ScheduleConfig(Settings):
     """The learning rate's course."""
 
-    name: Literal[
-        "constant",
-        "linear",
-        "cosine",
-        "StepLR",
-        "MultiStepLR",
-        "ConstantLR",
-        "LinearLR",
-        "ExponentialLR",
-        "PolynomialLR",
-        "CosineAnnealingLR",
-        "CosineAnnealingWarmRestarts",
-        "CyclicLR",
-        "OneCycleLR",
-        "ReduceLROnPlateau",
-    ] = Field(default="constant")
-    """Course after the warm-up: constant, or falling to zero at the last step; or a class of torch.optim.lr_scheduler.
-    Those that take functions or other schedulers come from the task's `schedule()`."""
-    args: dict[str, Any] | None = Field(default=None, examples=[{"step_size": 30, "gamma": 0.1}])
-    """Arguments of torch's class, but for the optimizer."""
-    every: Literal["step", "epoch"] | None = Field(default=None, examples=["epoch"])
-    """What a scheduler of torch's counts; required with one, but for ReduceLROnPlateau, which goes by
-    the val_loss of each evaluation."""
+    name: Literal["constant", "linear", "cosine"] = Field(default="constant")
+    """Course after the warm-up: constant, or falling to zero at the last step. A scheduler of torch's comes from the
+    task's `schedule()`."""
     warmup: int | float = Field(
         default=0, ge=0, examples=[100], json_schema_extra={"rule": "must be a number of steps, or a share below 1"}
     )
     """Linear warm-up: a whole number of steps, or a share of all steps (0.05)."""
-
-    @model_validator(mode="after")
-    def _torchs_own(self) -> Self:
-        own, by_figure = self.name in OWN_SCHEDULES, self.name == "ReduceLROnPlateau"
-        self.refuse_if(own and self.args is not None, "args", f"has no effect with {self.name}", "remove it")
-        uncounted = not own and not by_figure and self.every is None
-        self.refuse_if(uncounted, "every", f"is what {self.name} counts", "add `every: epoch` or `every: step`")
-        return self
 
     @model_validator(mode="after")
     def _steps_or_share(self) -> Self:
@@ -166,43 +135,22 @@ class EvaluateConfig(Settings):
     """Samples of one evaluation batch; fixed, so that figures do not depend on the number of workers."""
 
 
-class EarlyStoppingConfig(Settings):
-    """When a run ends before its last step; off without a `metric`."""
-
-    metric: str | None = Field(default=None, min_length=1, examples=["val_loss"])
-    """The figure of an evaluation that has to improve: else the run ends, as done."""
-    mode: Literal["min", "max"] | None = Field(default=None)
-    """Whether a small or a large one is good (min when its name ends in loss or error, else max)."""
-    patience: Positive | None = Field(default=None, examples=[5])
-    """Evaluations without an improvement after which it ends; required with a metric."""
-    min_delta: float | None = Field(default=None, ge=0, examples=[0.001])
-    """What counts as an improvement is more than this (0 when not set)."""
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        for name in ("mode", "patience", "min_delta"):
-            alone = self.metric is None and getattr(self, name) is not None
-            self.refuse_if(alone, name, "has no effect without a metric", "add `metric: val_loss`")
-        endless = self.metric is not None and self.patience is None
-        self.refuse_if(endless, "patience", "is required with a metric", "add `patience: 5`")
-        return self
-
-    @property
-    def smaller(self) -> bool:
-        """Whether a small value is good."""
-        return is_small_good(self.metric or "", self.mode)
+NO_DIRECTION = "must end in loss, error, perplexity, accuracy, f1, auc or score"
+_SMALL_IS_GOOD = ("loss", "error", "perplexity")
+SCORES = ("accuracy", "f1", "auc")
+"""Ends of the names of metrics between 0 and 1 of which more is better."""
 
 
-def is_small_good(metric: str, mode: Literal["min", "max"] | None) -> bool:
-    """Whether a small value of a metric is good, by its name where no `mode` says it."""
-    return mode == "min" if mode else metric.endswith(("loss", "error"))
+def direction_of(metric: str) -> Literal["min", "max"] | None:
+    """Return whether less or more of a metric is better, by the end of its name; None where that does not say it."""
+    if metric.endswith(_SMALL_IS_GOOD):
+        return "min"
+    return "max" if metric.endswith((*SCORES, "score")) else None
 
 
 class DataConfig(Settings):
     """How samples reach the device."""
 
-    shuffle: bool = Field(default=True)
-    """Train each epoch in an order of its own; false: as the dataset has it. A task's `sampler` goes before."""
     num_workers: int = Field(default=0, ge=0, le=1024)
     """DataLoader processes of each worker; 0 loads in the worker itself."""
     prefetch_factor: Positive | None = Field(default=None, examples=[2])
@@ -273,9 +221,8 @@ class CheckpointConfig(Settings):
     keep: Positive = Field(default=2)
     """Newest checkpoints that are kept."""
     best: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
-    """A metric of evaluation whose best checkpoint is kept too."""
-    best_mode: Literal["min", "max"] | None = Field(default=None)
-    """Whether a small or a large `best` is good (min when its name ends in loss or error, else max)."""
+    """A metric of evaluation whose best checkpoint is kept too; its name ends in loss, error or perplexity (less is
+    better), or in accuracy, f1, auc or score."""
     parameters: Literal["all", "trained"] = Field(default="all")
     """What of the model is written. trained: without what the task's `model()` has frozen, which a run that goes on,
     `evaluate` and `predict` take from `model()`; where it is not the same any more, the checkpoint is refused."""
@@ -283,29 +230,10 @@ class CheckpointConfig(Settings):
     """Copy the state to host memory in the loop, and write it to storage while training goes on."""
 
     @model_validator(mode="after")
-    def _mode_has_a_metric(self) -> Self:
-        alone = self.best_mode is not None and self.best is None
-        self.refuse_if(alone, "best_mode", "has no effect without best", "add `best: val_accuracy`")
+    def _best_has_a_direction(self) -> Self:
+        unknown = self.best is not None and direction_of(self.best) is None
+        self.refuse_if(unknown, "best", NO_DIRECTION, "rename the metric, so that its direction is known")
         return self
-
-
-class DdpConfig(Settings):
-    """What only `strategy: ddp` has."""
-
-    static_graph: bool = Field(default=False)
-    """The model uses the same parameters in every step: DDP may order its work once. Not with accumulation."""
-    compression: Literal["none", "bf16"] = Field(default="none")
-    """Format in which gradients travel between workers; bf16 halves the traffic and rounds the sum."""
-    sync_batchnorm: bool = Field(default=False)
-    """BatchNorm by the statistics of all workers' microbatches together (torch's SyncBatchNorm). GPUs only."""
-
-
-class FsdpConfig(Settings):
-    """What only `strategy: fsdp` has."""
-
-    param_dtype: Literal["fp32", "bf16"] = Field(default="fp32")
-    """Format in which a block's parameters are gathered, for `precision: bf16`; bf16 halves traffic and memory of it.
-    Gradients are reduced in fp32, and blocks with BatchNorm stay in fp32."""
 
 
 class FailureConfig(Settings):

@@ -87,8 +87,8 @@ class TrainConfig(Settings):
     """Seconds until the run writes a checkpoint and leaves; the same command goes on."""
     evaluate: sections.EvaluateConfig = Field(default_factory=sections.EvaluateConfig)
     """Evaluation of the validation split."""
-    early_stopping: sections.EarlyStoppingConfig = Field(default_factory=sections.EarlyStoppingConfig)
-    """When a run ends before its last step."""
+    patience: Positive | None = Field(default=None, examples=[5])
+    """Evaluations without a better `checkpoint.best` after which the run ends, as done."""
     log_every_steps: Positive = Field(default=50)
     """Steps whose mean loss makes one line of the log."""
 
@@ -128,10 +128,12 @@ class TrainConfig(Settings):
     strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
     """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp: torch's DataParallel, one process
     on all its GPUs; none: a single worker, no wrapper."""
-    ddp: sections.DdpConfig = Field(default_factory=sections.DdpConfig)
-    """What only `strategy: ddp` has."""
-    fsdp: sections.FsdpConfig = Field(default_factory=sections.FsdpConfig)
-    """What only `strategy: fsdp` has."""
+    communication: Literal["fp32", "bf16"] = Field(default="fp32")
+    """Format of what workers send each other in a step; bf16 halves the traffic. With ddp it is that of gradients,
+    whose sum it rounds; with fsdp and `precision: bf16` that in which a block's parameters are gathered: gradients are
+    reduced in fp32, and blocks with BatchNorm stay in fp32."""
+    sync_batchnorm: bool = Field(default=False)
+    """BatchNorm by the statistics of all workers' microbatches together (torch's SyncBatchNorm), for ddp on GPUs."""
 
     optimizer: sections.OptimizerConfig = Field(examples=[{"name": "adamw", "lr": 0.001}])
     """The optimizer."""
@@ -153,9 +155,10 @@ class TrainConfig(Settings):
     failure: sections.FailureConfig = Field(default_factory=sections.FailureConfig)
     """Restarts for each kind of failure (`launcher: ray`)."""
     tracking: Tracking = Field(default_factory=list, examples=[["mlflow"]])
-    """Experiment trackers that get the run's metrics, configuration and result: mlflow, wandb, trackio, tensorboard,
-    csv, or a sink of your own as `module:Class`; `{tracker: mlflow, project: digits}` names the project or experiment.
-    Where a tracker is, its own environment variables say (MLFLOW_TRACKING_URI, WANDB_MODE, ...)."""
+    """Experiment trackers that get the metrics, configuration and result of a task's run, and a sweep as a run with its
+    trials below it: mlflow, wandb, trackio, tensorboard, csv, or a sink of your own as `module:Class`; `{tracker:
+    mlflow, project: digits}` names the project or experiment. Where a tracker is, its own environment variables say
+    (MLFLOW_TRACKING_URI, WANDB_MODE, ...)."""
     profile_steps: Count = Field(default=0, examples=[5])
     """Steps that torch.profiler records after the warm-up, to `profile/` in the run's directory (`--profile`: 5)."""
     noise_scale: bool = Field(default=False)
@@ -181,20 +184,34 @@ class TrainConfig(Settings):
         by_blocks = self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8")
         captures, num_workers = compiled in CAPTURING, "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
-        unused = strategy != "ddp" and self.ddp != sections.DdpConfig()
+        silent = self.communication == "bf16" and strategy in ("dp", "none")
         uncompiled = self.precision == "fp8" and compiled == "off"
-        unsharded = strategy != "fsdp" and self.fsdp != sections.FsdpConfig()
-        narrow = self.fsdp.param_dtype == "bf16" and self.precision != "bf16"
+        narrow = self.communication == "bf16" and strategy == "fsdp" and self.precision != "bf16"
         moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
         again = self.activation_checkpointing != "none"
         ddp, default, uncaptured = "set `strategy: ddp`", "set `compile: default`", "set `cuda_graphs: false`"
-        given = self.lr_schedule.name in ("CyclicLR", "OneCycleLR") and self.lr_scaling.rule != "none"
         spawn, total = "set `launcher: spawn` or `launcher: ray`", "set `global_batch_size`"
         for condition, key, rule, fix in (
             (workers > 1 and strategy in ("none", "dp"), "strategy", "is for one worker", ddp),
-            (unused, "ddp", f"has no effect with strategy {strategy}", "remove it"),
-            (unsharded, "fsdp", f"has no effect with strategy {strategy}", "set `strategy: fsdp`"),
-            (narrow, "fsdp.param_dtype", f"is for precision bf16, not for {self.precision}", "set `precision: bf16`"),
+            (silent, "communication", f"has no effect with strategy {strategy}", "remove it"),
+            (
+                narrow,
+                "communication",
+                f"is for precision bf16 with fsdp, not for {self.precision}",
+                "set `precision: bf16`",
+            ),
+            (
+                self.sync_batchnorm and strategy != "ddp",
+                "sync_batchnorm",
+                f"has no effect with strategy {strategy}",
+                "set `strategy: ddp`",
+            ),
+            (
+                self.patience is not None and self.checkpoint.best is None,
+                "patience",
+                "counts evaluations without a better `checkpoint.best`",
+                "add `checkpoint: {best: val_loss}`",
+            ),
             (
                 by_blocks and strategy == "fsdp",
                 "optimizer.name",
@@ -226,22 +243,17 @@ class TrainConfig(Settings):
             (workers > 1 and launcher == "local", num_workers, "must be 1 with `launcher: local`", spawn),
             (elastic and launcher != "ray", num_workers, "is elastic, which needs Ray", "set `launcher: ray`"),
             (by_worker, "batch_size_per_worker", "has no fixed meaning with elastic workers", total),
-            (
-                given,
-                "lr_scaling.rule",
-                f"does not reach the rates in {self.lr_schedule.name}'s args",
-                "set `rule: none`",
-            ),
         ):
             self.refuse_if(condition, key, rule, fix)
         return self
 
     @model_validator(mode="after")
     def _eps_survives(self) -> Self:
-        eps = 1e-8 if self.optimizer.eps is None else self.optimizer.eps
-        if self.precision == "fp16-pure" and self.optimizer.name != "sgd" and eps < _SMALLEST_HALF:
+        eps = self.optimizer.args.get("eps", 1e-8)
+        vanishes = isinstance(eps, int | float) and eps < _SMALLEST_HALF
+        if self.precision == "fp16-pure" and self.optimizer.name != "sgd" and vanishes:
             rule = f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero"
-            raise ConfigError("optimizer.eps", eps, rule, "set `eps: 1e-4`, or use precision fp16")
+            raise ConfigError("optimizer.args.eps", eps, rule, "set `args: {eps: 1e-4}`, or use precision fp16")
         return self
 
     def with_global_batch(self) -> TrainConfig:

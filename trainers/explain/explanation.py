@@ -177,7 +177,7 @@ def _of_steps(config: TrainConfig, profile: StepProfile, shares: dict[str, float
     yield Cause("straggling rank", of_step(slowest_s - usual_s), words, fix=_EXCLUDE)
 
     words = "steps wait for gradients to be added up over the ranks"
-    changes: dict[str, Any] = {"ddp.compression": "bf16"} if config.ddp.compression == "none" else {}
+    changes: dict[str, Any] = {"communication": "bf16"} if config.communication == "fp32" else {}
     fix = "a larger global_batch_size sends them less often"
     yield Cause("slow all-reduce", shares.get("all-reduce", 0.0), words, changes, fix)
 

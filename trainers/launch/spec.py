@@ -7,7 +7,6 @@ RANK, WORLD_SIZE, MASTER_ADDR, which torchrun sets.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -28,7 +27,6 @@ from trainers.lease import fenced
 from trainers.loop.watchdog import enter, watched
 from trainers.storage import Storage, storage_uri
 
-logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from trainers.measure.result import RunResult
     from trainers.task import Task
@@ -173,7 +171,11 @@ def read_mapping(storage: Storage, name: str) -> dict[str, Any]:
 
 
 def read_run(location: str, overrides: Mapping[str, Any], world_size: int | None = None) -> RunSpec | FunctionSpec:
-    """Read and check the file of a run, of a task or of a training function; else as `read_spec`."""
+    """Read and check the file of a run, of a task or of a training function: ConfigError says what is wrong, before
+    torch or Ray is imported.
+
+    `world_size` is given by a launcher that has decided it already (torchrun).
+    """
     tree, directory = read_file(location)
     return run_with(tree, location, directory, overrides, world_size)
 
@@ -188,34 +190,10 @@ def run_with(
     """`make_spec` or `make_function_spec` of a mapping with dotted keys set."""
     if kind_of(tree) is FunctionConfig:
         return make_function_spec(override(FunctionConfig, tree, overrides), source, directory)
-    return spec_with(tree, source, directory, overrides, world_size)
-
-
-def read_spec(
-    location: str, overrides: Mapping[str, Any], world_size: int | None = None, own_workers: bool = True
-) -> RunSpec:
-    """Read and check a task's training file; ConfigError says what is wrong, before torch or Ray is imported.
-
-    `world_size` is given by a launcher that has decided it already (torchrun). `own_workers`: those of a run that is
-    started from here must fit on this machine.
-    """
-    tree, directory = read_file(location)
-    return spec_with(tree, location, directory, overrides, world_size, own_workers)
-
-
-def spec_with(
-    tree: dict[str, Any],
-    source: str,
-    directory: Path | None,
-    overrides: Mapping[str, Any],
-    world_size: int | None,
-    own_workers: bool = True,
-) -> RunSpec:
-    """`make_spec` of a mapping with dotted keys set, and for the workers that `read_spec` says."""
     tree = override(TrainConfig, tree, overrides)
     if world_size is not None:
         tree = override(TrainConfig, tree, {"scaling.num_workers": world_size, "launcher": "spawn"})
-    return make_spec(tree, source, directory, own_workers and world_size is None)
+    return make_spec(tree, source, directory, own_workers=world_size is None)
 
 
 def make_function_spec(

@@ -1,15 +1,24 @@
-"""What all ranks agree on every few steps: whether to stop, to keep a checkpoint, or to give up."""
+"""What all ranks agree on every few steps: whether to stop, to keep a checkpoint, or to give up, and why."""
 
+import logging
 import time
 from dataclasses import astuple, dataclass, fields
 
 import torch
+from torch import Tensor
 
-from trainers.data.stream import refuse_other_samples
-from trainers.errors import DivergedError
+from trainers.data.batch import Batch, fetch, map_tensors
+from trainers.data.stream import Stream, refuse_other_samples
+from trainers.errors import FIX, DivergedError
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
-from trainers.step.non_finite import find_non_finite
+from trainers.model.sharding import local
+from trainers.step.device_mismatch import named_tensors
+from trainers.step.replica import Replica
+from trainers.step.throwaway import throwaway
+from trainers.task import Task
+
+logger = logging.getLogger(__name__)
 
 AGREE_EVERY_STEPS = 10
 """Steps between two agreements of all ranks: the longest that a bad loss or a stop waits."""
@@ -69,6 +78,54 @@ def _diverged(attempt: Attempt) -> DivergedError:
     good = f"; the last good checkpoint is {attempt.checkpoint}" if attempt.checkpoint else ""
     last = range(max(0, attempt.step - AGREE_EVERY_STEPS), attempt.step)
     parts = attempt.parts
-    found = next(filter(None, parts.group.gather(find_non_finite(parts, attempt.task, last))), None)
+    found = next(filter(None, parts.group.gather(_find_non_finite(parts, attempt.task, last))), None)
     why = f": {found}" if found else ""
     return DivergedError(f"the loss became NaN or infinite between steps {last.start} and {last.stop}{why}{good}")
+
+
+def _find_non_finite(parts: Replica, task: Task, steps: range) -> str | None:
+    """Return the first thing that is not finite: a sample of this rank's share of `steps`, what the task's transform
+    makes of it, or a parameter. None where all are, or where they cannot be read again.
+    """
+    try:
+        with throwaway(parts.step.forward, dataset=parts.train_feed.dataset):
+            again = () if isinstance(parts.train_feed.dataset, Stream) else steps  # a stream only goes forward
+            if (found := next(filter(None, (_in_step(parts, task, step) for step in again)), None)) is not None:
+                return found
+        for name, parameter in parts.model.named_parameters():
+            if not bool(torch.isfinite(local(parameter)).all()):
+                return f"parameter `{name}` is not finite"
+    except Exception as error:
+        logger.debug("the last batches cannot be read again: %s", error)
+    return None
+
+
+def _in_step(parts: Replica, task: Task, step: int) -> str | None:
+    sampler = parts.sampler
+    epoch, index = sampler.batches.place(step)
+    sampler.set_epoch(epoch)
+    for rows in sampler.share(index).split(parts.microbatch_size):
+        if len(rows) == 0:
+            continue
+        parts.train_feed.beat()
+        with torch.no_grad():
+            batch = fetch(parts.train_feed.dataset, rows.tolist(), task.collate)
+            if (found := _bad_tensor(batch, rows)) is not None:
+                return f"{found} is not finite{FIX}or leave out such samples"
+            batch = task.transform(map_tensors(lambda tensor: tensor.to(parts.device), batch), True)
+            if (found := _bad_tensor(batch, rows)) is not None:
+                return f"{found} is not finite after transform(){FIX}transform()"
+    return None
+
+
+def _bad_tensor(batch: Batch, rows: Tensor) -> str | None:
+    """Name a tensor that is not finite, with the sample where its first dimension counts them."""
+    for name, tensor in named_tensors(batch, "batch"):
+        bad = ~torch.isfinite(tensor)
+        if not bool(bad.any()):
+            continue
+        if bad.shape[:1] != rows.shape:
+            return name
+        first = int(rows[bad.flatten(1).any(1).nonzero()[0, 0] if bad.ndim > 1 else bad.nonzero()[0, 0]])
+        return f"{name} of training sample {first}"
+    return None

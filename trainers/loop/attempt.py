@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
 from trainers.context import RunContext
 from trainers.data.stream import Stream
 from trainers.data.stream_reader import Mark
-from trainers.loop.early_stopping import EarlyStopping
 from trainers.loop.watchdog import Watchdog
 from trainers.measure.clock import StepClock
 from trainers.measure.result import Pauses
@@ -20,6 +20,57 @@ from trainers.task import Task
 logger = logging.getLogger(__name__)
 
 
+class EarlyStopping:
+    """Counts evaluations since the best one. Every rank has the same figures, so nothing has to be agreed."""
+
+    def __init__(self, goal: Best | None, patience: int | None) -> None:
+        """Without `patience` a run never ends early."""
+        self._goal = goal if patience else None
+        self._patience = patience or 0
+        self._best: float | None = None
+        self._best_step = 0
+        self._waited = 0
+
+    @property
+    def words(self) -> str | None:
+        """Why the run ends; None while it goes on."""
+        if self._goal is None or self._waited < self._patience:
+            return None
+        best = "no value of it was finite"
+        if self._best is not None:
+            best = f"its best is {self._best:.6g} of step {self._best_step}"
+        return f"stopped early: {self._goal.metric} has not improved in {self._waited} evaluations ({best})"
+
+    def take(self, step: int, figures: Mapping[str, float]) -> None:
+        """Take in the figures of an evaluation; ConfigError when the metric is none of them."""
+        if self._goal is None:
+            return
+        if self._goal.improves(figures, self._best):
+            self._best = figures[self._goal.metric]
+            self._best_step = step
+            self._waited = 0
+        else:
+            self._waited += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data; nothing where the run has no early stopping."""
+        if self._goal is None:
+            return {}
+        return {
+            "metric": self._goal.metric,
+            "best": self._best,
+            "best_step": self._best_step,
+            "waited": self._waited,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, where it is of this metric."""
+        if self._goal is not None and state.get("metric") == self._goal.metric:
+            self._best = state["best"]
+            self._best_step = state["best_step"]
+            self._waited = state["waited"]
+
+
 class Attempt:
     """From the newest checkpoint to the end, a stop or an error."""
 
@@ -28,7 +79,7 @@ class Attempt:
     ) -> None:
         self.task, self.config, self.context, self.parts, self.watchdog = task, config, context, parts, watchdog
         self.compiles = config.compile != "off" or config.cuda_graphs
-        self.stopping = EarlyStopping(config.early_stopping)
+        self.stopping = EarlyStopping(Best.of(config.checkpoint), config.patience)
         self.clock = StepClock(parts.device)
         storage = context.storage
         self.log: RunLog | None = None

@@ -14,13 +14,11 @@ from torch.utils.data import Dataset
 
 from trainers.causes import classify
 from trainers.config import TrainConfig
-from trainers.config.sections import OWN_SCHEDULES
 from trainers.config.train import CAPTURING
 from trainers.context import RunContext
 from trainers.data.batch import fetch, map_tensors
-from trainers.data.batch_schedule import BatchSchedule
 from trainers.data.feed import Feed
-from trainers.data.sampler import split_share
+from trainers.data.sampler import StepSampler, split_share
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
@@ -36,7 +34,6 @@ from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
 from trainers.model.strategy import (
-    check_static_graph,
     compile_loss,
     compile_model,
     place_model,
@@ -125,7 +122,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         microbatch_size=microbatch_size,
         accumulation=accumulation,
         flops_per_sample=flops_per_sample,
-        schedule=_make_schedule(task, optimizer, config, sampler.batches, total_steps, evaluates=val is not None),
+        schedule=_make_schedule(task, optimizer, config, sampler, total_steps, evaluates=val is not None),
         ema=ema,
         frozen=trained.frozen,
         even=even,
@@ -154,10 +151,10 @@ class Trained:
 def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group) -> Trained:
     """Place or shard a task's model as configured, and make its optimizer and its moving average."""
     frozen = frozen_digests(model) if config.checkpoint.parameters == "trained" else None
-    if config.ddp.sync_batchnorm:
+    if config.sync_batchnorm:
         model = sync_batchnorm(model, group)
     spec = resolve_precision(config.precision, group.device).with_layout(config.channels_last, model, group.device)
-    model = place_model(spec.convert_model(model), group, config.strategy, config.fsdp)
+    model = place_model(spec.convert_model(model), group, config.strategy, config.communication)
     checkpoint_activations(model, config.activation_checkpointing, config.compile != "off")
     model.train()
     optimizer = join(task.optimizer(model, config), model, type(task).__name__)
@@ -177,8 +174,7 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
         ("strategy", config.strategy, ("fsdp", "dp"), "set `strategy: ddp`"),
         ("cuda_graphs", config.cuda_graphs, (True,), "set `cuda_graphs: false`"),
         ("noise_scale", config.noise_scale, (True,), "set `noise_scale: false`"),
-        ("ddp.static_graph", config.ddp.static_graph, (True,), "remove it: gradients are averaged without DDP"),
-        ("ddp.compression", config.ddp.compression, ("bf16",), "remove it: gradients are averaged without DDP"),
+        ("communication", config.communication, ("bf16",), "remove it: gradients are averaged without DDP"),
     ):
         if value in refused:
             raise ConfigError(key, value, rule, fix)
@@ -208,7 +204,6 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
             refuse_microbatch(error, tried[-1], config, context, name)
         raise
     accumulation = len(split_share(torch.empty(share), size))
-    check_static_graph(config.ddp, group, accumulation, size)
     return size, accumulation
 
 
@@ -225,7 +220,7 @@ def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, acc
             phase.copies_gradients = captures
         return phased
     watch = noise.hook if noise is not None and accumulation == 1 else None
-    wrapped = wrap_model(model, group, config.strategy, config.ddp, watch)
+    wrapped = wrap_model(model, group, config.strategy, config.communication, watch)
     of = replace(probed.forward, model=wrapped)
     if config.compile != "off":
         of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))
@@ -236,29 +231,28 @@ def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, acc
 
 
 def _make_schedule(
-    task: Task,
-    optimizer: Optimizer,
-    config: TrainConfig,
-    batches: BatchSchedule,
-    total_steps: int,
-    evaluates: bool,
+    task: Task, optimizer: Optimizer, config: TrainConfig, sampler: StepSampler, total_steps: int, evaluates: bool
 ) -> Schedule | None:
-    """Make the task's scheduler, or the one that is named; None where neither is one of torch's."""
-    chosen, is_tasks = config.lr_schedule, type(task).schedule is not Task.schedule
-    stand_in = StandIn(optimizer) if is_tasks or chosen.name not in OWN_SCHEDULES else None
-    scheduler = None if stand_in is None else task.schedule(stand_in, config)
-    if stand_in is None or scheduler is None:
-        if chosen.every is not None:
-            raise ConfigError("lr_schedule.every", chosen.every, f"has no effect with {chosen.name}", "remove it")
+    """Make the task's scheduler; None where it leaves the course to the configuration."""
+    if type(task).schedule is Task.schedule:
         return None
-    if is_tasks and chosen.name != "constant":
-        rule = f"is overruled by {type(task).__name__}.schedule(), which gives a scheduler of its own"
-        raise ConfigError("lr_schedule.name", chosen.name, rule, "remove one of the two")
-    schedule = Schedule(scheduler, stand_in, config, total_steps, batches if config.counts_samples else None)
-    _require_plain(schedule.state_dict(), type(scheduler).__name__)
+    stand_in = StandIn(optimizer)
+    given = task.schedule(stand_in, config)
+    if given is None:
+        return None
+    name = f"{type(task).__name__}.schedule()"
+    if config.lr_schedule.name != "constant":
+        rule = f"is overruled by {name}, which gives a scheduler of its own"
+        raise ConfigError("lr_schedule.name", config.lr_schedule.name, rule, "remove one of the two")
+    batches = sampler.batches if config.counts_samples else None
+    schedule = Schedule(given, stand_in, config.lr_schedule, total_steps, batches)
+    _require_plain(schedule.state_dict(), type(schedule.scheduler).__name__)
+    if schedule.every == "epoch" and not sampler.known_length:
+        rule = "counts what nobody knows: a stream does not say how many samples it has"
+        raise ConfigError("schedule()", "epoch", rule, "count steps")
     if schedule.by_figure and not evaluates:
         rule = 'goes by a figure of the validation split, and dataset("val") gives none'
-        raise ConfigError("lr_schedule.name", type(scheduler).__name__, rule, "return a few samples that are held back")
+        raise ConfigError("schedule()", name, rule, "return a few samples that are held back")
     return schedule
 
 

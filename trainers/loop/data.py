@@ -51,7 +51,7 @@ def load_data(
 
 def _refuse_what_evaluates(config: TrainConfig, context: RunContext) -> None:
     """Raise ConfigError where a task without a validation split meets what goes by an evaluation."""
-    needs = [("checkpoint.best", config.checkpoint.best), ("early_stopping.metric", config.early_stopping.metric)]
+    needs = [("checkpoint.best", config.checkpoint.best)]
     needs += [("objective", name) for name in context.watches if name.startswith("val_")]
     for field, metric in needs:
         if metric is not None:
@@ -73,7 +73,7 @@ def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> S
         train,
         group.world_size,
         group.rank,
-        config.data.shuffle and not of_stream,
+        not of_stream,
         config.seed,
         drop_last,
         global_batch_size=config.batch_sizes,
@@ -101,7 +101,6 @@ def _look_into(stream: Stream, has_sampler: bool, config: TrainConfig, group: Gr
         ("epochs", config.epochs, "`max_steps`"),
         ("evaluate.every_epochs", config.evaluate.every_epochs, "`every_steps`"),
         ("checkpoint.every_epochs", config.checkpoint.every_epochs, "`every_steps` or `every_s`"),
-        ("lr_schedule.every", "epoch" if config.lr_schedule.every == "epoch" else None, "`every: step`"),
     ):
         if value is not None:
             rule = "counts what nobody knows: a stream does not say how many samples it has"

@@ -189,7 +189,7 @@ class Training:
         phased = isinstance(parts.step, PhasedStep)  # which says it itself, of each phase
         if not phased and self.attempt.context.rank == 0 and (names := unused_parameters(parts.model)):
             words = "the loss of the first step does not depend on %s: they are not trained (several workers want %s)"
-            logger.warning(words, shorten(names), "`requires_grad_(False)` on them, or `ddp.static_graph: true`")
+            logger.warning(words, shorten(names), "`requires_grad_(False)` on them")
 
     def after_step(self) -> bool:
         """Do whatever is due after a step; return whether to stop."""

@@ -31,8 +31,6 @@ class Throughput:
     """Share of the time that rank 0 waited for batches."""
     steps: int
     """Steps measured."""
-    step_time_stdev_s: float = 0.0
-    """Spread of single steps (on a GPU, of the means of steps between two synchronisations)."""
 
 
 @dataclass
@@ -149,5 +147,4 @@ class StepClock:
             step_time_ci95_s=half_s,
             data_wait_share=min(1.0, self._measured_wait_s / total_s) if skip else 0.0,
             steps=steps,
-            step_time_stdev_s=times.stdev_s(skip),
         )

@@ -20,24 +20,13 @@ class Pauses:
     checkpoints: int = 0
     checkpoint_s: float = 0.0
     """Until training could go on: with `checkpoint.async` the copy to host memory, and waiting for the one before."""
-    first_evaluation_s: float = 0.0
-    """Of evaluation_s, the first one, which starts loader processes and compiles."""
     written_s: float = 0.0
     """Time in which checkpoints were written by a thread beside the steps."""
-
-    @property
-    def each_evaluation_s(self) -> float:
-        """Mean of an evaluation, the first one left out where there are more."""
-        if self.evaluations > 1:
-            return (self.evaluation_s - self.first_evaluation_s) / (self.evaluations - 1)
-        return self.evaluation_s
 
     def evaluated(self, seconds: float) -> None:
         """An evaluation took so long."""
         self.evaluations += 1
         self.evaluation_s += seconds
-        if self.evaluations == 1:
-            self.first_evaluation_s = seconds
 
 
 @dataclass(frozen=True)

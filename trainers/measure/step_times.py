@@ -1,4 +1,4 @@
-"""Step times as running sums: the mean, its confidence interval and the spread, at the same cost after any step."""
+"""Step times as running sums: the mean and its confidence interval, at the same cost after any step."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ class StepTimes:
     """The time and the samples of each step, in order."""
 
     def __init__(self) -> None:
-        self._time_s, self._square = array("d", [0.0]), array("d", [0.0])
+        self._time_s = array("d", [0.0])
         self._samples, self._spans = array("q", [0]), array("q", [0])
 
     def __len__(self) -> int:
@@ -25,13 +25,12 @@ class StepTimes:
         each = elapsed_s / len(samples)
         for index, count in enumerate(samples):
             self._time_s.append(self._time_s[-1] + each)
-            self._square.append(self._square[-1] + each * each)
             self._samples.append(self._samples[-1] + count)
             self._spans.append(self._spans[-1] + (index == 0))
 
     def cut(self, length: int) -> None:
         """Forget the steps after the first `length`."""
-        for sums in (self._time_s, self._square, self._samples, self._spans):
+        for sums in (self._time_s, self._samples, self._spans):
             del sums[length + 1 :]
 
     def total_s(self, skip: int) -> float:
@@ -41,14 +40,6 @@ class StepTimes:
     def samples(self, skip: int) -> int:
         """Samples of the steps after the first `skip`."""
         return self._samples[-1] - self._samples[skip]
-
-    def stdev_s(self, skip: int) -> float:
-        """Spread of single steps after the first `skip`; 0 of one."""
-        count = len(self) - skip
-        if count < 2:
-            return 0.0
-        square, total = self._square[-1] - self._square[skip], self.total_s(skip)
-        return math.sqrt(max(0.0, square - total * total / count) / (count - 1))
 
     def half_width_s(self, skip: int) -> float:
         """Half width of the 95 % confidence interval of the mean time of the steps after the first `skip`.

@@ -1,4 +1,4 @@
-"""Schedulers of torch's: made by name or by the task, stepped by the loop, and kept in checkpoints.
+"""Schedulers of torch's: made by the task, stepped by the loop, and kept in checkpoints.
 
 A scheduler never sees the run's optimizer but a stand-in with the same groups and options, whose learning rates (and
 momenta, where it cycles them) are handed on before every step. So nothing is hooked into the step, which may be
@@ -6,17 +6,18 @@ captured, compiled or skipped, and the rates stay exact numbers of the host.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainers.config import TrainConfig
-from trainers.config.sections import OWN_SCHEDULES
+from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
-from trainers.errors import MISSING, CheckpointError, ConfigError
+from trainers.errors import CheckpointError, ConfigError
 from trainers.model.optimizer import warmup_steps
 
+Every = Literal["step", "epoch"]
+"""What a scheduler counts."""
 _CYCLED = ("momentum", "betas")
 
 
@@ -45,23 +46,6 @@ class StandIn(Optimizer):
         """Count as a step for the scheduler, which warns where there was none before its own."""
 
 
-def build_schedule(optimizer: Optimizer, config: TrainConfig) -> LRScheduler | None:
-    """Build the class of torch.optim.lr_scheduler that `lr_schedule` names; None for a schedule of ours.
-
-    Raises ConfigError where the class does not take its arguments.
-    """
-    chosen = config.lr_schedule
-    if chosen.name in OWN_SCHEDULES:
-        return None
-    arguments = chosen.args or {}
-    try:
-        scheduler: LRScheduler = getattr(lr_scheduler, chosen.name)(optimizer, **arguments)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        rule, fix = f"is not what {chosen.name} takes ({error})", f"see torch.optim.lr_scheduler.{chosen.name}"
-        raise ConfigError("lr_schedule.args", arguments, rule, fix) from error
-    return scheduler
-
-
 class Schedule:
     """A scheduler at its stand-in: when it is stepped, and what comes of it for the run's optimizer.
 
@@ -71,27 +55,23 @@ class Schedule:
 
     def __init__(
         self,
-        scheduler: LRScheduler,
+        given: LRScheduler | tuple[LRScheduler, Every],
         stand_in: StandIn,
-        config: TrainConfig,
+        config: ScheduleConfig,
         total_steps: int,
         batches: BatchSchedule | None = None,
     ) -> None:
-        """With `batches` a share of warm-up is one of samples."""
-        chosen = self._config = config.lr_schedule
-        self.scheduler, self._stand_in = scheduler, stand_in
-        self._warmup = warmup_steps(chosen, total_steps, batches)
-        self.by_figure = isinstance(scheduler, ReduceLROnPlateau)
-        name = type(scheduler).__name__
-        if scheduler.optimizer is not stand_in:
+        """`given` is what the task's schedule() has returned. With `batches` a share of warm-up is one of samples."""
+        self.scheduler, self.every = given if isinstance(given, tuple) else (given, "step")
+        self._stand_in = stand_in
+        self._warmup = warmup_steps(config, total_steps, batches)
+        self.by_figure = isinstance(self.scheduler, ReduceLROnPlateau)
+        if self.every not in get_args(Every):
+            raise ConfigError("schedule()", self.every, "must be step or epoch", 'return (scheduler, "epoch")')
+        if self.scheduler.optimizer is not stand_in:
+            name = type(self.scheduler).__name__
             rule = "gives a scheduler of another optimizer than the one that it was given"
             raise ConfigError("schedule()", name, rule, "make it with `optimizer`, its first argument")
-        if self.by_figure and chosen.every is not None:
-            rule = f"has no effect with {name}, which is stepped by evaluations"
-            raise ConfigError("lr_schedule.every", chosen.every, rule, "remove it, and set `evaluate`")
-        if not self.by_figure and chosen.every is None:
-            rule = f"is needed: whether {name} is stepped after each step or each epoch"
-            raise ConfigError("lr_schedule.every", MISSING, rule, "add `every: epoch` or `every: step`")
 
     def lrs(self, step: int) -> list[float]:
         """Return each group's learning rate in `step`, from 0."""
@@ -109,7 +89,7 @@ class Schedule:
 
     def stepped(self, step: int, ends_epoch: bool) -> None:
         """Step the scheduler where it is due after so many steps of training."""
-        if step > self._warmup and not self.by_figure and (self._config.every == "step" or ends_epoch):
+        if step > self._warmup and not self.by_figure and (self.every == "step" or ends_epoch):
             self._stand_in.step()
             self.scheduler.step()
 
@@ -119,7 +99,7 @@ class Schedule:
             return
         if "val_loss" not in figures:
             name = type(self.scheduler).__name__
-            raise ConfigError("lr_schedule.name", name, "goes by val_loss, and loss() gives none", "return one")
+            raise ConfigError("schedule()", name, "goes by val_loss, and loss() gives none", "return one")
         self.scheduler.step(figures["val_loss"])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel, parallel_apply
 
-from trainers.config.sections import DdpConfig, FsdpConfig
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.gradient_hooks import exchanged
@@ -30,7 +29,6 @@ from trainers.model.sharding import is_sharded, shard_units
 
 logger = logging.getLogger(__name__)
 Watch = Callable[[Any], Any]
-_AS_IS, _SHARDED = DdpConfig(), FsdpConfig()
 _NAMED = 4  # how many parameters a sentence names
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """torch's own: in training they normalise by the batch, and read no buffer."""
@@ -39,7 +37,7 @@ _GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one functio
 _WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
-def place_model(model: nn.Module, group: Group, strategy: str, fsdp: FsdpConfig = _SHARDED) -> nn.Module:
+def place_model(model: nn.Module, group: Group, strategy: str, communication: str = "fp32") -> nn.Module:
     """Move the model to the group's device, or shard it over all ranks (fsdp), before the optimizer is built.
 
     Every rank must call it with the same weights.
@@ -62,7 +60,7 @@ def place_model(model: nn.Module, group: Group, strategy: str, fsdp: FsdpConfig 
     for unit in (*units, model):  # each goes to the device by itself: the whole model need not fit there
         own = set(unit.modules()) - (within if unit is model else set())
         normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in own)
-        policy = narrow if fsdp.param_dtype == "bf16" and not normed else MixedPrecisionPolicy()
+        policy = narrow if communication == "bf16" and not normed else MixedPrecisionPolicy()
         # The root's, at the end of the forward pass, are the first that the backward pass wants.
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
     return model
@@ -78,15 +76,15 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
         return model
     if group.device.type != "cuda":
         rule = f"needs GPUs: torch's SyncBatchNorm takes no tensor of a {group.device.type} device"
-        raise ConfigError("ddp.sync_batchnorm", True, rule, "remove it, or normalise by samples (GroupNorm, LayerNorm)")
+        raise ConfigError("sync_batchnorm", True, rule, "remove it, or normalise by samples (GroupNorm, LayerNorm)")
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        logger.warning("`ddp.sync_batchnorm` has no effect: the model has no BatchNorm layer")
+        logger.warning("`sync_batchnorm` has no effect: the model has no BatchNorm layer")
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 
 
 def wrap_model(
-    model: nn.Module, group: Group, strategy: str = "ddp", ddp: DdpConfig = _AS_IS, watch: Watch | None = None
+    model: nn.Module, group: Group, strategy: str = "ddp", communication: str = "fp32", watch: Watch | None = None
 ) -> nn.Module:
     """Return what training calls in place of the bare module; that module itself where nothing is to be added.
 
@@ -99,20 +97,15 @@ def wrap_model(
         logger.warning("strategy dp has %d GPU here: the model is trained as with strategy none", gpus)
         return model
     if strategy != "ddp" or group.world_size == 1:
-        if ddp != _AS_IS:
-            logger.warning("`ddp` has no effect: one worker sends no gradients")
+        if strategy == "ddp" and communication != "fp32":
+            logger.warning("`communication` has no effect: one worker sends no gradients")
         return model
     ids = [group.device.index] if group.device.type == "cuda" else None
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=ids,
-        gradient_as_bucket_view=True,
-        static_graph=ddp.static_graph,
-    )
+    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     if (norms := _batchnorms(model)) is not None:
         wrapped.register_forward_pre_hook(functools.partial(_share_what_is_read, norms))
     hook: Any = exchanged(group.rank, group.world_size) if group.device.type == "cpu" else None
-    if ddp.compression == "bf16":
+    if communication == "bf16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
         hook = bf16_compress_hook
@@ -134,13 +127,6 @@ def _share_what_is_read(norms: Sequence[nn.Module], wrapped: DistributedDataPara
     evaluations and checkpoints have rank 0's anyway. (For ResNet-50, 159 tensors a step.)
     """
     wrapped.broadcast_buffers = not all(norm.training for norm in norms)
-
-
-def check_static_graph(ddp: DdpConfig, group: Group, accumulation: int, microbatch_size: int) -> None:
-    """Raise ConfigError where DDP's static graph would meet a backward whose gradients stay on the rank."""
-    if ddp.static_graph and group.world_size > 1 and accumulation > 1:
-        rule = f"cannot accumulate, and microbatches of {microbatch_size} make {accumulation} of a worker's share"
-        raise ConfigError("ddp.static_graph", True, rule, "remove it, or set a larger `microbatch_size`")
 
 
 class _DataParallel(DataParallel[nn.Module]):
@@ -211,8 +197,7 @@ def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
         "strategy",
         "ddp",
         f"waits for the gradient of every parameter, and the loss does not depend on {shorten(names)}",
-        "use them in forward(), freeze them with `requires_grad_(False)`, or, where they are the same in every step of "
-        "one microbatch, set `ddp.static_graph: true`",
+        "use them in forward(), or freeze them with `requires_grad_(False)`",
     ) from error
 
 

@@ -132,7 +132,7 @@ class GraphedStep(TrainStep):
         self.set_lrs([lr * scale for lr in schedule.lrs(step)])
         if schedule.cycled(self.optimizer):
             rule = "keeps the momentum that it has captured, and the scheduler cycles it"
-            raise _impossible(rule, "set `cycle_momentum: false` in `lr_schedule.args`")
+            raise _impossible(rule, "make it with `cycle_momentum=False`")
 
     def _record(
         self, shape: Hashable, held: list[Batch], sizes: Sequence[int], step_samples: int, idle: bool

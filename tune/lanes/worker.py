@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,7 +16,6 @@ import torch.distributed as dist
 
 import trainers.loop.fit  # noqa: F401 (all that a run imports belongs to the baseline)
 from trainers.causes import failure_of
-from trainers.devices.cpu_pressure import Pressure
 from trainers.devices.device import device_name, grow_segments, total_memory_bytes
 from trainers.devices.group import Group
 from trainers.errors import DivergedError, PacelineError, PreemptedError, RunFailedError
@@ -203,3 +203,27 @@ def _failed(error: Exception, context: LaneContext) -> dict[str, Any]:
     if "CUDA error" in str(error) or not agreed:
         outcome["raised"] = failure
     return outcome
+
+
+class Pressure:
+    """Measures, from its creation on, in how much of the time work of this machine or container waited for a CPU, by
+    Linux's pressure stall information (PSI).
+    """
+
+    def __init__(self) -> None:
+        self._began_s, self._before_us = time.monotonic(), _waited_us()
+
+    def share(self) -> float | None:
+        """Return a share, 0 to 1; None where Linux has no such information."""
+        elapsed_s, now_us = time.monotonic() - self._began_s, _waited_us()
+        if self._before_us is None or now_us is None or elapsed_s <= 0:
+            return None
+        return min(1.0, (now_us - self._before_us) / 1e6 / elapsed_s)
+
+
+def _waited_us() -> int | None:
+    try:
+        some, *_ = Path("/proc/pressure/cpu").read_text().splitlines()
+        return int(some.rpartition("total=")[2])
+    except (OSError, ValueError):
+        return None

@@ -4,9 +4,10 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from trainers.config.sections import SCORES
 from trainers.errors import POLICIES
 from tune.config import SweepConfig
-from tune.objective import SCORES, TO_TARGET, Objective
+from tune.objective import TO_TARGET, Objective
 from tune.report.words import (
     amount,
     duration,
@@ -76,7 +77,7 @@ def answer(config: SweepConfig, records: list[TrialRecord]) -> Answer:
     best = ranking[0] if ranking else None
     fastest = _fastest(config, records, best, found)
     is_time = config.objective.metric in TO_TARGET
-    ahead = most_ahead(config, records, found) if is_time and len(ranking) > 1 else None
+    ahead = most_ahead(records, found) if is_time and len(ranking) > 1 else None
     notes = f"{_notes(config, records, found)} {_ahead(ahead)}".strip()
     return Answer(ranking, found, printable(verdict), printable(fastest), notes, ahead)
 

@@ -31,6 +31,7 @@ from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord, crossing_s
 
 MOST_FINALISTS = 8
+_SHARE = 0.5  # of the time of the search: what repeats may take
 _FREE_S = 15.0
 """That repeats may always take."""
 LOOKS = (2, 4, 8, 16)
@@ -160,17 +161,17 @@ def contenders(config: SweepConfig, records: Sequence[TrialRecord]) -> list[Tria
     found = rivals(config, records)
     if len(found) < 2:
         return []
-    affordable = int(_time_for_repeats_s(config, records) / max(1e-9, LOOKS[0] * _mean_cost_s(found)))
-    wanted = config.finalists.count
+    affordable = int(_time_for_repeats_s(records) / max(1e-9, LOOKS[0] * _mean_cost_s(found)))
+    wanted = config.finalists
     count = min(MOST_FINALISTS, affordable) if wanted == "auto" else wanted
     return found[:count] if count > 1 else []
 
 
-def _time_for_repeats_s(config: SweepConfig, records: Sequence[TrialRecord]) -> float:
-    """Return how long repeats may take, s: a share of what the search has taken on its lanes, side by side."""
+def _time_for_repeats_s(records: Sequence[TrialRecord]) -> float:
+    """Return how long repeats may take, s: half of what the search has taken on its lanes, side by side."""
     search = [record for record in records if record.purpose != "repeat"]
     lanes = max(1, len({record.lane for record in search}))
-    return max(_FREE_S, config.finalists.share * sum(map(_cost_s, search)) / lanes)
+    return max(_FREE_S, _SHARE * sum(map(_cost_s, search)) / lanes)
 
 
 def _cost_s(record: TrialRecord) -> float:
@@ -224,7 +225,7 @@ def _standing(
     if not stands.runs_next:
         return stands
     racing = len({entrant for entrant, _ in stands.runs_next})
-    left_s = _time_for_repeats_s(config, records) - sum(map(_cost_s, ended))
+    left_s = _time_for_repeats_s(records) - sum(map(_cost_s, ended))
     more = max(0, int(left_s / max(1e-9, racing * _mean_cost_s(ended or found))))
     return race(laps, max(LOOKS[0], stands.runs_next[0][1] + more))
 
@@ -305,7 +306,7 @@ def _logs(laps: Sequence[Lap]) -> list[float]:
     return [lap.log_s for lap in laps]
 
 
-def most_ahead(config: SweepConfig, records: Sequence[TrialRecord], found: Sequence[Final]) -> float | None:
+def most_ahead(records: Sequence[TrialRecord], found: Sequence[Final]) -> float | None:
     """Return how many times as fast as the best any other trial is at most, with 95 % confidence; None where none has
     met the target.
 

@@ -44,17 +44,17 @@ def num_samples(config: SweepConfig, before: int) -> int:
     return max(0, (config.budget.trials or 1) - before)
 
 
-def searcher(config: SweepConfig, lanes: int, before: Sequence[TrialRecord] = ()) -> Any:
+def searcher(config: SweepConfig, lanes: int, before: Sequence[TrialRecord] = (), seed: int = 0) -> Any:
     """Return what chooses the next trial, at most `lanes` at a time.
 
     `before` are the trials of an earlier start, from which optuna goes on; the others choose the same again.
     """
     if config.search == "optuna":
-        return ConcurrencyLimiter(_optuna_search(config, before), max_concurrent=lanes)
-    return BasicVariantGenerator(max_concurrent=lanes, random_state=config.seed)
+        return ConcurrencyLimiter(_optuna_search(config, before, seed), max_concurrent=lanes)
+    return BasicVariantGenerator(max_concurrent=lanes, random_state=seed)
 
 
-def _optuna_search(config: SweepConfig, before: Sequence[TrialRecord]) -> Any:
+def _optuna_search(config: SweepConfig, before: Sequence[TrialRecord], seed: int) -> Any:
     import optuna
     from ray.tune.search.optuna import OptunaSearch
 
@@ -62,7 +62,7 @@ def _optuna_search(config: SweepConfig, before: Sequence[TrialRecord]) -> Any:
     return OptunaSearch(
         metric="objective",
         mode=config.objective.direction,
-        seed=config.seed + len(before),  # else a resumed search would draw its first random trials again
+        seed=seed + len(before),  # else a resumed search would draw its first random trials again
         points_to_evaluate=[record.config for record in before],
         evaluated_rewards=[reward(config.objective, record) for record in before] or None,
     )

@@ -64,7 +64,7 @@ def run_sweep(
     goes_on = spec.config.search == "optuna"
     before = [record for record in journal.records() if record.purpose == "trial"] if goes_on else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
-    search = ray_search.searcher(spec.config, at_a_time, before)
+    search = ray_search.searcher(spec.config, at_a_time, before, int(spec.train.get("seed", 0)))
     lanes = _lanes(spec, plan)
     mailbox, is_auto = lanes.mailbox, spec.config.lanes == "auto"
     pace = Pace(search, mailbox, plan.num_trials if plan.is_independent else None)

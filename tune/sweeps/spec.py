@@ -54,8 +54,7 @@ class SweepSpec:
     @property
     def trackers(self) -> list[TrackerConfig]:
         """The experiment trackers that hear of the sweep."""
-        tracking = self.config.tracking
-        return chosen(getattr(build_run(self.train, self.source), "tracking", []) if tracking is None else tracking)
+        return chosen(build_run(self.train, self.source).tracking)
 
     @property
     def num_trials(self) -> int:
@@ -188,7 +187,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
         before = read_mapping(storage, SAVED)
         now = spec.saved()
         then, train = (_with_defaults(saved.get("train"), storage.locate(SAVED)) for saved in (before, now))
-        pairs = {key: (before.get(key), now.get(key)) for key in ("space", "search", "seed", "objective")}
+        pairs = {key: (before.get(key), now.get(key)) for key in ("space", "search", "objective")}
         for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
             if key not in ("task_dir", "scaling", "tracking"):
                 pairs[f"train.{key}"] = (then.get(key), train.get(key))

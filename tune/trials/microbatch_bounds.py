@@ -43,10 +43,10 @@ def key_of(tree: Mapping[str, Any], device_name: str) -> str:
     settings = {key: getattr(config, key) for key in _MEMORY_KEYS} | {
         "device": device_name,
         "strategy": config.strategy,
-        "ddp": config.ddp.model_dump(exclude={"sync_batchnorm"}),  # its statistics are a few numbers a channel
-        "fsdp": config.fsdp.model_dump(),
+        "communication": config.communication,
         **_group(config),
-        "optimizer": [optimizer.name, bool(optimizer.momentum)],  # decides how much state a parameter has
+        # What decides how much state a parameter has.
+        "optimizer": [optimizer.name, *(name for name in ("momentum", "amsgrad") if optimizer.args.get(name))],
         "resident": config.data.resident,
         "evaluation": config.evaluate.microbatch_size,  # it runs on the same device, between steps
     }
