@@ -57,6 +57,14 @@ class Wide(Blobs):
         return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
 
 
+class Convolved(Wide):
+    """With a convolution of as many weights as have narrow moments."""
+
+    def model(self) -> nn.Module:
+        convolution = nn.Conv2d(32, 16, 3, padding=1)
+        return nn.Sequential(nn.Unflatten(1, (32, 1, 1)), convolution, nn.Flatten(), nn.Tanh(), nn.Linear(16, 4))
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that can do fp8, uncompiled."""
@@ -117,12 +125,12 @@ def test_it_needs_ada_or_hopper(capability: tuple[int, int], able: bool, monkeyp
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_moments_learn_and_a_run_that_is_cut_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
-    task = {"task": "tests.unit.test_torchao:Wide", "optimizer__name": name}
+    task = {"task": "tests.unit.test_torchao:Convolved", "optimizer__name": name, "channels_last": True}
     whole = make(tmp_path, name="whole", **task)
     assert run_local(whole).status == "done"
     curve = losses(whole)
     assert sum(curve[-5:]) < sum(curve[:5])
-    moments = whole_state(whole.storage, 30)["optimizer"]["state"][2]["exp_avg"]
+    moments = whole_state(whole.storage, 30)["optimizer"]["state"][0]["exp_avg"]
     assert moments["codes"].dtype is (torch.float8_e4m3fn if name == "adamwfp8" else torch.uint8)
     cut = {"fail_at": [17], "failure": "raise", "marker": str(tmp_path / "cut")}
     with pytest.raises(ValueError, match="injected"):

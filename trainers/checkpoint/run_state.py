@@ -250,12 +250,13 @@ def _size(tree: Any) -> int:
 
 def match_layout(optimizer: Optimizer) -> None:
     """Each moment in the memory format of its parameter: a checkpoint may come from a run with another one
-    (`channels_last`), and fused steps walk both in the order in which they lie in memory.
+    (`channels_last`), and fused steps walk both in the order in which they lie in memory. Narrow moments, which are
+    tensors of torchao's own kinds, have an order of their own.
     """
     for parameter, moments in optimizer.state.items():
         for name, value in moments.items():
-            is_tensor = isinstance(value, Tensor) and value.shape == parameter.shape
-            if is_tensor and value.stride() != parameter.stride():
+            is_plain = type(value) is Tensor or is_shard(value)
+            if is_plain and value.shape == parameter.shape and value.stride() != parameter.stride():
                 moments[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
