@@ -17,8 +17,16 @@ from pydantic import Field
 
 from trainers.command_line import run
 from trainers.config import TrainConfig
+from trainers.config.overrides import override
 from trainers.launch.signals import follow_agent
-from trainers.launch.spec import FunctionSpec, check_precision, read_run, read_spec, torchrun_world_size
+from trainers.launch.spec import (
+    FunctionSpec,
+    check_precision,
+    make_spec,
+    read_file,
+    read_run,
+    torchrun_world_size,
+)
 from trainers.output import Output
 from trainers.redaction import redact
 from trainers.start import do_on_cluster, launch, run_training, train_function
@@ -105,7 +113,8 @@ def memory(
     from trainers.launch.log import setup_logging
     from trainers.launch.memory_forecast import memory_page
 
-    spec = read_spec(location, overrides, own_workers=False)
+    tree, directory = read_file(location)
+    spec = make_spec(override(TrainConfig, tree, overrides), location, directory, own_workers=False)
     setup_logging(0)
     for line in memory_page(spec, gpu):
         print(redact(line), flush=True)
