@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from trainers.config import sections
 from trainers.task import Task
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -118,10 +119,15 @@ class Blobs(Task):
 
 
 class Stuck(Blobs):
-    """Fails as `failure` says where the loop calls `place` of the task, on one rank."""
+    """Fails as `failure` says where the loop calls `place` of the task, on one rank.
 
-    def __init__(self, place: str, on_rank: int = 0, **args: Any) -> None:
+    `short_phases` lets phases without batches take no longer than a batch may.
+    """
+
+    def __init__(self, place: str, on_rank: int = 0, short_phases: bool = False, **args: Any) -> None:
         super().__init__(**args)
+        if short_phases:
+            sections.PHASE_FACTOR, sections.LEAST_PHASE_S = 1, 0.0
         self.place, self.on_rank = place, on_rank
         self._reach("import")
 

@@ -1,15 +1,14 @@
 """Objective: what the best trial of a sweep is best at, and the metrics whose direction is known."""
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from trainers.config.model import Settings
-from trainers.config.sections import NO_DIRECTION, direction_of
+from trainers.config.sections import Mode, check_direction, direction_of
 
 TO_TARGET = ("time_to_target", "usd_to_target")
-_COSTS = (*TO_TARGET, "energy_j", "step_time_s", "peak_memory_bytes")
 
 
 class Objective(Settings):
@@ -18,8 +17,9 @@ class Objective(Settings):
     metric: str = Field(default="time_to_target", min_length=1, examples=["val_accuracy"])
     """time_to_target, usd_to_target, samples_per_s, peak_memory_bytes, energy_j (of the trial's GPUs), or any
     metric that the task reports (val_loss, ...)."""
-    mode: Literal["min", "max"] | None = Field(default=None)
-    """min or max; known by itself for *_to_target, samples_per_s, *_loss and *_accuracy."""
+    mode: Mode | None = Field(default=None)
+    """min or max; known by itself for *_to_target, samples_per_s and what is measured besides, and as
+    `early_stopping.mode` is."""
     target: dict[str, float] | None = Field(default=None, min_length=1, max_length=1, examples=[{"val_accuracy": 0.97}])
     """The metric and the value to reach: time_to_target and usd_to_target count until then. With these two a trial
     ends at the evaluation that meets it, or once it has trained 2.5 times as long as another took."""
@@ -29,10 +29,10 @@ class Objective(Settings):
         fix = "add `target: {val_accuracy: 0.97}`"
         needed = self.metric in TO_TARGET and self.target is None
         self.refuse_if(needed, "target", f"is what {self.metric} counts to", fix)
-        unknown = self.mode is None and _mode_of(self.metric) is None
-        self.refuse_if(unknown, "mode", f"is needed for the metric {self.metric}", "add `mode: min` or `mode: max`")
-        unknown_target = not all(_mode_of(name) for name in self.target or {})
-        self.refuse_if(unknown_target, "target", NO_DIRECTION, "rename the metric, so that its direction is known")
+        check_direction("mode", self.metric, self.mode)
+        unknown_target = not all(direction_of(name) for name in self.target or {})
+        rule = "must name a metric whose name says whether less or more is better, as val_loss or val_accuracy"
+        self.refuse_if(unknown_target, "target", rule, "rename the metric")
         return self
 
     @property
@@ -41,9 +41,9 @@ class Objective(Settings):
         return self.metric in TO_TARGET
 
     @property
-    def direction(self) -> Literal["min", "max"]:
+    def direction(self) -> Mode:
         """Whether less or more of `metric` is better."""
-        mode = self.mode or _mode_of(self.metric)
+        mode = self.mode or direction_of(self.metric)
         assert mode is not None
         return mode
 
@@ -61,11 +61,5 @@ def meets(target: Mapping[str, float], metrics: Mapping[str, float]) -> bool:
     """Return whether an evaluation's metrics meet a target; an empty one is never met."""
     for name, value in target.items():
         if name in metrics:
-            return metrics[name] <= value if _mode_of(name) == "min" else metrics[name] >= value
+            return metrics[name] <= value if direction_of(name) == "min" else metrics[name] >= value
     return False
-
-
-def _mode_of(metric: str) -> Literal["min", "max"] | None:
-    if metric in _COSTS:
-        return "min"
-    return "max" if metric == "samples_per_s" else direction_of(metric)

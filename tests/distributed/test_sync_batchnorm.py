@@ -1,4 +1,4 @@
-"""`sync_batchnorm`: refused on a CPU in words; with a layer that works there, equal to one worker."""
+"""`ddp.sync_batchnorm`: refused on a CPU in words; with a layer that works there, equal to one worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.strategy import sync_batchnorm
 
-ON = {"sync_batchnorm": True}
+ON = {"ddp.sync_batchnorm": True}
 
 
 class Normed(Blobs):
@@ -84,7 +84,7 @@ def train_all(rank: int, world_size: int) -> list[Any]:
 def test_two_workers_normalise_as_one_does(tmp_path: Path) -> None:
     alone = run(Normed(), 0, 1, microbatch_size=24, **ON).metrics
     for said, metrics, steps in run_processes(2, train_all, tmp_path):
-        assert said.startswith("`sync_batchnorm` is true")
+        assert said.startswith("`ddp.sync_batchnorm` is true")
         assert "needs GPUs" in said
         assert "remove it" in said
         assert metrics == pytest.approx(alone, rel=1e-10)

@@ -27,8 +27,8 @@ PHASES = {"setup": "setup", "training 5": "training", "checkpoint": "checkpoint"
 
 
 def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSpec:
-    args = {"place": place, "failure": "sleep", **changes.pop("args", {})}
-    budgets = {"failure__hang_timeout_s": 8.0, "failure__phase_timeout_s": 8.0, "scaling__num_workers": workers}
+    args = {"place": place, "failure": "sleep", "short_phases": True, **changes.pop("args", {})}
+    budgets = {"failure__hang_timeout_s": 8.0, "scaling__num_workers": workers}
     made = tree(tmp_path, task="tests.tasks:Stuck", task_args=args, **{**budgets, **changes})
     return make_spec(made, "test", REPOSITORY, own_workers=False)
 
@@ -83,7 +83,7 @@ def failed(tmp_path: Path, failure: str, **changes: Any) -> RunFailedError:
 )
 def test_the_first_cause_is_what_the_run_ends_with(tmp_path: Path, failure: str, status: str, words: str) -> None:
     """The other rank's broken collective follows from it."""
-    found = failed(tmp_path, failure, failure__hang_timeout_s=60.0, failure__phase_timeout_s=60.0)
+    found = failed(tmp_path, failure, failure__hang_timeout_s=60.0)
     assert found.status == status
     assert found.message.startswith(words)
 
@@ -116,12 +116,13 @@ def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
 
 def test_a_task_that_hangs_as_it_is_imported_ends_in_a_sentence(tmp_path: Path) -> None:
     """Before any worker is there."""
-    (tmp_path / "endless.py").write_text("import time\n\ntime.sleep(3600)\n")
-    changes = {"task": "endless:Task", "task_dir": str(tmp_path), "failure__phase_timeout_s": 1.0}
+    short = "from trainers.config import sections; sections.LEAST_PHASE_S = 1.0"
+    (tmp_path / "endless.py").write_text(f"import time; {short}\n\ntime.sleep(3600)\n")
+    changes = {"task": "endless:Task", "task_dir": str(tmp_path), "failure__hang_timeout_s": 0.25}
     config, out = tmp_path / "train.yaml", tmp_path / "out"
     config.write_text(dump_yaml(make(tmp_path, **changes).tree))
     out.mkdir()
     code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, 120)
     said = (out / "err").read_text()
     assert code == HUNG_EXIT_CODE, said
-    assert " s in the import of the task (at endless.py:3; failure.phase_timeout_s 1)" in said
+    assert " s in the import of the task (at endless.py:3; failure.hang_timeout_s 0.25 allows a phase 1 s)" in said

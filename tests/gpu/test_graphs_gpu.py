@@ -44,7 +44,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 WAYS: dict[str, dict[str, Any]] = {
     "adamw": {},
-    "sgd": {"optimizer": {"name": "sgd", "lr": 0.02, "args": {"momentum": 0.9}}},
+    "sgd": {"optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.9}},
     "adam, accumulated": {"optimizer": {"name": "adam", "lr": 0.01}, "microbatch_size": 7},
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},

@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[type[Blobs] | type[Images], dict[str, Any]]] = {
     "bf16": (Images, {"precision": "bf16"}),
     "fp16": (Images, {"precision": "fp16"}),
     "bf16-pure": (Blobs, {"precision": "bf16-pure"}),
-    "sgd": (Images, {"optimizer": {"name": "sgd", "lr": 0.01, "args": {"momentum": 0.9}}}),
+    "sgd": (Images, {"optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9}}),
     "captured": (Images, {"cuda_graphs": True, "clip_grad_norm": 0.5}),
     "captured fp16": (Images, {"cuda_graphs": True, "precision": "fp16"}),
 }

@@ -149,9 +149,9 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
         "killed always": {**at, "failure": "kill"},
         "raises": {**at, "failure": "raise"},
         "runs out": {**at, "failure": "oom"},
-        "hangs in setup": {"place": "setup", "failure": "sleep"},
+        "hangs in setup": {"place": "setup", "failure": "sleep", "short_phases": True},
     }
-    train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"phase_timeout_s": 20.0}}
+    train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"hang_timeout_s": 20.0}}
     train["global_batch_size"] = 4  # two groups, not four, until no microbatch is left that could fit
     records = run(sweep(tmp_path, {"task_args": list(trials.values())}, train))
     by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}

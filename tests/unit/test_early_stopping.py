@@ -5,44 +5,55 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.test_checkpoint_best import Scripted
 from tests.unit.test_checkpoint_best import config as scripted
 from tests.unit.test_loop import Context, Power, curve
-from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
+from trainers.config.sections import EarlyStoppingConfig
+from trainers.errors import ConfigError
 from trainers.loop.attempt import EarlyStopping
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
 
 
-def config(steps: int, patience: int = 2) -> TrainConfig:
-    every = {"every_steps": 2, "keep": 9}
-    return scripted(steps, **every).model_copy(update={"patience": patience, "log_every_steps": 1})
+def config(steps: int, **stopping: Any) -> TrainConfig:
+    chosen = EarlyStoppingConfig(**{"metric": "val_score", "patience": 2, **stopping})
+    every = {"every_steps": 2, "keep": 9, "best": None}
+    return scripted(steps, **every).model_copy(update={"early_stopping": chosen, "log_every_steps": 1})
 
 
-def train(path: Path, scores: list[float], steps: int, patience: int = 2) -> RunResult:
-    return fit(Scripted([*scores, *[0.0] * 9]), config(steps, patience), Context(path))
+def train(path: Path, scores: list[float], steps: int, **stopping: Any) -> RunResult:
+    return fit(Scripted([*scores, *[0.0] * 9]), config(steps, **stopping), Context(path))
 
 
 @pytest.mark.parametrize(
-    ("metric", "patience", "values", "ends_after"),
+    ("stopping", "values", "ends_after"),
     [
-        ("val_score", 2, [0.1, 0.2, 0.15, 0.2], 4),
-        ("val_score", 2, [0.1, 0.2, 0.15, 0.3, 0.1, 0.1], 6),
-        ("val_score", 1, [0.1, 0.1], 2),
-        ("val_score", 2, [math.nan, math.inf], 2),
-        ("val_score", 2, [0.1, 0.2, 0.3, 0.4], None),
-        ("val_error", 2, [0.1, 0.2, 0.3], 3),
+        ({}, [0.1, 0.2, 0.15, 0.2], 4),
+        ({}, [0.1, 0.2, 0.15, 0.3, 0.1, 0.1], 6),
+        ({"mode": "min"}, [0.1, 0.2, 0.15], 3),
+        ({"patience": 1}, [0.1, 0.1], 2),
+        ({}, [math.nan, math.inf], 2),
+        ({}, [0.1, 0.2, 0.3, 0.4], None),
+        ({"metric": "val_mae"}, [0.1, 0.2, 0.3], 3),
     ],
 )
-def test_when_a_run_ends(metric: str, patience: int, values: list[float], ends_after: int | None) -> None:
-    counted = EarlyStopping(Best(metric, smaller=metric == "val_error"), patience)
+def test_when_a_run_ends(stopping: dict[str, Any], values: list[float], ends_after: int | None) -> None:
+    chosen = config(9, **stopping).early_stopping
+    counted = EarlyStopping(chosen)
     for number, value in enumerate(values, 1):
-        counted.take(number * 5, {metric: value})
+        counted.take(number * 5, {str(chosen.metric): value})
         assert (counted.words is not None) is (number == ends_after)
+
+
+def test_a_metric_that_the_task_does_not_report_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        train(tmp_path, [0.1], 2, metric="val_loss_of_nothing", mode="min")
+    assert raised.value.field == "early_stopping.metric"
 
 
 def test_it_is_done_with_a_word_and_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -29,8 +29,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
-    """A finished run with checkpoints of steps 20 and 30, 10 being the best by `val_loss`: it learns too fast."""
-    best = {"checkpoint__best": "val_loss", "checkpoint__keep": 1, "optimizer__lr": 1.0}
+    """A finished run with checkpoints of steps 20 and 30, 10 being the worst by `val_loss` (its best_mode is max)."""
+    best = {"checkpoint__best": "val_loss", "checkpoint__best_mode": "max", "checkpoint__keep": 1}
     made = make(tmp_path_factory.mktemp("export"), name="finished", **best)
     prepare_storage(made, fresh=False)
     run_local(made)

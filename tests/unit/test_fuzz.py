@@ -50,7 +50,7 @@ TRAIN: dict[str, Any] = {
     "task_dir": str(REPOSITORY),
     "epochs": 1,
     "global_batch_size": 8,
-    "optimizer": {"name": "sgd", "lr": 0.1, "args": {"momentum": 0.9}},
+    "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
     "scaling": {"num_workers": 1},
     "checkpoint": {"every_steps": 5},
     "launcher": "local",

@@ -56,12 +56,11 @@ def test_cosine_is_half_a_cosine() -> None:
     ("options", "cls", "expected"),
     [
         ({}, torch.optim.AdamW, {"weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}),
-        ({"name": "adamw", "weight_decay": 0.5, "args": {"betas": [0.8, 0.9], "eps": 1e-4}}, torch.optim.AdamW,
+        ({"name": "adamw", "weight_decay": 0.5, "betas": [0.8, 0.9], "eps": 1e-4}, torch.optim.AdamW,
          {"weight_decay": 0.5, "betas": (0.8, 0.9), "eps": 1e-4}),
         ({"name": "adam", "weight_decay": 0.1}, torch.optim.Adam, {"weight_decay": 0.1}),
         ({"name": "sgd"}, torch.optim.SGD, {"momentum": 0, "nesterov": False, "weight_decay": 0.0}),
-        ({"name": "sgd", "args": {"momentum": 0.9, "nesterov": True}}, torch.optim.SGD,
-         {"momentum": 0.9, "nesterov": True}),
+        ({"name": "sgd", "momentum": 0.9, "nesterov": True}, torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     ],
 )  # fmt: skip
 def test_the_configured_optimizer_is_built(options: dict[str, Any], cls: type, expected: dict[str, Any]) -> None:

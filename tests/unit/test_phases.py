@@ -250,7 +250,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"dataset": lambda self, split: Adversarial.dataset(self, "train")}, {}, r"has no loss\(\) for the samples"),
     ({}, {"strategy": "fsdp"}, r"`strategy` is .fsdp., but is for steps of one loss, and Given defines"),
     ({}, {"noise_scale": True}, "`noise_scale` is true"),
-    ({}, {"communication": "bf16"}, "`communication` is .bf16."),
     ({}, {"cuda_graphs": True, "device": "auto"}, "`cuda_graphs` is true"),
 ]
 

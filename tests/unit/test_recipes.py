@@ -192,7 +192,7 @@ def test_torchvisions_reference(tmp_path: Path) -> None:
     inputs, targets = task.transform(task.dataset("val").tensors, training=False)
     wanted = F.cross_entropy(average(inputs), targets, label_smoothing=0.1).item()
     settings = {
-        "optimizer": {"name": "sgd", "lr": 0.2, "args": {"momentum": 0.9}, "weight_decay": 0.01},
+        "optimizer": {"name": "sgd", "lr": 0.2, "momentum": 0.9, "weight_decay": 0.01},
         "ema": {"decay": 0.8},
     }
     context = Context(tmp_path)

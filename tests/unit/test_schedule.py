@@ -34,7 +34,7 @@ BY_NAME: dict[str, dict[str, Any]] = {
     "CyclicLR": {"base_lr": 0.01, "max_lr": 0.1, "step_size_up": 3},
     "OneCycleLR": {"max_lr": 0.5, "total_steps": STEPS},
 }
-SGD_CONFIG = {"name": "sgd", "lr": 0.05, "args": {"momentum": 0.9}}
+SGD_CONFIG = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 
 
 OWN: dict[str, Any] = {"lr_schedule": {}, "optimizer": SGD_CONFIG}

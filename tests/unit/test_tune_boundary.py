@@ -64,7 +64,7 @@ def test_what_touches_memory_has_a_key_of_its_own(changes: dict[str, Any]) -> No
         {"global_batch_size": 64},
         {"microbatch_size": 8},
         {"lr_schedule__name": "cosine"},
-        {"sync_batchnorm": True},
+        {"ddp__sync_batchnorm": True},
     ],
     ids=str,
 )

@@ -60,24 +60,6 @@ def test_what_cannot_be_is_an_error_of_its_field(changes: dict[str, Any], field:
 
 
 @pytest.mark.parametrize(
-    ("metric", "direction"),
-    [
-        ("val_loss", "min"),
-        ("val_error", "min"),
-        ("val_accuracy", "max"),
-        ("val_f1", "max"),
-        ("samples_per_s", "max"),
-        ("step_time_s", "min"),
-        ("usd_to_target", "min"),
-    ],
-)
-def test_the_direction_of_known_metrics(metric: str, direction: str) -> None:
-    target = {"val_loss": 1.0}
-    assert Objective(metric=metric, target=target).direction == direction
-    assert Objective(metric=metric, target=target, mode="max").direction == "max"
-
-
-@pytest.mark.parametrize(
     ("target", "metrics", "reached"),
     [
         ({"val_accuracy": 0.9}, {"val_accuracy": 0.9}, True),

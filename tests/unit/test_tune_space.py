@@ -86,7 +86,7 @@ def test_a_good_space_passes(config: SweepConfig) -> None:
         (random({"global_batch_size": {"uniform": [8.0, 16.0]}}), "space.global_batch_size"),
         (make({"scaling.num_workers": [1, 2]}), "space.scaling.num_workers"),
         (make({"name": ["a"]}), "space.name"),
-        (make({"optimizer.name": ["sgd", "adamw"], "optimizer.args.momentum": [0.9]}), "space.optimizer.args.momentum"),
+        (make({"optimizer.name": ["sgd", "adamw"], "optimizer.momentum": [0.9]}), "space.optimizer.momentum"),
     ],
 )
 def test_a_value_or_combination_that_cannot_be_is_named_before_any_trial(config: SweepConfig, field: str) -> None:

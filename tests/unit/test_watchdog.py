@@ -16,6 +16,7 @@ import pytest
 
 from tests.specs import REPOSITORY
 from tests.waits import HANG_S
+from trainers.config import sections
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
 from trainers.loop.watchdog import HUNG_EXIT_CODE, Watchdog, read_hang, saved_hangs, watched
@@ -23,11 +24,13 @@ from trainers.storage import Storage
 
 HANGS = """
 import sys, time, types
+import trainers.config.sections as sections
 import trainers.loop.watchdog as watchdog
 from pathlib import Path
 from trainers.config.sections import FailureConfig
 from trainers.context import RunContext
 from trainers.storage import Storage
+sections.LEAST_PHASE_S = 0.4
 watchdog.GRACE_S = {grace_s}
 if watchdog.GRACE_S > 1:  # there are no other ranks to wait for
     watchdog.time = types.SimpleNamespace(**vars(time) | {"sleep": print})
@@ -41,8 +44,8 @@ failure = FailureConfig({budgets})
 with watchdog.watched(failure, Context(Storage(sys.argv[1] + "/run"), "local", 3)) as dog:
     waits_for_ever()
 """
-STEPS = "hang_timeout_s=0.4, phase_timeout_s=1e9"
-PHASES = "hang_timeout_s=1e9, phase_timeout_s=0.4"
+STEPS, PHASES = "hang_timeout_s=0.4", "hang_timeout_s=0.1"
+OF_STEPS, OF_PHASES = "failure.hang_timeout_s 0.4", "failure.hang_timeout_s 0.1 allows a phase 0.4 s"
 
 
 def run(
@@ -65,9 +68,17 @@ def run(
 @pytest.mark.parametrize(
     ("wait", "budgets", "words"),
     [
-        ("dog.enter('training', steps=True); time.sleep(3600)", STEPS, "in training (at <string>:16; failure.hang_"),
-        ("time.sleep(3600)", PHASES, "in the start (at <string>:16; failure.phase_timeout_s 0.4)"),
-        ("watchdog.enter('setup'); time.sleep(3600)", PHASES, "in setup (at <string>:16; failure.phase_timeout_s 0.4)"),
+        (
+            "dog.enter('training', steps=True); time.sleep(3600)",
+            STEPS,
+            f"in training (at <string>:18; {OF_STEPS})",
+        ),
+        ("time.sleep(3600)", PHASES, f"in the start (at <string>:18; {OF_PHASES})"),
+        (
+            "watchdog.enter('setup'); time.sleep(3600)",
+            PHASES,
+            f"in setup (at <string>:18; {OF_PHASES})",
+        ),
     ],
 )
 def test_a_hang_saves_the_stacks_and_ends_the_process(tmp_path: Path, wait: str, budgets: str, words: str) -> None:
@@ -150,7 +161,8 @@ def test_a_slow_loop_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_write_amid_the_steps_has_the_budget_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, said = Clock(monkeypatch), ends(monkeypatch)
-    with watched(FailureConfig(hang_timeout_s=0.1, phase_timeout_s=100.0), RunContext(None, "local")) as dog:
+    monkeypatch.setattr(sections, "LEAST_PHASE_S", 100.0)
+    with watched(FailureConfig(hang_timeout_s=0.1), RunContext(None, "local")) as dog:
         dog.enter("training", steps=True)
         with dog.phase("checkpoint"):
             clock.now_s += 99

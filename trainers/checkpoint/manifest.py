@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
-from trainers.config.sections import CheckpointConfig, direction_of
+from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig, direction_of
 from trainers.config.train import IDENTITY
 from trainers.errors import CheckpointError, ConfigError, show
 from trainers.json_data import parse_json, validated
@@ -111,17 +111,26 @@ def folder_name(step: int) -> str:
 
 @dataclass(frozen=True)
 class Best:
-    """Which metric makes a checkpoint the best one, and in which direction."""
+    """Which metric makes an evaluation the best one, and in which direction."""
 
     metric: str
     smaller: bool
+    key: str = "checkpoint.best"
+    """The key that names the metric."""
 
     @staticmethod
     def of(config: CheckpointConfig) -> Best | None:
         """As the configuration has it; None when it names no metric."""
         if config.best is None:
             return None
-        return Best(config.best, direction_of(config.best) == "min")
+        return Best(config.best, (config.best_mode or direction_of(config.best)) == "min")
+
+    @staticmethod
+    def to_go_on(config: EarlyStoppingConfig) -> Best | None:
+        """What has to improve, or the run ends; None where it never ends early."""
+        if config.metric is None:
+            return None
+        return Best(config.metric, (config.mode or direction_of(config.metric)) == "min", "early_stopping.metric")
 
     def improves(self, figures: Mapping[str, float], before: float | None) -> bool:
         """Whether an evaluation is strictly better than the value that was best `before`; NaN never is.
@@ -130,7 +139,7 @@ class Best:
         """
         if self.metric not in figures:
             rule, fix = "is no metric of this task's evaluation", f"use one of {', '.join(sorted(figures))}"
-            raise ConfigError("checkpoint.best", self.metric, rule, fix)
+            raise ConfigError(self.key, self.metric, rule, fix)
         value = figures[self.metric]
         return math.isfinite(value) and (before is None or (value < before if self.smaller else value > before))
 

@@ -1,11 +1,11 @@
 """The sections of `train.yaml`: each a strict model of its own, without torch; see train.py on their descriptions."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from trainers.config.model import Settings
-from trainers.errors import MISSING, POLICIES, ConfigError, did_you_mean
+from trainers.errors import MISSING, POLICIES, ConfigError
 
 LARGEST = 2**31 - 1
 """Of any count: what torch, numpy and Arrow take everywhere."""
@@ -51,13 +51,6 @@ def check_schedule(schedule: list[ScheduledSize]) -> list[ScheduledSize]:
 BatchSizes = Annotated[list[ScheduledSize], Field(min_length=1, max_length=1000), AfterValidator(check_schedule)]
 
 
-_OPTIMIZER_ARGS = {
-    "sgd": ("momentum", "dampening", "nesterov"),
-    "adam": ("betas", "eps", "amsgrad"),
-    "adamw": ("betas", "eps", "amsgrad"),
-}
-
-
 class OptimizerConfig(Settings):
     """The optimizer; ignored when the task overrides `optimizer()`."""
 
@@ -67,17 +60,23 @@ class OptimizerConfig(Settings):
     """Learning rate at `lr_scaling.base_batch_size` (at any batch size when the rule is none)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay: L2 for sgd and adam, decoupled for adamw."""
-    args: dict[str, Any] = Field(default_factory=dict, examples=[{"momentum": 0.9}])
-    """Other arguments of that class: momentum, dampening and nesterov of sgd, betas, eps and amsgrad of adam and adamw,
-    betas and eps of torchao's."""
+    momentum: float | None = Field(default=None, ge=0, lt=1, examples=[0.9])
+    """Momentum, sgd only."""
+    nesterov: bool | None = Field(default=None)
+    """Nesterov momentum, sgd only."""
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] | None = Field(
+        default=None, min_length=2, max_length=2, examples=[[0.9, 0.999]]
+    )
+    """Decay rates of the two moments, not for sgd."""
+    eps: float | None = Field(default=None, gt=0, examples=[1e-8])
+    """Term added to the denominator, not for sgd."""
 
     @model_validator(mode="after")
-    def _class_takes_them(self) -> Self:
-        known = _OPTIMIZER_ARGS.get(self.name, ("betas", "eps"))
-        for name, value in self.args.items():
-            if name not in known:
-                fix = did_you_mean(name, known, f"it takes {', '.join(known)}")
-                raise ConfigError(f"args.{name}", value, f"is no argument of {self.name}", fix)
+    def _only_what_is_used(self) -> Self:
+        for name in ("betas", "eps") if self.name == "sgd" else ("momentum", "nesterov"):
+            given = getattr(self, name) is not None
+            self.refuse_if(given, name, f"has no effect with optimizer {self.name}", "remove it")
+        self.refuse_if(bool(self.nesterov) and not self.momentum, "nesterov", "needs momentum", "set `momentum: 0.9`")
         return self
 
 
@@ -135,17 +134,59 @@ class EvaluateConfig(Settings):
     """Samples of one evaluation batch; fixed, so that figures do not depend on the number of workers."""
 
 
-NO_DIRECTION = "must end in loss, error, perplexity, accuracy, f1, auc or score"
-_SMALL_IS_GOOD = ("loss", "error", "perplexity")
+Mode = Literal["min", "max"]
+"""Whether less or more of a metric is better."""
 SCORES = ("accuracy", "f1", "auc")
 """Ends of the names of metrics between 0 and 1 of which more is better."""
+# An end that begins with an underscore is a whole word.
+_LESS_IS_BETTER = (
+    *("loss", "error", "perplexity", "mae", "mse", "mape", "msle", "nll", "brier_score", "_err", "_wer", "_cer"),
+    *("_to_target", "energy_j", "step_time_s", "memory_bytes"),
+)
+_MORE_IS_BETTER = (*SCORES, "_acc", "auroc", "score", "_precision", "_recall", "_iou", "_r2", "samples_per_s")
 
 
-def direction_of(metric: str) -> Literal["min", "max"] | None:
-    """Return whether less or more of a metric is better, by the end of its name; None where that does not say it."""
-    if metric.endswith(_SMALL_IS_GOOD):
+def direction_of(metric: str) -> Mode | None:
+    """Return whether less or more of a metric is better, by its name; None where that does not say it.
+
+    scikit-learn's `neg_` is before losses whose sign it has turned.
+    """
+    name = "_" + metric.lower().removeprefix("val_")
+    if name.startswith("_neg_"):
+        return "max"
+    if name.endswith(_LESS_IS_BETTER):
         return "min"
-    return "max" if metric.endswith((*SCORES, "score")) else None
+    return "max" if name.endswith(_MORE_IS_BETTER) else None
+
+
+def check_direction(key: str, metric: str, mode: Mode | None) -> None:
+    """Raise ConfigError where neither `mode`, the value of `key`, nor the metric's name says what is better."""
+    if mode is None and direction_of(metric) is None:
+        rule = f"is required: the name {metric} does not say whether less or more is better"
+        leaf = key.rpartition(".")[2]
+        raise ConfigError(key, MISSING, rule, f"add `{leaf}: min` or `{leaf}: max`")
+
+
+class EarlyStoppingConfig(Settings):
+    """When a run ends before its last step; off without a `metric`."""
+
+    metric: str | None = Field(default=None, min_length=1, examples=["val_loss"])
+    """The figure of an evaluation that has to improve: else the run ends, as done."""
+    mode: Mode | None = Field(default=None)
+    """Whether a small or a large one is good; known by itself of a name that ends in loss, error, mae, mse, perplexity,
+    accuracy, f1, auc or score, or begins with neg_, and required of others."""
+    patience: Positive | None = Field(default=None, examples=[5])
+    """Evaluations without an improvement after which it ends; required with a metric."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        for name in ("mode", "patience"):
+            alone = self.metric is None and getattr(self, name) is not None
+            self.refuse_if(alone, name, "has no effect without a metric", "add `metric: val_loss`")
+        if self.metric is not None:
+            self.refuse_if(self.patience is None, "patience", "is required with a metric", "add `patience: 5`")
+            check_direction("mode", self.metric, self.mode)
+        return self
 
 
 class DataConfig(Settings):
@@ -221,8 +262,9 @@ class CheckpointConfig(Settings):
     keep: Positive = Field(default=2)
     """Newest checkpoints that are kept."""
     best: str | None = Field(default=None, min_length=1, examples=["val_accuracy"])
-    """A metric of evaluation whose best checkpoint is kept too; its name ends in loss, error or perplexity (less is
-    better), or in accuracy, f1, auc or score."""
+    """A metric of evaluation whose best checkpoint is kept too."""
+    best_mode: Mode | None = Field(default=None)
+    """Whether a small or a large `best` is good; known by itself as `early_stopping.mode` is."""
     parameters: Literal["all", "trained"] = Field(default="all")
     """What of the model is written. trained: without what the task's `model()` has frozen, which a run that goes on,
     `evaluate` and `predict` take from `model()`; where it is not the same any more, the checkpoint is refused."""
@@ -230,10 +272,25 @@ class CheckpointConfig(Settings):
     """Copy the state to host memory in the loop, and write it to storage while training goes on."""
 
     @model_validator(mode="after")
-    def _best_has_a_direction(self) -> Self:
-        unknown = self.best is not None and direction_of(self.best) is None
-        self.refuse_if(unknown, "best", NO_DIRECTION, "rename the metric, so that its direction is known")
+    def _mode_has_a_metric(self) -> Self:
+        alone = self.best_mode is not None and self.best is None
+        self.refuse_if(alone, "best_mode", "has no effect without best", "add `best: val_accuracy`")
+        if self.best is not None:
+            check_direction("best_mode", self.best, self.best_mode)
         return self
+
+
+class DdpConfig(Settings):
+    """What only `strategy: ddp` has."""
+
+    sync_batchnorm: bool = Field(default=False)
+    """BatchNorm by the statistics of all workers' microbatches together (torch's SyncBatchNorm). GPUs only."""
+
+
+PHASE_FACTOR = 4
+"""How many times `hang_timeout_s` a phase without batches may take."""
+LEAST_PHASE_S = 60.0
+"""What such a phase may always take."""
 
 
 class FailureConfig(Settings):
@@ -248,15 +305,13 @@ class FailureConfig(Settings):
     out_of_host_memory: Restarts = Field(default=POLICIES["out_of_host_memory"].restarts)
     """The host ran out of memory."""
     hung: Restarts = Field(default=POLICIES["hung"].restarts)
-    """No step was made for `hang_timeout_s`, or a phase did not end within `phase_timeout_s`."""
+    """No step was made for `hang_timeout_s`, or a phase took longer than that allows."""
     hang_timeout_s: Seconds = Field(default=1800)
-    """Seconds without a batch in training or evaluation until the stacks of all ranks are saved and the workers end."""
-    phase_timeout_s: Seconds | None = Field(default=None)
-    """The same for each phase without batches (import, setup, dataset, model, probe, compilation, checkpoint, end);
-    without it four times `hang_timeout_s`, and at least 60.
-    """
+    """Seconds without a batch in training or evaluation until the stacks of all ranks are saved and the workers end.
+    Each phase without batches (import, setup, dataset, model, probe, compilation, checkpoint, end) may take four times
+    as long, and at least 60."""
 
     @property
     def of_phases_s(self) -> float:
         """Seconds that a phase without steps may take."""
-        return self.phase_timeout_s or max(60.0, 4 * self.hang_timeout_s)
+        return max(LEAST_PHASE_S, PHASE_FACTOR * self.hang_timeout_s)

@@ -87,8 +87,8 @@ class TrainConfig(Settings):
     """Seconds until the run writes a checkpoint and leaves; the same command goes on."""
     evaluate: sections.EvaluateConfig = Field(default_factory=sections.EvaluateConfig)
     """Evaluation of the validation split."""
-    patience: Positive | None = Field(default=None, examples=[5])
-    """Evaluations without a better `checkpoint.best` after which the run ends, as done."""
+    early_stopping: sections.EarlyStoppingConfig = Field(default_factory=sections.EarlyStoppingConfig)
+    """When the run ends before its last step."""
     log_every_steps: Positive = Field(default=50)
     """Steps whose mean loss makes one line of the log."""
 
@@ -128,12 +128,8 @@ class TrainConfig(Settings):
     strategy: Literal["ddp", "fsdp", "dp", "none"] = Field(default="ddp")
     """How devices share one model. ddp: a replica each; fsdp: sharded (FSDP2); dp: torch's DataParallel, one process
     on all its GPUs; none: a single worker, no wrapper."""
-    communication: Literal["fp32", "bf16"] = Field(default="fp32")
-    """Format of what workers send each other in a step; bf16 halves the traffic. With ddp it is that of gradients,
-    whose sum it rounds; with fsdp and `precision: bf16` that in which a block's parameters are gathered: gradients are
-    reduced in fp32, and blocks with BatchNorm stay in fp32."""
-    sync_batchnorm: bool = Field(default=False)
-    """BatchNorm by the statistics of all workers' microbatches together (torch's SyncBatchNorm), for ddp on GPUs."""
+    ddp: sections.DdpConfig = Field(default_factory=sections.DdpConfig)
+    """What only `strategy: ddp` has."""
 
     optimizer: sections.OptimizerConfig = Field(examples=[{"name": "adamw", "lr": 0.001}])
     """The optimizer."""
@@ -184,33 +180,18 @@ class TrainConfig(Settings):
         by_blocks = self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8")
         captures, num_workers = compiled in CAPTURING, "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
-        silent = self.communication == "bf16" and strategy in ("dp", "none")
         uncompiled = self.precision == "fp8" and compiled == "off"
-        narrow = self.communication == "bf16" and strategy == "fsdp" and self.precision != "bf16"
         moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
         again = self.activation_checkpointing != "none"
         ddp, default, uncaptured = "set `strategy: ddp`", "set `compile: default`", "set `cuda_graphs: false`"
         spawn, total = "set `launcher: spawn` or `launcher: ray`", "set `global_batch_size`"
         for condition, key, rule, fix in (
             (workers > 1 and strategy in ("none", "dp"), "strategy", "is for one worker", ddp),
-            (silent, "communication", f"has no effect with strategy {strategy}", "remove it"),
             (
-                narrow,
-                "communication",
-                f"is for precision bf16 with fsdp, not for {self.precision}",
-                "set `precision: bf16`",
-            ),
-            (
-                self.sync_batchnorm and strategy != "ddp",
-                "sync_batchnorm",
+                self.ddp.sync_batchnorm and strategy != "ddp",
+                "ddp.sync_batchnorm",
                 f"has no effect with strategy {strategy}",
-                "set `strategy: ddp`",
-            ),
-            (
-                self.patience is not None and self.checkpoint.best is None,
-                "patience",
-                "counts evaluations without a better `checkpoint.best`",
-                "add `checkpoint: {best: val_loss}`",
+                ddp,
             ),
             (
                 by_blocks and strategy == "fsdp",
@@ -249,11 +230,10 @@ class TrainConfig(Settings):
 
     @model_validator(mode="after")
     def _eps_survives(self) -> Self:
-        eps = self.optimizer.args.get("eps", 1e-8)
-        vanishes = isinstance(eps, int | float) and eps < _SMALLEST_HALF
-        if self.precision == "fp16-pure" and self.optimizer.name != "sgd" and vanishes:
+        eps = 1e-8 if self.optimizer.eps is None else self.optimizer.eps
+        if self.precision == "fp16-pure" and self.optimizer.name != "sgd" and eps < _SMALLEST_HALF:
             rule = f"vanishes in float16, whose smallest number is {_SMALLEST_HALF:.0e}: the first step divides by zero"
-            raise ConfigError("optimizer.args.eps", eps, rule, "set `args: {eps: 1e-4}`, or use precision fp16")
+            raise ConfigError("optimizer.eps", eps, rule, "set `eps: 1e-4`, or use precision fp16")
         return self
 
     def with_global_batch(self) -> TrainConfig:

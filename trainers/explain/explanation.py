@@ -177,9 +177,8 @@ def _of_steps(config: TrainConfig, profile: StepProfile, shares: dict[str, float
     yield Cause("straggling rank", of_step(slowest_s - usual_s), words, fix=_EXCLUDE)
 
     words = "steps wait for gradients to be added up over the ranks"
-    changes: dict[str, Any] = {"communication": "bf16"} if config.communication == "fp32" else {}
     fix = "a larger global_batch_size sends them less often"
-    yield Cause("slow all-reduce", shares.get("all-reduce", 0.0), words, changes, fix)
+    yield Cause("slow all-reduce", shares.get("all-reduce", 0.0), words, fix=fix)
 
     if profile.busy_s is not None:
         idle = max(0.0, profile.step_s - profile.busy_s) / profile.step_s * of_run

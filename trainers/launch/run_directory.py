@@ -86,7 +86,7 @@ def prepare_storage(spec: RunSpec, fresh: bool) -> RunResult | None:
         delete_own(storage, MARK)
     if storage.exists(MARK):
         before = check_same(spec, IDENTITY)
-        same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps", "patience"))
+        same_length = all(before.get(key) == spec.tree.get(key) for key in ("epochs", "max_steps", "early_stopping"))
         if same_length and (result := _finished(storage)) is not None:
             return result
         storage.delete("result.json")  # of a shorter run: it must not be taken for this one's

@@ -7,6 +7,7 @@ from typing import Any
 
 from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
+from trainers.config.sections import EarlyStoppingConfig
 from trainers.context import RunContext
 from trainers.data.stream import Stream
 from trainers.data.stream_reader import Mark
@@ -23,10 +24,10 @@ logger = logging.getLogger(__name__)
 class EarlyStopping:
     """Counts evaluations since the best one. Every rank has the same figures, so nothing has to be agreed."""
 
-    def __init__(self, goal: Best | None, patience: int | None) -> None:
-        """Without `patience` a run never ends early."""
-        self._goal = goal if patience else None
-        self._patience = patience or 0
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        """Without a metric a run never ends early."""
+        self._goal = Best.to_go_on(config)
+        self._patience = config.patience or 0
         self._best: float | None = None
         self._best_step = 0
         self._waited = 0
@@ -79,7 +80,7 @@ class Attempt:
     ) -> None:
         self.task, self.config, self.context, self.parts, self.watchdog = task, config, context, parts, watchdog
         self.compiles = config.compile != "off" or config.cuda_graphs
-        self.stopping = EarlyStopping(Best.of(config.checkpoint), config.patience)
+        self.stopping = EarlyStopping(config.early_stopping)
         self.clock = StepClock(parts.device)
         storage = context.storage
         self.log: RunLog | None = None

@@ -151,10 +151,10 @@ class Trained:
 def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group) -> Trained:
     """Place or shard a task's model as configured, and make its optimizer and its moving average."""
     frozen = frozen_digests(model) if config.checkpoint.parameters == "trained" else None
-    if config.sync_batchnorm:
+    if config.ddp.sync_batchnorm:
         model = sync_batchnorm(model, group)
     spec = resolve_precision(config.precision, group.device).with_layout(config.channels_last, model, group.device)
-    model = place_model(spec.convert_model(model), group, config.strategy, config.communication)
+    model = place_model(spec.convert_model(model), group, config.strategy)
     checkpoint_activations(model, config.activation_checkpointing, config.compile != "off")
     model.train()
     optimizer = join(task.optimizer(model, config), model, type(task).__name__)
@@ -174,7 +174,6 @@ def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> Non
         ("strategy", config.strategy, ("fsdp", "dp"), "set `strategy: ddp`"),
         ("cuda_graphs", config.cuda_graphs, (True,), "set `cuda_graphs: false`"),
         ("noise_scale", config.noise_scale, (True,), "set `noise_scale: false`"),
-        ("communication", config.communication, ("bf16",), "remove it: gradients are averaged without DDP"),
     ):
         if value in refused:
             raise ConfigError(key, value, rule, fix)
@@ -220,7 +219,7 @@ def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, acc
             phase.copies_gradients = captures
         return phased
     watch = noise.hook if noise is not None and accumulation == 1 else None
-    wrapped = wrap_model(model, group, config.strategy, config.communication, watch)
+    wrapped = wrap_model(model, group, config.strategy, watch)
     of = replace(probed.forward, model=wrapped)
     if config.compile != "off":
         of = replace(of, compiled_loss=compile_loss(of.task.loss, config.compile))

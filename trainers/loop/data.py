@@ -51,7 +51,7 @@ def load_data(
 
 def _refuse_what_evaluates(config: TrainConfig, context: RunContext) -> None:
     """Raise ConfigError where a task without a validation split meets what goes by an evaluation."""
-    needs = [("checkpoint.best", config.checkpoint.best)]
+    needs = [("checkpoint.best", config.checkpoint.best), ("early_stopping.metric", config.early_stopping.metric)]
     needs += [("objective", name) for name in context.watches if name.startswith("val_")]
     for field, metric in needs:
         if metric is not None:

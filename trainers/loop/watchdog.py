@@ -84,12 +84,12 @@ class Watchdog:
         return os.dup(self._file.fileno())
 
     def _watch(self) -> None:
-        of_steps_s, of_phases_s = self._failure.hang_timeout_s, self._failure.of_phases_s
-        interval_s = min(10.0, max(0.01, min(of_steps_s, of_phases_s) / 4))
+        of_steps_s = self._failure.hang_timeout_s
+        interval_s = min(10.0, max(0.01, of_steps_s / 4))
         silent_s = 0.0
         while True:
             phase, steps = self._phase
-            budget_s = of_steps_s if steps else of_phases_s
+            budget_s = of_steps_s if steps else self._failure.of_phases_s
             # The timer runs out only when this thread cannot wind it up again.
             faulthandler.dump_traceback_later(budget_s + 2 * GRACE_S + interval_s, exit=True, file=self._stderr)
             # Looks when the budget ends: ranks that hang at one moment say so at one.
@@ -97,8 +97,10 @@ class Watchdog:
                 return
             silent_s = time.monotonic() - self._last
             if silent_s > budget_s and self._phase == (phase, steps):
-                key = "hang_timeout_s" if steps else "phase_timeout_s"
-                self._end(f"{silent_s:.0f} s in {phase}", f"failure.{key} {budget_s:g}")
+                budget = f"failure.hang_timeout_s {of_steps_s:g}"
+                if not steps:
+                    budget += f" allows a phase {budget_s:g} s"
+                self._end(f"{silent_s:.0f} s in {phase}", budget)
 
     def _end(self, where: str, budget: str) -> None:
         try:

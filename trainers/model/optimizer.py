@@ -48,19 +48,15 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     """
     chosen = config.optimizer
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options: dict[str, Any] = {"lr": built_lr(config), "weight_decay": chosen.weight_decay}
-    for name, value in chosen.args.items():
-        options[name] = tuple(value) if isinstance(value, list) else value
+    options = chosen.model_dump(exclude={"name"}, exclude_none=True) | {"lr": built_lr(config)}
+    if chosen.betas is not None:
+        options["betas"] = tuple(chosen.betas)
     fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
     if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
         fused = False  # torch 2.15 has no sharded form of it
-    try:
-        if chosen.name in NARROW:
-            return narrow_adamw(chosen.name, parameters, options)
-        return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
-    except (TypeError, ValueError, IndexError) as error:
-        rule = f"is not what {chosen.name} takes ({error})"
-        raise ConfigError("optimizer.args", chosen.args, rule, "see torch.optim") from error
+    if chosen.name in NARROW:
+        return narrow_adamw(chosen.name, parameters, options)
+    return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
 
 
 def check_optimizer(optimizer: Optimizer, task: str) -> None:

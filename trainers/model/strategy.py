@@ -2,7 +2,7 @@
 
 | strategy | before the optimizer   | after the probe      | gradients of a step                           |
 |----------|------------------------|----------------------|-----------------------------------------------|
-| ddp      | to the device          | DDP around it        | averaged over ranks, in float32 or bfloat16   |
+| ddp      | to the device          | DDP around it        | averaged over ranks                           |
 | fsdp     | sharded in place       | -                    | averaged and scattered: each rank keeps a part|
 | dp       | to the first GPU       | DataParallel around  | summed on the first GPU of the one process    |
 | none     | to the device          | -                    | as they are                                   |
@@ -37,7 +37,7 @@ _GRAPHS_OF_A_UNIT = 8  # torch's own `recompile_limit`, which is for one functio
 _WITHOUT_CUDA_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
-def place_model(model: nn.Module, group: Group, strategy: str, communication: str = "fp32") -> nn.Module:
+def place_model(model: nn.Module, group: Group, strategy: str) -> nn.Module:
     """Move the model to the group's device, or shard it over all ranks (fsdp), before the optimizer is built.
 
     Every rank must call it with the same weights.
@@ -46,23 +46,15 @@ def place_model(model: nn.Module, group: Group, strategy: str, communication: st
         return model.to(group.device)
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.device_mesh import init_device_mesh  # 0.4 s, for fsdp alone
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     with unset_fake_temporarily():  # a mesh has values, also around a model that has none
         mesh = init_device_mesh(group.device.type, (group.world_size,))
     for parameter in model.parameters():  # FSDP2 wants them so; batches may still be channels last
         parameter.data = parameter.data.contiguous()
-    units = shard_units(model)
-    within = {module for unit in units for module in unit.modules()}
-    # autocast has the inputs; BatchNorm's kernels take no parameters narrower than its statistics. Without
-    # `reduce_dtype` torch before 2.15 sums gradients in the format of the parameters.
-    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for unit in (*units, model):  # each goes to the device by itself: the whole model need not fit there
-        own = set(unit.modules()) - (within if unit is model else set())
-        normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in own)
-        policy = narrow if communication == "bf16" and not normed else MixedPrecisionPolicy()
+    for unit in (*shard_units(model), model):  # each goes to the device by itself: the whole model need not fit there
         # The root's, at the end of the forward pass, are the first that the backward pass wants.
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=unit is not model)
     return model
 
 
@@ -76,16 +68,14 @@ def sync_batchnorm(model: nn.Module, group: Group) -> nn.Module:
         return model
     if group.device.type != "cuda":
         rule = f"needs GPUs: torch's SyncBatchNorm takes no tensor of a {group.device.type} device"
-        raise ConfigError("sync_batchnorm", True, rule, "remove it, or normalise by samples (GroupNorm, LayerNorm)")
+        raise ConfigError("ddp.sync_batchnorm", True, rule, "remove it, or normalise by samples (GroupNorm, LayerNorm)")
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        logger.warning("`sync_batchnorm` has no effect: the model has no BatchNorm layer")
+        logger.warning("`ddp.sync_batchnorm` has no effect: the model has no BatchNorm layer")
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return converted
 
 
-def wrap_model(
-    model: nn.Module, group: Group, strategy: str = "ddp", communication: str = "fp32", watch: Watch | None = None
-) -> nn.Module:
+def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp", watch: Watch | None = None) -> nn.Module:
     """Return what training calls in place of the bare module; that module itself where nothing is to be added.
 
     `watch` turns DDP's communication hook (None: its own average) into one that also measures the gradients.
@@ -97,18 +87,12 @@ def wrap_model(
         logger.warning("strategy dp has %d GPU here: the model is trained as with strategy none", gpus)
         return model
     if strategy != "ddp" or group.world_size == 1:
-        if strategy == "ddp" and communication != "fp32":
-            logger.warning("`communication` has no effect: one worker sends no gradients")
         return model
     ids = [group.device.index] if group.device.type == "cuda" else None
     wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
     if (norms := _batchnorms(model)) is not None:
         wrapped.register_forward_pre_hook(functools.partial(_share_what_is_read, norms))
     hook: Any = exchanged(group.rank, group.world_size) if group.device.type == "cpu" else None
-    if communication == "bf16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-        hook = bf16_compress_hook
     if watch is not None:
         hook = watch(hook)
     if hook is not None:

@@ -27,8 +27,6 @@ def _setting(config: TrainConfig, context: RunContext, device_name: str) -> str:
     words = [f"{context.world_size} x {device_name}", config.strategy, f"compile {config.compile}"]
     if config.activation_checkpointing != "none":
         words.append(f"activation_checkpointing {config.activation_checkpointing}")
-    if config.communication != "fp32":
-        words.append(f"communication {config.communication}")
     return ", ".join(words)
 
 

@@ -43,10 +43,8 @@ def key_of(tree: Mapping[str, Any], device_name: str) -> str:
     settings = {key: getattr(config, key) for key in _MEMORY_KEYS} | {
         "device": device_name,
         "strategy": config.strategy,
-        "communication": config.communication,
         **_group(config),
-        # What decides how much state a parameter has.
-        "optimizer": [optimizer.name, *(name for name in ("momentum", "amsgrad") if optimizer.args.get(name))],
+        "optimizer": [optimizer.name, bool(optimizer.momentum)],  # decides how much state a parameter has
         "resident": config.data.resident,
         "evaluation": config.evaluate.microbatch_size,  # it runs on the same device, between steps
     }
