@@ -53,7 +53,7 @@ class Scheduled(Tiny):
 
 @pytest.mark.parametrize("how", ["idle", "attached", "late", "by hand"])
 def test_a_scheduler_of_the_task_is_refused(how: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lr_schedule"):
+    with pytest.raises(ConfigError, match=r"schedule\(\)"):
         train(tmp_path, Scheduled(how), **RARE)
     assert not (tmp_path / "checkpoints").exists()
 
