@@ -8,27 +8,16 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import ray
 import ray.train
 from ray._common.utils import get_default_ray_temp_dir
 from ray._private import ray_constants
-from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
-from ray._raylet import (  # type: ignore[attr-defined] # compiled
-    AuthenticationMode,
-    AuthenticationTokenLoader,
-    Config,
-    get_authentication_mode,
-)
 from ray.exceptions import AuthenticationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -40,10 +29,10 @@ from trainers.launch.spec import FunctionSpec, Job
 from trainers.on_ray import reaper
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.environment import cluster_environment, run_environment
+from trainers.on_ray.own_token import OwnToken, where_the_token_is
 
 logger = logging.getLogger(__name__)
 
-_PATH_VARIABLE = "RAY_AUTH_PATH_VARIABLE"
 _LEAVE_S = 20.0  # with all alive Ray takes one or two
 _put_back = contextlib.ExitStack()
 """What an embedded cluster has changed in this process, put back when it ends."""
@@ -241,53 +230,3 @@ def ray_scaling(scaling: ScalingConfig, gpu: bool) -> ray.train.ScalingConfig:
 def _resources(scaling: ScalingConfig, gpu: bool) -> dict[str, float]:
     """Return what one worker reserves."""
     return {"CPU": float(scaling.cpus_per_worker)} | ({"GPU": scaling.gpus_per_worker} if gpu else {})
-
-
-_PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH_VARIABLE"
-
-
-class OwnToken:
-    """While entered, a new cluster's token is a temporary one, readable by this user alone.
-
-    Ray 2.60 protects every cluster that `ray.init()` starts by a token, and writes one to ~/.ray/auth_token where the
-    user has none. From then on `ray start` asks for it too, and scripts that worked before fail. So an embedded cluster
-    has a token that ends with it. A token or a mode that the user has chosen is left as it is.
-    """
-
-    def __init__(self) -> None:
-        self.directory: Path | None = None
-        self._changes_mode = "RAY_AUTH_MODE" not in os.environ
-
-    def __enter__(self) -> Self:
-        if self._changes_mode and not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
-            self.directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
-            file = self.directory / "token"
-            file.write_text(generate_new_authentication_token())
-            os.environ[_PATH_VARIABLE] = str(file)
-            _read_again()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            os.environ.pop(_PATH_VARIABLE, None)
-        if self._changes_mode:  # `ray.init` has, for this process
-            os.environ.pop("RAY_AUTH_MODE", None)
-            _read_again()
-
-
-def _read_again() -> None:
-    """Ray reads mode and token once."""
-    AuthenticationTokenLoader.instance().reset_cache()
-    Config.initialize("")
-
-
-def where_the_token_is() -> str:
-    """Return what to say of the token that a dashboard asks for; empty where it asks for none."""
-    if get_authentication_mode() != AuthenticationMode.TOKEN:
-        return ""
-    if path := os.environ.get(_PATH_VARIABLE):
-        return f" (it asks for the token in {path})"
-    return " (it asks for the token that `ray get-auth-token` prints)"
