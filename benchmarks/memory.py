@@ -101,7 +101,7 @@ def _counted(task: Task, model: nn.Module, train: Any, config: TrainConfig, size
         if not sharded:
             tracker.track_external(model, optimizer)
         tracker.__enter__()
-    wrapped = wrap_model(model, group, config.strategy, config.ddp)
+    wrapped = wrap_model(model, group, config.strategy)
     step = TrainStep(type(forward)(wrapped, task, forward.spec, forward.device), optimizer, group)
     for _ in range(_STEPS):
         with torch.no_grad():

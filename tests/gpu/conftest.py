@@ -8,13 +8,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.conftest import SCRATCH
 
 # cuBLAS reads it once, at its first call: deterministic runs need it then.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -53,7 +51,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def nothing_left_behind() -> Iterator[None]:
     """The suite's own, for a machine that has no more than torch: loader processes are all that is started here."""
     yield
-    shutil.rmtree(SCRATCH, ignore_errors=True)
     assert not multiprocessing.active_children()
 
 
