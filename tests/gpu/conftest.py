@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-
 # cuBLAS reads it once, at its first call: deterministic runs need it then.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
