@@ -79,10 +79,13 @@ def on_terminal(
     *args: str,
     number: signal.Signals | None = None,
     at: str = "",
+    ray_address: str | None = None,
 ) -> Seen:
     """Run `python ARGS` on a terminal of its own; send it a signal once it has said `at`."""
     settings = {key: one for key, one in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
     settings |= {"TERM": "xterm-256color", "PYTHONPATH": str(REPOSITORY)}
+    if ray_address is not None:
+        settings["RAY_ADDRESS"] = ray_address
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(REPOSITORY)

@@ -17,7 +17,7 @@ TWO: dict[str, Any] = {"launcher": "ray", "scaling": {"num_workers": 2}, "max_st
 
 
 def test_the_driver_draws_the_line_of_a_run_on_ray(tmp_path: Path, cluster: Cluster) -> None:
-    seen = on_terminal("-m", "trainers", write(tmp_path, **TWO), environment={"RAY_ADDRESS": cluster.address})
+    seen = on_terminal("-m", "trainers", write(tmp_path, **TWO), ray_address=cluster.address)
     assert seen.code == 0, seen.text
     assert DRAWN.search(seen.text)
     is_clean(seen)

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -36,6 +37,22 @@ def test_only_a_second_interrupt_ends_it(first: signal.Signals, second: signal.S
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_signal_amid_a_write_waits_for_its_end() -> None:
+    """A buffered stream that is told from the handler itself would raise: it is being written to."""
+    stream = threading.Lock()
+    told: list[str] = []
+
+    def tell(name: str) -> None:
+        with stream:
+            told.append(name)
+
+    with StopSignals(tell) as stop, stream:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.asked
+        assert told == []
+    assert told == ["SIGTERM"]
 
 
 def test_under_nohup_a_hang_up_is_ignored() -> None:

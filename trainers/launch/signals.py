@@ -30,8 +30,9 @@ class StopSignals:
     asked = False
 
     def __init__(self, tell: Callable[[str], None] = lambda name: None) -> None:
-        """`tell` is called with the name of the first signal."""
+        """`tell` is called with the name of the first signal, in a thread: the signal may have come amid a write."""
         self._tell = tell
+        self._telling: threading.Thread | None = None
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.signal(number, self._heed) for number in stop_signals()}
@@ -40,13 +41,16 @@ class StopSignals:
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._telling is not None:
+            self._telling.join()
 
     def _heed(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.asked:
             self.asked = True
-            self._tell(signal.Signals(number).name)
+            self._telling = threading.Thread(target=self._tell, args=(signal.Signals(number).name,), daemon=True)
+            self._telling.start()
 
 
 def end_at_once() -> None:
