@@ -20,7 +20,7 @@ install: .venv/installed
 sweep: install
 	$(BIN)/python -m tune examples/digits/sweep.yaml
 
-# What a change is likely to break, in less than ten minutes on two cores; `test-all` is all there is.
+# What a change is likely to break, in about six minutes on two cores; `test-all` is all there is.
 test: install
 	@echo "=== 1 of 2: plain Python, in two processes"
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist worksteal tests/unit
