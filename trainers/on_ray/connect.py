@@ -72,9 +72,11 @@ def _start_embedded(show_workers: bool) -> None:
     try:
         with _keeping_sigterm(), _without_token_warning(), cluster_environment():  # its processes inherit it
             context = ray.init(address="local", log_to_driver=show_workers, logging_level=logging.WARNING)
-    except Exception as error:  # as above
-        _put_back.close()
-        raise ClusterError(_not_started(error)) from error
+    except BaseException as error:
+        _put_back.close()  # an interrupt leaves no token behind either
+        if isinstance(error, Exception):  # as above
+            raise ClusterError(_not_started(error)) from error
+        raise
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = several_nodes
     atexit.register(disconnect)
