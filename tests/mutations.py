@@ -1,10 +1,10 @@
 """How many planted faults do the unit tests notice? One at a time, in a copy of the tree.
 
-Run as: python -m tests.mutations [--seed 1] [--count 60] [--root DIR] [--list]
+Run as: python -m tests.mutations [--seed 1] [--count 60] [--root DIR] [--beside DIR] [--list]
 
 A fault is a flipped comparison, `and` for `or`, another constant, or a statement left out, in the code of AREAS. Which
 are drawn depends on the source of their function alone: a function that is the same in two versions of the tree has the
-same faults in both (`--root` names another checkout). The tests are those of tests/unit that import the changed module
+same faults in both (`--root` names another checkout, and with `--beside` only what both have is drawn). The tests are those of tests/unit that import the changed module
 or are named after it, else those of the modules that import it. A fault that no test notices has survived; one that
 makes a test hang is noticed. Prints a line a fault, and the totals as JSON.
 """
@@ -36,7 +36,7 @@ AREAS = {
     "cluster rules": ("cluster/rules/*.py",),
 }
 MOST_FILES = 4
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 """Of one run of the tests."""
 _PAIRS = ((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn))
 _OPPOSITES: dict[Any, Any] = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
@@ -115,14 +115,16 @@ def faults(root: Path, seed: int) -> Iterator[Fault]:
                         yield Fault(area, str(path.relative_to(root)), name, kind, number, line, key)
 
 
-def drawn(root: Path, seed: int, count: int) -> list[Fault]:
-    """So many faults, as many of each area as of any other, one a function at most."""
+def drawn(root: Path, beside: Path, seed: int, count: int) -> list[Fault]:
+    """So many faults that both trees have, as many of each area as of any other, one a function at most."""
     found: list[Fault] = []
+    shared = {fault.key for fault in faults(beside, seed)}
     for index, area in enumerate(AREAS):
         share = count // len(AREAS) + (index < count % len(AREAS))
         first: dict[tuple[str, str], Fault] = {}
-        for fault in sorted((one for one in faults(root, seed) if one.area == area), key=lambda one: one.key):
-            first.setdefault((fault.file, fault.function), fault)
+        for fault in sorted(faults(root, seed), key=lambda fault: fault.key):
+            if fault.area == area and fault.key in shared:
+                first.setdefault((fault.file, fault.function), fault)
         found += list(first.values())[:share]
     return found
 
@@ -218,9 +220,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help="the checkout whose code and tests these are")
+    parser.add_argument("--beside", type=Path, help="another checkout: only faults that both have are planted")
     parser.add_argument("--list", action="store_true", help="only say which faults would be planted")
     given = parser.parse_args()
-    chosen = drawn(given.root, given.seed, given.count)
+    chosen = drawn(given.root, given.beside or given.root, given.seed, given.count)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as scratch:
         copied = Path(scratch, "tree")
