@@ -20,10 +20,13 @@ install: .venv/installed
 sweep: install
 	$(BIN)/python -m tune examples/digits/sweep.yaml
 
-# What a change is likely to break, in about six minutes on two cores; `test-all` is all there is.
+# Files of which `test` runs nothing, and whose imports take seconds.
+SLOW := tests/unit/test_tracking_clients.py tests/unit/test_recipes_transformers.py tests/unit/test_recipes_tuning.py
+
+# What a change is likely to break, in about five minutes on two cores; `test-all` is all there is.
 test: install
 	@echo "=== 1 of 2: plain Python, in two processes"
-	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist worksteal tests/unit
+	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist worksteal tests/unit $(SLOW:%=--ignore=%)
 	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands
 

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,25 +48,7 @@ def chromium() -> str | None:
 
 
 def look_at(file: Path, *expressions: str, looks: dict[str, Any] | None = None) -> Page:
-    """Open a file without a network, in each of the looks, and evaluate expressions in it."""
-    return _browse(lambda profile: _visit(profile, file, expressions, looks or LOOKS))
-
-
-def watch_page(
-    address: str,
-    prepare: str,
-    change: Callable[[], None],
-    until: str,
-    expressions: Sequence[str],
-) -> Page:
-    """Open an address of this machine, evaluate `prepare`, call `change`, wait until an expression is true, and then
-    evaluate the others and take a picture.
-    """
-    return _browse(lambda profile: _stay(profile, address, prepare, change, until, expressions))
-
-
-def _browse(visit: Callable[[Path], Coroutine[Any, Any, Page]]) -> Page:
-    """Run a visit with a browser of its own, which knows no name but the loopback's number."""
+    """Open a file in each of the looks, in a browser that knows no name but 127.0.0.1; evaluate expressions."""
     import psutil
 
     program = chromium()
@@ -82,7 +64,7 @@ def _browse(visit: Callable[[Path], Coroutine[Any, Any, Page]]) -> Page:
         )
         # fmt: on
         try:
-            return asyncio.run(asyncio.wait_for(visit(Path(profile)), 120))
+            return asyncio.run(asyncio.wait_for(_visit(Path(profile), file, expressions, looks or LOOKS), 120))
         finally:
             # Its processes write to the profile for as long as they live.
             family = [*psutil.Process(browser.pid).children(recursive=True), psutil.Process(browser.pid)]
@@ -95,9 +77,7 @@ def _browse(visit: Callable[[Path], Coroutine[Any, Any, Page]]) -> Page:
             psutil.wait_procs(alive)
 
 
-@contextlib.asynccontextmanager
-async def _opened(profile: Path, address: str) -> AsyncIterator[_Tab]:
-    """The browser's tab, for an address."""
+async def _visit(profile: Path, file: Path, expressions: tuple[str, ...], looks: dict[str, Any]) -> Page:
     import aiohttp
 
     port_file = profile / "DevToolsActivePort"
@@ -109,39 +89,19 @@ async def _opened(profile: Path, address: str) -> AsyncIterator[_Tab]:
             targets = await answer.json()
         socket_address = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
         async with session.ws_connect(socket_address, max_msg_size=0) as socket:
-            tab = _Tab(socket, Page(), address)
+            tab = _Tab(socket, Page(), file.resolve().as_uri())
             for domain in ("Page", "Network", "Runtime", "Log"):
                 await tab.call(f"{domain}.enable")
-            yield tab
-
-
-async def _visit(profile: Path, file: Path, expressions: tuple[str, ...], looks: dict[str, Any]) -> Page:
-    async with _opened(profile, file.resolve().as_uri()) as tab:
-        offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
-        await tab.call("Network.emulateNetworkConditions", **offline)
-        for name, ((width, height), mobile, scheme) in looks.items():
-            scheme_wish = [{"name": "prefers-color-scheme", "value": scheme}]
-            metrics = {"width": width, "height": height, "deviceScaleFactor": 2 if mobile else 1, "mobile": mobile}
-            await tab.call("Emulation.setEmulatedMedia", features=scheme_wish)
-            await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
-            await tab.open()
-            await tab.note(name, expressions)
-        return tab.page
-
-
-async def _stay(
-    profile: Path, address: str, prepare: str, change: Callable[[], None], until: str, others: Sequence[str]
-) -> Page:
-    async with _opened(profile, address) as tab:
-        metrics = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
-        await tab.open()
-        await tab.value(prepare)
-        await asyncio.to_thread(change)
-        while not await tab.value(until):
-            await asyncio.sleep(0.1)
-        await tab.note("watch", others)
-        return tab.page
+            offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+            await tab.call("Network.emulateNetworkConditions", **offline)
+            for name, ((width, height), mobile, scheme) in looks.items():
+                scheme_wish = [{"name": "prefers-color-scheme", "value": scheme}]
+                metrics = {"width": width, "height": height, "deviceScaleFactor": 2 if mobile else 1, "mobile": mobile}
+                await tab.call("Emulation.setEmulatedMedia", features=scheme_wish)
+                await tab.call("Emulation.setDeviceMetricsOverride", **metrics)
+                await tab.open()
+                await tab.note(name, expressions)
+            return tab.page
 
 
 class _Tab:

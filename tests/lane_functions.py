@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +42,14 @@ def train(config: dict[str, Any]) -> None:
             begun = state["epoch"] + 1
     rows = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(rows, (rows.sum(1) > 0).long() + (rows[:, 0] > 1).long())
-    loader = ray.train.torch.prepare_data_loader(DataLoader(data, batch_size=config["batch_size"]))
+    order = {"batch_size": config["batch_size"], "shuffle": config.get("shuffle", False)}
+    loader = ray.train.torch.prepare_data_loader(DataLoader(data, **order))
     for epoch in range(begun, 3):
         if config.get("fails") == epoch and not begun:
             raise RuntimeError("asked to fail")
         for features, labels in loader:
             place = config.get("place") if rank == size - 1 and config["batch_size"] >= 64 else None
             outputs = model(features)
-            if place == "forward":
-                _run_out()
             if place == "backward":
                 outputs.register_hook(_run_out)
             loss = nn.functional.cross_entropy(outputs, labels)
@@ -67,7 +65,6 @@ def train(config: dict[str, Any]) -> None:
                 torch.save({**state, "epoch": epoch}, Path(directory, "state.pt"))
                 kept = ray.train.Checkpoint.from_directory(directory)
             ray.train.report({"loss": loss.item(), "epoch": epoch, "words": "no number"}, checkpoint=kept)
-        time.sleep(config.get("pause_s", 0))
 
 
 def _run_out(gradient: Any = None) -> None:

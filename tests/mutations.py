@@ -4,9 +4,10 @@ Run as: python -m tests.mutations [--seed 1] [--count 60] [--root DIR] [--beside
 
 A fault is a flipped comparison, `and` for `or`, another constant, or a statement left out, in the code of AREAS. Which
 are drawn depends on the source of their function alone: a function that is the same in two versions of the tree has the
-same faults in both (`--root` names another checkout, and with `--beside` only what both have is drawn). The tests are those of tests/unit that import the changed module
-or are named after it, else those of the modules that import it. A fault that no test notices has survived; one that
-makes a test hang is noticed. Prints a line a fault, and the totals as JSON.
+same faults in both (`--root` names another checkout, and with `--beside` only what both have is drawn). The tests are
+those of tests/unit that import the changed module or are named after it, else those of the modules that import it. A
+fault that no test notices has survived; one that makes a test hang is noticed. Prints a line a fault, and the totals as
+JSON.
 """
 
 from __future__ import annotations

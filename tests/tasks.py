@@ -157,7 +157,3 @@ class Stuck(Blobs):
         if self.forwards >= 5:
             self._reach("checkpoint")
         return super().state_dict()
-
-
-class NotATask:
-    """Something else."""

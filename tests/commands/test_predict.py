@@ -44,7 +44,7 @@ def on_workers(num_workers: int, command: Callable[..., Done], *args: str) -> st
     return done.out
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(3, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_evaluate_says_what_training_said(num_workers: int, digits: Path, command: Callable[..., Done]) -> None:
     last = [record for record in read_log(Storage(str(digits))) if "val_loss" in record][-1]
     out = on_workers(num_workers, command, "evaluate", str(digits))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.specs import REPOSITORY, losses, tree
 from trainers.errors import RunFailedError
@@ -50,10 +48,3 @@ def test_so_is_a_run_whose_batch_size_changes_in_mid_epoch(tmp_path: Path) -> No
     assert run_spawn(moved).samples == result.samples == 6 * 203
     assert losses(moved) == pytest.approx(losses(unbroken), rel=1e-12)
     assert len(losses(moved)) == result.steps
-
-
-def state(of: RunSpec) -> Any:
-    """All that the last checkpoint holds but the time that it took."""
-    kept = torch.load(io.BytesIO(of.storage.read("checkpoints/step-000000000040/state.pt")), weights_only=True)
-    assert kept["position"].pop("train_time_s") > 0
-    return kept

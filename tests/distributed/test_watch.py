@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import traceback
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from tests.distributed.processes import _fork, run_module
 from tests.specs import REPOSITORY, make, tree
 from trainers.config.yaml import dump_yaml
 from trainers.errors import RunFailedError
-from trainers.launch import local
 from trainers.launch.local import LocalContext, run_spawn
 from trainers.launch.spec import RunSpec, make_spec
 from trainers.loop import watchdog
@@ -86,19 +83,6 @@ def test_the_first_cause_is_what_the_run_ends_with(tmp_path: Path, failure: str,
     found = failed(tmp_path, failure, failure__hang_timeout_s=60.0)
     assert found.status == status
     assert found.message.startswith(words)
-
-
-def told(rank: int, directory: str) -> None:
-    """One rank of a launcher's group, which is told to stop as it trains."""
-
-    def execute(context: LocalContext) -> bool:
-        signal.raise_signal(signal.SIGTERM)
-        return context.should_stop(0.0)
-
-    job: Any = SimpleNamespace(config=SimpleNamespace(device="cpu"), execute=execute)
-    place = f"file://{directory}/rendezvous"
-    stops = local._run_in_group(job, LocalContext(None, "spawn", 0, 1, 0, 1), place)
-    Path(directory, "stops").write_text(str(stops))
 
 
 def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:

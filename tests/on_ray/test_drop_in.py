@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,22 +12,14 @@ from tests.conftest import Cluster, Done
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
-_SCRIPT = str(Path(__file__).with_name("drop_in.py"))
-
-
-def run(command: Callable[..., Done], cluster: Cluster, directory: Path, way: str, *names: str) -> dict[str, Any]:
-    """What the script's sweeps of some names gave."""
-    done = command(_SCRIPT, way, ",".join(names), str(directory), ray_address=cluster.address)
-    lines = [line.split(" ", 2)[1:] for line in done.out.split("\n") if line.startswith("JSON ")]
-    assert [name for name, _ in lines] == list(names), done.err[-3000:]
-    return {name: json.loads(text) for name, text in lines}
-
 
 @pytest.fixture(scope="module")
 def ours(command: Callable[..., Done], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Sweeps of the script, from lanes."""
-    names = ("fails", "leaks", "stops", "train", "draws")
-    return run(command, cluster, tmp_path_factory.mktemp("ours"), "ours", *names)
+    """What the script's sweeps gave."""
+    done = command("-m", "tests.on_ray.drop_in", str(tmp_path_factory.mktemp("ours")), ray_address=cluster.address)
+    lines = [line.split(" ", 2)[1:] for line in done.out.split("\n") if line.startswith("JSON ")]
+    assert done.code == 0, done.err[-3000:]
+    return {name: json.loads(text) for name, text in lines}
 
 
 def column(trial: dict[str, Any], key: str) -> list[Any]:
@@ -55,24 +46,13 @@ def test_a_trial_that_fails_is_retried_as_configured_and_harms_no_other(ours: di
     assert column(retried, "loss")[0] == column(whole, "loss")[0]
 
 
-@pytest.mark.campaign
-def test_a_retried_trial_is_to_the_bit_what_ray_makes_of_it(
-    ours: dict[str, Any], command: Callable[..., Done], cluster: Cluster, tmp_path: Path
-) -> None:
-    [theirs] = run(command, cluster, tmp_path, "ray", "retries")["retries"]["trials"]
-    mine = ours["fails"]["trials"][0]
-    # Ray's callbacks are copies, in the process of its controller.
-    rows = [[{key: row[key] for key in row if key != "heard"} for row in trial["rows"]] for trial in (theirs, mine)]
-    assert rows[0] == rows[1]
-
-
 def test_what_a_function_leaves_behind_reaches_no_other_trial(ours: dict[str, Any]) -> None:
     trials = ours["leaks"]["trials"]
     assert [column(trial, "found") for trial in trials] == [[0.0]] * len(trials)
     assert ours["leaks"]["restarts"] == ["leaks has left behind: still running: thread left here"] * 2
     processes = [column(trial, "process")[0] for trial in trials]
     # After the second time the function has a process of its own for each trial.
-    assert len(set(processes[-3:])) == 3
+    assert len(set(processes[-2:])) == 2
 
 
 def test_a_function_whose_reports_depend_on_the_trial_before_has_fresh_processes(ours: dict[str, Any]) -> None:
@@ -82,11 +62,6 @@ def test_a_function_whose_reports_depend_on_the_trial_before_has_fresh_processes
     [words] = ours["draws"]["restarts"]
     assert words.startswith("draws does not give the same on a warm lane: `score` is ")
     assert words.endswith(", not 0 (report 1 of rank 0)")
-
-
-@pytest.fixture(scope="module")
-def more(command: Callable[..., Done], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(command, cluster, tmp_path_factory.mktemp("more"), "ours", "memory")
 
 
 def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str, Any]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.on_ray.test_lanes import run, sweep
+from tests.on_ray.test_lanes import rows, run, sweep
 from tune.trials.microbatch_bounds import Boundary
 
 pytestmark = pytest.mark.ray
@@ -19,8 +20,8 @@ SIZES = [3, 6, 9, 12, 15, 18, 21, 24]
 FITS = {"fp32": 10, "bf16": 20}
 
 
-def limited(tmp_path: Path) -> dict[str, Any]:
-    args = {"fp32_fits": 10, "bf16_fits": 20, "log": str(tmp_path / "oom")}
+def limited(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    args = {"fp32_fits": 10, "bf16_fits": 20, "log": str(tmp_path / "oom"), **more}
     return {"task": "tests.lane_tasks:Limited", "task_args": args}
 
 
@@ -52,18 +53,35 @@ def test_a_grid_of_fixed_sizes(tmp_path: Path, driver: Any) -> None:
     )
 
 
-def test_auto_finds_the_boundary_once_and_a_resume_knows_it(tmp_path: Path, driver: Any) -> None:
-    space = {"precision": list(FITS), "seed": [1, 2, 3]}
-    train = {**limited(tmp_path), "max_steps": 2, "global_batch_size": 100}
-    spec = sweep(tmp_path, space, train)
-    records = run(spec)
-    assert {record.status for record in records} == {"done"}
+def test_auto_finds_the_boundary_once_and_a_resume_knows_it_and_runs_only_what_has_no_record(
+    tmp_path: Path, driver: Any
+) -> None:
+    ran = tmp_path / "pids"
+    spec = sweep(
+        tmp_path,
+        {"precision": list(FITS), "seed": [1, 2, 3]},
+        {**limited(tmp_path, pids=str(ran)), "max_steps": 2, "global_batch_size": 100},
+    )
+    first = run(spec)
+    assert {record.status for record in first} == {"done"}
     met = failures(tmp_path)
     # 100, 50, 25, 13, 12 do not fit in fp32; 100, 50, 25 in bf16: the first trial of each learns it, the others know.
     assert met == {"fp32": 5, "bf16": 3}
     plain = known(tmp_path).to_plain()
     assert sorted((max(entry["fits"]), entry["misfit"]) for entry in plain.values()) == [(10, 12), (20, 25)]
-    for record in records[1:]:
+    workers = ran.read_text().split()
+    assert (len(workers), len(set(workers))) == (6, 1), "one lane, one process"
+    assert str(os.getpid()) not in workers
+    for record in first[1:]:
         spec.storage.delete(f"trials/{record.id}.json")
-    assert {record.status for record in run(spec)} == {"done"}
+    again = {record.id: record for record in run(spec)}
     assert failures(tmp_path) == met, "a resumed sweep meets no out-of-memory again"
+    assert len(ran.read_text().split()) == 11
+    assert again[first[0].id] == first[0]
+    for record in first:
+        assert rows(again[record.id].curve) == rows(record.curve)
+        spent = again[record.id].spent
+        assert spent is not None
+        assert min(spent.starting_s, spent.training_s) > 0
+        assert spent.starting_s + spent.training_s < spent.total_s
+        assert spent.began + spent.total_s <= again[record.id].end_time

@@ -39,6 +39,7 @@ def test_worker_killed_resumes_with_an_equal_curve(tmp_path: Path, driver: Any) 
     assert result.checkpoint.endswith("step-000000000030")
 
 
+@pytest.mark.full
 def test_an_error_of_the_task_is_not_retried(tmp_path: Path, driver: Any) -> None:
     from trainers.on_ray.trainer import run_on_ray
 
