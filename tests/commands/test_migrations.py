@@ -35,6 +35,7 @@ def test_a_diff_applies_as_it_is_or_not_at_all() -> None:
             migrations.patched("one\ntwo\none\n", f"@@\n{hunk}")
 
 
+@pytest.mark.full
 def test_plain_ddp(tmp_path: Path, command: Callable[..., Done]) -> None:
     def run(module: str, *arguments: str) -> Done:
         """Two ranks, as torchrun starts them; what the first says."""

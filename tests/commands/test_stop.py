@@ -36,7 +36,10 @@ def nothing_is_left(command: Command) -> None:
     assert not [path for path in command.temporary.iterdir() if path.name.startswith("paceline")]
 
 
-@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.full)])
+SEVERAL = [pytest.param(launcher, marks=pytest.mark.full) for launcher in ("spawn", "torchrun")]
+
+
+@pytest.mark.parametrize("launcher", ["local", *SEVERAL])
 def test_told_to_stop_it_keeps_what_it_has(start: Start, launcher: str) -> None:
     """The process that was started alone is told, as `docker stop`, systemd and `kill` do."""
     command = start(launcher).trains()

@@ -332,9 +332,11 @@ def test_a_sharded_model_compiles_without_a_graph_break(backend: str, tmp_path: 
 
 def test_activations_that_are_computed_again_are_those_that_were(tmp_path: Path) -> None:
     """On both ranks, below DDP and inside FSDP's units, with microbatches that accumulate."""
-    modes = ("none", "selective", "full")
+    modes, short = ("none", "selective", "full"), {"max_steps": 8, "evaluate__every_steps": 4}
     specs = {
-        (strategy, mode): spec(tmp_path, f"{strategy}-{mode}", 2, strategy, "Deep", activation_checkpointing=mode)
+        (strategy, mode): spec(
+            tmp_path, f"{strategy}-{mode}", 2, strategy, "Deep", activation_checkpointing=mode, **short
+        )
         for strategy in ("ddp", "fsdp")
         for mode in modes
     }
@@ -342,7 +344,7 @@ def test_activations_that_are_computed_again_are_those_that_were(tmp_path: Path)
         assert not isinstance(result, str), result
     for strategy in ("ddp", "fsdp"):
         whole_curve = losses(specs[strategy, "none"])
-        assert len(whole_curve) == 20
+        assert len(whole_curve) == 8
         for mode in modes[1:]:
             assert losses(specs[strategy, mode]) == whole_curve
             assert evaluations(specs[strategy, mode]) == evaluations(specs[strategy, "none"])

@@ -19,7 +19,7 @@ from trainers.launch.spec import RunSpec, make_spec
 from trainers.loop import watchdog
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 
-PHASES = {"setup": "setup", "training 5": "training", "checkpoint": "checkpoint"}
+PHASES = {"training 5": "training", "checkpoint": "checkpoint"}
 """Where a task hangs, and the phase that its watchdog names."""
 
 
@@ -39,7 +39,7 @@ def execute(rank: int, spec: RunSpec, directory: str) -> None:
             traceback.print_exc()
 
 
-@pytest.mark.parametrize("place", ["setup", "checkpoint", pytest.param("training 5", marks=pytest.mark.full)])
+@pytest.mark.parametrize("place", ["checkpoint", pytest.param("training 5", marks=pytest.mark.full)])
 def test_a_hang_in_any_phase_ends_the_run_with_its_name(tmp_path: Path, place: str) -> None:
     spec = stuck(tmp_path, place)
     with pytest.raises(ProcessExitedException) as met:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 import struct
 import sys
 from pathlib import Path
@@ -49,35 +47,6 @@ def test_mnist_as_torchvision_keeps_it(name: str, tmp_path: Path, monkeypatch: p
         assert pixels.dtype == torch.uint8
         assert np.array_equal(pixels.numpy(), images[part][:, None])
         assert classes.tolist() == labels[part].tolist()
-
-
-def test_cifar_as_torchvision_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchvision.datasets import CIFAR10
-
-    from examples.cifar10.task import Cifar10
-
-    folder = tmp_path / CIFAR10.base_folder
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (6, 4, 3 * 32 * 32), dtype=np.uint8)
-    labels = rng.integers(0, 10, (6, 4)).tolist()
-
-    def written(name: str, content: Any) -> list[str]:
-        data = pickle.dumps(content)
-        (folder / name).write_bytes(data)
-        return [name, hashlib.md5(data).hexdigest()]  # noqa: S324 (torchvision's check)
-
-    parts = [written(f"part_{index}", {"data": pixels[index], "labels": labels[index]}) for index in range(6)]
-    meta = written("batches.meta", {"label_names": [str(index) for index in range(10)]})
-    monkeypatch.setattr(CIFAR10, "train_list", parts[:5])
-    monkeypatch.setattr(CIFAR10, "test_list", parts[5:])
-    monkeypatch.setattr(CIFAR10, "meta", {"filename": meta[0], "key": "label_names", "md5": meta[1]})
-    task = Cifar10(root=str(tmp_path))
-    task.setup()
-    images, classes = task.dataset("train").tensors
-    assert torch.equal(images, torch.from_numpy(pixels[:5].reshape(20, 3, 32, 32)))
-    assert classes.tolist() == [label for part in labels[:5] for label in part]
-    assert len(task.dataset("val")) == 4
 
 
 def test_without_data_and_network_a_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,11 +144,3 @@ def test_how_sure_a_time_to_the_target_is() -> None:
     figure = draw(config(finalists=4), records + repeats)["Time to target"]
     assert "95 % intervals" in figure.caption
     assert re.search(r"<title>64, bf16: [\d.]+ s, 95 % interval [\d.]+ s to [\d.]+ s</title>", figure.svg)
-
-
-def test_a_line_stands_where_memory_runs_out() -> None:
-    oom = failed()[0]  # fp32 at 512; 256 fitted
-    for records, lines in ((done(), 0), ([*done(), oom], 1)):
-        drawn = draw(config(), records)
-        for title in ("Throughput", "Peak memory"):
-            assert len(re.findall(r"stroke-dasharray: 2\.2", drawn[title].svg)) == lines

@@ -198,26 +198,19 @@ def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep: 
 
     key = f"task_args.{words}"
     found = config(words, space={key: [words, "b"], "precision": ["fp32", "bf16"]}, objective={"mode": "max"})
-    harmless = [
+    hostile = [
         trial(n, "done", {key: value, "precision": "fp32"}, samples_per_s=9.0 + n, peak_memory_bytes=2**30,
-              metrics={words: 1.0 + n, "val_loss": 1.0}, curve=curve(0.9, 0.1, 5.0, 3))
+              metrics={words: 1.0 + n, "val_loss": 1.0}, curve=curve(0.9, 0.1, 5.0, 3),
+              message=f"{words}\ud800", traceback=f"\ud800{words}")
         for n, value in enumerate((words, "b"))
     ]  # fmt: skip
-    hostile = [
-        replace(one, id=words + one.id, message=f"{words}\ud800", traceback=f"\ud800{words}") for one in harmless
-    ]
-    ended = [replace(one, id=one.id + "f", status="error") for one in hostile]
+    records = [*hostile, *(replace(one, id=words + one.id, status="error") for one in hostile)]
     train = {**TRAIN, "task_args": {words: words}}
-
-    def tags(records: list[TrialRecord]) -> _Tags:
-        write_report(
-            sweep, found, train, records, {words: f"{words}\ud800"}, task_dir="".join(filter(str.isprintable, words))
-        )
-        return _Tags(page(sweep))
-
     write_report(sweep, config(), TRAIN, done() + failed(), ENVIRONMENT, task_dir=None)
     usual = _Tags(page(sweep))
-    shown = tags([*hostile, *ended])
+    where = "".join(filter(str.isprintable, words))
+    write_report(sweep, found, train, records, {words: f"{words}\ud800"}, task_dir=where)
+    shown = _Tags(page(sweep))
     assert shown.live == usual.live == []
     assert shown.tags <= usual.tags | {"details"}
     assert "script" not in shown.tags
@@ -228,7 +221,7 @@ def test_no_text_of_a_trial_does_anything_in_the_page_or_on_the_terminal(sweep: 
     rows = parquet.read_table(io.BytesIO(sweep.read("results.parquet")))
     assert rows.num_rows == 4
     console = Console(file=io.StringIO(), width=300)
-    console.print(table(found, [*hostile, *ended], answer(found, [*hostile, *ended])))
+    console.print(table(found, records, answer(found, records)))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert not set(text) & {"\x01", "\x1b", "\x07", "\u202e", "\ud800"}
 
