@@ -108,8 +108,11 @@ class Done:
     err: str
 
 
+Command = Callable[..., Done]
+
+
 @pytest.fixture(scope="session")
-def command() -> Callable[..., Done]:
+def command() -> Command:
     """Run a command of the environment's Python; `ray_address` joins a cluster.
 
     With `forked`, `-m module` runs in a process that has torch imported already: seconds less, all else is the same.

@@ -7,18 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import REPOSITORY, Done
+from tests.conftest import REPOSITORY, Command, Done
 
 SWEEP = "examples/digits/sweep.yaml"
 
 
-def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Command) -> None:
     # From another directory, by the local launcher.
     train = str(REPOSITORY / "examples/digits/train.yaml")
     done = command("-m", "trainers", train, "--launcher", "local", cwd=tmp_path, forked=True)
@@ -31,7 +30,7 @@ def test_train_yaml_reaches_97_percent(tmp_path: Path, command: Callable[..., Do
 
 
 @pytest.mark.full
-def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Command) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     # fmt: off
     sweep = subprocess.Popen(
@@ -70,7 +69,7 @@ def test_interrupted_and_resumed_sweep(tmp_path: Path, command: Callable[..., Do
     assert not (tmp_path / "ray").exists(), "no cluster was started for it"
 
 
-def check_answer(sweep: Path, done: Done, command: Callable[..., Done], tmp_path: Path) -> None:
+def check_answer(sweep: Path, done: Done, command: Command, tmp_path: Path) -> None:
     """The table, the files of the contract, and a best.yaml that keeps the report's promise."""
     import pandas as pd
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Done
+from tests.conftest import Command
 from tests.documents import Block, blocks, pages
 from tests.specs import REPOSITORY
 
@@ -51,7 +51,7 @@ def test_output_is_compared_but_for_its_figures() -> None:
 
 
 @pytest.mark.parametrize("page", RUN)
-def test_a_page_runs(page: str, tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_a_page_runs(page: str, tmp_path: Path, command: Command) -> None:
     for folder in ("examples", "cluster"):
         shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     text = "\n".join(("set -eu", *script(page)))

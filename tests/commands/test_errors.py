@@ -6,13 +6,12 @@ One process without torch and Ray is given all commands in turn.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Done
+from tests.conftest import Command
 from tests.specs import BASE
 from trainers.config.yaml import dump_yaml
 
@@ -61,7 +60,7 @@ def check(code: int, out: str, err: str, words: list[str]) -> None:
     assert all(word in line for word in words), line
 
 
-def test_without_torch_and_ray(command: Callable[..., Done]) -> None:
+def test_without_torch_and_ray(command: Command) -> None:
     done = command("-c", ALL_IN_TURN, json.dumps({name: arguments for name, (arguments, _) in TYPED.items()}))
     assert done.code == 0, done.err
     said: dict[str, Any] = json.loads(done.out)
@@ -76,9 +75,7 @@ def test_without_torch_and_ray(command: Callable[..., Done]) -> None:
         ({"precision": "tf32", "device": "cpu"}, '`precision` is "tf32"'),
     ],
 )
-def test_what_torch_has_to_say(
-    changes: dict[str, Any], words: str, tmp_path: Path, command: Callable[..., Done]
-) -> None:
+def test_what_torch_has_to_say(changes: dict[str, Any], words: str, tmp_path: Path, command: Command) -> None:
     file = tmp_path / "train.yaml"
     file.write_text(dump_yaml({**BASE, "storage_path": str(tmp_path / "runs"), **changes}))
     done = command("-m", "trainers", str(file), forked=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, Done
+from tests.conftest import REPOSITORY, Command
 
 USER_TASK = """
 import torch
@@ -70,7 +69,7 @@ def test_wheel_has_what_it_needs(wheel: Path) -> None:
 
 @pytest.mark.full
 def test_from_a_repository_of_the_users_own(
-    wheel: Path, user_repository: Path, tmp_path: Path, command: Callable[..., Done]
+    wheel: Path, user_repository: Path, tmp_path: Path, command: Command
 ) -> None:
     installed = {"PYTHONPATH": str(wheel), "PACELINE_STORAGE": str(tmp_path / "storage")}
     script = (sys.executable, str(wheel / "bin/paceline-train"))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests import migrations
-from tests.conftest import Done, free_port
+from tests.conftest import Command, Done, free_port
 
 
 def val_loss(directory: Path) -> float:
@@ -36,7 +35,7 @@ def test_a_diff_applies_as_it_is_or_not_at_all() -> None:
 
 
 @pytest.mark.full
-def test_plain_ddp(tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_plain_ddp(tmp_path: Path, command: Command) -> None:
     def run(module: str, *arguments: str) -> Done:
         """Two ranks, as torchrun starts them; what the first says."""
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
@@ -61,7 +60,7 @@ def test_plain_ddp(tmp_path: Path, command: Callable[..., Done]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("section", ["Lightning", "transformers' Trainer"])
-def test_a_trainer(section: str, tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_a_trainer(section: str, tmp_path: Path, command: Command) -> None:
     migrations.after(section, tmp_path)
     modules = (
         [migrations.before(section, tmp_path).removesuffix(".py")],

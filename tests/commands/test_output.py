@@ -13,14 +13,13 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Done
+from tests.conftest import Command, Done
 from tests.specs import BASE, REPOSITORY
 from tests.tasks import Blobs
 from tests.waits import until
@@ -142,7 +141,7 @@ def test_interrupted_it_leaves_the_terminal_in_order(tmp_path: Path) -> None:
     is_clean(seen)
 
 
-def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(tmp_path: Path, command: Command) -> None:
     done = command("-m", "trainers", write(tmp_path), forked=True, env={"FORCE_COLOR": "1"})
     assert done.code == 0, done.err
     assert "\x1b" not in done.out + done.err
@@ -150,7 +149,7 @@ def test_in_a_pipe_there_are_lines_and_nothing_moves_the_cursor(tmp_path: Path, 
     assert sum(line.startswith("step ") for line in done.out.splitlines()) == 60
 
 
-def test_quiet_says_the_result_in_a_line(tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_quiet_says_the_result_in_a_line(tmp_path: Path, command: Command) -> None:
     file = write(tmp_path, task="tests.tasks:Blobs")
     done = command("-m", "trainers", file, "--quiet", forked=True)
     assert done.code == 0, done.err
@@ -171,7 +170,7 @@ def records_of(done: Done) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in done.out.splitlines()]
 
 
-def test_json_is_all_that_comes_on_standard_output(tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_json_is_all_that_comes_on_standard_output(tmp_path: Path, command: Command) -> None:
     file = write(tmp_path, launcher="spawn", scaling={"num_workers": 2})
     done = command("-m", "trainers", file, "--json", forked=True)
     assert done.code == 0, done.err
@@ -190,7 +189,7 @@ def test_json_is_all_that_comes_on_standard_output(tmp_path: Path, command: Call
     assert (result["status"], result["metrics"]["val_loss"]) == ("done", last["metrics"]["val_loss"])
 
 
-def test_a_failure_is_a_record_too(tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_a_failure_is_a_record_too(tmp_path: Path, command: Command) -> None:
     done = command("-m", "trainers", write(tmp_path, task_args={"fails": True}), "--json", forked=True)
     assert done.code == 1
     *_, last = records_of(done)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import REPOSITORY, Done
+from tests.conftest import REPOSITORY, Command
 from trainers.measure.run_log import read_log
 from trainers.storage import Storage
 
@@ -23,7 +22,7 @@ SPAWN = ("--scaling.num_workers", "2", "--launcher", "spawn")
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory, command: Callable[..., Done]) -> Path:
+def digits(tmp_path_factory: pytest.TempPathFactory, command: Command) -> Path:
     directory = tmp_path_factory.mktemp("digits")
     train = str(REPOSITORY / "examples/digits/train.yaml")
     # fmt: off
@@ -34,7 +33,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory, command: Callable[..., Done
     return directory / "digits"
 
 
-def on_workers(num_workers: int, command: Callable[..., Done], *args: str) -> str:
+def on_workers(num_workers: int, command: Command, *args: str) -> str:
     """What the command prints: here, spawned, or under torchrun."""
     if num_workers == 3:
         done = command(*args, program=TORCHRUN)
@@ -45,7 +44,7 @@ def on_workers(num_workers: int, command: Callable[..., Done], *args: str) -> st
 
 
 @pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.campaign)])
-def test_evaluate_says_what_training_said(num_workers: int, digits: Path, command: Callable[..., Done]) -> None:
+def test_evaluate_says_what_training_said(num_workers: int, digits: Path, command: Command) -> None:
     last = [record for record in read_log(Storage(str(digits))) if "val_loss" in record][-1]
     out = on_workers(num_workers, command, "evaluate", str(digits))
     for name in ("val_loss", "val_accuracy"):
@@ -55,7 +54,7 @@ def test_evaluate_says_what_training_said(num_workers: int, digits: Path, comman
 
 
 @pytest.mark.full
-def test_predict_writes_the_same_bytes(digits: Path, tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_predict_writes_the_same_bytes(digits: Path, tmp_path: Path, command: Command) -> None:
     files = [tmp_path / f"{num_workers}.parquet" for num_workers in (1, 2, 3)]
     for num_workers, file in enumerate(files, 1):
         assert str(file) in on_workers(num_workers, command, "predict", str(digits), "--out", str(file))

@@ -20,7 +20,7 @@ import torch
 from pyarrow import fs
 from torch import nn
 
-from tests.conftest import Done
+from tests.conftest import Command
 from tests.faults import s3
 from tests.lane_tasks import Signed
 from tests.specs import BASE, REPOSITORY, whole_state
@@ -49,7 +49,6 @@ RUN: dict[str, Any] = {
     "log_every_steps": 1,
     "device": "cpu",
 }
-Command = Callable[..., Done]
 
 
 class Wide(Signed):

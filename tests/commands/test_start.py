@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import Done
+from tests.conftest import Command
 
 # What takes long to import and no small run needs: 1 to 8 s each.
 # fmt: off
@@ -23,7 +22,7 @@ raise SystemExit(code)
 """
 
 
-def test_a_local_run_imports_nothing_heavy_but_torch(tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_a_local_run_imports_nothing_heavy_but_torch(tmp_path: Path, command: Command) -> None:
     # fmt: off
     done = command(
         "-c", SAY, str(tmp_path / "modules"), "examples/your_model/train.yaml", "--max_steps", "1", "--device", "cpu",

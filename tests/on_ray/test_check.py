@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Cluster, Done
+from tests.conftest import Cluster, Command
 from tests.on_ray.nodes import another_node
 
 pytestmark = pytest.mark.ray
@@ -24,9 +24,7 @@ def second_node(cluster: Cluster, driver: Any) -> Iterator[str]:
 
 
 @pytest.mark.full
-def test_two_nodes_are_examined(
-    tmp_path: Path, cluster: Cluster, second_node: str, command: Callable[..., Done]
-) -> None:
+def test_two_nodes_are_examined(tmp_path: Path, cluster: Cluster, second_node: str, command: Command) -> None:
     options = ("--workers", "2", "--storage_path", str(tmp_path / "shared"), "--json")
     done = command("-m", "cluster", "check", *options, ray_address=cluster.address)
     report = json.loads(done.out)
@@ -44,9 +42,7 @@ def test_two_nodes_are_examined(
     assert list((tmp_path / "shared").iterdir()) == [], "no marker is left"
 
 
-def test_more_workers_than_there_are_is_an_error(
-    cluster: Cluster, second_node: str, command: Callable[..., Done]
-) -> None:
+def test_more_workers_than_there_are_is_an_error(cluster: Cluster, second_node: str, command: Command) -> None:
     done = command("-m", "cluster", "check", "--workers", "5", "--wait-s", "0", "--quick", ray_address=cluster.address)
     assert done.code == 1
     assert "`worker nodes` is 2, but must be at least 5" in done.out

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.conftest import Cluster, Done
+from tests.conftest import Cluster, Command
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
-def ours(command: Callable[..., Done], cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def ours(command: Command, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the script's sweeps gave."""
     done = command("-m", "tests.on_ray.drop_in", str(tmp_path_factory.mktemp("ours")), ray_address=cluster.address)
     lines = [line.split(" ", 2)[1:] for line in done.out.split("\n") if line.startswith("JSON ")]

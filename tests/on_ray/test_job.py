@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Cluster, Done
+from tests.conftest import Cluster, Command
 
 pytestmark = pytest.mark.ray
 
 
 @pytest.mark.full
-def test_as_a_ray_job(cluster: Cluster, tmp_path: Path, command: Callable[..., Done]) -> None:
+def test_as_a_ray_job(cluster: Cluster, tmp_path: Path, command: Command) -> None:
     # fmt: off
     done = command(
         "job", "submit", "--address", cluster.dashboard, "--working-dir", ".", "--",

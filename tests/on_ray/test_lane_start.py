@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Cluster, Done
+from tests.conftest import Cluster, Command
 from tests.on_ray.embedded import actors
 from tests.on_ray.test_lanes import run, sweep
 
@@ -17,9 +16,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.full
-def test_an_embedded_cluster_has_only_what_trains(
-    tmp_path: Path, cluster: Cluster, command: Callable[..., Done]
-) -> None:
+def test_an_embedded_cluster_has_only_what_trains(tmp_path: Path, cluster: Cluster, command: Command) -> None:
     """Every actor is a Python that imports Ray. Another cluster runs on this machine."""
     done = command("-m", "tests.on_ray.embedded", str(tmp_path))
     assert done.code == 0, done.err[-3000:]

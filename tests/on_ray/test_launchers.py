@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Done
+from tests.conftest import Command
 from tests.specs import evaluations, losses, make, tree
 from trainers.config.yaml import dump_yaml
 from trainers.launch.local import run_local, run_spawn
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.ray
 CASES = [("float64", 50, 1e-12)]
 
 
-def on_torchrun(directory: Path, command: Callable[..., Done], **changes: Any) -> RunSpec:
+def on_torchrun(directory: Path, command: Command, **changes: Any) -> RunSpec:
     file = directory / "torchrun.yaml"
     file.write_text(dump_yaml(tree(directory, name="torchrun", **changes)))
     torchrun = str(Path(sys.executable).parent / "torchrun")
@@ -37,7 +36,7 @@ def on_torchrun(directory: Path, command: Callable[..., Done], **changes: Any) -
 @pytest.mark.parametrize(("dtype", "steps", "tolerance"), CASES)
 @pytest.mark.full
 def test_launchers_agree(
-    dtype: str, steps: int, tolerance: float, tmp_path: Path, command: Callable[..., Done], driver: Any
+    dtype: str, steps: int, tolerance: float, tmp_path: Path, command: Command, driver: Any
 ) -> None:
     from trainers.on_ray.trainer import run_on_ray
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.commands.test_output import DRAWN, is_clean, on_terminal, records_of, write
-from tests.conftest import REPOSITORY, Cluster, Done
+from tests.conftest import REPOSITORY, Cluster, Command
 from trainers.config.yaml import dump_yaml
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
@@ -25,7 +24,7 @@ def test_the_driver_draws_the_line_of_a_run_on_ray(tmp_path: Path, cluster: Clus
     assert not [line for line in seen.lines if "step 60/120" in line]
 
 
-def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path: Path, command: Callable[..., Done], cluster: Cluster) -> None:
+def test_a_run_on_ray_and_a_sweep_tell_in_json(tmp_path: Path, command: Command, cluster: Cluster) -> None:
     file = write(tmp_path, **TWO)
     done = command("-m", "trainers", file, "--json", ray_address=cluster.address, forked=True)
     assert done.code == 0, done.err

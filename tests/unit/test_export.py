@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from tests.conftest import Command
 from tests.specs import make
 from trainers.__main__ import main
 from trainers.checkpoint.checkpoints import Checkpoints
@@ -98,7 +98,7 @@ def test_tied_transposed_and_sliced_tensors_are_written_whole(spec: RunSpec, tmp
         assert torch.equal(weights[name], tensor), name
 
 
-def test_neither_ray_nor_the_task_is_needed(spec: RunSpec, tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_neither_ray_nor_the_task_is_needed(spec: RunSpec, tmp_path: Path, command: Command) -> None:
     """From another directory, with the import of Ray and of the task's package blocked."""
     script = (
         "import sys; sys.modules['ray'] = None; sys.modules['tests'] = None\n"

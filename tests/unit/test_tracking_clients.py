@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import psutil
 import pytest
 from pyarrow import BufferReader, parquet
 
-from tests.conftest import free_port
+from tests.conftest import Command, free_port
 from tests.specs import BASE, REPOSITORY, tree
 from tests.trackers import Curves, Kept, mlflow_runs, trackio_runs, wandb_runs
 from tests.waits import until, when
@@ -92,16 +92,14 @@ def is_sent_from(directory: Path) -> bool:
     return False
 
 
-def send_rest(command: Callable[..., Any], done: Any, given: str, storage: Storage, **where: Any) -> None:
+def send_rest(command: Command, done: Any, given: str, storage: Storage, **where: Any) -> None:
     """Do as a run or a sweep says that has ended before a tracker had everything, which slow machines see."""
     if "tracking:" in done.out:
         sent = command("-m", *given.split(), storage.uri, forked=True, **where)
         assert sent.code == 0, sent.out + sent.err
 
 
-def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(
-    tmp_path: Path, command: Callable[..., Any]
-) -> None:
+def test_a_run_that_was_killed_goes_on_under_its_id_with_each_step_once(tmp_path: Path, command: Command) -> None:
     tracking, environment = everywhere(tmp_path)
     pid, run = tmp_path / "pid", Storage(str(tmp_path / "runs" / "run"))
     args = {"fail_at": 15, "failure": "stop", "marker": str(tmp_path / "stopped"), "pids": str(pid)}
@@ -197,7 +195,7 @@ def assert_is_sweep(tmp_path: Path, spec: SweepSpec, records: list[TrialRecord])
 
 
 def test_a_sweep_is_a_run_with_its_trials_below_it(
-    tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     tracking, environment = everywhere(tmp_path, "files")
@@ -239,7 +237,7 @@ def silent_port() -> Iterator[int]:
 
 
 def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
-    tmp_path: Path, command: Callable[..., Any], silent_port: int
+    tmp_path: Path, command: Command, silent_port: int
 ) -> None:
     config = tree(tmp_path, tracking=[{"tracker": "mlflow", "project": "later"}])
     (tmp_path / "train.yaml").write_text(dump_yaml(config))
