@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import random
-import sys
-import threading
-import time
-import types
-import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from tests import foreign_functions
 from tests.tasks import Blobs
 
 COUNT = 0
@@ -41,7 +32,7 @@ class Limited(Blobs):
 
 
 class Poison(Blobs):
-    """Leaves its process as no trial should find it. `drawn` samples of its data depend on every generator."""
+    """Leaves its process as no trial should find it; `drawn` samples of its data depend on every generator."""
 
     def __init__(self, poison: list[str] | None = None, drawn: int = 0, **args: Any) -> None:
         super().__init__(**args)
@@ -56,7 +47,7 @@ class Poison(Blobs):
         if split == "val":
             COUNT += 1
             for name in self.poison:
-                getattr(self, f"_{name}")()
+                (self._flags if name == "flags" else getattr(foreign_functions, name))()
         return data
 
     def _flags(self) -> None:
@@ -72,41 +63,6 @@ class Poison(Blobs):
         torch.set_autocast_dtype("cpu", torch.float16)
         torch.set_autocast_cache_enabled(False)
         torch.backends.mkldnn.set_flags(False)
-
-    def _grad(self) -> None:
-        torch.set_default_device("meta")
-        torch.set_default_device("cpu")
-        threading.stack_size(1 << 20)
-
-    def _rng(self) -> None:
-        torch.manual_seed(99)
-        random.seed(99)
-        np.random.seed(99)
-
-    def _hooks(self) -> None:
-        nn.modules.module.register_module_forward_hook(lambda module, args, outputs: outputs * 0.5)
-        register_optimizer_step_post_hook(lambda *args: None)
-        F.cross_entropy = lambda *args, **kwargs: torch.zeros((), requires_grad=True)
-        nn.Linear.forward = lambda self, inputs: inputs @ self.weight.T
-        torch.tanh = torch.sigmoid
-
-    def _process(self) -> None:
-        os.environ["OMP_NUM_THREADS"] = "7"
-        os.environ["POISON"] = "1"
-        os.chdir("/")
-        sys.path.insert(0, "/nowhere")
-        sys.setrecursionlimit(5000)
-        warnings.simplefilter("error")
-        np.seterr(all="raise")
-
-    def _modules(self) -> None:
-        sys.modules["json"] = types.ModuleType("json")
-
-    def _thread(self) -> None:
-        threading.Thread(target=time.sleep, args=(3600,), name="leaked", daemon=True).start()
-
-    def _child(self) -> None:
-        torch.multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,), daemon=True).start()
 
 
 class Signed(Blobs):

@@ -124,15 +124,6 @@ def test_a_batch_has_the_nesting_of_the_columns(kept: dict[str, Any]) -> None:
     assert torch.equal(as_dict[4]["x"], torch.from_numpy(column("float32", WIDTH))[4])
 
 
-def test_the_tensor_type_of_arrow_brings_its_shape(tmp_path: Path) -> None:
-    values = column("float32", 4, 5)
-    data = pa.table({"x": pa.FixedShapeTensorArray.from_numpy_ndarray(values)})
-    pq.write_table(data, tmp_path / "x.parquet")
-    for file in (write_ipc(tmp_path / "x.arrow", data), tmp_path / "x.parquet"):
-        found = ArrowDataset(file, ["x"], cache=tmp_path / "cache").__getitems__([3, 900])[0]
-        assert torch.equal(found, torch.from_numpy(values)[[3, 900]])
-
-
 def pad(tokens: list[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=-1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,9 +72,7 @@ def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_file(door: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "given.yaml").write_text(text)
-    before = time.process_time()
     assert DOORS[door](str(tmp_path / "given.yaml")) == 2
-    assert time.process_time() - before < 30  # a guard against an endless loop only
     assert str(tmp_path / "given.yaml") in one_sentence(capsys)
 
 
@@ -210,14 +207,6 @@ def test_a_cluster_file_of_any_shape(
     file = broken(name, change, tmp_path)
     assert cluster.__main__.main(["validate", file]) == 2
     assert f"{field}` " in one_sentence(capsys)
-
-
-def test_a_long_image_name_is_read_at_once(tmp_path: Path) -> None:
-    where = "spec.headGroupSpec.template.spec.containers.0.image"
-    file = broken("kuberay", put(where, "a" * 300_000), tmp_path)
-    before = time.process_time()
-    cluster.__main__.main(["validate", file])
-    assert time.process_time() - before < 30  # it took hours
 
 
 # Arrow and Parquet.

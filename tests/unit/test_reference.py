@@ -29,18 +29,6 @@ def test_every_key_is_there_with_its_meaning(model: type[Settings]) -> None:
     assert all(key in reference(model) for key in found)
 
 
-def test_some_entries_by_hand() -> None:
-    found = {key: (default, description) for key, default, description in entries(TrainConfig)}
-    assert found["task"][0] == "required"
-    assert found["optimizer.lr"][0] == "required"
-    assert found["precision"][0] == '"fp32"'
-    assert found["precision"][1].endswith("One of fp32, tf32, bf16, fp16, fp8, bf16-pure, fp16-pure.")
-    assert found["deterministic"][0] == "false"
-    assert found["epochs"][0] == "null"
-    assert found["task_args"][0] == "{}"
-    assert found["scaling.num_workers"][0] == "1"
-
-
 def test_the_defaults_it_shows_are_the_defaults() -> None:
     """Written into a file they change nothing."""
     needed = {"task": "t:T", "epochs": 1, "global_batch_size": 1, "optimizer": {"lr": 0.1}}

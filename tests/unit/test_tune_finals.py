@@ -14,13 +14,11 @@ from tests.unit.report_records import TRAIN, done
 from tune.config import SweepConfig
 from tune.report.answer import answer
 from tune.search.finalists import (
-    Lap,
     contenders,
     crowding,
     finals,
     most_ahead,
     pressure,
-    race,
     repeats_to_run,
     rivals,
 )
@@ -201,20 +199,3 @@ def test_what_trials_do_to_each_other_is_said() -> None:
     assert pressure(done()) is None
     assert pressure(busy) == pytest.approx(0.4)
     assert "waited for a processor in 40% of the time" in answer(config(), busy).sentence
-
-
-def laps(*logs: list[float], **apart: float) -> list[dict[int, Lap | None]]:
-    return [{at: Lap(log_s, **apart) for at, log_s in enumerate(own)} for own in logs]
-
-
-@pytest.mark.parametrize(("behind", "early", "goes_on"), [(0.2, 1.0, False), (0.2, 0.1, True), (0.0, math.inf, False)])
-def test_what_no_repeat_can_tell_is_not_repeated(behind: float, early: float, goes_on: bool) -> None:
-    """Both met their targets between the same two evaluations, or are equal to what is of interest."""
-    assert bool(race(laps([0.0] * 2, [behind] * 2, early=early)).runs_next) is goes_on
-
-
-def test_an_entrant_without_a_time_is_out() -> None:
-    stands = race([*laps([0.0, 0.0], [3.0, 3.0]), {0: None, 1: None}])
-    assert stands.standings[2] is None
-    assert stands.runs_next == []
-    assert race([{0: None, 1: None}] * 2).standings == [None, None]
