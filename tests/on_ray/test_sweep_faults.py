@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ import pytest
 from tests.on_ray.embedded import actors
 from tests.on_ray.test_lanes import run, sweep
 from tests.waits import when
-from trainers.errors import PacelineError
+from trainers import lease
+from trainers.errors import LeaseError, PacelineError
+from trainers.lease import held
 from trainers.on_ray import vital_signs
+from tune.sweeps.spec import SAVED, prepare
 from tune.trials.journal import Journal
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
@@ -63,3 +68,19 @@ def test_a_dead_or_stopped_mailbox_ends_the_sweep_in_a_sentence_and_resume_goes_
     again = run(spec)
     assert [record.status for record in again] == ["done"] * 3
     assert first in again
+
+
+def test_a_sweep_whose_directory_is_deleted_says_so(
+    tmp_path: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tune.sweeps.run import run_sweep
+
+    monkeypatch.setattr(lease, "BEAT_S", 0.2)
+    spec = sweep(tmp_path, {"seed": [1, 2, 3, 4]}, {"task_args": {"pause_s": 0.02}})
+    thread = when(
+        lambda: len(spec.storage.names("trials")) == 2, lambda: shutil.rmtree(spec.storage.path, ignore_errors=True)
+    )
+    with pytest.raises(LeaseError, match=r"is gone: the directory was deleted"), held(spec.storage, SAVED) as token:  # noqa: PT012
+        prepare(spec, fresh=False)
+        run_sweep(replace(spec, token=token))
+    thread.join()

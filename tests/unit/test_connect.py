@@ -1,18 +1,23 @@
-"""How a process joins a cluster: an embedded one listens on the loopback alone."""
+"""A cluster of a process's own: on the loopback alone, its signals, its end, and who kills what is left of it."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray._private import ray_constants
 
+from tests.conftest import REPOSITORY
+from tests.waits import HANG_S
 from trainers.errors import ClusterError
 from trainers.on_ray import reaper
 from trainers.on_ray.connect import connect, disconnect
@@ -98,3 +103,82 @@ def test_what_a_process_does_at_sigterm_is_not_rays_to_say(monkeypatch: pytest.M
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM] * 3
+
+
+# A driver's process without Ray: its cluster is what the node says.
+SCRIPT = """
+import sys, threading, time
+from types import SimpleNamespace
+import ray
+import trainers.on_ray.cluster_end as end
+
+end._LOOK_S, end._RAYS_PATIENCE_S = 0.05, 2 / 3
+dead = {"embedded": [("raylet", SimpleNamespace(returncode=-9))], "dashboard": [("dashboard", None)]}
+node = SimpleNamespace(
+    dead_processes=lambda: dead.get(sys.argv[1], []) if found.is_set() else [],
+    gcs_address="127.0.0.1:1",
+)
+found = threading.Event()
+ray._private.worker._global_node = node
+
+def asked(nodes, timeout):
+    if sys.argv[1] == "joined" and found.is_set():
+        raise ray.exceptions.RpcError("Deadline Exceeded")
+    return [node == "here" and not (sys.argv[1] == "stopped" and found.is_set()) for node in nodes]
+
+client = SimpleNamespace(check_alive=asked)
+ray._private.worker.global_worker = SimpleNamespace(gcs_client=client, current_node_id="here")
+with end.ending_with_cluster("go on", lambda: print("no table")):
+    time.sleep(0.2)
+    found.set()
+    time.sleep(2 if sys.argv[1] == "dashboard" else 60)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize(("kind", "code", "out", "err"), [
+    ("embedded", 1, "no table\n",
+     "error: Ray's raylet was killed by SIGKILL, and with it the cluster of this process; go on\n"),
+    ("stopped", 1, "no table\n",
+     "error: Ray's GCS has given up the node of this process, whose raylet does not answer; go on\n"),
+    ("joined", 1, "no table\n", "did not answer for 0.5 s; go on\n"),
+    ("dashboard", 0, "alive\n", ""),
+])  # fmt: skip
+def test_a_cluster_that_is_gone(kind: str, code: int, out: str, err: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, kind], cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert (done.returncode, done.stdout) == (code, out), done.stderr
+    assert done.stderr.endswith(err)
+    assert done.stderr.count("error:") == code
+
+
+@pytest.mark.parametrize(("said", "patience_s"), [(None, 45), ("600", 450), ("20", 15), ("soon", 45)])
+def test_a_head_may_be_away_for_less_than_ray_waits(said: str | None, patience_s: float) -> None:
+    from trainers.on_ray.cluster_end import _patience_s
+
+    assert _patience_s({} if said is None else {"RAY_gcs_rpc_server_reconnect_timeout_s": said}) == patience_s
+
+
+def sleeper(file: Path, mode: str = "ab") -> subprocess.Popen[bytes]:
+    """A process that has a file open, and no other sign of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open(mode) as opened:
+        return subprocess.Popen(["sleep", "1000"], pass_fds=[opened.fileno()])
+
+
+def test_what_outlives_the_driver_is_killed_even_if_it_was_stopped(tmp_path: Path) -> None:
+    session = tmp_path / "session_1"
+    log = session / "logs" / "raylet.out"
+    agent, worker, reader = sleeper(log), sleeper(log), sleeper(log, "rb")
+    stranger = sleeper(tmp_path / "session_10" / "logs" / "raylet.out")
+    psutil.Process(worker.pid).suspend()
+    assert set(reaper.processes(str(session))) == {agent.pid, worker.pid}
+    with subprocess.Popen([sys.executable, "-I", "-S", reaper.__file__, str(session)], stdin=subprocess.PIPE) as beside:
+        assert (agent.poll(), worker.poll()) == (None, None)
+    assert beside.returncode == 0
+    assert (agent.wait(60), worker.wait(60)) == (-9, -9)
+    for other in (reader, stranger):
+        assert other.poll() is None
+        other.kill()
+        other.wait()

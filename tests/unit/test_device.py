@@ -1,10 +1,12 @@
-"""The device of a worker on a machine without an accelerator, its flags and its figures."""
+"""The device of a worker on a machine without an accelerator: its flags, figures and seeds."""
 
 from __future__ import annotations
 
 import mmap
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from trainers.devices.device import (
     peak_memory_bytes,
     reset_peak_memory,
     resolve_device,
+    seed_all,
     set_flags,
     synchronize,
     total_memory_bytes,
@@ -72,3 +75,25 @@ def test_the_environment_says_what_a_figure_depends_on() -> None:
     assert {"python", "platform", "cpus", "torch", "ray", "pyarrow", "device"} <= set(report)
     assert report["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert all(isinstance(value, str) for value in report.values())
+
+
+def draw() -> tuple[float, float, float, list[float], float]:
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        torch.rand(3).tolist(),
+        float(np.random.randn()),  # an odd number of these: numpy keeps the second of a pair
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**32 + 5, 2**63 - 1])
+def test_any_seed_seeds_all_three(seed: int) -> None:
+    seed_all(seed)
+    first = draw()
+    draw()
+    seed_all(seed)
+    assert draw() == first
+    seed_all(seed + 1 if seed < 2**63 - 1 else 0)
+    other = draw()
+    assert all(value != before for value, before in zip(other, first, strict=True))

@@ -80,13 +80,18 @@ class Hungry(Task):
 
 
 def choose(
-    task: Task, wanted: int | str, share: int, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    task: Task,
+    wanted: int | str,
+    share: int,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    **known: Any,
 ) -> int:
     model = model if model is not None else Net()
     optimizer = optimizer or AdamW(model.parameters(), fused=True)
     group, spec = Group(0, 1, CPU), resolve_precision("fp32", CPU)
     probe = Probe(ForwardPass(model, task, spec, CPU), optimizer, task.dataset("train"), group)
-    return choose_microbatch(wanted, share, probe)
+    return choose_microbatch(wanted, share, probe, **known)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -209,3 +214,38 @@ def test_auto_takes_as_few_parts_as_fit(share: int) -> None:
         assert fewest_parts(share, fits) == -(-share // fewest)
         assert len(set(tried)) == len(tried)
         assert len(tried) <= 2 * math.ceil(math.log2(fewest)) + 1
+
+
+def told(
+    fits: int, wanted: int | str, bounds: tuple[int | None, int | None]
+) -> tuple[int, set[int], list[tuple[int, bool]]]:
+    """The size where other trials have told `bounds`, the sizes that were tried, and what was told."""
+    task, said = Hungry(fits), list[tuple[int, bool]]()
+    size = choose(task, wanted, 64, bounds=bounds, tell=lambda size, fits: said.append((size, fits)))
+    return size, set(task.tried), said
+
+
+@pytest.mark.parametrize("fits", [2, 5, 13, 31, 63, 64])
+def test_it_lands_where_it_would_without(fits: int) -> None:
+    size, tried, said = told(fits, "auto", (None, None))
+    assert {one for one, _ in said} == tried
+    assert all(verdict == (one <= fits) for one, verdict in said)
+    # The next trial knows it all: the same size, and nothing runs out of memory again.
+    low = max((one for one, verdict in said if verdict), default=None)
+    high = min((one for one, verdict in said if not verdict), default=None)
+    assert told(fits, "auto", (low, high)) == (size, set(), [])
+
+
+def test_a_wanted_size_that_is_known_to_fit_is_not_tried() -> None:
+    assert told(40, 32, (40, None)) == (32, set(), [])
+
+
+@pytest.mark.parametrize("wanted", [32, 33, 64])
+def test_a_wanted_size_that_is_known_not_to_fit_is_refused(wanted: int) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="a microbatch of 32 is known not to fit"):
+        told(31, wanted, (16, 32))
+
+
+def test_when_not_even_one_sample_fits_auto_is_refused() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="a microbatch of 1 is known not to fit"):
+        told(0, "auto", (None, 1))

@@ -1,4 +1,4 @@
-"""Readings of a GPU through a pynvml that is not there: the right device, means, what is not supported, no NVML."""
+"""What a worker can read of its GPU and of the other ranks: NVML that is not there, energy, and who is named."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainers.devices.energy import EnergyMeter
+from trainers.devices.energy import EnergyMeter, counts_energy
 from trainers.devices.nvml import GpuReadings
+from trainers.measure.ranks import RankFigures, findings, total_energy_j
 
 GPU = torch.device("cuda", 1)
 
@@ -135,3 +136,78 @@ def test_without_nvml_there_is_nothing(what: str, nvml: FakeNvml, monkeypatch: p
     assert readings.take() is None
     readings.close()
     assert nvml.open == 0
+
+
+def row(rank: int, **changes: Any) -> RankFigures:
+    even: dict[str, Any] = {
+        "rank": rank, "host": f"node-{rank}", "device": "cuda:0", "steps": 100, "train_time_s": 4.0,
+        "samples_per_s": 800.0, "samples_per_step": 32.0, "step_time_s": 0.04, "data_wait_share": 0.02,
+        "idle_share": 0.0, "backward_s": 0.01, "allocated_bytes": 2**30, "reserved_bytes": 2**31,
+        "peak_bytes": 3 * 2**30, "total_bytes": 80 * 2**30, "gpu": None,
+    }  # fmt: skip
+    return even | changes  # type: ignore[return-value]
+
+
+def said(*rows: RankFigures) -> list[str]:
+    return [words for _, words in findings(list(rows))]
+
+
+def test_even_ranks_are_not_named() -> None:
+    assert said(row(0), row(1, data_wait_share=0.05, backward_s=0.0115), row(2)) == []
+    assert said(row(0, data_wait_share=0.9)) == [], "one rank has nobody to be compared with"
+
+
+def test_a_rank_that_waits_for_data_is_named() -> None:
+    words = "rank 3 (node-3) waits 41% of its time for data, the others 2%"
+    assert said(row(0), row(1), row(2), row(3, data_wait_share=0.41)) == [words]
+    assert said(*(row(rank, data_wait_share=0.41) for rank in range(4))) == [], "all wait alike: slow, but even"
+
+
+def test_a_slow_rank_is_named() -> None:
+    words = "rank 1 (node-1) takes 31% longer for a backward pass (13.10 ms, the others 10.00)"
+    assert said(row(0), row(1, backward_s=0.0131), row(2)) == [words]
+    assert said(row(0), row(1, backward_s=0.0131, samples_per_step=40.0), row(2)) == [
+        words + "; it has 40 samples a step, the others 32"
+    ]
+
+
+def test_a_difference_that_costs_nothing_is_not_named() -> None:
+    assert said(row(0, backward_s=0.001), row(1, backward_s=0.002)) == [], "1 ms of a 40 ms step"
+    short = {"train_time_s": 0.4}
+    assert said(row(0, **short), row(1, backward_s=0.03, data_wait_share=0.9, **short)) == [], "too little is measured"
+    assert said(row(0, backward_s=None), row(1, backward_s=0.02)) == []
+
+
+def test_an_idle_rank_is_named_and_not_called_slow_or_fast() -> None:
+    (words,) = said(row(0), row(1, idle_share=1.0, samples_per_step=0.0, backward_s=0.02, train_time_s=0.1))
+    assert words.startswith("rank 1 has no sample in 100% of its steps")
+    assert said(row(0), row(1, idle_share=0.04)) == [], "the short last step of an epoch"
+
+
+def test_heat_is_named_and_a_power_cap_is_not() -> None:
+    assert said(row(0, gpu={"slowed_by": ["power cap"]}), row(1, gpu={"slowed_by": ["heat", "power cap"]})) == [
+        "the GPU of rank 1 (node-1) is slowed by heat"
+    ]
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_gpu_is_counted_and_a_processor_is_not() -> None:
+    readings: Any = GpuReadings(CPU)
+    assert EnergyMeter(CPU, readings).used_j() is None
+    assert not counts_energy("cpu")
+    counts = iter([10.0, 25.0])
+    readings.energy_j = lambda: next(counts)
+    assert EnergyMeter(torch.device("cuda", 0), readings).used_j() == 15.0
+
+
+def test_ranks_of_one_source_count_once() -> None:
+    rows = [
+        row(0, energy_j=5.0, energy_of="a"),
+        row(1, energy_j=5.5, energy_of="a"),
+        row(2, energy_j=2.0, energy_of="b"),
+    ]
+    assert total_energy_j(rows) == 7.5
+    assert total_energy_j([*rows, row(3, energy_j=None, energy_of="c")]) is None
+    assert total_energy_j([row(0)]) is None
