@@ -30,15 +30,11 @@ test: install
 	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands
 
-WAITING := tests/lab/test_aws.py tests/lab/test_slurm.py
-
 test-all: install
-	@echo "=== 1 of 3: plain Python, in two processes; in a third one what waits for a cloud's machines and Slurm's time limits"
-	$(BIN)/python -m pytest -m "not campaign" -n 3 --dist worksteal $(WAITING) tests/unit tests/gpu benchmarks/tests
-	@echo "=== 2 of 3: groups of processes and commands, beside Ray"
+	@echo "=== 1 of 2: plain Python, in two processes; in two more the lab, which mostly waits (skipped without root)"
+	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/lab tests/unit tests/gpu benchmarks/tests
+	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
 	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
-	@echo "=== 3 of 3: the lab, which has the machine for itself (skipped without root)"
-	$(BIN)/python -m pytest -m "not campaign" tests/lab $(WAITING:%=--ignore=%)
 
 # `ray up cluster/aws.yaml` against AWS's API on this machine, without a network, with namespaces for hosts (some minutes;
 # skipped without root). It is in `test-all`, too.

@@ -48,12 +48,17 @@ multiprocessing.current_process()._config["tempdir"] = str(SCRATCH)  # type: ign
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, the files on Ray's cluster are one: it is started once, and has a process for itself."""
+    """With `--dist loadfile`, the files on Ray's cluster are one: it is started once, and has a process for itself.
+
+    So are a cloud and Slurm, which wait one after the other.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "on_ray" if nodeid.startswith("tests/on_ray/") else str(super()._split_scope(nodeid))
+            folder, file = nodeid.partition("::")[0].rsplit("/", 1)
+            is_one = folder == "tests/on_ray" or file in ("test_aws.py", "test_slurm.py")
+            return folder if is_one else str(super()._split_scope(nodeid))
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
@@ -175,6 +180,8 @@ def cluster() -> Iterator[Cluster]:
         # What looks at all files and processes does so twice a second and once a minute, not always.
         "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
         "REPORTER_UPDATE_INTERVAL_MS": "60000",
+        # A killed node is missed after five looks, else three seconds apart; a slow one has as long as ever.
+        "RAY_health_check_period_ms": "1000",
     }
     # fmt: off
     head = subprocess.Popen(

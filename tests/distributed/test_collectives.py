@@ -151,3 +151,32 @@ def evaluated(rank: int, world_size: int) -> float:
 
 def test_what_evaluation_draws_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert run_processes(2, evaluated, tmp_path)[0] == pytest.approx(evaluated(0, 1), rel=1e-12)
+
+
+class Told(Blobs):
+    """Its hooks are told the same on every rank, and may meet the others."""
+
+    def __init__(self) -> None:
+        super().__init__(samples=96, dtype="float64")
+        self.told: list[Any] = []
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        total = torch.tensor(float(step))
+        dist.all_reduce(total)
+        self.told.append((step, float(total)))
+
+    def on_evaluate(self, metrics: dict[str, float], step: int) -> None:
+        self.told.append((step, metrics))
+
+
+def hear(rank: int, world_size: int) -> list[Any]:
+    task = Told()
+    result = run(task, rank, world_size, **{"microbatch_size": 5, "evaluate.every_steps": 7})
+    assert task.told[-1] == (7, {name: one for name, one in result.metrics.items() if name.startswith("val_")})
+    return task.told
+
+
+def test_every_rank_is_told_the_same(tmp_path: Path) -> None:
+    first, second = run_processes(2, hear, tmp_path)
+    assert first == second
+    assert first[:-1] == [(step, 2.0 * step) for step in range(1, 8)]

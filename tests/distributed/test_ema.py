@@ -1,12 +1,13 @@
-"""`ema` on two ranks: replicas and shards have the averages of one worker, and resume to the bit."""
+"""`ema` and `checkpoint.parameters: trained` on two ranks: replicas and shards are as one worker, and resume."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.distributed.processes import run_processes
 from tests.specs import BASE, whole_state
@@ -21,39 +22,68 @@ from trainers.storage import Storage
 STEPS = 12
 
 
-def run(rank: int, world_size: int, path: Path, strategy: str, steps: int = STEPS) -> dict[str, float]:
-    dotted = {"global_batch_size": 24, "max_steps": steps, "evaluate.every_steps": 5, "ema.decay": 0.9}
+class Based(Blobs):
+    """The first layer is a frozen base."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model[0].requires_grad_(False)  # type: ignore[index]
+        return model
+
+
+def run(
+    rank: int, world_size: int, path: Path, strategy: str, steps: int = STEPS, task: type[Blobs] = Blobs, **dotted: Any
+) -> dict[str, float]:
+    dotted |= {"global_batch_size": 24, "max_steps": steps, "evaluate.every_steps": 5, "ema.decay": 0.9}
     dotted |= {"strategy": strategy, "microbatch_size": 5}
     config = build(TrainConfig, override(TrainConfig, BASE, dotted), "test")
-    context = LocalContext(Storage(str(path / strategy)), "spawn", rank, world_size, rank, world_size)
-    return fit(Blobs(samples=96, dtype="float64"), config, context).metrics
+    context = LocalContext(Storage(str(path)), "spawn", rank, world_size, rank, world_size)
+    return fit(task(samples=96, dtype="float64"), config, context).metrics
 
 
 def train_all(rank: int, world_size: int, path: Path) -> list[dict[str, float]]:
     found = []
     for strategy in ("ddp", "fsdp"):
-        run(rank, world_size, path / "cut", strategy, steps=7)
-        run(rank, world_size, path / "cut", strategy)
-        found.append(run(rank, world_size, path / "whole", strategy))
+        run(rank, world_size, path / f"cut-{strategy}", strategy, steps=7)
+        run(rank, world_size, path / f"cut-{strategy}", strategy)
+        found.append(run(rank, world_size, path / f"whole-{strategy}", strategy))
+    trained = {"checkpoint.parameters": "trained"}
+    for name, strategy, steps in (
+        ("frozen-ddp", "ddp", STEPS),
+        ("frozen-fsdp", "fsdp", STEPS),
+        ("frozen-cut", "fsdp", 7),
+        ("frozen-cut", "ddp", 9),
+        ("frozen-cut", "fsdp", STEPS),
+    ):
+        run(rank, world_size, path / name, strategy, steps, Based, **trained)
     return found
 
 
-def state(path: Path, strategy: str) -> dict[str, Tensor]:
+def state(path: Path) -> dict[str, Tensor]:
     """The averages, and the model's own weights as `own.<name>`."""
-    read = whole_state(Storage(str(path / strategy)), STEPS)
+    read = whole_state(Storage(str(path)), STEPS)
     model: dict[str, Tensor] = read["model"]
     return model | {f"own.{name}": one for name, one in read["ema"]["own"].items()}
 
 
 def test_replicas_and_shards_have_the_averages_of_one_worker(tmp_path: Path) -> None:
-    alone = run(0, 1, tmp_path, "ddp")
-    expected = state(tmp_path, "ddp")
+    alone = run(0, 1, tmp_path / "alone", "ddp")
+    expected = state(tmp_path / "alone")
     assert not any(torch.equal(expected[name], expected[f"own.{name}"]) for name in list(expected)[:4])
     for metrics in run_processes(2, train_all, tmp_path, tmp_path)[0]:
         assert metrics == pytest.approx(alone, rel=1e-12)
     for strategy in ("ddp", "fsdp"):
-        whole, cut = (state(tmp_path / name, strategy) for name in ("whole", "cut"))
+        whole, cut = (state(tmp_path / f"{name}-{strategy}") for name in ("whole", "cut"))
         assert whole.keys() == cut.keys() == expected.keys()
         for name, tensor in whole.items():
             assert torch.equal(tensor, cut[name]), name
             torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)
+    base, *others = (whole_state(Storage(str(tmp_path / f"frozen-{name}")), STEPS) for name in ("ddp", "fsdp", "cut"))
+    assert list(base["model"]) == ["2.weight", "2.bias"], "the frozen part stays out"
+    assert list(base["frozen"]) == ["0.weight", "0.bias"]
+    for found in others:
+        assert found["frozen"] == base["frozen"]
+        for one, other in ((found["model"], base["model"]), (found["ema"]["own"], base["ema"]["own"])):
+            assert one.keys() == other.keys()
+            for key, tensor in one.items():
+                torch.testing.assert_close(tensor, other[key], rtol=1e-10, atol=1e-12)

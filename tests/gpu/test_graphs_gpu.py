@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.gpu.runs import CUDA, Images, curve, make, stepper, train
 from tests.tasks import Blobs
-from trainers.devices.device import synchronize
 from trainers.step import cuda_graphs as graphs
 
 pytestmark = pytest.mark.gpu
@@ -126,27 +124,3 @@ def test_a_gradient_that_is_not_finite_is_seen_in_a_replay() -> None:
     assert bool(parts.step.bad)
     assert all(torch.equal(ours, kept) for ours, kept in zip(parts.model.parameters(), weights, strict=True))
     parts.close()
-
-
-def launches(captured: bool) -> int:
-    """Kernels that the CPU launched one by one in ten steps."""
-    steps = 400
-    parts, config = make(CUDA, Deep(samples=24 * steps), cuda_graphs=captured)
-    step = stepper(parts, config, steps)
-    for _ in range(100):
-        step()
-    synchronize(CUDA)
-    with torch.profiler.profile() as seen:
-        for _ in range(10):
-            step()
-        synchronize(CUDA)
-    parts.close()
-    return sum(event.count for event in seen.key_averages() if "LaunchKernel" in event.key)
-
-
-class Deep(Blobs):
-    """Many small layers: all launches, no work."""
-
-    def model(self) -> nn.Module:
-        hidden = [layer for _ in range(20) for layer in (nn.Linear(32, 32), nn.Tanh())]
-        return nn.Sequential(nn.Linear(self.features, 32), nn.Tanh(), *hidden, nn.Linear(32, 4))

@@ -60,7 +60,7 @@ def test_what_goes_wrong_stays_in_its_trial(tmp_path: Path, driver: Any) -> None
         "runs out in mid-training": {"fail_at": 12, "failure": "oom", "marker": str(tmp_path / "ran out")},
         "last, same as first": {"samples": 203},
     }
-    records = run(sweep(tmp_path, {"task_args": list(trials.values())}, {"failure": {"hang_timeout_s": 20.0}}))
+    records = run(sweep(tmp_path, {"task_args": list(trials.values())}, {"failure": {"hang_timeout_s": 10.0}}))
     by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}
 
     assert {name: record.status for name, record in by_name.items()} == {
@@ -112,7 +112,7 @@ def test_in_a_lane_of_two_the_rank_that_failed_first_decides(tmp_path: Path, dri
         "runs out": {**at, "failure": "oom"},
         "hangs in setup": {"place": "setup", "failure": "sleep", "short_phases": True},
     }
-    train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"hang_timeout_s": 20.0}}
+    train = {"task": "tests.tasks:Stuck", "scaling": {"num_workers": 2}, "failure": {"hang_timeout_s": 10.0}}
     train["global_batch_size"] = 4  # two groups, not four, until no microbatch is left that could fit
     records = run(sweep(tmp_path, {"task_args": list(trials.values())}, train))
     by_name = {name: next(r for r in records if r.config["task_args"] == args) for name, args in trials.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from trainers import terminal
 from trainers.output import Output
-from trainers.terminal import Course, TerminalConsole
+from trainers.terminal import Course
 
 EACH_S, EVALUATION_S, INTERVAL, START_S = 0.5, 3.0, 40, 7.0
 
@@ -52,25 +51,6 @@ def test_the_rest_takes_as_long_as_what_was_with_its_evaluations(now: list[float
     assert course.left_s() == pytest.approx(left_s - 5)
     now[0] += 1e6
     assert course.left_s() == 0.0
-
-
-def test_the_line_has_what_is_known_and_no_more(now: list[float]) -> None:
-    course = Course("digits\x1b[2J")
-    assert course.line().plain == r"digits\x1b[2J  starting  for 0:00:00"
-    course.take({"record": "report", "metrics": {"loss": 0.5, "name": "x", "step": "three"}})
-    assert course.line().plain == r"digits\x1b[2J  loss 0.5  for 0:00:00"
-    tell(course, 1000, 200)
-    shown = course.line().plain
-    for words in (
-        "step 200/1000 (20%)",
-        "ETA 0:07:",
-        "loss 0.2500",
-        "1,234 samples/s",
-        "val_loss 0.125",
-    ):
-        assert words in shown
-    console = TerminalConsole(file=io.StringIO(), width=40, force_terminal=True)
-    assert len(console.render_lines(course.line(), pad=False)) == 1
 
 
 def test_what_is_no_json_is_told_as_null_and_no_secret_is(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

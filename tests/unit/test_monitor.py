@@ -24,10 +24,9 @@ class Ranks:
     """A group of two, of which the other rank says what it is told to."""
 
     def __init__(self, rank: int = 0, **other: Any) -> None:
-        self.rank, self.world_size, self.other, self.gathers = rank, 2, other, 0
+        self.rank, self.world_size, self.other = rank, 2, other
 
     def gather(self, row: Any) -> list[Any]:
-        self.gathers += 1
         return [row, row | {"rank": 1 - self.rank} | self.other]
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 
@@ -23,12 +22,6 @@ from trainers.storage import Storage
 from tune.report.write import read_environment
 from tune.trials.journal import Journal, read_boundary
 from tune.trials.live import read_live
-
-T = TypeVar("T")
-WRONG: list[Any] = [
-    None, True, -1, -(10**400), float("nan"), float("inf"), "", "../../dev/zero", [], {"a": None}, {"epoch": "x"},
-    [{"step": -1, "epoch": 0, "train_time_s": 0}],
-]  # fmt: skip
 
 
 @pytest.fixture

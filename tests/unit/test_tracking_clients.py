@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,25 +214,8 @@ def test_a_sweep_is_a_run_with_its_trials_below_it(
 @pytest.fixture
 def silent_port() -> Iterator[int]:
     """A server that takes every connection and answers nothing."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        taken: list[socket.socket] = []
-
-        def take() -> None:
-            try:
-                while True:
-                    taken.append(server.accept()[0])
-            except OSError:
-                return
-
-        thread = threading.Thread(target=take)
-        thread.start()
+    with socket.create_server(("127.0.0.1", 0)) as server:
         yield int(server.getsockname()[1])
-        server.shutdown(socket.SHUT_RDWR)
-        for one in taken:
-            one.close()
-        thread.join()
 
 
 def test_a_server_that_hangs_costs_nothing_and_gets_it_later(
