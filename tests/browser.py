@@ -4,8 +4,6 @@ The docs' pictures of a sweep's report are taken by
     python -m tests.browser results/digits-sweep/report.html docs/images
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -14,8 +14,6 @@ page right before the block says otherwise, for all of its commands or for those
 A block of `python` or `yaml` whose first line is a comment with a file's name is written into that directory first.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import runpy

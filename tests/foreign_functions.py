@@ -1,7 +1,5 @@
 """Training functions of strangers: some leave their process as no trial should find it, some only look as if."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

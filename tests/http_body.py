@@ -1,7 +1,5 @@
 """The body of a request, for proxies of the suite."""
 
-from __future__ import annotations
-
 from http.server import BaseHTTPRequestHandler
 
 

@@ -1,7 +1,5 @@
 """Training functions for Ray Train, as a sweep's file names them."""
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

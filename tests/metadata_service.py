@@ -1,7 +1,5 @@
 """The metadata services of EC2, Google Cloud and Azure as an HTTP server."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """docs/migrate.md as the tests use it: what its diffs make of the scripts in docs/migrations, and its other files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -10,8 +10,6 @@ fault that no test notices has survived; one that makes a test hang is noticed. 
 JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

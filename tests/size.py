@@ -4,8 +4,6 @@ Run as:
     python -m tests.size [FOLDER...]    (default: trainers cluster tune, then tests)
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import sys

@@ -1,7 +1,5 @@
 """Runs of the suite's own tasks, as specs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Streams of a small classification set, and the tasks that train on them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks for the suite: small, without BatchNorm and dropout unless a test asks for them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What trackers say of the runs that they have: read back by their own clients and formats."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

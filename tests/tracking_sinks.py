@@ -1,7 +1,5 @@
 """Sinks for the suite's own trackers: what a user would write, and what must not happen to a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

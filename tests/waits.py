@@ -1,7 +1,5 @@
 """Waiting for what a process in the background does."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 import time

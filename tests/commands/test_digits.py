@@ -1,7 +1,5 @@
 """The main job as the user runs it: train, sweep, interrupt, resume, train the winner; on an embedded Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

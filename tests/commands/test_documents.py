@@ -1,7 +1,5 @@
 """The commands of the pages, as a reader types them: all of a page in one directory, with the output that it shows."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

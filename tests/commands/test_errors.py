@@ -3,8 +3,6 @@
 One process without torch and Ray is given all commands in turn.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every example trains for real steps: in this process, on small or synthetic data that its output calls synthetic."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

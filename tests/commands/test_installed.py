@@ -1,7 +1,5 @@
 """Paceline installed from its wheel, used from a repository that holds nothing of ours."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

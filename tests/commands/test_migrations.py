@@ -1,7 +1,5 @@
 """docs/migrate.md without Ray: its diffs apply, and what they make trains as the script before it did."""
 
-from __future__ import annotations
-
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor

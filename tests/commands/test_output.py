@@ -1,7 +1,5 @@
 """What a command shows: a live line on a terminal, plain lines in a pipe, little with --quiet, records with --json."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """`evaluate` and `predict` as users type them: the same answers from one, two and three workers."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 Environment read: PACELINE_S3_SEEDS, of the connection, as 1,2,3 (default 1).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a start may not import."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

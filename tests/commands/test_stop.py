@@ -1,7 +1,5 @@
 """Stopped, killed, started twice, and its directory deleted: real commands, and what they leave behind."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections.abc import Callable, Iterator

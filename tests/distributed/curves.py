@@ -1,7 +1,5 @@
 """Loss curves of runs of the recipes' settings: of one rank, and of a run that goes on with other ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

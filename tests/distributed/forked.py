@@ -3,8 +3,6 @@
 Safe as long as this process itself computes nothing: run it as a process of its own.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """Run as: python -m tests.distributed.kills DIRECTORY. Kills a run many times and prints, as JSON, what came of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -4,8 +4,6 @@ The processes are forked from one server, which has imported torch and the loop 
 costs a few hundredths of a second in place of seconds.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

@@ -4,8 +4,6 @@ Prints, as JSON, what came of KILLS kills of each kind of stream (default 2) on 
 as many on two.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing

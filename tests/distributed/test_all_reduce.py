@@ -1,7 +1,5 @@
 """The all-reduce by which a cluster check compares nodes, between two processes that stand for two nodes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

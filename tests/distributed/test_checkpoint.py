@@ -1,7 +1,5 @@
 """Checkpoints of two ranks, written in the background: whole on both or an error on both; killed, and resumed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

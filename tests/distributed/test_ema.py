@@ -1,7 +1,5 @@
 """`ema` and `checkpoint.parameters: trained` on two ranks: replicas and shards are as one worker, and resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

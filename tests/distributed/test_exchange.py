@@ -1,7 +1,5 @@
 """Small gradients go to every rank directly: the same average as an all-reduce gives, the same bits on every rank."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

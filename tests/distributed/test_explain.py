@@ -1,7 +1,5 @@
 """The profile of a run of two ranks, of which one is slower."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Killed at random steps, and resumed with 1, 2 and 3 workers in turn: every sample once, the same curve."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

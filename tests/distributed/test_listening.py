@@ -1,7 +1,5 @@
 """Where the processes of a real group of two listen: on the address that was meant, and on no other."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -2,8 +2,6 @@
 the training result of the same global batch. Injected here; real in `test_real_memory_ends_the_same_way`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

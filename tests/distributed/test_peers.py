@@ -1,7 +1,5 @@
 """Ranks on several hosts: other versions and storage that is not shared are errors on every rank, before training."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Recipes on several ranks: the curve of one rank and one microbatch, and a resume that is bit-equal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

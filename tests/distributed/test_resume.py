@@ -1,7 +1,5 @@
 """Killed, and resumed on another number of workers, though the batch size changes: the same samples, the same curve."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

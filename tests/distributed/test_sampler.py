@@ -1,7 +1,5 @@
 """torch's own test of its DistributedSampler, as the wheel ships it, on ours; a task's sampler on several ranks."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Checkpoints that all ranks write at once: resharded to any number of ranks to the bit, and killed at every write."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """ddp, fsdp, dp and none are one training: the same gradients, curves, figures and checkpoints, in real processes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Streams on several ranks: the curve of one, each kind; killed and resumed over an S3 server; what ranks split."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ddp.sync_batchnorm`: refused on a CPU in words; with a layer that works there, equal to one worker."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hangs and deaths in groups of real processes: every phase is watched, and a run ends with the first cause."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from pathlib import Path

@@ -7,8 +7,6 @@ build/faults, and the same command goes on from there. `--only` names a scenario
 writes it and the JSON).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

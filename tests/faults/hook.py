@@ -12,8 +12,6 @@ patched as they are imported. PACELINE_FAULTS names the plan; beside it, in the 
     armed           faults happen only while it is there: the runner takes it away before the recovery
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib.abc

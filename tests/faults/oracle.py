@@ -3,8 +3,6 @@
 It reads what is on storage by itself (JSON, torch.load), and takes nothing from the product but its word.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs a case: the command with its faults, what is left of it, and the documented recovery."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What is run: seven commands of the product, all on the same small task."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys

@@ -1,7 +1,5 @@
 """The table of docs/reliability.md: fault, runs, held, median recovery."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The task of the campaign: small and in float64, with an event in each phase, and its samples written down."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

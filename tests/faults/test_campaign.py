@@ -1,7 +1,5 @@
 """A short campaign of fixed cases, a role and a kind of fault each; those that need a cluster are in tests/on_ray."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.faults.cases import Case, Fault, draw

@@ -3,8 +3,6 @@
 Run as: python -m pytest tests/gpu, on a machine with torch, pydantic, PyYAML and pyarrow; Ray is not needed.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Runs of small tasks on a chosen device, straight through the loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path

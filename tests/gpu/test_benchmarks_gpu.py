@@ -1,7 +1,5 @@
 """The GPU benchmarks in miniature, on a GPU: every rung runs there, captured and compiled ones too."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import ladder, resident

@@ -1,7 +1,5 @@
 """A capture of CUDA graphs that fails: a file of its own, and so a process of `make gpu`, which it may spoil."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Whole steps as CUDA graphs: the curve of the steps that are not captured, to the last bit, from one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

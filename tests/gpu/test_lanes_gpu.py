@@ -1,7 +1,5 @@
 """A sweep in lanes, as a user starts it: each precision, with and without the memory that it needs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Real memory: what fits is found, running out in mid-training takes a smaller microbatch, and nothing stays behind."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

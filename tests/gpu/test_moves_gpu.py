@@ -1,7 +1,5 @@
 """Batches on CUDA: the same ones by every way, while the stream that copies runs ahead; layouts; named mismatches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

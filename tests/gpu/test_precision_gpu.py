@@ -1,7 +1,5 @@
 """What each precision computes in on CUDA, by the size of its errors; and that each of them trains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

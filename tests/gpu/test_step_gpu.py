@@ -1,7 +1,5 @@
 """A step on CUDA: the host never waits in it, memory is settled after warm-up, and a bad step changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

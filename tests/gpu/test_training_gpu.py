@@ -1,7 +1,5 @@
 """Whole runs: bit-equal repeats and resumes with `deterministic`, compiled models, and what a run says of its GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AWS on this machine: moto behind a proxy that logs who calls what, and a host of the lab for each instance."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import logging

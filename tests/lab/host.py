@@ -5,8 +5,6 @@ run as:  unshare ... python -I host.py DIRECTORY NAME ADDRESS,... GATEWAY VISIBL
 Needs nothing but the standard library: it runs before the interpreter's own home is mounted again.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The user's day with a file of `ray up` on the lab's hosts: `ray up`, the tunnel, jobs, `ray down`."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Needs root, and no network.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator

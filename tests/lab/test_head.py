@@ -3,8 +3,6 @@
 Minutes, so `make faults` runs it.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

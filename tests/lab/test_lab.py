@@ -4,8 +4,6 @@ Three hosts on one machine (tests/lab/hosts.py), a head and two workers. The tes
 a host that has left in one of them returns in the next, because each return takes half a minute.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

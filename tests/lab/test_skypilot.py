@@ -1,7 +1,5 @@
 """The commands of cluster/skypilot.yaml on two hosts, with SkyPilot's variables, beside its own Ray."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 

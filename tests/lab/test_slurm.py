@@ -1,7 +1,5 @@
 """cluster/slurm.sbatch on a real Slurm of two hosts: told before its time limit, requeued, and gone on with."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

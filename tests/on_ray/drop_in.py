@@ -3,8 +3,6 @@
 Run as: python -m tests.on_ray.drop_in DIRECTORY
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

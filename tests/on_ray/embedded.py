@@ -3,8 +3,6 @@
 Run as: python -m tests.on_ray.embedded DIRECTORY
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

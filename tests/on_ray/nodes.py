@@ -1,7 +1,5 @@
 """Further nodes of the session's cluster: raylets of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

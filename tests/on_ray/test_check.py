@@ -1,7 +1,5 @@
 """`python -m cluster check` on a live cluster: two raylets of this machine under examination."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A new user's shell: the first script runs, and nothing of theirs is changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

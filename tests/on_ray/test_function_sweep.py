@@ -1,7 +1,5 @@
 """Sweeps over a training function for Ray Train, from a file."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A sweep as a Ray job, which brings its code along."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

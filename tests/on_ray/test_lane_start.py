@@ -1,7 +1,5 @@
 """What Ray starts for a lane, and what becomes of the lane when its controller dies."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

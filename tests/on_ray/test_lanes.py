@@ -1,7 +1,5 @@
 """Lanes: trial after trial in warm workers; what goes wrong in one trial stays in it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What trials learn of memory, in lanes: shared, exact, kept; what is known not to fit never runs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Lanes follow the cluster: one more when a node comes, its trial goes elsewhere when that node leaves."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Warm equals fresh: after all that trials can do to a process, a lane's next one has the first one's losses."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

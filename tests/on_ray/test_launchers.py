@@ -1,7 +1,5 @@
 """One loop: the launchers agree, bit for bit at equal world size, and with one process to rounding."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

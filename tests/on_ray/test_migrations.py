@@ -1,7 +1,5 @@
 """docs/migrate.md on Ray: what its diffs make sweeps, and gives what the script before it did."""
 
-from __future__ import annotations
-
 import ast
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """docs/python.md in a notebook: its examples run as they are, the view is live, and an interrupt loses nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

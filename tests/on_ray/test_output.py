@@ -1,7 +1,5 @@
 """What commands show whose workers are Ray's: the driver draws, and tells, what rank 0 has sent it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What befalls a sweep's own processes and its storage: no trial is lost, none runs twice, none is called stopped."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The TorchTrainer around the loop: failures by kind, each with its own budget, and what Ray is told."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

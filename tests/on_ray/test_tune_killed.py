@@ -1,7 +1,5 @@
 """A sweep whose driver is killed, again and again: no finished trial runs again, and none is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Changes to cluster files: the tests make broken variants of the shipped ones with these."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What hypothesis draws: some dozens of inputs, always the same ones; thousands by `--hypothesis-profile faults`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import HealthCheck, settings

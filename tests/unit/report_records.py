@@ -1,7 +1,5 @@
 """Hand-made records of a sweep over batch size and precision, for the tests of its answer, report and figures."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

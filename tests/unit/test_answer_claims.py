@@ -1,7 +1,5 @@
 """How often a sweep's answer claims what is not so, where the truth and the noise are known: no more than it says."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

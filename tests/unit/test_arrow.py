@@ -1,7 +1,5 @@
 """Arrow and Parquet files against the table that they were written from: every value, whatever the layout."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import pickle

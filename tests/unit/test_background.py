@@ -1,7 +1,5 @@
 """Copies of the state in host memory, which a checkpoint in the background is written from."""
 
-from __future__ import annotations
-
 import io
 
 import torch

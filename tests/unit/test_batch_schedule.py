@@ -1,7 +1,5 @@
 """Which step has how many samples where the batch size changes: against a plain count, and on any number of workers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

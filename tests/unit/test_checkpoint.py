@@ -1,7 +1,5 @@
 """Checkpoints on real files: round trip, retention, damage of every kind, strangers, and storage that fails."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

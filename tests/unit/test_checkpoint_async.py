@@ -1,7 +1,5 @@
 """Checkpoints written while training goes on: equal to those written at once, whole or absent, and never in silence."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

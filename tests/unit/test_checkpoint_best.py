@@ -1,7 +1,5 @@
 """The best checkpoint: which one it is, that it outlives pruning and resume, and that it is written when it is met."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a cluster can grow to, and what it costs: hand-made cases, and the price table."""
 
-from __future__ import annotations
-
 import datetime as dt
 import itertools
 from collections.abc import Mapping

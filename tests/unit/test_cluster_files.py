@@ -1,7 +1,5 @@
 """Cluster files: broken variants of the shipped ones, each with its one finding or its refusal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

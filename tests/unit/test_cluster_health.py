@@ -1,7 +1,5 @@
 """The verdict on each node of a cluster: every planted fault is named, and clean clusters raise no alarm."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`python -m cluster check --local`: what it makes of drivers and rates, and the command as a user types it."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """The cluster files that Paceline ships: accepted by Ray and Kubernetes, in order, pinned, and planned."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Training functions of a sweep from a file that are run once more on a warm lane (tune/lanes/comparison.py)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any

@@ -1,7 +1,5 @@
 """`compile` with the loss inside: what a user's loss may do stays allowed, and what it computes stays the same."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections import Counter

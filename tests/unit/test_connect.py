@@ -1,7 +1,5 @@
 """A cluster of a process's own: on the loopback alone, its signals, its end, and who kills what is left of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What a worker calls of CUDA and NCCL, in which thread and order; seen without a GPU."""
 
-from __future__ import annotations
-
 import os
 import threading
 from datetime import timedelta

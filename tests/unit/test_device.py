@@ -1,7 +1,5 @@
 """The device of a worker on a machine without an accelerator: its flags, figures and seeds."""
 
-from __future__ import annotations
-
 import mmap
 import random
 from collections.abc import Iterator

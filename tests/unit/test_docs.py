@@ -1,7 +1,5 @@
 """The documents are current: the pages that are made, the tree's map, and the files that the README names."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

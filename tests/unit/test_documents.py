@@ -1,7 +1,5 @@
 """Every code block of every page is run, read by what it is for, or says why not (tests/documents.py)."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Early stopping: after which evaluation a run ends, that it is done then, and that it stays so."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

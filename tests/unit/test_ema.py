@@ -1,7 +1,5 @@
 """`ema`: the averages are torch's own, they are evaluated and kept, and training and resume go on as without."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

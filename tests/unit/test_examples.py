@@ -1,7 +1,5 @@
 """The examples' own parts: real data as its publishers lay it out (made small here), conversion, augmentation."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where a run's time goes: the shares add up, and each cause is named by what it takes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The exported model: bit-equal in the task's bare model, tied tensors whole, every error one sentence."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each kind of failure has a budget of restarts of its own; the run ends with the first failure beyond it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

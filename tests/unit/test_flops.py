@@ -1,7 +1,5 @@
 """FLOPs of a sample by hand, a count that leaves no trace, peaks by the names that GPUs have, utilisation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A lane's process after training functions of strangers: as it was, or said not to be."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

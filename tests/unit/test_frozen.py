@@ -1,7 +1,5 @@
 """`checkpoint.parameters: trained`: checkpoints without the frozen part; resumed to the bit; another base refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

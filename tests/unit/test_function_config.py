@@ -1,7 +1,5 @@
 """A training function in a file: its configuration, what a sweep of it may have, and errors that name the fix."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Hypothesis draws the inputs: some dozens a door in the suite, always the same on
 (`pytest --hypothesis-profile faults`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

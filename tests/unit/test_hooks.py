@@ -1,7 +1,5 @@
 """Hooks of a Task: when they are called, with what, and that a task without them pays nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

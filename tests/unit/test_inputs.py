@@ -1,7 +1,5 @@
 """Files and words of strangers: whatever they hold, one sentence and exit code 2, at once and in little memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

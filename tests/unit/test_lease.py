@@ -1,7 +1,5 @@
 """The lease of a directory: who gets it, who is refused, and that whoever has lost it writes nothing more."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

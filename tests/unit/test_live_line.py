@@ -1,7 +1,5 @@
 """The line of a run, and when the run will be over."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

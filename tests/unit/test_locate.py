@@ -1,7 +1,5 @@
 """A task's module is found as the user means it, wherever the command is started; what is wrong is said."""
 
-from __future__ import annotations
-
 import sys
 import uuid
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The mailbox and memory, without Ray: what one trial has learned decides for the next."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The probe of a microbatch: lands on a size that fits, and leaves everything as it was, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

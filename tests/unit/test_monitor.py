@@ -1,7 +1,5 @@
 """What a worker measures of itself: windows, MFU, the comparison of ranks, the backward pass without waiting."""
 
-from __future__ import annotations
-
 import logging
 import types
 from typing import Any

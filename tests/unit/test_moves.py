@@ -3,8 +3,6 @@
 The `meta` device stands for the other one: torch refuses to mix it with a CPU as it refuses CUDA.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import namedtuple
 from collections.abc import Callable, Iterator

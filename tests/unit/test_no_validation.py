@@ -1,7 +1,5 @@
 """A task without a validation split: it trains as with one, nothing is evaluated, and what needs that is refused."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The gradient noise scale against linear regression, where it is known, over microbatches and over ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

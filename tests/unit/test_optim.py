@@ -1,7 +1,5 @@
 """Optimizer, schedule and batch-size rules, by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samplers of a task's own: the same order on every rank and after a resume, and what cannot keep that is refused."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What each strategy puts around a model, and how a sharded state is taken apart; without a process group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps of several phases, each beside a plain PyTorch loop: GANs, gradient penalties, and several optimizers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What each precision name does on a CPU, and where it is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Predictions and evaluations of a trained run, in this process: every sample, in order, with the run's own weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

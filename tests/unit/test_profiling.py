@@ -1,7 +1,5 @@
 """What a run shows of itself: profiled steps, compilation, and memory on out of memory; CUDA's calls are faked."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import json

@@ -1,7 +1,5 @@
 """What others read: one version everywhere, workflows, the dashboard's metrics, SkyPilot's file, the devcontainer."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

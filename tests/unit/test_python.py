@@ -1,7 +1,5 @@
 """`train()` and `sweep()`: what Python gives becomes what a file would say, in the same directories as the commands."""
 
-from __future__ import annotations
-
 import importlib
 import linecache
 import logging

@@ -1,7 +1,5 @@
 """What is known of a user's training function before and between its trials."""
 
-from __future__ import annotations
-
 import functools
 import json
 import types

@@ -1,7 +1,5 @@
 """Whatever lies in a run's or a sweep's directory: skipped and named, or the end of a command in one sentence."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

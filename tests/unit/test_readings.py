@@ -1,7 +1,5 @@
 """What a worker can read of its GPU and of the other ranks: NVML that is not there, energy, and who is named."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """Known ways of training, each beside a plain PyTorch loop over the same order of samples: equal loss curves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

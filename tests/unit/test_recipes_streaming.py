@@ -1,7 +1,5 @@
 """Hugging Face `datasets` over Parquet, tars and JSON lines, streamed: a plain loop's curve, also cut and resumed."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """transformers' models and collators as people write them, each beside a plain loop: equal loss curves."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

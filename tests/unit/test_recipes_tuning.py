@@ -1,7 +1,5 @@
 """Fine-tuning as people write it, each beside a plain loop: equal losses, rates and ends; resumed to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The reference has every key that a file may say, with its default and its meaning."""
 
-from __future__ import annotations
-
 import pytest
 
 from trainers.config import TrainConfig

@@ -1,7 +1,5 @@
 """A run that keeps nothing but its state when its node is taken away, as a trial in a lane does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """report.html in a browser without a network: nothing asked for, nothing refused, the figures there."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

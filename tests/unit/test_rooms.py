@@ -1,7 +1,5 @@
 """The rooms: no circle, imports go down, Ray in its folders only; and the checks themselves find what they are for."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tensors that each rank writes its rows of: cut, written and read back by any number of ranks; strangers' files."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """From a file to a RunSpec, and the run's directory: what is refused, and when a run is complete already."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """Which samples belong to which step: every sample once, the same set for any number of workers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """No secret is shown or saved, no text moves the cursor, and what is written is for its owner alone."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

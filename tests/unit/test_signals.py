@@ -1,7 +1,5 @@
 """What asks a process to stop and what ends it; that it ends with the process that started it, and leaves its group."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """TensorBoard events: whole files by TensorBoard's own format, in parts like the log, each step once after a resume."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The site: it builds without a warning, every page is in it, and it asks no network for anything."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

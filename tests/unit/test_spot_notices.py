@@ -1,7 +1,5 @@
 """Spot notices, read from the metadata services of three clouds in all of their moods; and spot that is refused."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 A read waits until the device has done all that it was given; on a CPU the same operator is seen, and costs nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

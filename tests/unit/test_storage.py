@@ -1,7 +1,5 @@
 """Storage: whole or absent files, retries that help, clear errors, and where runs go."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Storage over HTTP, against an S3 server whose answers are late, wrong or lost: what is asked twice is done once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

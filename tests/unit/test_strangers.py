@@ -1,7 +1,5 @@
 """States that were read back and are not this run's: named, the one before is used, and the process lives."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Runs over streams: each sample once a pass in the stream's order, and a resume at any step to the bit."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

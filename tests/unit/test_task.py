@@ -1,7 +1,5 @@
 """Task: its defaults, and batches of any nesting."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """What torchao adds: layers that multiply in float8 (emulated: no CPU has such products), and narrow moments."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sys

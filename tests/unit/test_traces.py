@@ -1,7 +1,5 @@
 """Throw-away passes leave nothing: a task that counts every call sees training and evaluation alone."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import random

@@ -1,7 +1,5 @@
 """Experiment trackers: what they are told, each step once, and that training never waits for them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """Experiment trackers with their real clients, offline: what they say themselves of runs and sweeps."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import importlib.util

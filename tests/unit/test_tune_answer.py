@@ -1,7 +1,5 @@
 """What a sweep says, from hand-made records: which trial is best, by how much, and why none is."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is known of which microbatches fit: found in few steps, never tried twice, kept, and strict when in doubt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """SweepConfig: what fits together, and which field does not."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The journal: a trial's record is whole, durable, and found again by what was configured."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

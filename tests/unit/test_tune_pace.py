@@ -1,7 +1,5 @@
 """How many trials Tune runs at a time, and which ends the mailbox holds back."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

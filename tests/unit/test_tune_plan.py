@@ -1,7 +1,5 @@
 """The plan of a sweep on a cluster file: lanes, hours and dollars by hand, and one sentence for what cannot fit."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report's figures: what is drawn, and that any records can be."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -1,7 +1,5 @@
 """What a sweep leaves behind, from hand-made records: the files, and what may not be in them."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """A lane's process after trials that poison it: as it was, or said not to be."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import threading

@@ -1,7 +1,5 @@
 """The search space: every value is a training run, and Tune gets what was written."""
 
-from __future__ import annotations
-
 import math
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """A sweep as plain data: read, checked, kept for its resume, and never mixed with another one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The live table: all that a person wants to know while a sweep runs, and nothing where there is no terminal."""
 
-from __future__ import annotations
-
 import io
 import logging
 import time

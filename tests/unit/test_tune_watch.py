@@ -1,7 +1,5 @@
 """The page of a sweep that runs: who gets it, what it says of the sweep, and that it only reads."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import threading

@@ -1,7 +1,5 @@
 """A hang is noticed from inside, in any phase: stacks are saved, the sentence is told, and the process ends."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import subprocess
