@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from pyarrow import fs
 from torch import nn
 
@@ -22,6 +21,7 @@ from tests.conftest import Command
 from tests.faults import s3
 from tests.lane_tasks import Signed
 from tests.specs import BASE, REPOSITORY, whole_state
+from tests.unit.test_row_shards import same
 from tests.waits import until
 from trainers.checkpoint.store import Archive
 from trainers.config.yaml import dump_yaml
@@ -132,24 +132,9 @@ def train_killed(location: str, place: Place, tmp_path: Path, command: Command) 
     assert Archive(run).manifest(f"step-{STEPS:012d}").is_sharded
     ours, theirs = (whole_state(one, STEPS) for one in (run, reference))
     for part in ("model", "optimizer"):
-        _equal(ours[part], theirs[part])
+        same(ours[part], theirs[part])
     found = run.filesystem.get_file_info(fs.FileSelector(run.path, recursive=True))
     assert not [info.path for info in found if info.path.endswith((".tmp", "lease.json"))]
-
-
-def _equal(ours: Any, theirs: Any) -> None:
-    assert type(ours) is type(theirs)
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs)
-    elif isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            _equal(ours[key], theirs[key])
-    elif isinstance(ours, list):
-        for one, other in zip(ours, theirs, strict=True):
-            _equal(one, other)
-    else:
-        assert ours == theirs
 
 
 @pytest.mark.campaign

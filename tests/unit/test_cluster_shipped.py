@@ -48,20 +48,6 @@ def test_validate_strict_finds_nothing(name: str, capsys: pytest.CaptureFixture[
     assert captured.out.count("in order") == (3 if name == "kuberay" else 1)
 
 
-def _closed(schema: Any) -> Any:
-    """The schema with unknown fields refused, where Kubernetes would drop them without a word."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed = {key: _closed(value) for key, value in schema.items()}
-    is_open = "additionalProperties" in closed or closed.get("x-kubernetes-preserve-unknown-fields")
-    fields = closed.get("properties")
-    if isinstance(fields, dict) and closed.get("type") == "object" and not is_open and "apiVersion" not in fields:
-        closed["additionalProperties"] = False
-    return closed
-
-
 def test_the_jobs_have_the_clusters_spec() -> None:
     cluster, job, queued, _ = documents()
     assert job["spec"]["rayClusterSpec"] == cluster["spec"]

@@ -1,6 +1,7 @@
 """A training function in a file: its configuration, what a sweep of it may have, and errors that name the fix."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,11 @@ SWEEP: dict[str, Any] = {
 
 
 @pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's directory; the working directory is another one."""
-    folder = tmp_path / "user"
-    folder.mkdir()
+def user(user: Path) -> Iterator[Path]:
+    """With what a run may name."""
     functions = "def train(config):\n    return config\n\ndef alone():\n    return 7\n\nTHING = 1\n"
-    (folder / f"{MODULE}.py").write_text(functions)
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delenv("PACELINE_STORAGE", raising=False)
-    yield folder
+    (user / f"{MODULE}.py").write_text(functions)
+    yield user
     sys.modules.pop(MODULE, None)
 
 

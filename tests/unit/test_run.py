@@ -40,18 +40,11 @@ TREE: dict[str, Any] = {
 
 
 @pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's directory with a task; the working directory is another one."""
-    folder = tmp_path / "user"
-    folder.mkdir()
-    (folder / f"{MODULE}.py").write_text(TASK)
-    (folder / "train.yaml").write_text(dump_yaml(TREE))
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("PACELINE_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    yield folder
+def user(user: Path) -> Iterator[Path]:
+    """With a task and its run."""
+    (user / f"{MODULE}.py").write_text(TASK)
+    (user / "train.yaml").write_text(dump_yaml(TREE))
+    yield user
     sys.modules.pop(MODULE, None)
 
 

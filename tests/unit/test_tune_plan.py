@@ -1,7 +1,6 @@
 """The plan of a sweep on a cluster file: lanes, hours and dollars by hand, and one sentence for what cannot fit."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,11 @@ HEAD_USD, NODE_USD = (load_prices("aws", "us-east-1")[name].usd_per_hour for nam
 
 
 @pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's directory, which is the working directory too."""
-    (tmp_path / f"{MODULE}.py").write_text("from trainers.task import Task\n\nclass Mine(Task):\n    pass\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("PACELINE_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
+def user(user: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a task; it is the working directory, too."""
+    (user / f"{MODULE}.py").write_text("from trainers.task import Task\n\nclass Mine(Task):\n    pass\n")
+    monkeypatch.chdir(user)
+    return user
 
 
 def write(user: Path, sweep: dict[str, Any], node: dict[str, Any]) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """A sweep as plain data: read, checked, kept for its resume, and never mixed with another one."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,11 @@ SWEEP: dict[str, Any] = {
 
 
 @pytest.fixture
-def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's directory; the working directory is another one."""
-    folder = tmp_path / "user"
-    folder.mkdir()
-    (folder / f"{MODULE}.py").write_text("from trainers.task import Task\n\nclass Mine(Task):\n    pass\n")
-    write(folder)
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("PACELINE_STORAGE", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
-    return folder
+def user(user: Path) -> Path:
+    """With a task and a sweep of it."""
+    (user / f"{MODULE}.py").write_text("from trainers.task import Task\n\nclass Mine(Task):\n    pass\n")
+    write(user)
+    return user
 
 
 def write(folder: Path, sweep: dict[str, Any] | None = None, train: dict[str, Any] | None = None) -> None:
