@@ -1,5 +1,7 @@
 """Tasks that are hard on a lane: memory that depends on the precision, and poison for whatever trial comes next."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Real processes, forked from one server that has torch imported."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import pytest

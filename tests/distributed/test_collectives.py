@@ -1,5 +1,7 @@
 """A task whose forward or loss is a collective trains on several ranks, and no throw-away pass waits for another."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Steps of several phases on several ranks: the curve of one, buffers of one model, and a run that is moved."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

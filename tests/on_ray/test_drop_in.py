@@ -1,5 +1,7 @@
 """Ray's Tuner and TorchTrainer from `tune.ray`, in a user's script: what Ray gives, from warm workers."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

@@ -1,5 +1,7 @@
 """What hypothesis draws: some dozens of inputs, always the same ones; thousands by `--hypothesis-profile faults`."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Cluster files: broken variants of the shipped ones, each with its one finding or its refusal."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest

@@ -3,6 +3,8 @@
 tests/lab/test_slurm.py runs it on a real one.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess

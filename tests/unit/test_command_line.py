@@ -1,5 +1,7 @@
 """One command line for all doors: the same help, the same options, and one sentence for every mistake."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from typing import Any

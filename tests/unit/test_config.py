@@ -1,5 +1,7 @@
 """TrainConfig: what fits together, what does not, and the plain data that builds it again."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

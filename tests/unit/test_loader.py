@@ -1,5 +1,7 @@
 """Batches: the same ones by every way that data can take, in the order that was asked for."""
 
+from __future__ import annotations
+
 import os
 import signal
 from typing import Any

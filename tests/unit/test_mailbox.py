@@ -1,5 +1,7 @@
 """The mailbox without Ray: who gets which trial, what is heard of it, and what happens when a lane is lost."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path

@@ -1,5 +1,7 @@
 """`python -m trainers memory`: steps of fake tensors say what real ones would take."""
 
+from __future__ import annotations
+
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Optimizer, schedule and batch-size rules, by hand."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """How reports pass from the thread of a trial's function to Tune (tune/ray/internals.py), as Ray's session has it."""
 
+from __future__ import annotations
+
 import contextlib
 import queue
 import threading

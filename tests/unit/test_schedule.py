@@ -1,5 +1,7 @@
 """torch's LR schedulers in the loop: their rates are those of a plain loop, and a resume changes none."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """SweepConfig: what fits together, and which field does not."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

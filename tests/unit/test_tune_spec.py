@@ -1,5 +1,7 @@
 """A sweep as plain data: read, checked, kept for its resume, and never mixed with another one."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Any
