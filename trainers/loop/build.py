@@ -19,6 +19,7 @@ from trainers.context import RunContext
 from trainers.data.batch import fetch, map_tensors
 from trainers.data.feed import Feed
 from trainers.data.sampler import StepSampler, split_share
+from trainers.data.splits import check_apart
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
@@ -95,9 +96,9 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     with watched, throwaway(forward, dataset=train):  # of every rank alike
         # First: of a model as it was made.
         found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
+        found.append(check_apart(train, val))
         flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
-    for warning in filter(None, found if group.rank == 0 else ()):
-        logger.warning("%s", warning)
+    warnings = _said(found, group)
     # Named beside what was seen, since not every model is counted.
     syncs = group.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     even = is_sharded(model) or any(group.gather(watch.seen or syncs))
@@ -126,6 +127,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         ema=ema,
         frozen=trained.frozen,
         even=even,
+        warnings=warnings,
     )
     if isinstance(step.forward.model, DistributedDataParallel):
         _settle_buckets(replica, config, context)
@@ -162,6 +164,18 @@ def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group
     set_training(optimizer, True)
     ema = None if config.ema.decay is None else MovingAverage(model, optimizer, config.ema, frozen or ())
     return Trained(ForwardPass(model, task, spec, group.device), optimizer, ema, frozen)
+
+
+def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
+    """Return rank 0's warnings, said there; raise its first error on every rank."""
+    warnings = []
+    for words in filter(None, group.first(found)):
+        if isinstance(words, ConfigError):
+            raise words
+        warnings.append(words)
+        if group.rank == 0:
+            logger.warning("%s", words)
+    return warnings
 
 
 def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:

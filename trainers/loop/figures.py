@@ -140,6 +140,7 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
         earlier_time_s=attempt.earlier_time_s,
         energy_j=total_energy_j(ranks),
         pauses=attempt.pauses,
+        warnings=parts.warnings,
     )
     if attempt.log is not None and context.storage is not None:
         attempt.log.flush(attempt.step)

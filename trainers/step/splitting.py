@@ -1,24 +1,29 @@
 """Whether a loss may be split: a step's microbatches and workers add up to it only where it is a weighted mean."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from trainers.data.batch import Batch, fetch, leaves_of, map_tensors
+from trainers.errors import MISSING, ConfigError
 from trainers.model.sharding import is_shard, is_sharded
 from trainers.step.evaluation import evaluating
 from trainers.step.forward import ForwardPass
-from trainers.task import weight_of
+from trainers.task import Task, weight_of
 
 logger = logging.getLogger(__name__)
 
-SAMPLES = 8
-"""That are looked at."""
+SAMPLES = 64
+"""Among which those are chosen that are looked at; of a TensorDataset among all."""
+_AT_ONCE = 8
+_MOST_LEAVES = 3
+_MOST_NUMBERS = 2**22  # of a leaf that samples are told apart by
 _TOLERANCE = 0.01  # of the gradient's norm: far above rounding in float32 or TF32, far below another weighting's
 _OF_A_SUM = 1.75  # of 8 samples it is twice the mean of its halves, of 3 1.8 times; a contrastive loss 1.5 times
 _NOISE = 3  # times what the same pass differs from itself by
@@ -27,17 +32,19 @@ _ROUNDINGS = 16  # of the parameters' own format, where that is a narrower one
 
 def check_loss(
     forward: ForwardPass, dataset: Dataset[Any], order: Tensor, microbatch_size: int, pieces: int
-) -> str | None:
-    """Return a warning where the gradient of a few samples is not the weighted mean of their halves' gradients.
+) -> ConfigError | str | None:
+    """Return what to raise, or to warn of, where the gradient of a few samples is not the weighted mean of their
+    halves' gradients.
 
-    For a `throwaway` block. `order` (int64 [n]) are training samples, of which the first are taken; `pieces` is what a
-    step is split into, with 1 only of a sum over samples is something said. It is no error, since mixtures of experts
-    and contrastive losses are trained so knowingly. Where the pass fails, or what it draws at random changes the
-    gradient as much, nothing can be said. Every rank must call it.
+    For a `throwaway` block. `order` (int64 [n]) are training samples, of which the first are taken, and then others,
+    whose halves differ in their labels. `pieces` is what a step is split into, with 1 only of a sum over samples is
+    something said. A task with a weight() of its own is warned, since mixtures of experts and contrastive losses are
+    trained so knowingly. Where the pass fails, or what it draws at random changes the gradient as much, nothing can be
+    said. Every rank must call it.
     """
     # Two samples where one is a microbatch; not of a sharded model, where one rank must not fail alone.
-    rows = order[: min(SAMPLES, microbatch_size if is_sharded(forward.model) else max(2, microbatch_size))]
-    if len(rows) == 1:
+    size = min(_AT_ONCE, microbatch_size if is_sharded(forward.model) else max(2, microbatch_size), len(order))
+    if size == 1:
         return None
     if forward.spec.autocast is not None:
         forward = replace(forward, spec=replace(forward.spec, autocast=None, scaler=False))
@@ -46,8 +53,12 @@ def check_loss(
         for module in forward.model.modules():
             if isinstance(module, nn.RNNBase):
                 module.train()  # cuDNN's backward wants it
+        found = None
         try:
-            found = _difference(forward, dataset, rows, only_sums=pieces == 1)
+            for rows in _choices(forward, dataset, order, size):
+                found = _difference(forward, dataset, rows, only_sums=pieces == 1)
+                if found is not None or pieces == 1:
+                    break
         except Exception as error:  # training says it better
             logger.debug("the loss cannot be split to see: %s", error)
             return None
@@ -57,13 +68,43 @@ def check_loss(
     follows = f"the result depends on how a step is split, here into {pieces} pieces"
     if pieces == 1:
         follows = "val_loss depends on the size of its batches, and a step on how it is split"
-    fix = "return from weight() what it divides by, such as tokens"
+    fix = "return from weight() what it divides by, such as tokens or the sum of the samples' class weights"
     if _is_sum(loss, mean):
         fix = "divide a sum over samples by their number"
-    return (
-        f"{forward.said} is no mean over weight(): of {len(rows)} samples it is {loss:.4f}, and {mean:.4f} as the "
-        f"mean of two halves (gradients differ by {share:.0%}), so {follows}; {fix}"
+    rule = (
+        f"is no mean over weight(): of {size} samples it is {loss:.4f}, and {mean:.4f} as the mean of two halves "
+        f"(gradients differ by {share:.0%}), so {follows}"
     )
+    if pieces == 1 or type(forward.task).weight is not Task.weight:
+        return f"{forward.said} {rule}; {fix}"
+    known = "where each piece is meant to be by itself, a weight() that returns the number of samples says so"
+    return ConfigError(forward.said, MISSING, rule, f"{fix}; {known}")
+
+
+def _choices(forward: ForwardPass, dataset: Dataset[Any], order: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield rows of `size` samples: the first ones, then for each of the batch's labels half rare and half common."""
+    yield order[:size]
+    pool, leaves = order, []
+    if type(dataset) is TensorDataset:
+        pool, leaves = torch.arange(len(dataset)), list(dataset.tensors)
+    else:
+        leaves = leaves_of(fetch(dataset, order.tolist(), forward.task.collate))
+    labels = [_label(leaf, len(pool)) for leaf in leaves]
+    for label in [label for label in labels if label is not None][:_MOST_LEAVES]:
+        values, places, counts = torch.unique(label, return_inverse=True, return_counts=True)
+        if len(values) > 1:
+            by_value = places.argsort(stable=True)
+            chosen = pool[by_value[counts[places[by_value]].argsort(stable=True)]]
+            yield torch.cat([chosen[: size // 2], chosen[size // 2 - size :]])
+
+
+def _label(leaf: Any, samples: int) -> Tensor | None:
+    """A number by which samples differ: their class, their weight, how much of them is masked. None of inputs."""
+    if not isinstance(leaf, Tensor) or leaf.shape[:1] != (samples,) or leaf.numel() > _MOST_NUMBERS:
+        return None
+    if leaf.is_complex() or (leaf.is_floating_point() and leaf.numel() > samples):
+        return None
+    return leaf.reshape(samples, -1).double().sum(1)
 
 
 def _difference(
