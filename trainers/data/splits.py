@@ -1,6 +1,7 @@
 """Whether both splits are what they are taken for: the same on every rank, and no training sample in validation.
 
-Only what costs little is looked at: the rows of a Subset, the bytes of a small TensorDataset, the first samples of others.
+Only what costs little is looked at: the rows of a Subset, the bytes of a small TensorDataset, the first samples of
+others.
 """
 
 from typing import Any

@@ -168,13 +168,14 @@ def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group
 
 def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
     """Return rank 0's warnings, said there; raise its first error on every rank."""
-    warnings = []
-    for words in filter(None, group.first(found)):
+    warnings: list[str] = []
+    for words in group.first(found):
         if isinstance(words, ConfigError):
             raise words
-        warnings.append(words)
-        if group.rank == 0:
-            logger.warning("%s", words)
+        if words is not None:
+            warnings.append(words)
+    for warning in warnings if group.rank == 0 else ():
+        logger.warning("%s", warning)
     return warnings
 
 
