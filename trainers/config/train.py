@@ -90,7 +90,8 @@ class TrainConfig(Settings):
     early_stopping: sections.EarlyStoppingConfig = Field(default_factory=sections.EarlyStoppingConfig)
     """When the run ends before its last step."""
     log_every_steps: Positive = Field(default=50)
-    """Steps whose mean loss makes one line of the log."""
+    """Steps whose mean loss makes one line of the log, and `train_loss`: the last one has the steps that are left, and
+    before the first one it is the mean so far. Evaluations, checkpoints and restarts change none of it."""
 
     global_batch_size: Positive | None = Field(default=None, examples=[64])
     """Samples of one optimizer step over all workers."""
