@@ -161,7 +161,13 @@ def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
     """Return what the loss of a batch made of so many samples is a mean over: they are counted as they were dealt out,
     for not every batch shows it (packed sequences, graphs, lists of images), unless the task says something else.
     """
-    return torch.tensor(float(samples)) if type(task).weight is Task.weight else task.weight(batch)
+    if type(task).weight is Task.weight:
+        return torch.tensor(float(samples))
+    weight = torch.as_tensor(task.weight(batch))
+    if weight.numel() != 1:
+        rule = "must be one number, which the loss of the batch is a mean over"
+        raise ConfigError(f"{type(task).__name__}.weight()", list(weight.shape), rule, "add them up: `.sum()`")
+    return weight.reshape(())
 
 
 def _missing(task: Task, method: str) -> TypeError:

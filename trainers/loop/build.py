@@ -43,6 +43,7 @@ from trainers.model.strategy import (
 )
 from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
 from trainers.step.cuda_graphs import GraphedStep
+from trainers.step.evaluation import check_evaluation
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
@@ -93,11 +94,15 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     pieces = group.world_size * accumulation
     watch = CollectiveWatch()
     watched = watch if group.world_size > 1 else contextlib.nullcontext()
-    with watched, throwaway(forward, dataset=train):  # of every rank alike
-        # First: of a model as it was made.
-        found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
+    with throwaway(forward, dataset=(train, val)):  # of every rank alike
+        with watched:
+            # First: of a model as it was made.
+            found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
+            flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
         found.append(check_apart(train, val))
-        flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
+        if val is not None and group.rank == 0 and not is_sharded(model):
+            enter("evaluation")
+            found.append(check_evaluation(forward, val, config.evaluate.microbatch_size))
     warnings = _said(found, group)
     # Named beside what was seen, since not every model is counted.
     syncs = group.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

@@ -62,7 +62,7 @@ class PhasePass(ForwardPass):
         given = map_tensors(Tensor.detach, self.spec.convert_batch(batch))
         try:
             with self.spec.autocast_context(self.device):
-                loss = self.task.training_step(self.model, given, self.phase)
+                loss = self.scalar(self.task.training_step(self.model, given, self.phase))
         except RuntimeError as error:
             self.explain(error, batch)
             raise

@@ -59,6 +59,8 @@ def check_loss(
                 found = _difference(forward, dataset, rows, only_sums=pieces == 1)
                 if found is not None or pieces == 1:
                     break
+        except ConfigError:
+            raise
         except Exception as error:  # training says it better
             logger.debug("the loss cannot be split to see: %s", error)
             return None

@@ -17,7 +17,7 @@ from trainers.model.sharding import is_shard, local
 from trainers.model.strategy import no_sync
 from trainers.step.forward import ForwardPass
 from trainers.step.noise_scale import NoiseScale
-from trainers.task import Task
+from trainers.task import Task, weight_of
 
 Losses = dict[str, tuple[float, int]]
 """By the name under which each is logged: the sum of a loss over steps, and how many they are."""
@@ -130,7 +130,7 @@ class TrainStep:
         if self._weighs_samples:
             return [0.0 if idle else size / step_samples for size in sizes], batches
         held = [next(batches) for _ in sizes]
-        weights = torch.stack([self.forward.task.weight(batch).to(self.loss_sum) for batch in held])
+        weights = torch.stack([weight_of(self.forward.task, batch, 0).to(self.loss_sum) for batch in held])
         for index, size in enumerate(sizes):
             if idle or size == 0:
                 weights[index] = 0
