@@ -6,6 +6,7 @@ torch and Ray are imported: one sentence on standard error, and exit code 2.
 
 import difflib
 import inspect
+import io
 import os
 import sys
 import textwrap
@@ -159,6 +160,8 @@ def run(
     configuration of commands with `overrides`. `advise`: failures of the one without a name end in a policy's advice.
     """
     sys.excepthook = lambda *raised: print(redact("".join(traceback.format_exception(*raised))), file=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a message may have what its encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = list(sys.argv[1:] if argv is None else argv)
     name = args[0] if args and args[0] in functions else ""
 

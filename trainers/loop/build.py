@@ -272,6 +272,8 @@ def _make_schedule(
     if schedule.by_figure and not evaluates:
         rule = 'goes by a figure of the validation split, and dataset("val") gives none'
         raise ConfigError("schedule()", name, rule, "return a few samples that are held back")
+    epochs = sampler.batches.place(total_steps).epoch if sampler.known_length else 0
+    schedule.try_to_the_end(total_steps, [sampler.batches.first_step(epoch + 1) for epoch in range(epochs)])
     return schedule
 
 
