@@ -299,9 +299,9 @@ def fake_model(
 
     It is on its device and in its format already, and stays: torch's `Module.to` is unsure of fake parameters.
     """
+    task = make_task()
     try:
         with mode:
-            task = make_task()
             model: Any = task.model()
     except Exception:
         task = make_task()

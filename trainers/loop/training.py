@@ -206,6 +206,7 @@ class Training:
             end_window(attempt, self.monitor)
         improved = evaluate_now and self.evaluate()
         if (checkpoint_now or improved or agreed.checkpoint_due) and attempt.step < attempt.end:
+            take_first_losses(attempt)
             self.checkpointing.keep(at_once=agreed.preempted)
         if agreed.preempted and attempt.step < attempt.end:
             raise PreemptedError(f"a node is being taken away; step {attempt.step} is kept in {attempt.checkpoint}")

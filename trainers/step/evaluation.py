@@ -37,7 +37,6 @@ _Place = tuple[int, int]
 _TOLERANCE, _NARROW_TOLERANCE = 1e-3, 0.05
 """Of figures, as shares: in float32, and where products are rounded to fewer bits."""
 _ROUNDING = 1e-6  # of figures near zero
-_NOISE = 3  # times what the same pass differs from itself by
 _ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")  # torchmetrics' names; exact for whole numbers
 
 
@@ -117,28 +116,22 @@ def check_evaluation(forward: ForwardPass, dataset: Dataset[Any], size: int) -> 
     """
     rows = torch.arange(min(size, len(dataset)))  # type: ignore[arg-type]
     halves = [half for half in rows.tensor_split(2) if len(half)]
+    whole: dict[str, float] = {}
     try:
         with torch.no_grad(), evaluating(forward.model):
-            whole, parts = (_figures_of(forward, dataset, pieces) for pieces in ([rows], halves))
-            narrow = forward.spec.autocast is not None or forward.spec.name != "fp32"
-            tolerance = _NARROW_TOLERANCE if narrow else _TOLERANCE
-            differs = {
-                name
-                for name in whole
-                if not math.isclose(whole[name], parts[name], rel_tol=tolerance, abs_tol=_ROUNDING)
-            }
-            differs -= {name for name in differs if math.isnan(whole[name]) or math.isnan(parts[name])}
-            again = _figures_of(forward, dataset, halves) if differs else parts
-    except ConfigError:
-        raise
-    except Exception as error:  # evaluation says it better
-        logger.debug("evaluation cannot be tried: %s", error)
+            whole = _figures_of(forward, dataset, [rows])
+            parts, again = (_figures_of(forward, dataset, halves) for _ in range(2))
+    except Exception as error:
+        if isinstance(error, ConfigError) and not whole:
+            raise
+        logger.debug("evaluation cannot be tried: %s", error)  # it says itself better why not
         return None
-    for name in [name for name in whole if name in differs]:
-        if abs(whole[name] - parts[name]) > _NOISE * abs(parts[name] - again[name]):
+    tolerance = _TOLERANCE if forward.spec.name == "fp32" else _NARROW_TOLERANCE
+    for name, figure in whole.items():
+        if abs(figure - parts[name]) > max(tolerance * abs(figure), _ROUNDING) and parts[name] == again[name]:
             return (
                 f"val_{name} depends on which samples are evaluated together: of the first {len(rows)} it is "
-                f"{whole[name]:.6g}, and {parts[name]:.6g} in halves; keep what a sample gives free of the others "
+                f"{figure:.6g}, and {parts[name]:.6g} in halves; keep what a sample gives free of the others "
                 "(padding, statistics of a batch, weight()), or compare at one `evaluate.microbatch_size`"
             )
     return None

@@ -133,8 +133,7 @@ def _difference(
         return None
     shares = [weight / sum(weights) for weight in weights]
     if only_sums:
-        with torch.no_grad():
-            loss, *of_halves = (float(forward.loss(part)) for part in (batch, *halves))
+        loss, *of_halves = (float(forward.loss(part).detach()) for part in (batch, *halves))
         if not _is_sum(loss, sum(share * of_half for share, of_half in zip(shares, of_halves, strict=True))):
             return None
     loss, mean, share = _compare(forward, batch, halves, shares)
