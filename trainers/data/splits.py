@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from trainers.data.batch import fetch
+from trainers.data.batch import Rows, fetch
 from trainers.data.stream import Rereadable, Stream
 from trainers.data.stream_reader import digest
 from trainers.devices.group import Group
@@ -34,9 +34,17 @@ def same_rows_on_ranks(split: str, dataset: Dataset[Any], group: Group) -> None:
 
 def _name(dataset: Any) -> str:
     """What tells the rows of a dataset from others, as far as that is cheap."""
-    if isinstance(dataset, Subset):
-        return digest([len(dataset.dataset), list(map(int, dataset.indices))])  # type: ignore[arg-type]
-    return digest([len(dataset), _tensors(dataset)])
+    table, rows = _rows_of_table(dataset)
+    return digest([len(table), rows, _tensors(table)])
+
+
+def _rows_of_table(dataset: Any) -> tuple[Any, Rows]:
+    """What a Subset, or one of those, is a part of, and which rows."""
+    rows: Rows = np.arange(len(dataset))
+    while isinstance(dataset, Subset):
+        rows = np.asarray(dataset.indices, np.int64)[rows]
+        dataset = dataset.dataset
+    return dataset, rows
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
@@ -52,9 +60,9 @@ def check_apart(train: Any, val: Any) -> str | None:
     """
     if isinstance(train, Stream) or isinstance(val, Rereadable | None):
         return None
-    of_one_table = isinstance(train, Subset) and isinstance(val, Subset) and _alike(train.dataset, val.dataset)
-    if of_one_table:
-        common = len(set(map(int, train.indices)) & set(map(int, val.indices)))
+    (table, trained), (other, held_back) = map(_rows_of_table, (train, val))
+    if (isinstance(train, Subset) or isinstance(val, Subset)) and _alike(table, other):
+        common = len(np.intersect1d(trained, held_back))
         if 0 < common < min(len(train), len(val)):
             rule = f"has {common} of its {len(val)} samples in common with the training split"
             raise ConfigError('dataset("val")', MISSING, rule, _FIX)
@@ -62,9 +70,7 @@ def check_apart(train: Any, val: Any) -> str | None:
         common = _common(train, val)
     if not common:
         return None
-    return (
-        f'{common} samples of dataset("val") are training samples, too: val figures are no measure of what is learned'
-    )
+    return f'{common} samples of dataset("val") are training samples, too: val figures say nothing of others'
 
 
 def _alike(one: Any, other: Any) -> bool:

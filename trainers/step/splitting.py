@@ -166,6 +166,9 @@ def _compare(forward: ForwardPass, batch: Batch, parts: list[Batch], shares: lis
     loss.backward()
     mean, norms = 0.0, [norm()]
     for part, share in zip(parts, shares, strict=True):
+        if share == 0:  # as in training: its loss may be NaN
+            norms.append(norm())
+            continue
         of_part = forward.loss(part)
         (of_part * -share).backward()
         mean += share * float(of_part.detach())
