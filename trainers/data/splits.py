@@ -54,9 +54,9 @@ def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
     return dataset.tensors
 
 
-def check_apart(train: Any, val: Any) -> str | None:
-    """Return a warning where validation samples are training samples; ConfigError where each split is a part of one
-    table that was drawn by itself.
+def check_apart(train: Any, val: Any) -> ConfigError | str | None:
+    """Return a warning where validation samples are training samples, and what to raise where each split is a part of
+    one table that was drawn by itself.
     """
     if isinstance(train, Stream) or isinstance(val, Rereadable | None):
         return None
@@ -65,7 +65,7 @@ def check_apart(train: Any, val: Any) -> str | None:
         common = len(np.intersect1d(trained, held_back))
         if 0 < common < min(len(train), len(val)):
             rule = f"has {common} of its {len(val)} samples in common with the training split"
-            raise ConfigError('dataset("val")', MISSING, rule, _FIX)
+            return ConfigError('dataset("val")', MISSING, rule, _FIX)
     else:
         common = _common(train, val)
     if not common:
