@@ -191,7 +191,7 @@ def test_a_mean_over_weights_is_refused_or_as_a_plain_loop_whatever_the_microbat
         torch.manual_seed(0)
         model = task.model()
         (x, y), val = task.rows("train").tensors, task.rows("val").tensors
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for epoch in range(2):
             for part in torch.randperm(1000, generator=torch.Generator().manual_seed(epoch)).split(64):
                 loss = task.loss(model(x[part]), (x[part], y[part]))
