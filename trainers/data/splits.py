@@ -70,7 +70,7 @@ def check_apart(train: Any, val: Any) -> ConfigError | str | None:
         common = _common(train, val)
     if not common:
         return None
-    return f'{common} samples of dataset("val") are training samples, too: val figures say nothing of others'
+    return f'at least {common} samples of dataset("val") are training samples, too: val figures say nothing of others'
 
 
 def _alike(one: Any, other: Any) -> bool:
