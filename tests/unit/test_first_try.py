@@ -21,6 +21,7 @@ from trainers.devices.device import seed_all
 from trainers.errors import ConfigError
 from trainers.launch.find_task import load_task
 from trainers.loop.fit import fit
+from trainers.step.cuda_graphs import layout
 from trainers.task import Task, load_split
 
 torch.set_num_threads(1)
@@ -324,3 +325,5 @@ def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
         "cpu",
     ]
     assert torch.equal(moved.batch_sizes, packed.batch_sizes)
+    other = pack_sequence([torch.ones(4, 2), torch.ones(4, 2)], enforce_sorted=False)
+    assert layout(packed) != layout(other), "a captured step has the sizes in it"
