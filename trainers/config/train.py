@@ -73,7 +73,8 @@ class TrainConfig(Settings):
     """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
 
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Seed of weights, sample order, dropout and transforms."""
+    """Seed of weights, sample order, dropout and transforms; what `dataset()` draws, as a random split, is the same for
+    every seed."""
     deterministic: bool = Field(default=False)
     """Only deterministic algorithms: bit-equal repeats on CUDA, slower."""
     device: Literal["auto", "cuda", "mps", "cpu"] = Field(default="auto")

@@ -34,8 +34,10 @@ def same_rows_on_ranks(split: str, dataset: Dataset[Any], group: Group) -> None:
 
 def _name(dataset: Any) -> str:
     """What tells the rows of a dataset from others, as far as that is cheap."""
+    if not isinstance(dataset, Subset):
+        return digest([len(dataset), _tensors(dataset)])
     table, rows = _rows_of_table(dataset)
-    return digest([len(table), rows, _tensors(table)])
+    return digest([len(table), rows])
 
 
 def _rows_of_table(dataset: Any) -> tuple[Any, Rows]:
@@ -60,9 +62,12 @@ def check_apart(train: Any, val: Any) -> ConfigError | str | None:
     """
     if isinstance(train, Stream) or isinstance(val, Rereadable | None):
         return None
-    (table, trained), (other, held_back) = map(_rows_of_table, (train, val))
-    if (isinstance(train, Subset) or isinstance(val, Subset)) and _alike(table, other):
-        common = len(np.intersect1d(trained, held_back))
+    common = 0
+    are_parts = isinstance(train, Subset) or isinstance(val, Subset)
+    if are_parts:
+        (table, trained), (other, held_back) = map(_rows_of_table, (train, val))
+        if _alike(table, other):
+            common = len(np.intersect1d(trained, held_back))
         if 0 < common < min(len(train), len(val)):
             rule = f"has {common} of its {len(val)} samples in common with the training split"
             return ConfigError('dataset("val")', MISSING, rule, _FIX)
