@@ -162,6 +162,10 @@ class Unseen(Named):
         (Chosen(), {"name": "linear"}, "lr_schedule.name"),
         (Named("StepLR", "batch"), {}, "schedule()"),
         (Chosen("another"), {}, "schedule()"),
+        # It ends before the run.
+        (Named("OneCycleLR", max_lr=0.1, total_steps=STEPS - 1), {}, "schedule()"),
+        (Named("OneCycleLR", "epoch", max_lr=0.1, total_steps=2), {}, "schedule()"),
+        (Named("LambdaLR", lr_lambda=lambda step: [1.0, 0.5, 0.25][step]), {}, "schedule()"),
     ],
 )
 def test_mistakes(task: Task, chosen: dict[str, Any], field: str) -> None:
@@ -193,38 +197,3 @@ def test_a_captured_step_takes_rates_but_no_momenta() -> None:
     step.check_lr()
     with pytest.raises(ConfigError, match=r"`cuda_graphs`.*cycle_momentum=False"):
         follow("OneCycleLR")
-
-
-ENDS: dict[str, tuple[Any, bool]] = {
-    "as long": (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS), False),
-    "as many epochs": (lambda optimizer: (lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3), "epoch"), False),
-    "short": (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS - 1), True),
-    "fewer epochs": (lambda optimizer: (lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2), "epoch"), True),
-    "a table": (lambda optimizer: LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.25][step]), True),
-    "in a sequence": (
-        lambda optimizer: SequentialLR(
-            optimizer, [LinearLR(optimizer), lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)], [3]
-        ),
-        True,
-    ),
-}
-
-
-class Ends(Tiny):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def schedule(self, optimizer: Optimizer, config: TrainConfig) -> Any:
-        return ENDS[self.how][0](optimizer)
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_one_that_ends_before_the_run_is_refused_before_the_first_step(how: str, tmp_path: Path) -> None:
-    if not ENDS[how][1]:
-        assert train(tmp_path, Ends(how), **OWN).steps == STEPS
-        return
-    with pytest.raises(ConfigError) as raised:
-        train(tmp_path, Ends(how), **OWN)
-    assert raised.value.field == "schedule()"
-    assert not (tmp_path / "checkpoints").exists()
