@@ -100,7 +100,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
             found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
             flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
         found.append(check_apart(train, val))
-        if val is not None and group.rank == 0 and not is_sharded(model):
+        if val is not None and not is_sharded(model):
             enter("evaluation")
             found.append(check_evaluation(forward, val, config.evaluate.microbatch_size))
     warnings = _said(found, group)

@@ -114,7 +114,8 @@ def check_evaluation(forward: ForwardPass, dataset: Dataset[Any], size: int) -> 
     at once, or of the first 64 where they have to be read one by one, differ from those of their halves. Return what to
     raise for metrics of a wrong shape.
 
-    For a `throwaway` block, on one rank. Where the pass fails, or draws at random what it gives, nothing can be said.
+    For a `throwaway` block. Where the pass fails, or draws at random what it gives, nothing can be said. Every rank
+    must call it.
     """
     most = size if type(dataset) is TensorDataset else min(size, _FEW)
     rows = torch.arange(min(most, len(dataset)))  # type: ignore[arg-type]
