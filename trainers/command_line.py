@@ -6,11 +6,13 @@ torch and Ray are imported: one sentence on standard error, and exit code 2.
 
 import difflib
 import inspect
+import io
 import os
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, create_model
@@ -159,6 +161,8 @@ def run(
     configuration of commands with `overrides`. `advise`: failures of the one without a name end in a policy's advice.
     """
     sys.excepthook = lambda *raised: print(redact("".join(traceback.format_exception(*raised))), file=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a message may have what its encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")
     args = list(sys.argv[1:] if argv is None else argv)
     name = args[0] if args and args[0] in functions else ""
 
@@ -175,6 +179,7 @@ def run(
     # A mistake beside `--json` is said in JSON, too.
     with Output(as_json="--json" in args and (chosen is None or chosen.tells)) as output:
         try:
+            _require_directory()
             if chosen is None:
                 listed = f"its commands are {', '.join(filter(None, functions))}"
                 fix = listed if args[0].startswith("-") else did_you_mean(args[0], functions, listed)
@@ -197,6 +202,15 @@ def run(
             words = f"{type(error).__name__}: {first_line(error)}"
             complain(words, every_rank=True)
             return output.failed("error", words, PacelineError.exit_code)
+
+
+def _require_directory() -> None:
+    """Raise ConfigError where the working directory was deleted: no relative name means anything then."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        fix = "change to one that is there"
+        raise ConfigError("the working directory", MISSING, "was deleted", fix, _SOURCE) from error
 
 
 def complain(sentences: str, level: str = "error", every_rank: bool = False) -> None:

@@ -15,6 +15,7 @@ from trainers.data.batch import Batch, fetch, map_tensors, num_samples, tensors_
 from trainers.data.feed import Feed
 from trainers.data.stream import Rereadable, Stream
 from trainers.devices.group import as_one_rank
+from trainers.devices.rng import drawn_alike
 from trainers.errors import ConfigError
 from trainers.model.optimizer import build_optimizer
 
@@ -33,7 +34,12 @@ class Task:
         raise _missing(self, "model")
 
     def dataset(self, split: str) -> Dataset[Any] | None:
-        """Return the map-style dataset of `split`: "train" or "val"; None for "val" where nothing is evaluated."""
+        """Return the map-style dataset of `split`: "train" or "val"; None for "val" where nothing is evaluated.
+
+        Python's, numpy's and torch's global generators begin each call alike, whatever the split, rank, command or seed
+        of the run: a `random_split` of one table is the same one each time. So is noise: where samples themselves are
+        drawn, let a generator of their own follow from `split`.
+        """
         if type(self).stream is Task.stream:
             raise _missing(self, "dataset")
         return None
@@ -155,23 +161,33 @@ def weight_of(task: Task, batch: Batch, samples: int) -> Tensor:
     """Return what the loss of a batch made of so many samples is a mean over: they are counted as they were dealt out,
     for not every batch shows it (packed sequences, graphs, lists of images), unless the task says something else.
     """
-    return torch.tensor(float(samples)) if type(task).weight is Task.weight else task.weight(batch)
+    if type(task).weight is Task.weight:
+        return torch.tensor(float(samples))
+    weight = torch.as_tensor(task.weight(batch))
+    if weight.numel() != 1:
+        rule = "must be one number, which the loss of the batch is a mean over"
+        raise ConfigError(f"{type(task).__name__}.weight()", list(weight.shape), rule, "add them up: `.sum()`")
+    return weight.reshape(())
 
 
 def _missing(task: Task, method: str) -> TypeError:
     return TypeError(f"{type(task).__name__} must define `{method}()`: see trainers/task.py for what a task is")
 
 
-def load_split(task: Task, split: str, training: bool) -> Any:
-    """Return the dataset of a split, or its stream as one; None where the task has none. Raises ConfigError."""
+def load_split(task: Task, split: str, training: bool, device: torch.device) -> Any:
+    """Return the dataset of a split, or its stream as one; None where the task has none. Raises ConfigError.
+
+    What the task draws at random for it, there or on `device`, is the same in every process and run.
+    """
 
     def stream() -> Any:
-        with as_one_rank():
+        with drawn_alike(device), as_one_rank():
             return task.stream(split)
 
     found = stream()
     if found is None:
-        dataset: Any = task.dataset(split)
+        with drawn_alike(device):
+            dataset: Any = task.dataset(split)
         _refuse_splits(f'dataset("{split}")', dataset)
         # A length of its own (MosaicML's and LitData's have one) may mean this rank's share.
         if isinstance(dataset, IterableDataset):

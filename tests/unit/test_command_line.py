@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 import cluster.__main__
 import trainers.__main__
 import tune.__main__
-from trainers.command_line import Command
+from trainers.command_line import Command, run
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError, RunFailedError
 
@@ -236,3 +238,22 @@ def test_what_nobody_has_foreseen_ends_in_a_sentence_too(
     *trace, sentence = capsys.readouterr().err.strip().splitlines()
     assert trace[0].startswith("Traceback")
     assert sentence == "error: LookupError: no such host"
+
+
+def test_a_deleted_working_directory_is_said(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    for door in DOORS:
+        assert "`the working directory`" in told(door, "x.yaml")
+
+
+def test_what_an_encoding_has_not_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def say() -> int:
+        """Say it."""
+        print("größer", flush=True)
+        return 0
+
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert run("python -m say", "It says.", {"say": say}, ["say"]) == 0
+    assert shown.getvalue() == b"gr\\xf6\\xdfer\n"

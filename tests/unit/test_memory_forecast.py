@@ -71,6 +71,43 @@ class Ragged(Blobs):
         return model(batch[0]).mean(1)
 
 
+class Text(Blobs):
+    """Samples are words, of which the transform makes numbers."""
+
+    def dataset(self, split: str) -> Any:
+        return [("word " * (1 + index % 5), index % 4) for index in range(self.samples)]
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        texts, labels = batch
+        return torch.tensor([[float(len(text))] * self.features for text in texts]), labels
+
+
+class Graph:
+    """What a library of graphs makes of its samples: no tuple, no mapping, so its own tensors are not counted."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.nodes = torch.cat([torch.ones(2 + label, 12) for _, label in samples])
+        self.graph = torch.cat([torch.full((2 + label,), index) for index, (_, label) in enumerate(samples)])
+        self.labels = torch.tensor([label for _, label in samples])
+
+
+class Graphs(Text):
+    """Nodes of all samples in one tensor, and their sum by sample."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        return Graph(samples)
+
+    def transform(self, batch: Any, training: bool) -> Any:
+        return batch
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch.nodes)
+        return outputs.new_zeros(len(batch.labels), 4).index_add(0, batch.graph, outputs)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch.labels)
+
+
 class Huge(Blobs):
     """A gigabyte of parameters."""
 
@@ -122,10 +159,11 @@ def test_fake_steps_take_what_real_ones_take(tmp_path: Path, task: str, changes:
     assert found(512) == found(512)
 
 
-def test_a_batch_whose_shape_is_not_by_its_samples_is_as_large_as_it_is(tmp_path: Path) -> None:
-    found, spec = forecaster(tmp_path, "Ragged")
+@pytest.mark.parametrize(("task", "off"), [("Ragged", 0.02), ("Text", 0.02), ("Graphs", 0.15)])
+def test_a_batch_whose_shape_is_not_by_its_samples_is_as_large_as_it_is(task: str, off: float, tmp_path: Path) -> None:
+    found, spec = forecaster(tmp_path, task)
     for size in (1, 2, 24):
-        assert found(size).peak == pytest.approx(real(spec, size), rel=0.02)
+        assert found(size).peak == pytest.approx(real(spec, size), rel=off)
 
 
 def test_checkpointing_takes_the_activations_that_it_says(tmp_path: Path) -> None:

@@ -107,29 +107,43 @@ class Padded(Tokens):
         return [tensors[index] for index in range(22)]  # type: ignore[return-value]
 
 
+class Knowingly(Contrastive):
+    """Says that each piece of a step is by itself."""
+
+    def weight(self, batch: Any) -> Tensor:
+        return torch.tensor(float(len(batch[0])))
+
+
 @pytest.mark.parametrize(
     ("task", "said"),
     [
-        (Contrastive(), True),
-        (Tokens(weighted=False), True),
-        (Summed(), True),
-        (Tokens(weighted=True), False),
-        (Padded(), False),
-        (Tiny(), False),
+        (Contrastive(), "refused"),
+        (Tokens(weighted=False), "warned"),
+        (Knowingly(), "warned"),
+        (Summed(), "refused"),
+        (Tokens(weighted=True), ""),
+        (Padded(), ""),
+        (Tiny(), ""),
     ],
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
 def test_a_loss_that_is_no_mean_is_said_where_a_step_is_split(
-    task: Tiny, said: bool, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    task: Tiny, said: str, precision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    changes: dict[str, Any] = {"max_steps": 1, "precision": precision, **RARE}
+    if said == "refused":
+        with pytest.raises(ConfigError) as raised:
+            train(tmp_path / "split", task, **changes)
+        assert raised.value.field == "loss()"
+    else:
+        warnings = train(tmp_path / "split", task, **changes).warnings
+        assert any("loss() is no mean over weight()" in words for words in warnings) == bool(said)
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
-        train(tmp_path / "split", task, max_steps=1, precision=precision, **RARE)
-        assert ("loss() is no mean over weight()" in caplog.text) == said
-        caplog.clear()
         train(tmp_path / "whole", task, max_steps=1, microbatch_size=5, **RARE)
-        # A step that is one piece is right. An evaluation is one nowhere.
-        assert ("so val_loss depends on the size of its batches" in caplog.text) == isinstance(task, Summed)
+    # A step that is one piece is right. An evaluation is one nowhere.
+    assert ("so val_loss depends on the size of its batches" in caplog.text) == isinstance(task, Summed)
 
 
 class Named(Tiny):

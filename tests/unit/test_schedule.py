@@ -162,6 +162,10 @@ class Unseen(Named):
         (Chosen(), {"name": "linear"}, "lr_schedule.name"),
         (Named("StepLR", "batch"), {}, "schedule()"),
         (Chosen("another"), {}, "schedule()"),
+        # It ends before the run.
+        (Named("OneCycleLR", max_lr=0.1, total_steps=STEPS - 1), {}, "schedule()"),
+        (Named("OneCycleLR", "epoch", max_lr=0.1, total_steps=2), {}, "schedule()"),
+        (Named("LambdaLR", lr_lambda=lambda step: [1.0, 0.5, 0.25][step]), {}, "schedule()"),
     ],
 )
 def test_mistakes(task: Task, chosen: dict[str, Any], field: str) -> None:

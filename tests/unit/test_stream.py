@@ -407,7 +407,7 @@ def test_it_is_made_and_read_as_by_the_only_rank(monkeypatch: pytest.MonkeyPatch
 
             return samples()
 
-    stream = load_split(Splits(), "train", True)
+    stream = load_split(Splits(), "train", True, torch.device("cpu"))
     assert isinstance(stream, Stream)
     stream.begin(0, None)
     stream.__getitems__([0, 5])

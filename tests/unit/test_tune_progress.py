@@ -120,9 +120,9 @@ def test_a_trial_that_trains_to_its_end_tells_when_it_met_the_target() -> None:
 def test_a_record_keeps_what_was_used_beside_its_metrics() -> None:
     objective = config("energy_j").objective
     row = {**ROW, "energy_j": 2.0}
-    outcome = {"status": "done", "result": {"peak_memory_bytes": 7, "energy_j": 3.5}}
+    outcome = {"status": "done", "result": {"peak_memory_bytes": 7, "energy_j": 3.5, "warnings": ["a", "b"]}}
     record = make_record(NAME, TRIAL, objective, 0.0, [row], outcome)
-    assert (record.status, record.peak_memory_bytes, record.energy_j) == ("done", 7, 3.5)
+    assert (record.status, record.peak_memory_bytes, record.energy_j, record.message) == ("done", 7, 3.5, "a; b")
     assert "energy_j" not in record.metrics
     assert make_record(NAME, TRIAL, objective, 0.0, [row], {"status": "stopped"}).energy_j == 2.0
     assert make_record(NAME, TRIAL, objective, 0.0, [ROW], {"status": "done"}).status == "error", "nobody told it"

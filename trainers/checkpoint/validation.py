@@ -67,6 +67,8 @@ class Position:
         default_factory=list
     )
     """Of a batch schedule; nothing where the size does not change."""
+    window: dict[str, tuple[float, _Count]] = field(default_factory=dict)
+    """Sums of losses since the last window of the log, and of how many steps; nothing where it ended here."""
 
 
 def check_state(state: Mapping[str, Any], name: str, has_rows: bool = False) -> Position:

@@ -131,7 +131,8 @@ class EvaluateConfig(Settings):
     every_steps: Positive | None = Field(default=None, examples=[500])
     """Steps between two evaluations."""
     microbatch_size: Positive = Field(default=256)
-    """Samples of one evaluation batch; fixed, so that figures do not depend on the number of workers."""
+    """Samples of one evaluation batch; fixed, so that figures do not depend on the number of workers. Where they depend
+    on this size, that is said before the first step."""
 
 
 Mode = Literal["min", "max"]

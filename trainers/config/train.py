@@ -73,7 +73,8 @@ class TrainConfig(Settings):
     """Where runs are kept: a directory or any pyarrow.fs URI (default $PACELINE_STORAGE, else ./results)."""
 
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Seed of weights, sample order, dropout and transforms."""
+    """Seed of weights, sample order, dropout and transforms; what `dataset()` draws, as a random split, is the same for
+    every seed."""
     deterministic: bool = Field(default=False)
     """Only deterministic algorithms: bit-equal repeats on CUDA, slower."""
     device: Literal["auto", "cuda", "mps", "cpu"] = Field(default="auto")
@@ -90,7 +91,8 @@ class TrainConfig(Settings):
     early_stopping: sections.EarlyStoppingConfig = Field(default_factory=sections.EarlyStoppingConfig)
     """When the run ends before its last step."""
     log_every_steps: Positive = Field(default=50)
-    """Steps whose mean loss makes one line of the log."""
+    """Steps whose mean loss makes one line of the log, and `train_loss`: the last one has the steps that are left, and
+    before the first one it is the mean so far. Evaluations, checkpoints and restarts change none of it."""
 
     global_batch_size: Positive | None = Field(default=None, examples=[64])
     """Samples of one optimizer step over all workers."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import Dataset, TensorDataset
 
 Batch = Any
@@ -23,6 +24,8 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 def parts_of(batch: Batch) -> list[tuple[Any, Any]] | None:
     """Return key and value of each item of a tuple, list, mapping or dataclass; None for a leaf."""
+    if isinstance(batch, PackedSequence):  # without `batch_sizes`, which torch wants on the host
+        return [(name, getattr(batch, name)) for name in ("data", "sorted_indices", "unsorted_indices")]
     if isinstance(batch, (tuple, list)):
         return list(enumerate(batch))
     if isinstance(batch, Mapping):
@@ -63,6 +66,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     if parts is None:
         return batch
     mapped = [(key, map_tensors(function, value)) for key, value in parts]
+    if isinstance(batch, PackedSequence):
+        return PackedSequence(batch_sizes=batch.batch_sizes, **dict(mapped))
     if isinstance(batch, (tuple, list)):
         values = [value for _, value in mapped]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

@@ -1,10 +1,16 @@
 """Random state of a worker as tensors and plain data, which `torch.load(weights_only=True)` reads back."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+
+from trainers.devices.device import seed_device
+
+HOST = torch.device("cpu")
 
 
 def get_rng_state(device: torch.device) -> dict[str, Any]:
@@ -32,3 +38,16 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["device"], device)
     elif "device" in state and device.type == "mps":
         torch.mps.set_rng_state(state["device"])
+
+
+@contextlib.contextmanager
+def drawn_alike(device: torch.device = HOST) -> Iterator[None]:
+    """Let what is drawn inside be the same in every process, call and run, whatever the run's seed; random state is put
+    back.
+    """
+    before = get_rng_state(device)
+    seed_device(0, device)
+    try:
+        yield
+    finally:
+        set_rng_state(before, device)

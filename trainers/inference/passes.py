@@ -29,9 +29,11 @@ from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.context import RunContext
 from trainers.data.feed import Feed
+from trainers.data.splits import same_rows_on_ranks
 from trainers.data.stream import Rereadable, same_on_ranks
 from trainers.devices.device import resolve_device, seed_all, set_flags, synchronize
 from trainers.devices.group import Group
+from trainers.devices.rng import drawn_alike
 from trainers.errors import CheckpointError, ConfigError, counted
 from trainers.inference.saved_run import SavedRun, read_trained
 from trainers.launch.spec import Job, RunSpec, make_spec
@@ -117,15 +119,18 @@ def infer(task: Task, config: TrainConfig, context: RunContext, job: Inference) 
     spec = resolve_precision(config.precision, device)
     apply_matmul(spec)
     if context.local_rank == 0:
-        task.setup()
+        with drawn_alike(device):
+            task.setup()
     group.barrier()
-    dataset: Any = load_split(task, job.split, training=False)
+    dataset: Any = load_split(task, job.split, training=False, device=device)
     if isinstance(dataset, Rereadable):
         same_on_ranks(dataset, group, config.task)
     if dataset is None:
         raise ConfigError("--split", job.split, "is none of this task's: dataset() gives None", "name another split")
     if not hasattr(dataset, "__len__") or len(dataset) == 0:
         raise ConfigError("--split", job.split, "has no sample, or a dataset without length", "name another split")
+    if not isinstance(dataset, Rereadable):
+        same_rows_on_ranks(job.split, dataset, group)
     checkpoint, step, model, spec = load_trained(task, config, group, spec, job)
     if config.compile != "off":
         compile_model(model, config.compile, config.fullgraph)

@@ -97,15 +97,21 @@ def _where(error: Exception) -> str:
 
 
 def load_task(task: str, task_args: dict[str, Any], source: str) -> Task:
-    """Import and construct a task; its directories must be on `sys.path`. ConfigError says what is wrong."""
+    """Import and construct a task; its directories must be on `sys.path`. ConfigError says what is wrong.
+
+    What it draws at random meanwhile is the same in every process.
+    """
     with without_collection():
+        from trainers.devices.rng import drawn_alike
         from trainers.task import Task
 
-        cls = load_named("task", task, "class", source)
+        with drawn_alike():
+            cls = load_named("task", task, "class", source)
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise ConfigError("task", task, "is not a trainers.task.Task", "derive the class from Task", source)
     _check_call("task_args", task_args, cls, source, **task_args)
-    return cls(**task_args)
+    with drawn_alike():
+        return cls(**task_args)
 
 
 def load_function(train_func: str, config: dict[str, Any], source: str) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
-from trainers.data.batch import Batch, map_tensors, tensors_of
+from trainers.data.batch import Batch, leaves_of, map_tensors, tensors_of
 from trainers.devices.device import device_name, resolve_device, total_memory_bytes
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
@@ -217,13 +217,14 @@ class _FakeProbe(Probe):
     @functools.cached_property
     def _few(self) -> tuple[Batch, tuple[_Shapes, _Shapes] | None]:
         """A batch of a few samples, and the shapes of two sizes; None where those of a third do not follow from them:
-        samples differ in length, or have tensors of their own.
+        samples differ in length, have tensors of their own, or something else than tensors, as text.
         """
         first, second = (_shapes(self._real(size)) for size in _KNOWN)
         batch = self._real(_CHECKED)
         shapes = _shapes(batch)
         known = [tuple(map(len, found)) for found in (first, second, shapes)]
-        follows = known[0] == known[1] == known[2] and _extended((first, second), _CHECKED) == shapes
+        follows = all(isinstance(leaf, Tensor) for leaf in leaves_of(batch))
+        follows &= known[0] == known[1] == known[2] and _extended((first, second), _CHECKED) == shapes
         return batch, (first, second) if follows else None
 
     def _real(self, size: int) -> Batch:
@@ -298,9 +299,9 @@ def fake_model(
 
     It is on its device and in its format already, and stays: torch's `Module.to` is unsure of fake parameters.
     """
+    task = make_task()
     try:
         with mode:
-            task = make_task()
             model: Any = task.model()
     except Exception:
         task = make_task()

@@ -94,7 +94,9 @@ class Attempt:
         """The step after which this attempt ends."""
         self.metrics: dict[str, float] = {}
         """The newest value of each."""
-        self.logged_step, self.evaluated_step = 0, -1
+        self.logged_step = 0
+        """The last step of the last window of the log."""
+        self.evaluated_step = -1
         self.checkpoint: str | None = None
         """Where the newest one is."""
         self.elapsed_s = 0.0
@@ -113,6 +115,11 @@ class Attempt:
     def samples(self) -> int:
         """Samples trained, in earlier attempts as well."""
         return self.parts.sampler.batches.samples(self.step)
+
+    @property
+    def open_steps(self) -> int:
+        """Steps since the last window of the log."""
+        return self.step - self.logged_step
 
     @property
     def ends_epoch(self) -> bool:

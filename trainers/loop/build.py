@@ -19,6 +19,7 @@ from trainers.context import RunContext
 from trainers.data.batch import fetch, map_tensors
 from trainers.data.feed import Feed
 from trainers.data.sampler import StepSampler, split_share
+from trainers.data.splits import check_apart
 from trainers.devices.device import device_name, resolve_device, seed_all, set_flags
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
@@ -42,6 +43,7 @@ from trainers.model.strategy import (
 )
 from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
 from trainers.step.cuda_graphs import GraphedStep
+from trainers.step.evaluation import check_evaluation
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
@@ -92,12 +94,16 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     pieces = group.world_size * accumulation
     watch = CollectiveWatch()
     watched = watch if group.world_size > 1 else contextlib.nullcontext()
-    with watched, throwaway(forward, dataset=train):  # of every rank alike
-        # First: of a model as it was made.
-        found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
-        flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
-    for warning in filter(None, found if group.rank == 0 else ()):
-        logger.warning("%s", warning)
+    with throwaway(forward, dataset=(train, val)):  # of every rank alike
+        with watched:
+            # First: of a model as it was made.
+            found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
+            flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
+        found.append(check_apart(train, val))
+        if val is not None and not is_sharded(model):
+            enter("evaluation")
+            found.append(check_evaluation(forward, val, config.evaluate.microbatch_size))
+    warnings = _said(found, group)
     # Named beside what was seen, since not every model is counted.
     syncs = group.world_size > 1 and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     even = is_sharded(model) or any(group.gather(watch.seen or syncs))
@@ -126,6 +132,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         ema=ema,
         frozen=trained.frozen,
         even=even,
+        warnings=warnings,
     )
     if isinstance(step.forward.model, DistributedDataParallel):
         _settle_buckets(replica, config, context)
@@ -162,6 +169,19 @@ def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group
     set_training(optimizer, True)
     ema = None if config.ema.decay is None else MovingAverage(model, optimizer, config.ema, frozen or ())
     return Trained(ForwardPass(model, task, spec, group.device), optimizer, ema, frozen)
+
+
+def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
+    """Return rank 0's warnings, said there; raise its first error on every rank."""
+    warnings: list[str] = []
+    for words in group.first(found):
+        if isinstance(words, ConfigError):
+            raise words
+        if words is not None:
+            warnings.append(words)
+    for warning in warnings if group.rank == 0 else ():
+        logger.warning("%s", warning)
+    return warnings
 
 
 def _refuse_with_phases(task: Task, config: TrainConfig, evaluates: bool) -> None:
@@ -252,6 +272,8 @@ def _make_schedule(
     if schedule.by_figure and not evaluates:
         rule = 'goes by a figure of the validation split, and dataset("val") gives none'
         raise ConfigError("schedule()", name, rule, "return a few samples that are held back")
+    epochs = sampler.batches.place(total_steps).epoch if sampler.known_length else 0
+    schedule.try_to_the_end(total_steps, [sampler.batches.first_step(epoch + 1) for epoch in range(epochs)])
     return schedule
 
 

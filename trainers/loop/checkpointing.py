@@ -79,6 +79,7 @@ class Checkpointing:
             "train_time_s": attempt.clock.train_time_s,
             "metrics": dict(attempt.metrics),
             "evaluated_step": attempt.evaluated_step,
+            "window": parts.step.open_losses(attempt.open_steps) if attempt.open_steps else {},
             "order": parts.sampler.name(),
             "stopping": attempt.stopping.state_dict(),
             "stream": stream.state_at(attempt.samples) if isinstance(stream, Stream) else None,
@@ -128,6 +129,9 @@ class Checkpointing:
         attempt = self.attempt
         set_training(attempt.parts.optimizer, True)
         attempt.step = attempt.logged_step = attempt.parts.step.number = int(position["step"])
+        if losses := position["window"]:
+            attempt.logged_step -= losses["train_loss"][1]
+            attempt.parts.step.set_losses(losses)
         attempt.clock.train_time_s = attempt.earlier_time_s = float(position["train_time_s"])
         attempt.metrics = dict(position["metrics"])
         attempt.evaluated_step = int(position["evaluated_step"])

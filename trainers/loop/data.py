@@ -10,10 +10,12 @@ from trainers.context import RunContext
 from trainers.data.batch_schedule import ENDLESS, BatchSchedule
 from trainers.data.order import Drawn
 from trainers.data.sampler import StepSampler
+from trainers.data.splits import same_rows_on_ranks
 from trainers.data.stream import Rereadable, Stream, same_on_ranks
 from trainers.devices.device import seed_all
 from trainers.devices.group import Group
-from trainers.errors import ConfigError
+from trainers.devices.rng import drawn_alike
+from trainers.errors import ConfigError, counted
 from trainers.loop.watchdog import enter
 from trainers.task import Task, load_split
 
@@ -24,14 +26,15 @@ def load_data(
     task: Task, config: TrainConfig, context: RunContext, group: Group
 ) -> tuple[Dataset[Any], Dataset[Any] | None]:
     """Load the datasets of both splits and refuse an empty one; the second is None where nothing is evaluated."""
-    seed_all(config.seed)  # data that draws without a generator of its own is the same in every process
+    seed_all(config.seed)
     enter("setup")
     if context.local_rank == 0:
-        task.setup()
+        with drawn_alike(group.device):
+            task.setup()
     enter("the barrier after setup")
     group.barrier()
     enter("dataset")
-    train, val = (load_split(task, split, split == "train") for split in ("train", "val"))
+    train, val = (load_split(task, split, split == "train", group.device) for split in ("train", "val"))
     if train is None:
         rule = 'gives no data for its "train" split, and every run needs some'
         raise ConfigError("task", config.task, rule, "return one from dataset() or stream()")
@@ -46,6 +49,8 @@ def load_data(
     for split, dataset in found.items():
         if len(dataset) == 0:
             raise ConfigError("task", config.task, f'has no sample in its "{split}" split', "check its files")
+        if not isinstance(dataset, Rereadable):
+            same_rows_on_ranks(split, dataset, group)
     return train, val
 
 
@@ -83,10 +88,11 @@ def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> S
     if drawn is not None and len(set(group.gather(sampler.name()))) > 1:
         fix = "give the order of all samples: the ranks split each step of it"
         raise ConfigError("sampler", drawn.name, "gives each rank another order", fix)
-    if drop_last and size > sampler.length:
-        rule = f"gives no whole step of the {sampler.length} training samples with drop_last"
+    if size > sampler.length and not of_stream:
+        given_by = 'dataset("train")' if drawn is None else "sampler()"
+        rule = f"is more than the {counted(sampler.length, 'sample')} of an epoch, which {given_by} gives"
         key = "global_batch_size" if config.batch_schedule is None else "batch_schedule"
-        raise ConfigError(key, size, rule, "lower it, or set `drop_last: false`")
+        raise ConfigError(key, size, rule, f"set it to at most {sampler.length}")
     return sampler
 
 

@@ -16,6 +16,7 @@ from trainers.model.optimizer import averaged
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import share_buffers
 from trainers.step.evaluation import evaluate
+from trainers.step.train_step import Losses
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +26,14 @@ _OBSERVED = ("mfu", "peak_bytes", "energy_j")
 def end_window(attempt: Attempt, monitor: Monitor) -> None:
     """Log the mean loss of the steps since the last window, and tell the terminal and the launcher."""
     parts, clock = attempt.parts, attempt.clock
-    steps = attempt.step - attempt.logged_step
+    steps = attempt.open_steps
     if steps == 0:
         return
     clock.end_span()
-    loss = parts.step.take_loss() / steps
-    losses = {"train_loss": loss, **parts.step.phase_losses}
+    losses = _means(parts.step.take_losses(steps))
+    loss = losses["train_loss"]
     attempt.metrics |= losses
     attempt.logged_step = attempt.step
-    parts.step.check_lr()
     lr = float(parts.optimizer.param_groups[0]["lr"])
     record: dict[str, Any] = {**attempt.position(), "lr": lr, **losses, **monitor.window()}
     if attempt.config.changes_batch:
@@ -59,12 +59,23 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
         logger.info("%s  loss %.4f  %s", done, loss, speed)
 
 
+def take_first_losses(attempt: Attempt) -> None:
+    """Before the first window is complete, have the mean losses so far among the figures. Every rank must call it."""
+    if attempt.logged_step == 0 < attempt.step:
+        attempt.metrics |= _means(attempt.parts.step.open_losses(attempt.step))
+
+
+def _means(losses: Losses) -> dict[str, float]:
+    return {name: loss / steps for name, (loss, steps) in losses.items() if steps}
+
+
 def validate(attempt: Attempt) -> dict[str, float]:
     """Evaluate, where there is a validation split, and report; return the figures, none without that split.
 
     Scheduler, task and early stopping are told of them.
     """
     began = time.perf_counter()
+    take_first_losses(attempt)
     figures = _figures(attempt)
     if attempt.parts.schedule is not None:
         attempt.parts.schedule.evaluated(attempt.step, figures)
@@ -140,6 +151,7 @@ def finish(status: Status, attempt: Attempt, monitor: Monitor, inspection: Inspe
         earlier_time_s=attempt.earlier_time_s,
         energy_j=total_energy_j(ranks),
         pauses=attempt.pauses,
+        warnings=parts.warnings,
     )
     if attempt.log is not None and context.storage is not None:
         attempt.log.flush(attempt.step)

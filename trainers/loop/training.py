@@ -2,7 +2,7 @@
 
 until the last step (of this launcher's part of the run), or until asked to stop:
     set the learning rate; run one step (trainers/step/train_step.py); count it
-    every `log_every_steps`: the mean loss of those steps (figures.py)
+    every `log_every_steps`, whatever else is due: the mean loss of those steps (figures.py)
     every ten steps, and before anything is kept: all ranks agree on stop, divergence, checkpoint time (agreement.py)
     when due: evaluate (figures.py); checkpoint (checkpointing.py); report
 evaluate and checkpoint the end; write `result.json` (figures.py)
@@ -25,7 +25,7 @@ from trainers.errors import PreemptedError, counted
 from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
-from trainers.loop.figures import end_window, finish, validate
+from trainers.loop.figures import end_window, finish, take_first_losses, validate
 from trainers.loop.monitor import Monitor
 from trainers.measure.profiler import Inspection
 from trainers.measure.result import RunResult
@@ -74,7 +74,10 @@ class Training:
         stopped = False
         while attempt.step < attempt.end and not stopped:
             stopped = self.epoch() and attempt.step < attempt.end
-        end_window(attempt, self.monitor)
+        if stopped:
+            take_first_losses(attempt)  # the window goes on with the run
+        else:
+            end_window(attempt, self.monitor)
         if not stopped and attempt.evaluated_step != attempt.step:
             self.evaluate()
         self.checkpointing.keep_end()
@@ -199,11 +202,11 @@ class Training:
         agreed, is_last = Agreement(), attempt.step == attempt.end
         if evaluate_now or checkpoint_now or attempt.step % AGREE_EVERY_STEPS == 0 or is_last:
             agreed = self.agree()
-        if evaluate_now or attempt.step % config.log_every_steps == 0:
+        if attempt.step % config.log_every_steps == 0 or attempt.step == attempt.end:
             end_window(attempt, self.monitor)
         improved = evaluate_now and self.evaluate()
         if (checkpoint_now or improved or agreed.checkpoint_due) and attempt.step < attempt.end:
-            end_window(attempt, self.monitor)
+            take_first_losses(attempt)
             self.checkpointing.keep(at_once=agreed.preempted)
         if agreed.preempted and attempt.step < attempt.end:
             raise PreemptedError(f"a node is being taken away; step {attempt.step} is kept in {attempt.checkpoint}")
@@ -213,6 +216,7 @@ class Training:
 
     def agree(self) -> Agreement:
         """Agree with all ranks on what comes next; the first time the slow steps are over."""
+        self.attempt.parts.step.check_lr()
         agreed = agree(self.attempt, self.checkpointing)
         if self.slow_start:
             self.slow_start = False

@@ -75,6 +75,8 @@ class RunResult:
     nothing counts it."""
     pauses: Pauses | None = None
     """Evaluations and checkpoints of this launch; None of a version that did not count them."""
+    warnings: list[str] = field(default_factory=list)
+    """What makes its figures doubtful: a loss that is no mean, validation samples in training."""
 
     def to_json(self) -> str:
         """As `result.json` has it."""
@@ -112,6 +114,7 @@ class RunResult:
             lines.append(f"  energy {self.energy_j:,.4g} J")
         if self.checkpoint:
             lines.append(f"  checkpoint {self.checkpoint}")
+        lines += [f"  warning: {words}" for words in self.warnings]
         if self.world_size > 1 and self.ranks:
             lines += [f"  {line}" for line in table(self.ranks)]
         return "\n".join(lines)

@@ -5,20 +5,23 @@ momenta, where it cycles them) are handed on before every step. So nothing is ho
 captured, compiled or skipped, and the rates stay exact numbers of the host.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
-from trainers.errors import CheckpointError, ConfigError
+from trainers.errors import CheckpointError, ConfigError, first_line
 from trainers.model.optimizer import warmup_steps
 
 Every = Literal["step", "epoch"]
 """What a scheduler counts."""
 _CYCLED = ("momentum", "betas")
+_TRIED = 10_000
+"""Steps of a scheduler, some 20 microseconds each."""
 
 
 class StandIn(Optimizer):
@@ -72,6 +75,29 @@ class Schedule:
             name = type(self.scheduler).__name__
             rule = "gives a scheduler of another optimizer than the one that it was given"
             raise ConfigError("schedule()", name, rule, "make it with `optimizer`, its first argument")
+
+    def try_to_the_end(self, total_steps: int, epochs: Sequence[int]) -> None:
+        """Raise ConfigError for a scheduler that ends before the run; it is tried, and put back.
+
+        `epochs`: the steps at which each of them has ended.
+        """
+        if self.by_figure:
+            return
+        count = total_steps - self._warmup if self.every == "step" else sum(step > self._warmup for step in epochs)
+        name = type(self.scheduler).__name__
+        before = copy.deepcopy(self.state_dict())
+        fix = "make it as long as the run, less its warm-up"
+        if isinstance(self.scheduler, OneCycleLR) and self.scheduler.total_steps < count:
+            rule = f"ends after {self.scheduler.total_steps} steps, and the run takes {count} of them"
+            raise ConfigError("schedule()", name, rule, fix)
+        for number in range(min(count, _TRIED)):
+            try:
+                self._stand_in.step()
+                self.scheduler.step()
+            except Exception as error:
+                rule = f"ends after {number} steps, and the run takes {count} of them ({first_line(error)})"
+                raise ConfigError("schedule()", name, rule, fix) from error
+        self.load_state_dict(before)
 
     def lrs(self, step: int) -> list[float]:
         """Return each group's learning rate in `step`, from 0."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 
 from trainers.causes import classify
@@ -182,6 +183,8 @@ def layout(batch: Batch) -> Hashable:
     """Describe what batches of one graph have in common: nesting, shapes, formats, places, all that is no tensor."""
     if isinstance(batch, Tensor):
         return (batch.shape, batch.dtype, batch.stride(), batch.device)
+    if isinstance(batch, PackedSequence):  # a graph has its sizes from the host
+        return (*batch.batch_sizes.tolist(), layout(batch.data), layout(batch.sorted_indices))
     parts = parts_of(batch)
     if parts is not None:
         return (type(batch), *((key, layout(value)) for key, value in parts))

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
 
 from trainers.causes import classify
-from trainers.data.batch import Batch, map_tensors
+from trainers.data.batch import Batch, fetch, map_tensors
 from trainers.data.feed import Feed
 from trainers.devices.group import Group
 from trainers.devices.rng import get_rng_state, set_rng_state
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 _Place = tuple[int, int]
 """The number of a batch, and where in it a part of it starts."""
+_TOLERANCE, _NARROW_TOLERANCE = 1e-3, 0.05
+"""Of figures, as shares: in float32, and where products are rounded to fewer bits."""
+_ROUNDING = 1e-6  # of figures near zero
+_FEW = 64
 _ORDERLESS = ("dim_zero_sum", "dim_zero_max", "dim_zero_min")  # torchmetrics' names; exact for whole numbers
 
 
@@ -102,6 +107,61 @@ def evaluate(
     figures |= of_states
     val_loss = {} if has_loss == {False} else {"val_loss": loss_sum / weight_sum if weight_sum else math.nan}
     return {**val_loss, **{f"val_{name}": figure for name, figure in figures.items()}}
+
+
+def check_evaluation(forward: ForwardPass, dataset: Dataset[Any], size: int) -> ConfigError | str | None:
+    """Return a warning where figures depend on which samples are evaluated together: those of the first `size` samples
+    at once, or of the first 64 where they have to be read one by one, differ from those of their halves. Return what to
+    raise for metrics of a wrong shape.
+
+    For a `throwaway` block. Where the pass fails, or draws at random what it gives, nothing can be said. Every rank
+    must call it.
+    """
+    most = size if type(dataset) is TensorDataset else min(size, _FEW)
+    rows = torch.arange(min(most, len(dataset)))  # type: ignore[arg-type]
+    halves = [half for half in rows.tensor_split(2) if len(half)]
+    tolerance = _TOLERANCE if forward.spec.name == "fp32" else _NARROW_TOLERANCE
+    whole: dict[str, float] = {}
+    try:
+        with torch.no_grad(), evaluating(forward.model):
+            whole = _figures_of(forward, dataset, [rows])
+            parts = _figures_of(forward, dataset, halves)
+            differ = [name for name in whole if abs(whole[name] - parts[name]) > _least(tolerance, whole[name])]
+            again = _figures_of(forward, dataset, halves) if differ else parts
+    except Exception as error:
+        if isinstance(error, ConfigError) and not whole:
+            return error
+        logger.debug("evaluation cannot be tried: %s", error)  # it says itself better why not
+        return None
+    for name in differ:
+        if parts[name] == again[name]:
+            return (
+                f"val_{name} depends on which samples are evaluated together: of the first {len(rows)} it is "
+                f"{whole[name]:.6g}, and {parts[name]:.6g} in halves; keep what a sample gives free of the others "
+                "(padding, statistics of a batch, weight()), or compare at one `evaluate.microbatch_size`"
+            )
+    return None
+
+
+def _least(tolerance: float, figure: float) -> float:
+    """What a difference of a figure has to be more than."""
+    return max(tolerance * abs(figure), _ROUNDING)
+
+
+def _figures_of(forward: ForwardPass, dataset: Dataset[Any], pieces: Sequence[Tensor]) -> dict[str, float]:
+    """The loss and the averaged metrics of some samples, in these pieces."""
+    measured, start = _Measured(forward), 0
+    for rows in pieces:
+        batch = map_tensors(
+            lambda tensor: tensor.to(forward.device), fetch(dataset, rows.tolist(), forward.task.collate)
+        )
+        batch = forward.task.transform(batch, False)
+        outputs, loss = forward(batch)
+        measured._add(_Piece(0, start, rows), batch, outputs, loss)
+        start += len(rows)
+    loss_sum, weight, *sums = measured.sums[0].tolist()
+    figures = {name: total / start for name, total in zip(measured.names, sums, strict=True)}
+    return ({"loss": loss_sum / weight} if weight and measured.has_loss == {True} else {}) | figures
 
 
 def too_large(error: BaseException, size: int, group: Group, smaller: int) -> RunFailedError:
@@ -178,16 +238,31 @@ class _Measured:
         except RuntimeError as error:
             self._forward.explain(error, batch)
             raise
+        found = _flat(found, type(task).__name__)
         check_names(found, type(task).__name__)
         values = self.states.take(found, piece[:2], samples, type(task).__name__)
         self.names = list(values)
         self.has_loss.add(loss is not None)
         loss = torch.zeros((), device=self._forward.device) if loss is None else loss
         weight = weight_of(task, batch, samples).to(loss.device, self._exact)
-        sums = [value.to(self._exact).sum() for value in values.values()]
+        sums = [value.to(loss.device, self._exact).sum() for value in values.values()]
         weighed = (loss.to(self._exact) * weight).masked_fill(weight == 0, 0.0)  # as in training
         row = torch.stack([weighed, weight, *sums])
         self.sums[piece.batch] = self.sums[piece.batch] + row if piece.batch in self.sums else row
+
+
+def _flat(found: Any, task: str) -> dict[str, Any]:
+    """Take the mappings among the metrics of the class `task` apart: what is in them is `<name>_<key>`."""
+    if not isinstance(found, Mapping):
+        rule = "must be a dict of metrics by name"
+        raise ConfigError(f"{task}.metrics()", type(found).__name__, rule, "return {} where there are none")
+    flat: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}_{key}": part for key, part in _flat(value, task).items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def check_names(names: Iterable[str], task: str) -> None:
@@ -274,17 +349,20 @@ class MetricStates:
                 figure = type(metric).compute(metric)  # the class's own: the instance's would gather once more
             for attribute, state in before.items():
                 setattr(metric, attribute, state)
-            if isinstance(figure, Tensor) and figure.numel() == 1:
-                figure = figure.reshape(())  # as the instance's would
-            if not isinstance(figure, Tensor) or figure.ndim > 1:
-                shown = list(figure.shape) if isinstance(figure, Tensor) else type(figure).__name__
-                rule = "must be one number, or a vector of them"
-                raise ConfigError(f"metric {name}", shown, rule, "choose a metric that averages")
-            if figure.ndim == 0:
-                figures[name] = float(figure)
-            else:
-                figures |= {f"{name}_{index}": value for index, value in enumerate(figure.double().tolist())}
+            for full_name, part in _flat({name: figure}, name).items():
+                figures |= _numbers(full_name, part)
         return figures
+
+
+def _numbers(name: str, figure: Any) -> dict[str, float]:
+    """What a metric has computed, by name; ConfigError for more than a vector."""
+    if isinstance(figure, Tensor) and figure.numel() == 1:
+        return {name: float(figure)}
+    if not isinstance(figure, Tensor) or figure.ndim > 1:
+        shown = list(figure.shape) if isinstance(figure, Tensor) else type(figure).__name__
+        rule = "must be one number, or a vector of them"
+        raise ConfigError(f"metric {name}", shown, rule, "choose a metric that averages")
+    return {f"{name}_{index}": value for index, value in enumerate(figure.double().tolist())}
 
 
 def _keep(kept: dict[_Place, Any], place: _Place, state: Any, reduction: Callable[[Any], Any] | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainers.data.batch import Batch
+from trainers.errors import ConfigError
 from trainers.model.precision import PrecisionSpec
 from trainers.model.strategy import raise_if_unused
 from trainers.step.device_mismatch import raise_if_mismatch
@@ -50,13 +51,22 @@ class ForwardPass:
         return contextlib.nullcontext()
 
     def loss_of(self, outputs: Any, batch: Batch) -> Any:
-        """Return the task's loss of outputs that are there."""
-        return (self.compiled_loss or self.task.loss)(outputs, batch)
+        """Return the task's loss of outputs that are there; None where it gives none. ConfigError as `loss`."""
+        loss = (self.compiled_loss or self.task.loss)(outputs, batch)
+        return None if loss is None else self.scalar(loss)
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss alone."""
-        loss: Tensor = self(batch)[1]
-        return loss
+        """Return the loss alone; ConfigError where it is not one number."""
+        loss = self(batch)[1]
+        return self.scalar(loss) if loss is None else loss
+
+    def scalar(self, loss: Any) -> Tensor:
+        """Return the task's loss as a tensor of no dimension; ConfigError where it is something else."""
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss if loss.ndim == 0 else loss.reshape(())
+        shown = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        rule = "must be a tensor of one number, the mean over the batch's weight"
+        raise ConfigError(f"{type(self.task).__name__}.{self.said}", shown, rule, "reduce it, as by `.mean()`")
 
     def explain(self, error: RuntimeError, batch: Batch) -> None:
         """Raise ours where `error` is torch's complaint about devices or unused parameters; return for any other."""

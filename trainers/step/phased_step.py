@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from trainers.model.gradient_hooks import average_gradients
 from trainers.model.joined_optimizer import JoinedOptimizer
 from trainers.model.strategy import share_buffers, shorten, unused_parameters
 from trainers.step.forward import ForwardPass
-from trainers.step.train_step import TrainStep
+from trainers.step.train_step import Losses, TrainStep
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class PhasePass(ForwardPass):
         given = map_tensors(Tensor.detach, self.spec.convert_batch(batch))
         try:
             with self.spec.autocast_context(self.device):
-                loss = self.task.training_step(self.model, given, self.phase)
+                loss = self.scalar(self.task.training_step(self.model, given, self.phase))
         except RuntimeError as error:
             self.explain(error, batch)
             raise
@@ -143,15 +143,28 @@ class PhasedStep(TrainStep):
             raise ConfigError(f"{type(self.forward.task).__name__}.phases({self.number})", names, rule, fix)
         return names
 
-    def take_loss(self) -> float:
-        """As TrainStep's, of all phases together; the mean of each phase's own steps is in `phase_losses` then."""
-        total, self.phase_losses = 0.0, {}
+    def open_losses(self, steps: int) -> Losses:
+        """As TrainStep's, of all phases together, and where there are several of each in its own steps."""
+        of_phases = {
+            f"train_loss_{name}": (phase.open_losses(steps)["train_loss"][0], phase.steps)
+            for name, phase in self.phases.items()
+        }
+        total = sum(loss for loss, _ in of_phases.values())
+        return {"train_loss": (total, steps), **(of_phases if len(self.phases) > 1 else {})}
+
+    def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
+        """As TrainStep's."""
         for name, phase in self.phases.items():
-            total += (loss := phase.take_loss())
-            if phase.steps and len(self.phases) > 1:
-                self.phase_losses[f"train_loss_{name}"] = loss / phase.steps
+            loss, phase.steps = losses.get(f"train_loss_{name}", losses["train_loss"])
+            phase.set_losses({"train_loss": (loss, phase.steps)})
+
+    def take_losses(self, steps: int) -> Losses:
+        """As TrainStep's."""
+        losses = self.open_losses(steps)
+        for phase in self.phases.values():
+            phase.take_losses(steps)
             phase.steps = 0
-        return total
+        return losses
 
 
 class _Phase(TrainStep):

@@ -1,6 +1,6 @@
 """Replica: what one worker trains with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ class Replica:
     """Digests of the parameters that checkpoints leave out; None where they have them all."""
     even: bool = False
     """Whether forward is a collective, FSDP's or one of the task's: every rank takes as many microbatches."""
+    warnings: list[str] = field(default_factory=list)
+    """What was found before the first step that makes figures doubtful; the same on every rank."""
 
     @property
     def feeds(self) -> list[Feed]:

@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward of each microbatch, exact global mean, clip, guarded update."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from trainers.model.sharding import is_shard, local
 from trainers.model.strategy import no_sync
 from trainers.step.forward import ForwardPass
 from trainers.step.noise_scale import NoiseScale
-from trainers.task import Task
+from trainers.task import Task, weight_of
+
+Losses = dict[str, tuple[float, int]]
+"""By the name under which each is logged: the sum of a loss over steps, and how many they are."""
 
 
 class TrainStep:
@@ -47,8 +50,6 @@ class TrainStep:
         self._one = torch.ones((), device=device)
         self.number = 0
         """Of the next step, from 0: counted by steps of phases, which are not all alike."""
-        self.phase_losses: dict[str, float] = {}
-        """By the name under which each is logged, where a step has several."""
         self.copies_gradients = False
         """Whether the model's next pass overwrites the gradients of this one, as CUDA graphs do: they are copied."""
         self._seeds: dict[tuple[float, torch.dtype, torch.Size], Tensor] = {}
@@ -129,7 +130,7 @@ class TrainStep:
         if self._weighs_samples:
             return [0.0 if idle else size / step_samples for size in sizes], batches
         held = [next(batches) for _ in sizes]
-        weights = torch.stack([self.forward.task.weight(batch).to(self.loss_sum) for batch in held])
+        weights = torch.stack([weight_of(self.forward.task, batch, 0).to(self.loss_sum) for batch in held])
         for index, size in enumerate(sizes):
             if idle or size == 0:
                 weights[index] = 0
@@ -206,12 +207,22 @@ class TrainStep:
         """Raise ConfigError where something else has changed the learning rate since `set_lr`."""
         check_lr(self.optimizer, type(self.forward.task).__name__, self._wanted_lrs)
 
-    def take_loss(self) -> float:
-        """Sum the mean losses since the last call, over steps and ranks. Waits; every rank must call it."""
+    def open_losses(self, steps: int) -> Losses:
+        """Return the mean losses since they were last taken, as sums over steps and ranks, of the last `steps` steps;
+        they stay. Waits; every rank must call it.
+        """
+        return {"train_loss": (float(self.group.sum(self.loss_sum)), steps)}
+
+    def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
+        """Go on with what `open_losses` gave on any number of ranks."""
+        self.loss_sum.fill_(losses["train_loss"][0] if self.group.rank == 0 else 0.0)
+
+    def take_losses(self, steps: int) -> Losses:
+        """Return the same, and begin anew."""
+        losses = self.open_losses(steps)
         self._bad_loss |= ~torch.isfinite(self.loss_sum)
-        total = float(self.group.sum(self.loss_sum))
         self.loss_sum.zero_()
-        return total
+        return losses
 
 
 def _start_momentum(optimizer: SGD) -> None:

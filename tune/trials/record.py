@@ -172,7 +172,7 @@ def make_record(
     result = outcome.get("result") or {}
     speed = result.get("throughput") or {}
     status: Status = outcome["status"] if outcome["status"] in STATUSES else "error"
-    message = outcome.get("message", "")
+    message = outcome.get("message") or "; ".join(result.get("warnings", ()))
     metrics = {**(curve[-1] if curve else {}), **result.get("metrics", {})}
     # A training function may report them itself.
     found = {name: speed.get(name, metrics.get(name)) for name in _SPEEDS}

@@ -1,0 +1,76 @@
+"""Data and losses as users write them at the first try, on two ranks: as on one, or refused on both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.processes import run_processes
+from tests.distributed.test_collectives import run
+from tests.specs import BASE
+from tests.tasks import Blobs
+from tests.unit.test_first_try import Imbalanced, Table, Weighted
+from trainers.config import TrainConfig
+from trainers.config.model import build
+from trainers.config.overrides import override
+from trainers.errors import ConfigError
+from trainers.launch.local import LocalContext
+from trainers.loop.fit import fit
+from trainers.measure.run_log import read_log
+from trainers.storage import Storage
+
+TASKS = {
+    "random_split": Table("random_split"),
+    "constructor": Table("numpy"),
+    "weighted": Weighted("classes"),
+    "entropy": Table("entropy in tensors"),
+    "classes": Imbalanced("classes"),
+    "rare": Imbalanced("rare"),
+}
+
+
+def train(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, task in TASKS.items():
+        try:
+            metrics = run(task, rank, world_size, **{"log_every_steps": 4, "checkpoint.every_steps": 3}).metrics  # type: ignore[arg-type]
+            found[name] = metrics["train_loss"], metrics["val_loss"]
+        except ConfigError as error:
+            found[name] = error.field
+    return found
+
+
+def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path: Path) -> None:
+    [alone] = run_processes(1, train, tmp_path)
+    for found in run_processes(2, train, tmp_path):
+        for name in ("random_split", "constructor", "weighted"):
+            assert found[name] == pytest.approx(alone[name], rel=1e-5), name
+        assert found["entropy"] == 'dataset("train")'
+        assert found["classes"] == found["rare"] == "loss()"
+
+
+class Stops(LocalContext):
+    """Asks for an end whenever it may."""
+
+    def should_stop(self, elapsed_s: float) -> bool:
+        return True
+
+
+def part(rank: int, world_size: int, path: Path, stops: bool) -> str:
+    tree = override(TrainConfig, BASE, {"max_steps": 8, "log_every_steps": 4, "evaluate.every_steps": 3})
+    kind = Stops if stops else LocalContext
+    context = kind(Storage(str(path)), "spawn", rank, world_size, rank, world_size)
+    return fit(Blobs(dtype="float64"), build(TrainConfig, tree, "test"), context).status
+
+
+def test_a_window_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    assert run_processes(2, part, tmp_path, tmp_path / "moved", True) == ["stopped"] * 2
+    for name in ("moved", "whole"):
+        assert run_processes(1, part, tmp_path, tmp_path / name, False) == ["done"]
+    moved, whole = (
+        [row for row in read_log(Storage(str(tmp_path / name))) if "train_loss" in row] for name in ("moved", "whole")
+    )
+    assert [row["step"] for row in moved] == [row["step"] for row in whole] == [4, 8]
+    assert [row["train_loss"] for row in moved] == pytest.approx([row["train_loss"] for row in whole], rel=1e-12)

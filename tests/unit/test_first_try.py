@@ -1,0 +1,325 @@
+"""Data, losses and figures as users write them at the first try: right, or refused in one sentence."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+
+from tests.unit.test_loop import Context, Power, config, curve, train
+from tests.unit.test_phases import Adversarial
+from trainers.data.batch import map_tensors
+from trainers.devices.device import seed_all
+from trainers.errors import ConfigError
+from trainers.launch.find_task import load_task
+from trainers.loop.fit import fit
+from trainers.step.cuda_graphs import layout
+from trainers.task import Task, load_split
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+MODULE = "tests.unit.test_first_try"
+OFTEN: dict[str, Any] = {"clip_grad_norm": None, "lr_schedule": {}, "optimizer": {"name": "sgd", "lr": 0.01}}
+
+
+class Table(Task):
+    """500 rows of which `how` draws 400 to train on; the first column is the number of the row."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.parts = self.split() if how == "constructor" else None
+
+    def model(self) -> nn.Module:
+        return nn.Linear(8, 1)
+
+    def dataset(self, split: str) -> Dataset[Any] | None:
+        train, val = self.parts or self.split()
+        return train if split == "train" else val
+
+    def split(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        x = torch.randn(500, 8, generator=torch.Generator().manual_seed(5))
+        table = TensorDataset(torch.arange(500.0)[:, None], x, x.sum(1, keepdim=True))
+        if self.how in ("random_split", "constructor"):
+            train, val = random_split(table, [400, 100])
+            return train, val
+        order: dict[str, Any] = {
+            "numpy": lambda: np.random.permutation(500),
+            "python": lambda: random.sample(range(500), 500),
+            "torch": lambda: torch.randperm(500).tolist(),
+            "entropy": lambda: np.random.default_rng().permutation(500),
+            "entropy in tensors": lambda: np.random.default_rng().permutation(500),
+            "all": lambda: range(500),
+        }
+        rows = [int(row) for row in order[self.how]()]
+        if self.how == "entropy in tensors":
+            return TensorDataset(*table[rows[:400]]), TensorDataset(*table[rows[400:]])
+        return Subset(table, rows if self.how == "all" else rows[:400]), Subset(table, rows[400:])
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch[1])
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return F.mse_loss(outputs, batch[2])
+
+
+def random_state() -> list[Any]:
+    generator: Any = np.random.get_state()
+    return [torch.get_rng_state().tolist(), generator[1].tolist(), random.getstate()]
+
+
+@pytest.mark.parametrize("how", ["random_split", "constructor", "numpy", "python", "torch"])
+def test_a_random_split_is_the_same_in_every_call_process_and_seed(how: str) -> None:
+    found = []
+    for seed in (0, 7):
+        seed_all(seed)
+        task = load_task(f"{MODULE}:Table", {"how": how}, "test")
+        before = random_state()
+        parts = [load_split(task, split, False, CPU) for split in ("val", "train")]
+        after = random_state()
+        assert before == after
+        found += [[int(part[index][0]) for index in range(len(part))] for part in parts]
+    assert found[:2] == found[2:]
+    assert sorted(found[0] + found[1]) == list(range(500))
+
+
+@pytest.mark.parametrize(("how", "said"), [("entropy", "refused"), ("entropy in tensors", "warned"), ("all", "warned")])
+def test_validation_rows_in_training_are_said(how: str, said: str) -> None:
+    def run() -> list[str]:
+        return train(None, Table(how), max_steps=1, global_batch_size=50, microbatch_size="auto").warnings
+
+    if said == "refused":
+        with pytest.raises(ConfigError) as raised:
+            run()
+        assert raised.value.field == 'dataset("val")'
+    else:
+        [words] = run()
+        assert "training samples, too" in words
+    assert not train(None, Table("torch"), max_steps=1, global_batch_size=50, microbatch_size="auto").warnings
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"global_batch_size": 401}, "global_batch_size"),
+        ({"global_batch_size": 401, "drop_last": True}, "global_batch_size"),
+        ({"global_batch_size": None, "batch_size_per_worker": 5000}, "global_batch_size"),
+        (
+            {"global_batch_size": None, "batch_schedule": [{"until_samples": 400, "size": 50}, {"size": 401}]},
+            "batch_schedule",
+        ),
+        ({"global_batch_size": 400}, None),
+    ],
+)
+def test_a_batch_larger_than_the_data_is_refused(changes: dict[str, Any], field: str | None) -> None:
+    options: dict[str, Any] = {"max_steps": 1, "microbatch_size": "auto", **changes}
+    if field is None:
+        assert train(None, Table("torch"), **options).samples == 400
+        return
+    with pytest.raises(ConfigError) as raised:
+        train(None, Table("torch"), **options)
+    assert raised.value.field == field
+
+
+CLASS_WEIGHTS = torch.tensor([0.37, 4.2, 16.7])
+
+
+class Imbalanced(Task):
+    """Three classes, 90/8/2 % or rarer still, and a loss that divides by more than samples."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def rows(self, split: str) -> TensorDataset:
+        generator = torch.Generator().manual_seed(0 if split == "train" else 1)
+        size = 1000 if split == "train" else 500
+        shares = torch.tensor([0.997, 0.002, 0.001] if self.kind == "rare" else [0.9, 0.08, 0.02])
+        y = torch.multinomial(shares, size, replacement=True, generator=generator)
+        x = torch.randn(size, 8, generator=generator) + y[:, None] * 0.7
+        return TensorDataset(x, y)
+
+    def model(self) -> nn.Module:
+        return nn.Linear(8, 3)
+
+    def dataset(self, split: str) -> Dataset[Any]:
+        data = self.rows(split)
+        return Subset(data, range(len(data))) if self.kind == "subset" else data
+
+    def factors(self, batch: Any) -> Tensor:
+        if self.kind == "mask":
+            return (batch[1] > 0).float()
+        return CLASS_WEIGHTS[batch[1]]
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        factors = self.factors(batch)
+        total = (F.cross_entropy(outputs, batch[1], reduction="none") * factors).sum()
+        mean: Tensor = total / factors.sum().clamp(min=1e-9)
+        return mean
+
+
+class Weighted(Imbalanced):
+    """Says what its loss divides by."""
+
+    def weight(self, batch: Any) -> Tensor:
+        return self.factors(batch).sum()
+
+
+@pytest.mark.parametrize("kind", ["classes", "rare", "subset", "mask"])
+def test_a_mean_over_weights_is_refused_or_as_a_plain_loop_whatever_the_microbatch(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        **OFTEN,
+        "seed": 0,
+        "epochs": 2,
+        "global_batch_size": 64,
+        "optimizer": {"name": "sgd", "lr": 0.1},
+    }
+    with pytest.raises(ConfigError) as raised:
+        train(None, Imbalanced(kind), **options, microbatch_size=16)
+    assert raised.value.field == "loss()"
+    whole = train(None, Imbalanced(kind), **options, microbatch_size=64)
+    assert "val_loss" in whole.warnings[-1], "it still depends on how evaluation is split"
+    for microbatch in (16, 64):
+        right = train(tmp_path / str(microbatch), Weighted(kind), **options, microbatch_size=microbatch)
+        assert not right.warnings
+        task = Imbalanced(kind)
+        torch.manual_seed(0)
+        model = task.model()
+        (x, y), val = task.rows("train").tensors, task.rows("val").tensors
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for epoch in range(2):
+            for part in torch.randperm(1000, generator=torch.Generator().manual_seed(epoch)).split(64):
+                loss = task.loss(model(x[part]), (x[part], y[part]))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        assert right.metrics["val_loss"] == pytest.approx(task.loss(model(val[0]), val).item(), rel=1e-5)
+
+
+class Together(Table):
+    """Evaluates what depends on the other samples of a batch: padding to the longest, or its own statistics."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("torch")
+        self.kind = kind
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        x = batch[1]
+        if self.kind == "statistics":
+            x = (x - x.mean(0)) / x.std(0)
+        if self.kind == "padding":
+            x = x / x.abs().amax()
+        if self.kind == "noise":
+            x = x + torch.randn_like(x)
+        return super().forward(model, (batch[0], x))
+
+
+@pytest.mark.parametrize(("kind", "said"), [("statistics", 1), ("padding", 1), ("noise", 0), ("alone", 0)])
+def test_figures_that_depend_on_the_evaluation_batch_are_said(kind: str, said: int) -> None:
+    result = train(None, Together(kind), max_steps=1, global_batch_size=50, microbatch_size=50)
+    assert len(result.warnings) == said
+    assert all("evaluate.microbatch_size" in words for words in result.warnings)
+
+
+def windows(path: Path) -> list[tuple[int, float]]:
+    return [(step, loss) for step, _, loss in curve(path)]
+
+
+@pytest.mark.parametrize("phased", [False, True])
+def test_windows_are_those_of_the_log_whatever_else_is_due_and_over_resumes(phased: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 22, "log_every_steps": 1, **({} if phased else OFTEN)}
+    task: Any = Adversarial if phased else lambda: Table("torch")
+    if not phased:
+        options |= {"global_batch_size": 24, "microbatch_size": 10}
+    rare: dict[str, Any] = {"checkpoint": {"every_steps": 99}, "evaluate": {"every_steps": 99}}
+    train(tmp_path / "each", task(), **options, **rare)
+    each = [loss for _, loss in windows(tmp_path / "each")]
+    right = [(end, sum(each[start:end]) / (end - start)) for start, end in ((0, 8), (8, 16), (16, 22))]
+
+    options["log_every_steps"] = 8
+    found = []
+    for checkpoint, evaluate in ((99, 99), (3, 99), (99, 3), (5, 7)):
+        path = tmp_path / f"{checkpoint}-{evaluate}"
+        every: dict[str, Any] = {"checkpoint": {"every_steps": checkpoint}, "evaluate": {"every_steps": evaluate}}
+        result = train(path, task(), **options, **every)
+        assert result.metrics["train_loss"] == windows(path)[-1][1]
+        found.append(windows(path))
+    assert all(one == found[0] for one in found)
+    assert [step for step, _ in found[0]] == [8, 16, 22]
+    assert [loss for _, loss in found[0]] == pytest.approx([loss for _, loss in right], rel=1e-6)
+
+    every = {"checkpoint": {"every_steps": 3}, "evaluate": {"every_steps": 99}}
+    with pytest.raises(Power):
+        fit(task(), config(**options, **every), Context(tmp_path / "cut", cut_at_step=12))
+    stops = iter([False] * 1 + [True] * 99)
+    stopped = train(tmp_path / "cut", task(), stop=lambda: next(stops), **options, **every)
+    assert stopped.status == "stopped"
+    train(tmp_path / "cut", task(), **options, **every)
+    assert windows(tmp_path / "cut") == found[0]
+
+
+class Shaped(Table):
+    """One method gives something of another shape."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__("torch")
+        self.given = given
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return self.given.get("loss", torch.mean)((outputs - batch[2]) ** 2)
+
+    def weight(self, batch: Any) -> Any:
+        return self.given.get("weight", len)(batch[0])
+
+    def metrics(self, outputs: Tensor, batch: Any) -> Any:
+        return self.given.get("metrics", lambda error: {})((outputs - batch[2]).abs())
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"loss": lambda error: error[:, 0]}, "Shaped.loss()"),
+        ({"loss": lambda error: error}, "Shaped.loss()"),
+        ({"loss": lambda error: float(error.mean())}, "Shaped.loss()"),
+        ({"loss": lambda error: None}, "Shaped.loss()"),
+        ({"loss": lambda error: error.mean().reshape(1)}, None),
+        ({"weight": lambda rows: torch.ones(len(rows))}, "Shaped.weight()"),
+        ({"weight": lambda rows: torch.ones(1) * len(rows)}, None),
+        ({"metrics": lambda error: {"mae": error.mean()}}, "metric mae"),
+        ({"metrics": lambda error: {"mae": float(error.mean())}}, "metric mae"),
+        ({"metrics": lambda error: {"mae": error.expand(-1, 2)}}, "metric mae"),
+        ({"metrics": lambda error: error[:, 0]}, "Shaped.metrics()"),
+        ({"metrics": lambda error: {"of": {"mae": error[:, 0], "rmse": {"squared": error**2}}}}, None),
+    ],
+)
+def test_shapes_are_refused_before_training(given: dict[str, Any], field: str | None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "max_steps": 3,
+        "global_batch_size": 50,
+        "microbatch_size": 25,
+        "evaluate": {"every_steps": 3},
+    }
+    if field is None:
+        metrics = train(tmp_path, Shaped(**given), **options).metrics
+        names = {"val_of_mae", "val_of_rmse_squared"} if "metrics" in given else set()
+        assert metrics.keys() == {"train_loss", "val_loss", *names}
+        return
+    with pytest.raises(ConfigError) as raised:
+        train(tmp_path, Shaped(**given), **options)
+    assert raised.value.field == field
+    assert not list((tmp_path / "log").glob("*"))
+
+
+def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(5, 2)], enforce_sorted=False)
+    moved = map_tensors(lambda tensor: tensor.to("meta"), {"words": packed})["words"]
+    assert (moved.data.is_meta, moved.sorted_indices.is_meta) == (True, True)
+    assert torch.equal(moved.batch_sizes, packed.batch_sizes)
+    other = pack_sequence([torch.ones(4, 2), torch.ones(4, 2)], enforce_sorted=False)
+    assert layout(packed) != layout(other), "a captured step has the sizes in it"
