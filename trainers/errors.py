@@ -233,9 +233,17 @@ def counted(number: float, noun: str, form: str = "") -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Callable[[str], str] = str) -> str:
-    """Return the fix for a name that is not known: the nearest of the `known` as `shown`, else `otherwise`."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"did you mean `{shown(near[0])}`?" if near else otherwise
+    """Return the fix for a name that is not known: the nearest of the `known` as `shown`, else `otherwise`.
+
+    Capitals, and `-` in place of `_`, are no difference.
+    """
+    by_plain = {_plain(one): one for one in known}
+    near = difflib.get_close_matches(_plain(str(name)), by_plain, n=1)
+    return f"did you mean `{shown(by_plain[near[0]])}`?" if near else otherwise
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 def first_line(error: BaseException) -> str:

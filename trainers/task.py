@@ -1,7 +1,7 @@
 """Task: what a user writes. A model, its data and its loss; everything else has a default."""
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,12 +123,11 @@ class Task:
         """
         return build_optimizer(model, config)
 
-    def schedule(
-        self, optimizer: Optimizer, config: TrainConfig
-    ) -> LRScheduler | tuple[LRScheduler, Literal["step", "epoch"]] | None:
+    def schedule(self, optimizer: Optimizer, config: TrainConfig) -> LRScheduler | tuple[LRScheduler, str] | None:
         """Return a scheduler of torch's for `optimizer`, a stand-in with the groups of the run's own; None for
         `config.lr_schedule` to say. It is stepped after each step; `(scheduler, "epoch")` after each epoch, and
-        ReduceLROnPlateau by each evaluation's val_loss. Its state is kept in checkpoints: the task does not step it.
+        ReduceLROnPlateau by each evaluation's val_loss, or by the metric in `(scheduler, "val_accuracy")`.
+        Its state is kept in checkpoints: the task does not step it.
         """
         return None
 

@@ -1,14 +1,35 @@
 """Objective: what the best trial of a sweep is best at, and the metrics whose direction is known."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from pydantic import Field, model_validator
 
+from trainers.config.metrics import Mode, check_direction, check_metric, direction_of
 from trainers.config.model import Settings
-from trainers.config.sections import Mode, check_direction, direction_of
 
 TO_TARGET = ("time_to_target", "usd_to_target")
+MEASURED = (*TO_TARGET, "samples_per_s", "step_time_s", "peak_memory_bytes", "energy_j")
+"""What a sweep measures of a trial, whatever its task reports."""
+_LATE = "noise_scale"
+"""Is reported, but maybe not by the first evaluation."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value that a metric has to reach."""
+
+    metric: str
+    value: float
+    mode: Mode
+
+    def is_met(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether an evaluation's metrics meet it."""
+        value = metrics.get(self.metric)
+        if value is None:
+            return False
+        return value <= self.value if self.mode == "min" else value >= self.value
 
 
 class Objective(Settings):
@@ -23,6 +44,8 @@ class Objective(Settings):
     target: dict[str, float] | None = Field(default=None, min_length=1, max_length=1, examples=[{"val_accuracy": 0.97}])
     """The metric and the value to reach: time_to_target and usd_to_target count until then. With these two a trial
     ends at the evaluation that meets it, or once it has trained 2.5 times as long as another took."""
+    target_mode: Mode | None = Field(default=None)
+    """Whether the target's metric has to fall to its value (min) or rise to it (max); known by itself as `mode` is."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -30,10 +53,23 @@ class Objective(Settings):
         needed = self.metric in TO_TARGET and self.target is None
         self.refuse_if(needed, "target", f"is what {self.metric} counts to", fix)
         check_direction("mode", self.metric, self.mode)
-        unknown_target = not all(direction_of(name) for name in self.target or {})
-        rule = "must name a metric whose name says whether less or more is better, as val_loss or val_accuracy"
-        self.refuse_if(unknown_target, "target", rule, "rename the metric")
+        turned = self.metric in MEASURED and self.mode not in (None, direction_of(self.metric))
+        rule = f"is not what is better of {self.metric}, which is known"
+        fix = f"write `target_mode: {self.mode}` if it is the target's" if self.metric in TO_TARGET else "remove it"
+        self.refuse_if(turned, "mode", rule, fix)
+        alone = self.target_mode is not None and self.target is None
+        self.refuse_if(alone, "target_mode", "has no effect without a target", "add `target: {val_accuracy: 0.97}`")
+        for name in self.target or {}:
+            mode = self._mode_of(name)
+            check_direction("target_mode", name, self.target_mode or mode)
+            contrary = name == self.metric and self.target_mode not in (None, mode)
+            rule = f"contradicts the mode of objective.metric, which is the same metric and has {mode}"
+            self.refuse_if(contrary, "target_mode", rule, "remove it, or set `mode`")
         return self
+
+    def _mode_of(self, name: str) -> Mode | None:
+        """Whether less or more of a metric is better, where `mode` or its name says it."""
+        return (self.mode if name == self.metric else None) or direction_of(name)
 
     @property
     def ends_at_target(self) -> bool:
@@ -52,14 +88,22 @@ class Objective(Settings):
         """The metrics that decide: its own and the target's."""
         return (self.metric, *(self.target or {}))
 
+    @property
+    def goal(self) -> Target | None:
+        """The target, with its direction."""
+        for name, value in (self.target or {}).items():
+            mode = self.target_mode or self._mode_of(name)
+            assert mode is not None
+            return Target(name, value, mode)
+        return None
+
     def reached(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation's metrics meet the target."""
-        return meets(self.target or {}, metrics)
+        return self.goal is not None and self.goal.is_met(metrics)
 
 
-def meets(target: Mapping[str, float], metrics: Mapping[str, float]) -> bool:
-    """Return whether an evaluation's metrics meet a target; an empty one is never met."""
-    for name, value in target.items():
-        if name in metrics:
-            return metrics[name] <= value if direction_of(name) == "min" else metrics[name] >= value
-    return False
+def check_reported(watches: Sequence[str], reported: Iterable[str]) -> None:
+    """Raise ConfigError where a trial has not reported a metric that the objective needs, its own or the target's."""
+    names = {*reported, *MEASURED, _LATE}
+    for key, name in zip(("objective.metric", "objective.target"), watches, strict=False):
+        check_metric(key, name, names)

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from trainers.checkpoint.manifest import Best
+from trainers.config import TrainConfig
+from trainers.config.metrics import Mode, direction_of
 from trainers.config.model import Settings, build
-from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig, Mode, direction_of
+from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig
 from trainers.errors import ConfigError
-from tune.objective import Objective
+from tune.objective import MEASURED, Objective
 
+RUN = {"task": "task:House", "epochs": 1, "global_batch_size": 8, "optimizer": {"lr": 0.1}}
 KNOWN: list[tuple[str, Mode | None]] = [
     ("val_loss", "min"),
     ("val_error", "min"),
@@ -35,9 +38,40 @@ KNOWN: list[tuple[str, Mode | None]] = [
     ("samples_per_s", "max"),
     ("neg_mean_absolute_error", "max"),
     ("val_neg_log_loss", "max"),
-    ("val_bleu", None),
+    ("val_perplexity", "min"),
+    ("val_fid", "min"),
+    ("val_fid_score", "min"),
+    ("val_davies_bouldin_score", "min"),
+    ("val_error_rate", "min"),
+    ("val_top1_error", "min"),
+    ("evalLoss", "min"),
+    ("val_nrmse", "min"),
+    ("val_neg_log_likelihood", "min"),
+    ("val_bits_per_byte", "min"),
+    ("val_false_positive_rate", "min"),
+    ("val_r2", "max"),
+    ("val_bleu", "max"),
+    ("mean_iou", "max"),
+    ("val_mIoU", "max"),
+    ("val_map_50", "max"),
+    ("val_rougeL", "max"),
+    ("val_ndcg@10", "max"),
+    ("val_f1_macro", "max"),
+    ("val_accuracy_top5", "max"),
+    ("val_accuracy_0", "max"),
+    ("val_detection/map", "max"),
+    ("val_dice_coefficient", "max"),
     ("answer", None),
     ("val_negative", None),
+    ("val_topk", None),
+    ("val_top5", None),
+    ("val_anomaly_score", None),
+    ("val_loss_gap", None),
+    ("val_accuracy_drop", None),
+    ("val_1-ssim", None),
+    ("val_neg_accuracy", None),
+    ("val_entropy", None),
+    ("val_glass", None),
 ]
 
 
@@ -67,4 +101,43 @@ def test_all_that_goes_by_a_metric_goes_in_one_direction(metric: str, known: Mod
         assert goal.improves({metric: 0.0}, 1.0) is (expected == "min")
         assert goal.improves({metric: 2.0}, 1.0) is (expected == "max")
         assert not goal.improves({metric: math.nan}, None)
-    assert Objective(metric=metric, mode=mode, target=target).direction == expected
+    if metric not in MEASURED or expected == known:
+        assert Objective(metric=metric, mode=mode, target=target).direction == expected
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        ({"target": {"val_loss": 0.3}}, "min"),
+        ({"target": {"val_topk": 0.3}, "target_mode": "max"}, "max"),
+        ({"target": {"val_topk": 0.3}}, "target_mode"),
+        ({"target": {"val_loss": 0.3}, "mode": "max"}, "mode"),
+        ({"target": {"val_loss": 0.3}, "target_mode": "max"}, "max"),
+        ({"metric": "val_topk", "mode": "max", "target": {"val_topk": 0.3}}, "max"),
+        ({"metric": "val_topk", "mode": "max", "target": {"val_topk": 0.3}, "target_mode": "min"}, "target_mode"),
+        ({"metric": "val_loss", "mode": "max", "target": {"val_loss": 0.3}}, "max"),
+        ({"metric": "val_topk", "mode": "max", "target": {"val_loss": 0.3}}, "min"),
+        ({"metric": "val_loss", "target_mode": "max"}, "target_mode"),
+        ({"metric": "samples_per_s", "mode": "min"}, "mode"),
+    ],
+)
+def test_a_target_is_met_in_its_own_direction(objective: dict[str, Any], expected: str) -> None:
+    """A mode that contradicts, or is not known, is refused."""
+    if expected in ("mode", "target_mode"):
+        with pytest.raises(ConfigError) as raised:
+            build(Objective, objective, "test")
+        assert raised.value.field == expected
+        return
+    judged = build(Objective, objective, "test")
+    [name] = objective["target"]
+    assert [judged.reached({name: value}) for value in (0.2, 0.4)] == [expected == "min", expected == "max"]
+    assert not judged.reached({"other": 0.3})
+
+
+def test_one_metric_has_one_direction_in_a_run() -> None:
+    best = {"checkpoint": {"best": "val_topk", "best_mode": "max"}}
+    same, other = ({"early_stopping": {"metric": "val_topk", "mode": mode, "patience": 1}} for mode in ("max", "min"))
+    build(TrainConfig, RUN | best | same, "test")
+    with pytest.raises(ConfigError) as raised:
+        build(TrainConfig, RUN | best | other, "test")
+    assert raised.value.field == "early_stopping.mode"

@@ -10,6 +10,7 @@ import pytest
 from tests.unit.test_mailbox import WAIT_S, asynchronous, reports, taken
 from tune.lanes.mailbox import Mailbox
 from tune.lanes.messages import Assignment, Begun
+from tune.objective import Target
 
 
 def assignment(ticket: str, rows: int = 8, failures: int = 0, **given: Any) -> Assignment:
@@ -49,7 +50,7 @@ async def test_a_report_counts_once_all_ranks_have_brought_their_part(mailbox: M
 def test_all_ranks_end_at_the_same_report(why: str) -> None:
     async def main() -> None:
         mailbox = Mailbox()
-        await mailbox.submit(assignment("a", target={"loss": 0.5} if why == "target" else {}))
+        await mailbox.submit(assignment("a", target=Target("loss", 0.5, "min") if why == "target" else None))
         await taken(mailbox)
         assert await both(mailbox, 1) == [True, True]
         if why == "cancelled":

@@ -16,10 +16,11 @@ from tests.unit.report_records import config
 from trainers.storage import Storage
 from tune.lanes.messages import Assignment, Event
 from tune.lanes.worker import LaneContext
+from tune.objective import Target
 from tune.sweeps.trial import LaneTrial
 
 ROW = {"step": 10, "epoch": 1.0, "train_time_s": 1.0, "val_accuracy": 0.5}
-TARGET = {"val_accuracy": 0.97}
+TARGET = Target("val_accuracy", 0.97, "max")
 
 
 class Box:
@@ -48,13 +49,13 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.on_ray.context.own_gpu", lambda: 0)
 
 
-def lane(box: Box, target: dict[str, float]) -> LaneContext:
+def lane(box: Box, target: Target | None) -> LaneContext:
     gauges: Any = SimpleNamespace(set=lambda figures: None)
     return LaneContext(box, 3, Assignment("t/1", "t", {}, target=target, watches=("val_accuracy",)), gauges)
 
 
-@pytest.mark.parametrize(("target", "stops"), [(TARGET, True), ({}, False)])
-def test_a_lane_ends_its_trial_at_the_target(target: dict[str, float], stops: bool) -> None:
+@pytest.mark.parametrize(("target", "stops"), [(TARGET, True), (None, False)])
+def test_a_lane_ends_its_trial_at_the_target(target: Target | None, stops: bool) -> None:
     context = lane(Box(), target)
     assert context.watches == ("val_accuracy",)
     context.report(ROW, None, 1.0)
@@ -69,7 +70,7 @@ def test_a_lane_says_what_its_trial_has_used_so_far_where_the_objective_asks(tmp
     context = LaneContext(box, 3, Assignment("t/1", "t", {}, watches=watches), gauges)
     context.observe({"peak_bytes": 5.0, "energy_j": 7.0})
     context.report(ROW, None, 1.0)
-    lane(box, {}).report(ROW, None, 1.0)
+    lane(box, None).report(ROW, None, 1.0)
     (_, (_, asked)), (_, (_, plain)) = box.told
     assert asked == ROW | {"peak_memory_bytes": 5.0}
     assert plain == ROW
@@ -94,7 +95,7 @@ def test_tune_hears_of_a_trials_objective_in_the_end(tmp_path: Path, metric: str
         Event(outcome=outcome),
     ]
     trial = begun(tmp_path, box, metric)
-    assert box.told[0][1][0].target == (TARGET if metric == "time_to_target" else {})
+    assert box.told[0][1][0].target == (TARGET if metric == "time_to_target" else None)
     assert trial.step()["train_time_s"] == 1.0
     trial.step()
     last = trial.step()

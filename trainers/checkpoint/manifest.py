@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
-from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig, direction_of
+from trainers.config.metrics import check_metric, direction_of
+from trainers.config.sections import CheckpointConfig, EarlyStoppingConfig
 from trainers.config.train import IDENTITY
-from trainers.errors import CheckpointError, ConfigError, show
+from trainers.errors import CheckpointError, show
 from trainers.json_data import parse_json, validated
 
 FORMAT = 2
@@ -137,9 +138,7 @@ class Best:
 
         Raises ConfigError when the task does not report this metric.
         """
-        if self.metric not in figures:
-            rule, fix = "is no metric of this task's evaluation", f"use one of {', '.join(sorted(figures))}"
-            raise ConfigError(self.key, self.metric, rule, fix)
+        check_metric(self.key, self.metric, figures)
         value = figures[self.metric]
         return math.isfinite(value) and (before is None or (value < before if self.smaller else value > before))
 

@@ -33,6 +33,7 @@ _NAMES = {
     "checkpoint.every_steps": "save_steps save_interval checkpoint_every every_n_train_steps save_freq",
     "checkpoint.keep": "save_total_limit save_top_k num_to_keep",
     "checkpoint.best": "load_best_model_at_end metric_for_best_model monitor",
+    "checkpoint.best_mode": "greater_is_better monitor_mode mode",
     "evaluate.every_steps evaluate.every_epochs": "eval_steps eval_interval val_check_interval eval_every "
     "check_val_every_n_epoch eval_strategy evaluation_strategy",
     "log_every_steps": "logging_steps log_interval log_every_n_steps log_every print_freq",

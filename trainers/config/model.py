@@ -150,7 +150,9 @@ def _sentence(model: type[Settings], problem: Any, source: str) -> ConfigError:
         rule = str(extra.get("rule", rule))
     if keys_of(owner).get(leaf.partition("[")[0]) is not field:
         field = None  # a key of a free mapping: the field's example is one of the whole mapping
-    return ConfigError(path, problem["input"], rule, f"write {_example(path, field)}", source)
+    options = re.findall("'([^']*)'", str(context.get("expected", "")))
+    fix = did_you_mean(problem["input"], options, f"write {_example(path, field)}")
+    return ConfigError(path, problem["input"], rule, fix, source)
 
 
 _FEW = 8  # keys that a sentence may list

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from trainers.config.metrics import Mode, check_direction
 from trainers.config.model import Settings
 from trainers.errors import MISSING, POLICIES, ConfigError
 
@@ -135,47 +136,14 @@ class EvaluateConfig(Settings):
     on this size, that is said before the first step."""
 
 
-Mode = Literal["min", "max"]
-"""Whether less or more of a metric is better."""
-SCORES = ("accuracy", "f1", "auc")
-"""Ends of the names of metrics between 0 and 1 of which more is better."""
-# An end that begins with an underscore is a whole word.
-_LESS_IS_BETTER = (
-    *("loss", "error", "perplexity", "mae", "mse", "mape", "msle", "nll", "brier_score", "_err", "_wer", "_cer"),
-    *("_to_target", "energy_j", "step_time_s", "memory_bytes"),
-)
-_MORE_IS_BETTER = (*SCORES, "_acc", "auroc", "score", "_precision", "_recall", "_iou", "_r2", "samples_per_s")
-
-
-def direction_of(metric: str) -> Mode | None:
-    """Return whether less or more of a metric is better, by its name; None where that does not say it.
-
-    scikit-learn's `neg_` is before losses whose sign it has turned.
-    """
-    name = "_" + metric.lower().removeprefix("val_")
-    if name.startswith("_neg_"):
-        return "max"
-    if name.endswith(_LESS_IS_BETTER):
-        return "min"
-    return "max" if name.endswith(_MORE_IS_BETTER) else None
-
-
-def check_direction(key: str, metric: str, mode: Mode | None) -> None:
-    """Raise ConfigError where neither `mode`, the value of `key`, nor the metric's name says what is better."""
-    if mode is None and direction_of(metric) is None:
-        rule = f"is required: the name {metric} does not say whether less or more is better"
-        leaf = key.rpartition(".")[2]
-        raise ConfigError(key, MISSING, rule, f"add `{leaf}: min` or `{leaf}: max`")
-
-
 class EarlyStoppingConfig(Settings):
     """When a run ends before its last step; off without a `metric`."""
 
     metric: str | None = Field(default=None, min_length=1, examples=["val_loss"])
     """The figure of an evaluation that has to improve: else the run ends, as done."""
     mode: Mode | None = Field(default=None)
-    """Whether a small or a large one is good; known by itself of a name that ends in loss, error, mae, mse, perplexity,
-    accuracy, f1, auc or score, or begins with neg_, and required of others."""
+    """Whether a small or a large one is good; known by itself of most names (loss, mae, wer, accuracy, f1, bleu, ...;
+    scikit-learn's neg_mean_squared_error), and required of others."""
     patience: Positive | None = Field(default=None, examples=[5])
     """Evaluations without an improvement after which it ends; required with a metric."""
 

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 import trainers.config.sections as sections
 from trainers.config.foreign import FOREIGN
+from trainers.config.metrics import direction_of
 from trainers.config.model import Settings, Tree, plain
 from trainers.config.sections import NAME, NAME_RULE, PATH, PATH_RULE, AutoOrBool, Count, Positive, Seconds
 from trainers.config.tracking import TrackerConfig, Tracking, chosen
@@ -228,6 +229,15 @@ class TrainConfig(Settings):
             (by_worker, "batch_size_per_worker", "has no fixed meaning with elastic workers", total),
         ):
             self.refuse_if(condition, key, rule, fix)
+        return self
+
+    @model_validator(mode="after")
+    def _one_direction(self) -> Self:
+        best, stop = self.checkpoint, self.early_stopping
+        known = direction_of(best.best or "")
+        differ = (best.best_mode or known) != (stop.mode or known)
+        rule = f"contradicts checkpoint.best, which goes by {best.best} too"
+        self.refuse_if(best.best == stop.metric and differ, "early_stopping.mode", rule, "give both the same mode")
         return self
 
     @model_validator(mode="after")

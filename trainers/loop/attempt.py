@@ -7,6 +7,7 @@ from typing import Any
 
 from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
+from trainers.config.metrics import check_metric
 from trainers.config.sections import EarlyStoppingConfig
 from trainers.context import RunContext
 from trainers.data.stream import Stream
@@ -81,6 +82,7 @@ class Attempt:
         self.task, self.config, self.context, self.parts, self.watchdog = task, config, context, parts, watchdog
         self.compiles = config.compile != "off" or config.cuda_graphs
         self.stopping = EarlyStopping(config.early_stopping)
+        self._named = [one for one in (Best.of(config.checkpoint), Best.to_go_on(config.early_stopping)) if one]
         self.clock = StepClock(parts.device)
         storage = context.storage
         self.log: RunLog | None = None
@@ -125,6 +127,11 @@ class Attempt:
     def ends_epoch(self) -> bool:
         """Whether the step that has just ended was the last one of its epoch."""
         return self.parts.sampler.batches.place(self.step).number == 0
+
+    def check_names(self, figures: Mapping[str, float]) -> None:
+        """Raise ConfigError where an evaluation lacks a metric that the configuration names."""
+        for goal in self._named:
+            check_metric(goal.key, goal.metric, figures)
 
     def due(self, every_steps: int | None, every_epochs: int | None) -> bool:
         """Return whether the step that has just ended completes such an interval."""

@@ -77,6 +77,8 @@ def validate(attempt: Attempt) -> dict[str, float]:
     began = time.perf_counter()
     take_first_losses(attempt)
     figures = _figures(attempt)
+    if figures:
+        attempt.check_names(figures)
     if attempt.parts.schedule is not None:
         attempt.parts.schedule.evaluated(attempt.step, figures)
     attempt.metrics |= figures

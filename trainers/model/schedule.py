@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
+from trainers.config.metrics import check_metric, direction_of
 from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule
 from trainers.errors import CheckpointError, ConfigError, first_line
@@ -58,23 +59,30 @@ class Schedule:
 
     def __init__(
         self,
-        given: LRScheduler | tuple[LRScheduler, Every],
+        given: LRScheduler | tuple[LRScheduler, str],
         stand_in: StandIn,
         config: ScheduleConfig,
         total_steps: int,
         batches: BatchSchedule | None = None,
     ) -> None:
         """`given` is what the task's schedule() has returned. With `batches` a share of warm-up is one of samples."""
-        self.scheduler, self.every = given if isinstance(given, tuple) else (given, "step")
+        self.scheduler, by = given if isinstance(given, tuple) else (given, "step")
+        self.every: str = by
+        self.figure = "val_loss"
+        """What one goes by that reduces on a plateau."""
         self._stand_in = stand_in
         self._warmup = warmup_steps(config, total_steps, batches)
         self.by_figure = isinstance(self.scheduler, ReduceLROnPlateau)
-        if self.every not in get_args(Every):
-            raise ConfigError("schedule()", self.every, "must be step or epoch", 'return (scheduler, "epoch")')
+        if self.by_figure and by not in get_args(Every):
+            self.figure = by
+        elif by not in get_args(Every):
+            raise ConfigError("schedule()", by, "must be step or epoch", 'return (scheduler, "epoch")')
         if self.scheduler.optimizer is not stand_in:
             name = type(self.scheduler).__name__
             rule = "gives a scheduler of another optimizer than the one that it was given"
             raise ConfigError("schedule()", name, rule, "make it with `optimizer`, its first argument")
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            _check_mode(self.scheduler, self.figure)
 
     def try_to_the_end(self, total_steps: int, epochs: Sequence[int]) -> None:
         """Raise ConfigError for a scheduler that ends before the run; it is tried, and put back.
@@ -120,13 +128,12 @@ class Schedule:
             self.scheduler.step()
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Step a scheduler that goes by val_loss; ConfigError where an evaluation has none."""
-        if not self.by_figure or step <= self._warmup:
+        """Step a scheduler that goes by a figure; ConfigError where an evaluation does not have it."""
+        if not self.by_figure:
             return
-        if "val_loss" not in figures:
-            name = type(self.scheduler).__name__
-            raise ConfigError("schedule()", name, "goes by val_loss, and loss() gives none", "return one")
-        self.scheduler.step(figures["val_loss"])  # type: ignore[arg-type]
+        check_metric("schedule()", self.figure, figures)
+        if step > self._warmup:
+            self.scheduler.step(figures[self.figure])  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: the scheduler's own, and the options that it writes."""
@@ -146,3 +153,12 @@ class Schedule:
         self.scheduler.load_state_dict(state["scheduler"])
         for group, saved in zip(self._stand_in.param_groups, state["groups"], strict=True):
             group.update(saved)
+
+
+def _check_mode(scheduler: ReduceLROnPlateau, figure: str) -> None:
+    """Raise ConfigError where a scheduler takes what is better of a figure for worse."""
+    better = direction_of(figure)
+    if better not in (None, scheduler.mode):
+        rule = f"is the mode of a ReduceLROnPlateau that goes by {figure}, of which {better} is better"
+        fix = f'give it mode="{better}", or name another figure: `return scheduler, "val_accuracy"`'
+        raise ConfigError("schedule()", scheduler.mode, rule, fix)

@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any, Literal
 
-from trainers.errors import RunFailedError, StorageError
+from trainers.errors import ConfigError, RunFailedError, StorageError
 from trainers.loop.watchdog import GRACE_S
 from trainers.on_ray.vital_signs import show_life
 from trainers.step.ceiling import next_smaller
@@ -20,7 +20,7 @@ from trainers.storage import Storage
 from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
-from tune.objective import meets
+from tune.objective import check_reported
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,10 @@ class Mailbox:
         self._expected = 0
         self._notes: list[str] = []
         self._broken: str | None = None
+        self._reported: set[str] = set()
+        """Names of all that any trial has reported."""
+        self._refusal: ConfigError | None = None
+        """Why the sweep ends: what it decides by is a name of nothing."""
 
     async def note_start(self, lane: int, fact: str, value: Any = True) -> None:
         """Note a fact of a lane's start: its "controller", that it has "workers", or their "reservation"."""
@@ -221,6 +225,7 @@ class Mailbox:
         trial = self._trials[ticket]
         if not trial.events or metrics["step"] > trial.events[-1].metrics.get("step", -1):
             trial.tell(Event(metrics))
+        self._reported.update(metrics)
         return not (trial.cancelled or self._closed)
 
     async def report_part(
@@ -238,12 +243,15 @@ class Mailbox:
         if report.num_parts == num_ranks and attempt == trial.assignment.attempt:
             if number > len(trial.events):  # else it was heard before the trial was started again
                 trial.tell(Event(report.row))
+            self._reported.update(report.row)
             if report.checkpoint is not None:
                 begun = Begun(number, report.checkpoint, report.row["train_time_s"])
                 trial.assignment = replace(trial.assignment, begun=begun)
             del trial.reports[attempt, number]
             is_over = self._comparison.is_over(trial, time.time() - trial.started)
-            ends = trial.cancelled or self._closed or is_over or meets(trial.assignment.target, report.row)
+            target = trial.assignment.target
+            is_met = target is not None and target.is_met(report.row)
+            ends = trial.cancelled or self._closed or is_over or is_met
             report.goes_on.set_result(not ends)
         return await report.goes_on
 
@@ -274,6 +282,15 @@ class Mailbox:
         """Note that a trial has ended on its lane."""
         trial = self._trials[ticket]
         if trial.restarting:
+            return
+        misnamed = outcome.pop("misnamed", None)
+        if trial.function is not None and outcome["status"] == "done":
+            try:
+                check_reported(trial.assignment.watches, self._reported)
+            except ConfigError as error:
+                misnamed = error
+        if misnamed is not None and misnamed.value not in self._reported:
+            self._refusal = misnamed  # the driver ends the sweep: this trial has no result
             return
         runs = self._running.get(lane) == ticket
         if runs:
@@ -407,7 +424,8 @@ class Mailbox:
             running[lane] = {"trial": trial.assignment.trial, "started": trial.started, "metrics": newest}
         boundary = self._microbatches.shown()
         lanes = sorted(self._lanes.up)
-        return {"lanes": lanes, "running": running, "boundary": boundary, "notes": self._notes[notes:]}
+        said = {"notes": self._notes[notes:], "refusal": self._refusal}
+        return {"lanes": lanes, "running": running, "boundary": boundary, **said}
 
 
 class Roll:

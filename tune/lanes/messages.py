@@ -10,6 +10,7 @@ from typing import Any
 
 from trainers.errors import RunFailedError
 from trainers.storage import Storage
+from tune.objective import Target
 from tune.trials.microbatch_bounds import fixed_size, key_of
 
 
@@ -50,8 +51,8 @@ class Assignment:
     """The largest microbatch that may still fit, where one is known not to."""
     microbatch_bounds: tuple[int | None, int | None] = (None, None)
     """The largest microbatch that fitted in other trials like it, and the smallest that did not."""
-    target: dict[str, float] = field(default_factory=dict)
-    """A metric and the value that end it before its last step; empty where nothing does."""
+    target: Target | None = None
+    """What ends it before its last step; None where nothing does."""
     watches: tuple[str, ...] = ()
     """Metrics that the sweep decides by."""
     storage: Storage | None = None

@@ -18,7 +18,7 @@ import trainers.loop.fit  # noqa: F401 (all that a run imports belongs to the ba
 from trainers.causes import failure_of
 from trainers.devices.device import device_name, grow_segments, total_memory_bytes
 from trainers.devices.group import Group
-from trainers.errors import DivergedError, PacelineError, PreemptedError, RunFailedError
+from trainers.errors import ConfigError, DivergedError, PacelineError, PreemptedError, RunFailedError
 from trainers.launch.imports import without_collection
 from trainers.launch.log import setup_logging
 from trainers.launch.spec import RunSpec
@@ -27,8 +27,10 @@ from trainers.storage import Storage
 from tune.lanes.leftovers import adopt_orphans
 from tune.lanes.messages import Assignment
 from tune.lanes.process_state import Baseline
-from tune.objective import meets
+from tune.objective import check_reported
 
+_NAMES = ("objective.metric", "objective.target", "checkpoint.best", "early_stopping.metric", "schedule()")
+"""What names a metric: one that no trial reports ends the sweep."""
 _IDLE_S = 20.0  # an idle lane's ranks meet this often, well within the process group's timeout
 
 
@@ -52,9 +54,12 @@ class LaneContext(WorkerContext):
 
     def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
         """Rank 0 tells the mailbox of an evaluation, and hears whether the trial should go on."""
+        if checkpoint is None:
+            check_reported(self.watches, metrics)
         if self.rank == 0 and checkpoint is None:
             goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics | self._used))
-            self._stop = self._stop or not goes_on or meets(self._target, metrics)
+            is_met = self._target is not None and self._target.is_met(metrics)
+            self._stop = self._stop or not goes_on or is_met
 
     def observe(self, figures: dict[str, float]) -> None:
         """The figures of whatever trial the lane runs."""
@@ -198,6 +203,8 @@ def _failed(error: Exception, context: LaneContext) -> dict[str, Any]:
     outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}
     if not isinstance(error, PacelineError) and failure.status == "error":
         outcome["traceback"] = "".join(traceback.format_exception(error, limit=-20))
+    if isinstance(error, ConfigError) and error.field in _NAMES:
+        outcome["misnamed"] = error
     # Divergence is agreed by all ranks; anything else may have left the others waiting in a collective.
     agreed = context.world_size == 1 or isinstance(error, DivergedError)
     if "CUDA error" in str(error) or not agreed:

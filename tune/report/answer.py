@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from trainers.config.sections import SCORES
+from trainers.config.metrics import direction_of
 from trainers.errors import POLICIES
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET, Objective
@@ -219,7 +219,7 @@ def _margin(metric: str, value: float, other: float) -> str | None:
     """
     direction, gap = "lower" if value < other else "higher", abs(value - other)
     low, high = sorted((value, other))
-    is_score = metric.endswith(SCORES) and high <= 1
+    is_score = high <= 1 and metric != "samples_per_s" and direction_of(metric) == "max"
     if is_score or low <= 0:
         least = _EQUAL_SCORE if is_score else EQUAL * max(abs(low), abs(high))
         return f"{number(gap, 2)} {direction} than" if gap > least else None
@@ -250,7 +250,8 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
     found = [(row[name], record) for row, record in rows if math.isfinite(row.get(name, math.nan))]
     if not found:
         return f"{text}, and none reported {name}."
-    pick = min if Objective(metric=name).direction == "min" else max
+    goal = config.objective.goal
+    pick = min if goal is not None and goal.mode == "min" else max
     value, closest = pick(found, key=lambda pair: pair[0])
     who = in_full(telling(config, records), closest)
     return f"{text}; the closest, {who}, came to {number(value, 4)}."

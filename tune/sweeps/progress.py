@@ -229,7 +229,7 @@ class Progress(tune.Callback):
         self.reasons: dict[str, str] = {}
         """Why a scheduler has stopped trials, by Tune's id."""
         self._started: dict[str, float] = {}
-        self._train = spec.train
+        self._train, self._source = spec.train, spec.source
         self._ahead: set[str] = set()
         """Trials that were given to lanes before Tune has started them."""
         self._statuses: Counter[str] = Counter()
@@ -288,6 +288,8 @@ class Progress(tune.Callback):
             return
         self._looked = now
         state = ray.get(self._mailbox.watch.remote(self._notes))
+        if state["refusal"] is not None:
+            raise state["refusal"].at(self._source)
         self._pace.lanes_up(len(state["lanes"]))
         self._notes += len(state["notes"])
         for words in state["notes"]:

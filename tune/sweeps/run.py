@@ -286,7 +286,7 @@ def _repeat(
     trial = trial_id(finalist.config, "repeat", seed)
     tree = override(TrainConfig, spec.train, {**finalist.config, "seed": seed})
     objective, started = spec.config.objective, time.time()
-    repeat = Assignment(new_ticket(trial), trial, tree, target=objective.target or {}, watches=objective.watched)
+    repeat = Assignment(new_ticket(trial), trial, tree, target=objective.goal, watches=objective.watched)
     ticket = ray.get(mailbox.submit.remote(repeat))
     curve: list[dict[str, float]] = []
     event = _next_event(mailbox, ticket, 0, progress)

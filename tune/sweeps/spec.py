@@ -183,7 +183,8 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     storage = spec.storage
     if fresh:
         delete_own(storage, SAVED)
-    if storage.exists(SAVED):
+    count = sum(name.endswith(".json") for name in storage.names("trials"))
+    if count and storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
         then, train = (_with_defaults(saved.get("train"), storage.locate(SAVED)) for saved in (before, now))
@@ -196,8 +197,8 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
                 fix = "sweep under another `--name`, or start anew with --fresh"
                 raise ConfigError(key, value, f"differs from {was} in {storage.uri}", fix, spec.source)
     else:
-        save(spec)
-    return sum(name.endswith(".json") for name in storage.names("trials"))
+        storage.write(SAVED, dump_yaml(spec.saved()).encode())
+    return count
 
 
 def _with_defaults(train: Any, source: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tune.trials.record import TrialRecord, make_record, time_to_target
 def assignment_of(trial: dict[str, Any], train: dict[str, Any], objective: Objective) -> Assignment:
     """Return what a lane is given of a trial that the search proposes."""
     name = trial_id(trial)
-    target = objective.target or {} if objective.ends_at_target else {}
+    target = objective.goal if objective.ends_at_target else None
     return Assignment(new_ticket(name), name, trial_tree(train, trial), target=target, watches=objective.watched)
 
 

@@ -1,0 +1,97 @@
+"""Names of metrics: whether less or more of one is better, and whether an evaluation has it."""
+
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+from trainers.errors import MISSING, ConfigError, did_you_mean
+
+Mode = Literal["min", "max"]
+"""Whether less or more of a metric is better."""
+
+_LESS_IS_BETTER = """
+    loss error err mae mse rmse mape smape wape mase msle rmsle mdae nrmse nll nllloss bce ce kl kld cross_entropy
+    divergence deviance perplexity ppl bpb bpc bpd bits_per_byte bits_per_char bits_per_dim wer cer per ter mer
+    word_error_rate fid kid lpips crps ece brier hinge eer fpr fnr fdr false_positive false_negative false_discovery
+    mpjpe epe ade fde davies_bouldin aic bic regret neg_log_likelihood negative_log_likelihood neg_elbo negative_elbo
+    hamming hausdorff wasserstein levenshtein edit_distance time_to_target usd_to_target energy_j memory_bytes time_s
+    time_ms latency latency_s latency_ms
+"""
+_MORE_IS_BETTER = """
+    accuracy acc f1 f2 fbeta fscore fmeasure auc auroc auprc aupr precision recall sensitivity specificity tpr tnr ppv
+    npv true_positive true_negative positive_predictive negative_predictive ap map mar iou miou dice jaccard pq kappa
+    mcc matthews matthews_corrcoef r2 explained_variance likelihood loglik elbo bleu sacrebleu rouge rougel rougelsum
+    meteor chrf cider spice bertscore ndcg mrr hit_rate hits exact_match em psnr ssim msssim snr sdr sisdr stoi pesq
+    similarity correlation pearson spearman kendall pearsonr spearmanr concordance silhouette calinski_harabasz ari nmi
+    inception_score clip_score reward return win_rate success samples_per_s samples_per_second tokens_per_s
+    tokens_per_second throughput
+"""
+_KNOWN: dict[str, Mode] = {
+    **dict.fromkeys(_LESS_IS_BETTER.split(), "min"),
+    **dict.fromkeys(_MORE_IS_BETTER.split(), "max"),
+}
+_ENDS = ("loss", "error", "mse", "mae", "mape", "accuracy", "auc", "auroc", "iou", "perplexity")
+"""Known also where something is written in front of them without a break: celoss, prauc."""
+_SPLITS = ("val", "valid", "validation", "test", "eval", "dev", "train")
+_QUALIFIERS = """
+    mean avg average median macro micro weighted binary multiclass multilabel total overall all epoch step ema
+    score rate index value coefficient coef percent pct at k s top
+"""
+_SAY_NOTHING = {*_SPLITS, *_QUALIFIERS.split()}
+"""Words after which the one in front of them decides."""
+_TURNS = {"neg", "negative", "minus", "inverse", "inv"}
+_BREAK = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
+_MINUS = re.compile(r"(?<![a-z0-9])(1 ?)?- ?(?=[a-z])")
+_LONGEST = 3  # words of a name in the table
+
+
+def direction_of(metric: str) -> Mode | None:
+    """Return whether less or more of a metric is better, by the last word of its name that says it; None where none
+    does.
+
+    scikit-learn's `neg_` is in front of losses whose sign it has turned.
+    """
+    plain = _MINUS.sub("minus_", _BREAK.sub("_", metric).lower())
+    words: list[str] = re.findall(r"[a-z]+\d*|\d+", plain)
+    if set(words) <= _SAY_NOTHING:  # scikit-learn: of a score more is better
+        return "max" if "score" in words else None
+    for end in range(len(words), 0, -1):
+        for start in range(max(0, end - _LONGEST), end):
+            if (found := _known("_".join(words[start:end]))) is not None:
+                return _turned(found, [word for word in words[:start] if word not in _SPLITS])
+        last = words[end - 1].rstrip("0123456789")
+        if last and last not in _SAY_NOTHING:
+            return None
+    return None
+
+
+def _known(name: str) -> Mode | None:
+    """What the table says of a word or a few, also where they are numbered: acc1, rouge2, map50."""
+    bare = name.rstrip("0123456789")
+    found = _KNOWN.get(name) or _KNOWN.get(bare)
+    if found is None and "_" not in name:
+        found = next((_KNOWN[end] for end in _ENDS if bare.endswith(end)), None)
+    return found
+
+
+def _turned(found: Mode, before: list[str]) -> Mode | None:
+    """What is better where these words are in front of a name: only of a loss's `neg_` is the sign known."""
+    if not _TURNS.intersection(before):
+        return found
+    return "max" if before[0] == "neg" and found == "min" else None
+
+
+def check_direction(key: str, metric: str, mode: Mode | None) -> None:
+    """Raise ConfigError where neither `mode`, the value of `key`, nor the metric's name says what is better."""
+    if mode is None and direction_of(metric) is None:
+        rule = f"is required: the name {metric} does not say whether less or more is better"
+        leaf = key.rpartition(".")[2]
+        raise ConfigError(key, MISSING, rule, f"add `{leaf}: min` or `{leaf}: max`")
+
+
+def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:
+    """Raise ConfigError where the metric that `key` names is none of an evaluation's figures."""
+    names = sorted(figures)
+    if metric not in names:
+        fix = did_you_mean(metric, names, f"use one of {', '.join(names)}")
+        raise ConfigError(key, metric, "is no metric of this task's evaluation", fix)
