@@ -55,6 +55,44 @@ def test_the_interval_is_that_of_a_mean(time: Time) -> None:
     assert speed.step_time_ci95_s == pytest.approx(3.182 * math.sqrt(5 / 3) / 2, rel=0.01)  # Student, 3 degrees
 
 
+@pytest.mark.parametrize(
+    ("durations", "lost_s"),
+    [
+        ([1.0] * 60 + [40.0] + [1.0] * 40, 39.0),  # stopped
+        ([1.0] * 60 + [9.0] * 10 + [1.0] * 40, 80.0),  # without a processor for a while
+        ([1.0] * 60 + [10.0] + [1.0] * 40, 0.0),  # too little to matter
+        (([5.0] + [1.0] * 3) * 30, 0.0),  # again and again: the training's own
+        ([1.0] * 5 + [1.5] * 40 + [1.0] * 55, 0.0),
+        ([1.0, 1.0, 1.0, 9.0], 0.0),  # too few to tell
+    ],
+)
+def test_what_stood_still_is_no_throughput(time: Time, durations: list[float], lost_s: float) -> None:
+    clock = StepClock(CPU)
+    steps(clock, time, [1.0] * WARMUP_STEPS + durations)
+    speed = clock.throughput()
+    assert speed is not None
+    assert speed.disturbed_s == pytest.approx(lost_s)
+    assert speed.samples_per_s == pytest.approx(10.0 * len(durations) / (sum(durations) - lost_s))
+
+
+def test_larger_batches_and_slow_loaders_are_no_disturbance(time: Time) -> None:
+    clock = StepClock(CPU)
+    for samples, wait_s in [(1, 0.0)] * 40 + [(8, 0.0)] * 20 + [(1, 60.0)]:
+        clock.start_span()
+        time.now += samples
+        for _ in clock.timed(_after(time, wait_s)):
+            clock.step(samples)
+        clock.end_span()
+    speed = clock.throughput()
+    assert speed is not None
+    assert speed.disturbed_s == 0.0
+
+
+def _after(time: Time, wait_s: float) -> Any:
+    time.now += wait_s
+    yield 0
+
+
 def test_time_between_spans_is_no_training(time: Time) -> None:
     clock = StepClock(CPU)
     for _ in range(WARMUP_STEPS + 2):

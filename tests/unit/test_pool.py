@@ -88,16 +88,3 @@ def test_a_lane_of_a_proven_function_is_waited_for(removed: list[Group]) -> None
         return count, (await asking).is_fresh
 
     assert run(steps) == (1, False)
-
-
-def test_a_trial_ends_once_as_many_as_are_expected_have_begun(removed: list[Group]) -> None:
-    async def steps(pool: Pool) -> list[bool]:
-        await pool.enter("first")
-        await pool.expect(2)
-        seen = [await pool.may_leave("first")]
-        await pool.enter("second")
-        seen += [await pool.may_leave("first"), await pool.may_leave("second")]
-        await pool.expect(0)
-        return [*seen, await pool.may_leave("second")]
-
-    assert run(steps) == [False, True, False, True]

@@ -199,3 +199,16 @@ def test_what_trials_do_to_each_other_is_said() -> None:
     assert pressure(done()) is None
     assert pressure(busy) == pytest.approx(0.4)
     assert "waited for a processor in 40% of the time" in answer(config(), busy).sentence
+
+
+def test_what_stood_still_is_measured_again_and_judged_without_it() -> None:
+    """The fastest of all, but for 20 s in which it was stopped."""
+    stopped = replace(done()[3], time_to_target_s=22.0, curve=[], disturbed_s=20.0)
+    rest = [record for record in done() if record.id != stopped.id]
+    assert stopped.id not in [one.id for one in contenders(config(), [*rest, replace(stopped, disturbed_s=None)])]
+    assert stopped.id in [one.id for one in contenders(config(), [*rest, stopped])]
+    assert "1 trial stood still for a while" in answer(config(), [*rest, stopped]).notes
+    records = repeated({0: [4.0, 4.1], 1: [5.0, 5.1]})
+    last = replace(records[-1], time_to_target_s=25.1, curve=[], disturbed_s=20.0)
+    [first, second] = finals(config(), [*records[:-1], last])
+    assert second.time_s.value == pytest.approx(math.sqrt(5.0 * 5.1))

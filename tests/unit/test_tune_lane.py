@@ -68,11 +68,11 @@ def test_a_lane_says_what_its_trial_has_used_so_far_where_the_objective_asks(tmp
     box, gauges = Box(), cast(Any, SimpleNamespace(set=lambda figures: None))
     watches = ("peak_memory_bytes",)
     context = LaneContext(box, 3, Assignment("t/1", "t", {}, watches=watches), gauges)
-    context.observe({"peak_bytes": 5.0, "energy_j": 7.0})
+    context.observe({"peak_bytes": 5.0, "energy_j": 7.0, "disturbed_s": 3.0})
     context.report(ROW, None, 1.0)
     lane(box, None).report(ROW, None, 1.0)
     (_, (_, asked)), (_, (_, plain)) = box.told
-    assert asked == ROW | {"peak_memory_bytes": 5.0}
+    assert asked == ROW | {"peak_memory_bytes": 5.0, "disturbed_s": 3.0}
     assert plain == ROW
 
 

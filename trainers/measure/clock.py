@@ -31,6 +31,8 @@ class Throughput:
     """Share of the time that rank 0 waited for batches."""
     steps: int
     """Steps measured."""
+    disturbed_s: float = 0.0
+    """Time in outlying steps that these figures leave out: the process was stopped, or had no processor."""
 
 
 @dataclass
@@ -102,7 +104,7 @@ class StepClock:
         if self.first_step_s is None:
             self.first_step_s = elapsed
         if self.counting:
-            self._times.add(elapsed, self._open)
+            self._times.add(elapsed, self._open, self._wait_s)
             self._counted.steps += len(self._open)
             self._counted.samples += sum(self._open)
             self._counted.time_s += elapsed
@@ -140,11 +142,13 @@ class StepClock:
         steps, total_s = len(times) - skip, times.total_s(skip)
         if not steps or total_s <= 0:
             return None
-        mean_s, half_s = total_s / steps, times.half_width_s(skip)
+        disturbed_s = times.disturbed_s(skip)
+        usual_s = total_s - disturbed_s
         return Throughput(
-            samples_per_s=times.samples(skip) / total_s,
-            step_time_s=mean_s,
-            step_time_ci95_s=half_s,
-            data_wait_share=min(1.0, self._measured_wait_s / total_s) if skip else 0.0,
+            samples_per_s=times.samples(skip) / usual_s,
+            step_time_s=usual_s / steps,
+            step_time_ci95_s=times.half_width_s(skip),
+            data_wait_share=min(1.0, self._measured_wait_s / usual_s) if skip else 0.0,
             steps=steps,
+            disturbed_s=disturbed_s,
         )

@@ -103,6 +103,8 @@ class RunResult:
                 f"(95 % interval +-{speed.step_time_ci95_s * 1e3:.2f}, n={speed.steps}); "
                 f"{speed.data_wait_share:.0%} of it waiting for data"
             )
+        if speed is not None and speed.disturbed_s:
+            lines.append(f"  disturbed: {speed.disturbed_s:,.1f} s in outlying steps are left out of these figures")
         if self.compile is not None and self.first_step_s is not None:
             names = ((count, what.replace("_", " ")) for what, count in self.compile.items())
             counts = ", ".join(f"{count} {name.removesuffix('s' * (count == 1))}" for count, name in names)

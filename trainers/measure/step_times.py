@@ -5,32 +5,58 @@ import math
 import statistics
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 STRETCHES = 30
 """Most stretches of steps that an interval is made from, and the fewest steps that say how long a step takes."""
+_FEWEST = 5  # stretches of which one can be said to be unlike the others
+_OUTLYING = 2.0  # times as long a step, and a sample, as in the median stretch
+_DISTURBED = 0.2
+"""The share of the time that outlying stretches have lost, from which on they say nothing of the training itself."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Consecutive steps."""
+
+    time_s: float
+    own_s: float
+    """Without waiting for data."""
+    steps: int
+    samples: int
+
+    @property
+    def step_s(self) -> float:
+        return self.own_s / self.steps
+
+    @property
+    def sample_s(self) -> float:
+        return self.own_s / max(1, self.samples)
 
 
 class StepTimes:
     """The time and the samples of each step, in order."""
 
     def __init__(self) -> None:
-        self._time_s = array("d", [0.0])
+        self._time_s, self._own_s = array("d", [0.0]), array("d", [0.0])
         self._samples, self._spans = array("q", [0]), array("q", [0])
 
     def __len__(self) -> int:
         return len(self._time_s) - 1
 
-    def add(self, elapsed_s: float, samples: Sequence[int]) -> None:
-        """Add a step for each of `samples`; they shared `elapsed_s` evenly."""
+    def add(self, elapsed_s: float, samples: Sequence[int], wait_s: float = 0.0) -> None:
+        """Add a step for each of `samples`; they shared `elapsed_s` evenly, in which they waited `wait_s` for data."""
         each = elapsed_s / len(samples)
+        own = max(0.0, elapsed_s - wait_s) / len(samples)
         for index, count in enumerate(samples):
             self._time_s.append(self._time_s[-1] + each)
+            self._own_s.append(self._own_s[-1] + own)
             self._samples.append(self._samples[-1] + count)
             self._spans.append(self._spans[-1] + (index == 0))
 
     def cut(self, length: int) -> None:
         """Forget the steps after the first `length`."""
-        for sums in (self._time_s, self._samples, self._spans):
+        for sums in (self._time_s, self._own_s, self._samples, self._spans):
             del sums[length + 1 :]
 
     def total_s(self, skip: int) -> float:
@@ -45,16 +71,51 @@ class StepTimes:
         """Half width of the 95 % confidence interval of the mean time of the steps after the first `skip`.
 
         From the means of up to 30 consecutive stretches: neighbouring steps are slow or fast together, and single
-        ones would promise too much. Steps that shared a time are no more than one.
+        ones would promise too much. Steps that shared a time are no more than one. What `disturbed_s` leaves out says
+        nothing here.
         """
-        steps = len(self) - skip
-        count = min(STRETCHES, steps, self._spans[-1] - self._spans[skip])
+        stretches = self._stretches(skip)
+        if self.disturbed_s(skip):
+            outlying = _outlying(stretches)
+            stretches = [one for one in stretches if one not in outlying]
+        count = len(stretches)
         if count < 2:
             return 0.0
-        edges = [skip + steps * at // count for at in range(count + 1)]
-        pairs = itertools.pairwise(edges)
-        means = [(self._time_s[last] - self._time_s[first]) / (last - first) for first, last in pairs]
+        means = [one.time_s / one.steps for one in stretches]
         return student_t95(count - 1) * statistics.stdev(means) / math.sqrt(count)
+
+    def disturbed_s(self, skip: int) -> float:
+        """Time that the process stood still, or had no processor, in the steps after the first `skip`: what outlying
+        stretches took beyond the median one, without waiting for data; 0 where that is no large share of all.
+        """
+        stretches = self._stretches(skip)
+        if len(stretches) < _FEWEST:
+            return 0.0
+        usual_s = statistics.median(one.step_s for one in stretches)
+        lost_s = sum(one.own_s - usual_s * one.steps for one in _outlying(stretches))
+        return lost_s if lost_s > _DISTURBED * self.total_s(skip) else 0.0
+
+    def _stretches(self, skip: int) -> list[_Stretch]:
+        """Up to 30 of the steps after the first `skip`, about equally long."""
+        steps = len(self) - skip
+        count = min(STRETCHES, steps, self._spans[-1] - self._spans[skip])
+        edges = [skip + steps * at // count for at in range(count + 1)] if count else []
+        return [
+            _Stretch(
+                self._time_s[last] - self._time_s[first],
+                self._own_s[last] - self._own_s[first],
+                last - first,
+                self._samples[last] - self._samples[first],
+            )
+            for first, last in itertools.pairwise(edges)
+        ]
+
+
+def _outlying(stretches: Sequence[_Stretch]) -> list[_Stretch]:
+    """Those that took far longer than the median one, a step and a sample: larger batches are no disturbance."""
+    step_s = statistics.median(one.step_s for one in stretches)
+    sample_s = statistics.median(one.sample_s for one in stretches)
+    return [one for one in stretches if one.step_s > _OUTLYING * step_s and one.sample_s > _OUTLYING * sample_s]
 
 
 def student_t95(freedom: float) -> float:

@@ -66,6 +66,8 @@ class LaneContext(WorkerContext):
         self._gauges.set(figures)
         found = {"peak_memory_bytes": figures.get("peak_bytes"), "energy_j": figures.get("energy_j")}
         self._used |= {name: value for name, value in found.items() if name in self.watches and value is not None}
+        if disturbed_s := figures.get("disturbed_s"):
+            self._used["disturbed_s"] = disturbed_s
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether the search has stopped the trial."""

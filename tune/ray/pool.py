@@ -51,9 +51,6 @@ class Pool:
         """How long the last start of a lane took."""
         self._first_lent: float | None = None
         self._last_up = 0.0
-        self._inside: set[str] = set()
-        """The actors whose trials run their drivers."""
-        self._expected = 0
 
     async def borrow(self, shape: Shape, borrower: str, function: str, which: Which = "any") -> Loan:
         """Lend a lane of a shape to the actor with an id: one that is free, else the next that comes up."""
@@ -135,25 +132,6 @@ class Pool:
     async def note_misfit(self, one: Sized) -> None:
         """Note that a size of a batch ran out of memory."""
         self._misfits.note(one)
-
-    async def enter(self, actor: str) -> None:
-        """Note that the actor with an id runs a trial's driver."""
-        self._inside.add(actor)
-
-    async def may_leave(self, actor: str) -> bool:
-        """Whether a trial may end whose driver has ended.
-
-        Tune gives its actor to a trial whose own still starts, and drops that one: with trials shorter than a start
-        it would start actor after actor and never have more of them. So the first ones wait for the others.
-        """
-        if len(self._inside) < self._expected:
-            return False
-        self._inside.discard(actor)
-        return True
-
-    async def expect(self, count: int) -> None:
-        """Have trials end only while the drivers of as many run."""
-        self._expected = count
 
     async def state(self) -> dict[str, Any]:
         """How many lanes are up, how many the cluster holds at `most`, how long the last one took to start (`start_s`),
@@ -268,9 +246,6 @@ class Pool:
                     continue
                 if await asyncio.to_thread(is_dead, borrower) and lane.borrower == borrower:
                     self._take_back(lane, stop=True)
-            for actor in list(self._inside):
-                if await asyncio.to_thread(is_dead, actor):
-                    self._inside.discard(actor)
             for function, actor in list(self._comparing.items()):
                 if await asyncio.to_thread(is_dead, actor):
                     await self.judge(function, None)

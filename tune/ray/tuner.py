@@ -17,7 +17,7 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
 from tune.lanes.lanes import beside_driver
 from tune.ray import trainer
-from tune.ray.internals import is_stopped, report_in_process, shape_of
+from tune.ray.internals import report_in_process, shape_of
 from tune.ray.lane import reserve, start_workers
 from tune.ray.pool import Pool
 from tune.ray.shape import Shape, likely_scaling, makes_trainer
@@ -25,8 +25,6 @@ from tune.ray.shape import Shape, likely_scaling, makes_trainer
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-_HOLD_S, _WAIT_S = 60.0, 0.02
-"""How long a trial that has ended waits for others to begin, and between two looks."""
 _PAYS = 4.0
 """Another lane starts where the trials that are left take this many times its start: it slows them, and saves half."""
 _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
@@ -40,26 +38,11 @@ def in_lanes(
 
     @functools.wraps(driver)
     def run(config: dict[str, Any]) -> Any:
-        lanes: Any = ray.get_actor(pool)
-        actor = str(ray.get_runtime_context().get_actor_id())
-        trainer.use(lanes, batch_key)
+        trainer.use(ray.get_actor(pool), batch_key)
         report_in_process()
-        ray.get(lanes.enter.remote(actor))
-        try:
-            return driver(config)
-        finally:
-            _wait_for_others(lanes, actor)
+        return driver(config)
 
     return run
-
-
-def _wait_for_others(pool: Any, actor: str) -> None:
-    """Return once a trial whose driver has ended may end, too."""
-    deadline = time.monotonic() + _HOLD_S
-    while not ray.get(pool.may_leave.remote(actor)):
-        if is_stopped() or time.monotonic() > deadline:
-            return
-        time.sleep(_WAIT_S)
 
 
 def _new_name() -> str:
@@ -97,7 +80,8 @@ class Tuner(tune.Tuner):
             trainable = tune.with_resources(in_lanes(trainable, self._pool_name, batch_key), _TOKEN)
             tune_config = copy.copy(tune_config) or tune.TuneConfig()
             run_config = copy.copy(run_config) or tune.RunConfig()
-            tune_config.reuse_actors = True
+            # As Ray has it: what a driver leaves in its process (modules, environment, dtype) reaches no other trial.
+            tune_config.reuse_actors = False
             self._pace.limit(tune_config)
             run_config.callbacks = [*(run_config.callbacks or []), self._pace]
         super().__init__(trainable, param_space=param_space, tune_config=tune_config, run_config=run_config, **given)
@@ -190,18 +174,7 @@ class _Pace(tune.Callback):
         more = min(2 * count, self._most or state["most"], state["most"])
         if more > count and left_s >= _PAYS * state["start_s"]:
             self._search.max_concurrent = more
-            self._expect(len(trials))
-
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Called by Tune when a trial has its actor."""
-        if self._search is not None and self._search.max_concurrent > 1:
-            self._expect(len(trials))
 
     def _total(self) -> int:
         """How many trials there will be."""
         return int(getattr(self._search, "total_samples", 0) or self._num_samples)
-
-    def _expect(self, num_trials: int) -> None:
-        """Have trials wait for each other's actors, while there are more to come."""
-        pool: Any = ray.get_actor(self._pool_name)
-        pool.expect.remote(self._search.max_concurrent if num_trials < self._total() else 0)

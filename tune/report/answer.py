@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from trainers.config.metrics import direction_of
-from trainers.errors import POLICIES
+from trainers.errors import POLICIES, counted
 from tune.config import SweepConfig
 from tune.objective import TO_TARGET, Objective
 from tune.report.words import (
@@ -183,6 +183,12 @@ def _notes(config: SweepConfig, records: list[TrialRecord], found: list[Final]) 
         notes.append(f"One run each cannot exclude what was not repeated: {'; '.join(left[:3])}{more}.")
     if ratio is not None and ratio > 1 + EQUAL:
         notes.append(f"Alone, the finalists ran {number(ratio, 3)} times as fast as beside other trials.")
+    if disturbed := [record for record in records if record.disturbed_s]:
+        worst = max(disturbed, key=lambda record: record.disturbed_s or 0.0)
+        notes.append(
+            f"{counted(len(disturbed), 'trial')} stood still for a while, or had no processor (up to "
+            f"{duration(worst.disturbed_s or 0.0)}, {in_short(names, worst)}): samples/s leave that out."
+        )
     for who, waited in (("trials", pressure(records)), ("the finalists' repeats", pressure(records, repeats=True))):
         if waited is not None and waited > _CROWDED:
             most = f", up to {number(1 / (1 - waited), 2)} times as fast without" if waited < 1 else ""

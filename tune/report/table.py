@@ -82,6 +82,8 @@ def columns(config: SweepConfig, records: list[TrialRecord]) -> list[Column]:
     add("step time, ms", (record.step_time_s for record in records), lambda value: number(value * 1e3, 3))
     peaks = (record.peak_memory_bytes for record in records)
     add("peak memory", peaks, lambda value: amount("peak_memory_bytes", value))
+    if any(record.disturbed_s for record in records):
+        add("disturbed", (record.disturbed_s for record in records), duration)
     if any(record.energy_j is not None for record in records):
         add("energy", (record.energy_j for record in records), lambda value: amount("energy_j", value))
     taken = {"id", "time to target", *(column.header for column in found)}

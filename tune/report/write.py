@@ -95,7 +95,7 @@ def to_parquet(config: SweepConfig, records: list[TrialRecord]) -> bytes:
     columns["time_to_target_low_s"] = pa.array([record.missed_target_s for record in records], pa.float64())
     add(pa.int64(), "peak_memory_bytes", "lane", "seed")
     add(pa.string(), "purpose")
-    add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure", "energy_j")
+    add(pa.float64(), "step_time_ci95_s", "samples", "epochs", "cpu_pressure", "disturbed_s", "energy_j")
     for name, time_name in (("starting_s", "starting_s"), ("training_s", "training_s"), ("on_lane_s", "total_s")):
         spent = [record.spent and getattr(record.spent, time_name) for record in records]
         columns[name] = pa.array(spent, pa.float64())

@@ -143,12 +143,18 @@ def compare(laps: Mapping[int, Mapping[int, Lap]], racing: Sequence[int]) -> dic
 def time_alone(record: TrialRecord) -> Interval:
     """Return what one run to the target says of the time to it, s, repeats aside.
 
-    The target was met at some time since the evaluation before that; and the share of the time in which work on its
-    node waited for a processor is the most that the run may have lost to what ran beside it.
+    The target was met at some time since the evaluation before that.
     """
     time_s, before = record.time_to_target_s or 0.0, record.missed_target_s
     before = time_s if before is None else min(before, time_s)
-    return Interval(time_s, before * (1 - (record.cpu_pressure or 0.0)), time_s)
+    return Interval(time_s, _alone_s(record, before), time_s)
+
+
+def _alone_s(record: TrialRecord, time_s: float) -> float:
+    """Return the least that a part of a trial would have taken with nothing beside it: without what its outlying steps
+    have lost, and the share of the time in which work on its node waited for a processor.
+    """
+    return max(0.0, time_s - (record.disturbed_s or 0.0)) * (1 - (record.cpu_pressure or 0.0))
 
 
 def told_apart(first: TrialRecord, other: TrialRecord) -> bool:
@@ -195,7 +201,7 @@ def _fastest_first(records: Sequence[TrialRecord]) -> list[TrialRecord]:
     """Return the trials that met the target, one of each configuration."""
     times = [(one.time_to_target_s, one) for one in records if one.purpose != "repeat" and one.finished]
     known = [(time_s, record) for time_s, record in times if time_s and math.isfinite(time_s)]
-    reached = sorted(known, key=lambda pair: pair[0])
+    reached = sorted(known, key=lambda pair: pair[0] - (pair[1].disturbed_s or 0.0))
     return list({trial_id(record.config): record for _, record in reversed(reached)}.values())[::-1]
 
 
@@ -236,10 +242,12 @@ def _lap(objective: Objective, record: TrialRecord) -> Lap | None:
     if time_s is None:
         whole_s = max((row.get("train_time_s", 0.0) for row in record.curve), default=0.0)
         return Lap(math.log(whole_s)) if record.finished and whole_s > 0 else None
-    if time_s.value <= 0:
+    lost_s = record.disturbed_s or 0.0  # maybe after it had met the target
+    value_s, low_s = time_s.value - lost_s, time_s.low - lost_s
+    if value_s <= 0:
         return None
-    early = math.log(time_s.value / time_s.low) if time_s.low > 0 else math.inf
-    return Lap(math.log(time_s.value), early, math.log(time_s.high / time_s.value))
+    early = math.log(value_s / low_s) if low_s > 0 else math.inf
+    return Lap(math.log(value_s), early, math.log(time_s.high / value_s))
 
 
 @dataclass(frozen=True)
@@ -331,7 +339,7 @@ def most_ahead(records: Sequence[TrialRecord], found: Sequence[Final]) -> float 
 
 def _trained_alone_s(record: TrialRecord) -> float:
     """Return the least that a trial would have trained until its last evaluation, s, with nothing beside it."""
-    return record.curve[-1].get("train_time_s", 0.0) * (1 - (record.cpu_pressure or 0.0))
+    return _alone_s(record, record.curve[-1].get("train_time_s", 0.0))
 
 
 def crowding(records: Sequence[TrialRecord]) -> float | None:

@@ -94,7 +94,7 @@ class BeatenScheduler(FIFOScheduler):
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Called by Tune with each evaluation."""
-        trained_s = result.get("train_time_s", 0.0)
+        trained_s = result.get("train_time_s", 0.0) - result.get("disturbed_s", 0.0)
         if self._objective.reached(result) or trained_s < _WORTH_S:
             return str(TrialScheduler.CONTINUE)
         for record in self._records.values():

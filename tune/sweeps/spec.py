@@ -184,11 +184,13 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
     if fresh:
         delete_own(storage, SAVED)
     count = sum(name.endswith(".json") for name in storage.names("trials"))
-    if count and storage.exists(SAVED):
+    if storage.exists(SAVED):
         before = read_mapping(storage, SAVED)
         now = spec.saved()
         then, train = (_with_defaults(saved.get("train"), storage.locate(SAVED)) for saved in (before, now))
         pairs = {key: (before.get(key), now.get(key)) for key in ("space", "search", "objective")}
+        if not count:  # it may name no metric, which has ended the sweep
+            del pairs["objective"]
         for key in {**TrainConfig.model_fields, **FunctionConfig.model_fields}:
             if key not in ("task_dir", "scaling", "tracking"):
                 pairs[f"train.{key}"] = (then.get(key), train.get(key))
@@ -196,7 +198,7 @@ def prepare(spec: SweepSpec, fresh: bool) -> int:
             if was != value:
                 fix = "sweep under another `--name`, or start anew with --fresh"
                 raise ConfigError(key, value, f"differs from {was} in {storage.uri}", fix, spec.source)
-    else:
+    if not count:
         storage.write(SAVED, dump_yaml(spec.saved()).encode())
     return count
 

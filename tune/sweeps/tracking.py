@@ -20,6 +20,7 @@ _ARTIFACTS = ("best.yaml", "report.html", "results.parquet", "summary.json")
 _FIGURES = (
     "samples_per_s", "step_time_s", "time_to_target_s", "peak_memory_bytes", "step_time_ci95_s", "samples", "epochs",
     "cpu_pressure",
+    "disturbed_s",
 )  # fmt: skip
 _POSITION = ("step", "epoch", "train_time_s")
 

@@ -101,6 +101,8 @@ class TrialRecord:
     """The worker's traceback, for status `error`; where its ranks were, for `hung`."""
     spent: Spent | None = None
     """Where its time went; None where it failed."""
+    disturbed_s: _Amount | None = None
+    """Training time that it stood still, or had no processor: its throughput leaves it out, its times do not."""
     energy_j: _Amount | None = None
     """Energy of its GPUs, from the loop's start to its end; None where nothing tells."""
 
@@ -179,6 +181,7 @@ def make_record(
     speeds: Any = {name: value for name, value in found.items() if value is not None and 0 <= value < math.inf}
     # So far, while it ran, or as a training function reports them.
     used: Any = {name: result.get(name, metrics.pop(name, None)) for name in USED}
+    disturbed_s = metrics.pop("disturbed_s", None)
     time_s = time_to_target(objective, curve)
     if time_s is not None and usd_per_hour is not None:
         metrics["usd_to_target"] = dollars(time_s, usd_per_hour)
@@ -208,6 +211,7 @@ def make_record(
         samples=_samples(result),
         epochs=result.get("epochs"),
         cpu_pressure=outcome.get("cpu_pressure"),
+        disturbed_s=speed.get("disturbed_s", disturbed_s) or None,
         message=redact(message),
         traceback=redact(outcome.get("traceback", "")),
         spent=Spent(**outcome["spent"]) if outcome.get("spent") else None,
