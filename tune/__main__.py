@@ -7,7 +7,6 @@ Exit codes: 0 the sweep has an answer, or fits; 1 no trial ended well, nodes are
 the cluster; 130 interrupted, and how to resume is said.
 """
 
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -50,7 +49,7 @@ def report(directory: _Directory, output: Output) -> int:
     """Write the report again from the journal; says where the sweep has not ended."""
     spec = read_saved(directory)
     if spec.config.search != "random" and not is_complete(spec):
-        print(f"the sweep has not ended: `python -m tune resume {shlex.quote(spec.uri)}` goes on")
+        print(f"the sweep has not ended: `{spec.resume()}` goes on")
     return _show(saved_answer(spec), output)
 
 
@@ -106,7 +105,7 @@ def _sweep(spec: SweepSpec, fresh: bool, checked: bool, output: Output) -> int:
         python = Path(sys.executable)
         if python.is_relative_to(Path.cwd()):
             python = python.relative_to(Path.cwd())
-        command = f"{shlex.quote(str(python))} -m tune resume {shlex.quote(spec.uri)}"
+        command = spec.resume(str(python))
         words = f"interrupted: {interrupted.kept} trials are kept; go on with"
         if not output.as_json:
             print(f"{words}\n    {command}", flush=True)

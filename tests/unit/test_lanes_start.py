@@ -29,13 +29,18 @@ def test_a_settled_sweep_starts_no_lane_and_awaits_those_that_are_starting(
     lanes.grow(2)
     turns[0].set()
     when(lambda: begun == [0], lambda: None).join()
-    assert not lanes.settle(), "lane 0 is starting"
+    room = [True]
+    monkeypatch.setattr(lanes, "_may_come_up", lambda num_up: room[0])
+    assert lanes.settle() == [0]
+    room[0] = False
+    assert lanes.settle() == [], "it waits for a node"
     turns[1].set()
     lanes._threads[1].join(60)
+    room[0] = True
     up.append(0)
-    assert lanes.settle()
+    assert lanes.settle() == []
     over.set()
     lanes._threads[0].join(60)
     assert begun == [0]
     up.clear()
-    assert lanes.settle(), "a lane that has ended is not starting"
+    assert lanes.settle() == [], "a lane that has ended is not starting"

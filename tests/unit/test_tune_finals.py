@@ -210,5 +210,5 @@ def test_what_stood_still_is_measured_again_and_judged_without_it() -> None:
     assert "1 trial stood still for a while" in answer(config(), [*rest, stopped]).notes
     records = repeated({0: [4.0, 4.1], 1: [5.0, 5.1]})
     last = replace(records[-1], time_to_target_s=25.1, curve=[], disturbed_s=20.0)
-    [first, second] = finals(config(), [*records[:-1], last])
+    [_, second] = finals(config(), [*records[:-1], last])
     assert second.time_s.value == pytest.approx(math.sqrt(5.0 * 5.1))

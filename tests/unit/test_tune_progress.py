@@ -16,7 +16,7 @@ from trainers.storage import Storage
 from tune.lanes.messages import Event
 from tune.sweeps.progress import Progress
 from tune.trials.journal import Journal, trial_id
-from tune.trials.record import make_record
+from tune.trials.record import TrialRecord, make_record
 
 TRIAL = {"global_batch_size": 32, "precision": "fp32"}
 NAME = trial_id(TRIAL)
@@ -37,7 +37,10 @@ class Parts:
         )
         self.storage = Storage(str(directory))
         self.journal = Journal(self.storage)
-        spec, plan = SimpleNamespace(config=config(), storage=self.storage, train={}), SimpleNamespace(num_trials=1)
+        spec, plan = (
+            SimpleNamespace(config=config(), storage=self.storage, train={}, source=""),
+            SimpleNamespace(num_trials=1),
+        )
         plan.lane_usd_per_hour = None
         pace = SimpleNamespace(trial_started=lambda name: None, trial_ended=lambda was_known: None)
         self.progress = Progress(spec, plan, mailbox, pace, None, Output())  # type: ignore[arg-type]
@@ -71,6 +74,17 @@ def test_a_trial_is_recorded_as_its_lane_has_told_it(
     assert (record.id, record.status, record.message, record.curve) == (NAME, status, message, [ROW])
     assert parts.progress.records == {NAME: record}
     assert parts.forgotten == [NAME]
+
+
+@pytest.mark.parametrize(("end_time", "num_lines"), [(1.0, 0), (1e10, 1)], ids=["kept", "new"])
+def test_a_trial_of_an_earlier_start_is_counted_and_not_told(
+    parts: Parts, end_time: float, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts.journal.append(TrialRecord(NAME, TRIAL, "done", 0.5, end_time))
+    with caplog.at_level("INFO"):
+        parts.complete()
+    assert parts.progress.records.keys() == {NAME}
+    assert len([line for line in caplog.messages if line.startswith("trial 1/1")]) == num_lines
 
 
 def test_what_cannot_be_written_ends_the_sweep(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import ray
 import ray.train
 from ray import cloudpickle
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -39,6 +40,7 @@ _MAX_FAILED_STARTS = 3
 _START_S, _LOOK_S = 60.0, 0.2
 _MAKE_S = 10.0
 """Within which Ray makes a group, also on a busy machine, unless that waits for a node."""
+_SAY_AFTER_S = 2.0
 _IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
@@ -100,24 +102,56 @@ class Lanes:
         while not (cancelled() or ray.get(self.mailbox.starts.remote("workers"))) and time.monotonic() < deadline:
             self._closing.wait(_LOOK_S)
 
-    def settle(self) -> bool:
-        """Let no further lane begin to start; returns whether those that have begun are up."""
+    def settle(self) -> list[int]:
+        """Let no further lane begin to start; returns those that are about to come up."""
         self._settled.set()
         alive = {lane for lane in self._begun if self._threads[lane].is_alive()}
-        return alive <= set(ray.get(self.mailbox.watch.remote())["lanes"])
+        up = set(ray.get(self.mailbox.watch.remote())["lanes"])
+        starting = sorted(alive - up)
+        return starting if starting and self._may_come_up(len(up)) else []
 
     def close(self, timeout_s: float = 45.0) -> None:
         """Let the lanes end. One that is still starting comes up first and finds nothing to do, since killing it would
-        leave its reservation with Ray; one that is not up after `timeout_s` is killed.
+        leave its reservation with Ray; one for which there is no room, or that is not up after `timeout_s`, is killed.
         """
         self._closing.set()
         self._settled.set()
+        up = set(ray.get(self.mailbox.watch.remote())["lanes"])
+        if any(thread.is_alive() for lane, thread in enumerate(self._threads) if lane not in up):
+            self._end_waiting(up)
         ray.get(self.mailbox.close.remote())
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            self.end()
+        began = time.monotonic()
+        is_said = False
+        while alive := [lane for lane, thread in enumerate(self._threads) if thread.is_alive()]:
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s or (waited_s > _SAY_AFTER_S and not self._may_come_up(0)):
+                self.end()
+                return
+            if waited_s > _SAY_AFTER_S and not is_said:
+                is_said = True
+                logger.info("waiting for lanes %s to end, %.0f s at most", alive, timeout_s)
+            self._threads[alive[0]].join(_LOOK_S)
+
+    def _end_waiting(self, up: set[int]) -> None:
+        """End the lanes that have no place yet, before those that are up leave them theirs."""
+        if self._may_come_up(len(up)):
+            return
+        for lane, controller in ray.get(self.mailbox.starts.remote("controller")).items():
+            if lane not in up and self._threads[lane].is_alive():
+                ray.kill(cloudpickle.loads(controller))
+        for name, state in self._reserved().items():
+            if state != "CREATED":
+                remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
+
+    def _may_come_up(self, num_up: int) -> bool:
+        """Whether a lane beside those that are up has its place, or finds room for a worker on some node."""
+        if sum(state == "CREATED" for state in self._reserved().values()) > num_up:
+            return True
+        worker = {"CPU": float(self.scaling.cpus_per_worker)}
+        if self.use_gpu:
+            worker["GPU"] = self.scaling.gpus_per_worker
+        nodes = available_resources_per_node().values()
+        return any(all(node.get(name, 0.0) >= amount for name, amount in worker.items()) for node in nodes)
 
     def end(self, timeout_s: float = 20.0) -> None:
         """Kill the controllers of all lanes that still run, and free what they had reserved. After this no thread calls
@@ -152,6 +186,8 @@ class Lanes:
         try:
             deadline = time.monotonic() + _MAKE_S
             while any(state in _IN_THE_MAKING for state in self._reserved().values()) and time.monotonic() < deadline:
+                if not self._may_come_up(0):
+                    break  # Ray makes none of them
                 time.sleep(_LOOK_S)
             for name in self._reserved():
                 remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))

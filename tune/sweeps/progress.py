@@ -330,7 +330,8 @@ class Progress(tune.Callback):
         with self._noting_failure():
             self._record(name, self.reasons.get(trial.trial_id, "stopped by the search"))
         record = self.records.get(name)
-        self._pace.trial_ended(record is not None and record.end_time < self._begun_at)
+        was_known = record is not None and record.end_time < self._begun_at
+        self._pace.trial_ended(was_known)
         if record is None:
             return
         self._statuses[record.status] += 1
@@ -338,6 +339,8 @@ class Progress(tune.Callback):
         sign = 1 if self._config.objective.direction == "min" else -1
         if value is not None and (self._best is None or sign * value < sign * self._best[0]):
             self._best = (value, record)
+        if was_known:
+            return
         figures = "  ".join(f"{key} {value:.4f}" for key, value in record.metrics.items() if key.startswith("val_"))
         parts = [
             f"trial {self._statuses.total()}/{self._plan.num_trials}",
@@ -379,7 +382,8 @@ class Progress(tune.Callback):
         if record is not None:
             self.records[name] = record
             self._mailbox.forget.remote(name)
-            self.tell(record)
+            if record.end_time >= self._begun_at:
+                self.tell(record)
 
     def tell(self, record: TrialRecord) -> None:
         """Tell of a trial that has ended, where records are wanted."""

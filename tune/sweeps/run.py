@@ -4,7 +4,6 @@ import contextlib
 import logging
 import math
 import re
-import shlex
 import shutil
 import time
 from collections import Counter
@@ -42,7 +41,7 @@ from tune.trials.record import TrialRecord, make_record
 logger = logging.getLogger(__name__)
 
 _QUIET_S = 60.0  # that a trial which the search has stopped may take to notice, or a lane to come up
-_LOOK_S = 0.5
+_LOOK_S, _SAY_AFTER_S = 0.5, 2.0
 _ACTORS = 4
 """That Tune starts for one trial at most: its work is on a lane, and goes on without them."""
 _LEAST_ROOM_BYTES = 2**20
@@ -71,19 +70,20 @@ def run_sweep(
 
     def grow() -> None:
         """Start further lanes where the cluster has grown."""
-        count = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), plan.use_gpu).num_lanes
+        count = _useful(spec, SweepPlan.make(spec, _nodes_up(), nodes_at_most(), plan.use_gpu))
         if count > lanes.count:
             logger.info("the cluster holds %d lanes by now: another %d start", count, count - lanes.count)
         lanes.grow(count)
         pace.lanes_started(lanes.count)
 
     progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None, output or Output())
+    kept = {record.id for record in journal.records()}
     progress.seen.update({record.id: record.config for record in before})
     progress.records.update({record.id: record for record in before})
     try:
         ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
         with ending, progress.heeding_signals(), progress.terminal, VitalSigns(), run_environment():
-            lanes.grow(plan.num_lanes)
+            lanes.grow(_useful(spec, plan))
             lanes.await_first(lambda: progress.signal_name is not None)
             began, budget_s = time.monotonic(), spec.config.time_budget_s
             with sweep_environment():
@@ -94,8 +94,8 @@ def run_sweep(
             if not is_over_budget:
                 repeats = _run_repeats(spec, plan, lanes, progress)
                 progress.records |= repeats
-                for record in repeats.values():
-                    progress.tell(record)
+                for name in repeats.keys() - kept:
+                    progress.tell(repeats[name])
             progress.restore_records()
             save(spec)
             if restarts := _restarts(ray.get(mailbox.restarts.remote())):
@@ -146,7 +146,7 @@ def _restarts(restarts: Sequence[tuple[float, str]]) -> str:
 
 def _goes_on(spec: SweepSpec) -> str:
     """What a sweep that was cut off says last."""
-    return f"what has ended is in the journal, and `python -m tune resume {shlex.quote(spec.uri)}` goes on"
+    return f"what has ended is in the journal, and `{spec.resume()}` goes on"
 
 
 def _why(error: Exception, spec: SweepSpec) -> str:
@@ -178,10 +178,16 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
     for precision in () if spec.is_of_function else plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
-    lanes, workers = plan.num_lanes, plan.train.scaling.max_workers
+    lanes, workers = _useful(spec, plan), plan.train.scaling.max_workers
     groups = f"{lanes} lane{'s' * (lanes > 1)} of {workers} worker{'s' * (workers > 1)}"
     logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.num_trials, groups)
     return plan
+
+
+def _useful(spec: SweepSpec, plan: SweepPlan) -> int:
+    """How many lanes there is work for: trials without a record, or the repeats of finalists."""
+    ended = sum(record.purpose == "trial" for record in Journal(spec.storage).records())
+    return max(1, min(plan.num_lanes, plan.num_trials - ended))
 
 
 def _nodes_up() -> list[dict[str, float]]:
@@ -270,11 +276,15 @@ def _run_repeats(spec: SweepSpec, plan: SweepPlan, lanes: Lanes, progress: Progr
 
 def _await_quiet(lanes: Lanes, progress: Progress) -> None:
     """Wait until no lane works, nor starts, which takes as much of the machine as a trial; for a minute at most."""
-    deadline = time.monotonic() + _QUIET_S
-    while time.monotonic() < deadline:
-        is_settled = lanes.settle()
-        if is_settled and not ray.get(lanes.mailbox.watch.remote())["running"]:
+    began = time.monotonic()
+    is_said = False
+    while (waited_s := time.monotonic() - began) < _QUIET_S:
+        busy = [*lanes.settle(), *ray.get(lanes.mailbox.watch.remote())["running"]]
+        if not busy:
             return
+        if waited_s > _SAY_AFTER_S and not is_said:
+            is_said = True
+            progress.terminal.say(f"waiting until lanes {busy} are quiet, {_QUIET_S:.0f} s at most")
         progress.tick()
         time.sleep(_LOOK_S)
 

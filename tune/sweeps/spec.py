@@ -1,6 +1,7 @@
 """A sweep as plain data: read from a file, checked before Ray is imported, kept with the sweep for its resume."""
 
 import contextlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from trainers.errors import ConfigError
 from trainers.launch.run_directory import delete_own
 from trainers.launch.spec import make_function_spec, make_spec, read_file, read_mapping
 from trainers.lease import fenced
-from trainers.storage import Storage, storage_uri
+from trainers.storage import Storage, inside_ray_job, storage_uri
 from tune.config import Range, SweepConfig, sample_values
 from tune.search.finalists import repeats_to_run
 from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
@@ -45,6 +46,11 @@ class SweepSpec:
     def storage(self) -> Storage:
         """The sweep's directory."""
         return fenced(Storage(self.uri), SAVED, self.token)
+
+    def resume(self, python: str = "python") -> str:
+        """Return the command that goes on with it, from where this one was given: inside a Ray job, another job."""
+        submit = "ray job submit --working-dir . -- python" if inside_ray_job() else shlex.quote(python)
+        return f"{submit} -m tune resume {shlex.quote(self.uri)}"
 
     @property
     def is_of_function(self) -> bool:
@@ -166,12 +172,15 @@ def save(spec: SweepSpec) -> None:
 
 
 def is_complete(spec: SweepSpec) -> bool:
-    """Whether every trial has a record; a random search is known to be complete only by running it."""
+    """Whether every trial has a record, and finalists their repeats; a random search that has drawn a configuration
+    twice is known to be complete only by running it.
+    """
     config, records = spec.config, Journal(spec.storage).records()
-    if config.search == "optuna":
-        return len(records) >= spec.num_trials
-    names = [trial_id(trial) for trial in grid(config)[: config.budget.trials]]
-    has_ended = bool(names) and {record.id for record in records}.issuperset(names)
+    ended = {record.id for record in records if record.purpose == "trial"}
+    if config.search == "grid":
+        has_ended = ended.issuperset(trial_id(trial) for trial in grid(config)[: config.budget.trials])
+    else:
+        has_ended = len(ended) >= spec.num_trials
     return has_ended and not repeats_to_run(config, spec.train, records)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -148,8 +147,9 @@ def run_to_answer(
         spec = replace(spec, token=token)
         state: Literal["ended", "cut off"] = "cut off"
         stack.callback(lambda: write_live(spec.storage, Live(state)))
-        again = f"python -m tune resume {shlex.quote(spec.uri)}"
-        stack.enter_context(followed("tune.sweeps.tracking", spec.storage, token, spec.trackers, spec.path, again))
+        stack.enter_context(
+            followed("tune.sweeps.tracking", spec.storage, token, spec.trackers, spec.path, spec.resume())
+        )
         if is_complete(spec):
             logger.info(
                 "%s is complete already (%s starts it anew)", spec.uri, "--fresh" if is_command else "fresh=True"
