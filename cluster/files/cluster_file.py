@@ -74,7 +74,9 @@ def schema_error(error: Any, field: str, how_to_write: str, source: str | None) 
         "pattern": error.schema.get("rule"),
     }
     rule = rules.get(error.validator) or f"breaks the schema ({error.message[-160:]})"
-    return ConfigError(field or "the file", error.instance, rule, how_to_write, source)
+    options = error.validator_value if error.validator == "enum" else []
+    fix = did_you_mean(error.instance, map(str, options), how_to_write)
+    return ConfigError(field or "the file", error.instance, rule, fix, source)
 
 
 def join(field: str, key: object) -> str:
