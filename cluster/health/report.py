@@ -59,7 +59,8 @@ def _lines(cluster: ClusterFacts, found: Sequence[NodeFinding], uri: str | None,
     result += [f"{each.finding.level}: {each}" for each in found]
     if uri is None and len(cluster.nodes) > 1:
         result.append("note: storage was not looked at; give --storage_path or set PACELINE_STORAGE")
-    result.append(f"{len(rows) - len(bad)} of {len(rows)} nodes in order, in {seconds:.1f} s")
+    whole = ", but not the cluster as a whole" if any(not each.node_id for each in found) else ""
+    result.append(f"{len(rows) - len(bad)} of {len(rows)} nodes in order{whole}, in {seconds:.1f} s")
     return result
 
 

@@ -43,6 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"name": "../up"}, "name"),
     ({"precision": "fp16-pure"}, "optimizer.eps"),
     ({"precision": "fp8"}, "compile"),
+    ({"precision": "fp8", "device": "cpu"}, "precision"),
     ({"fullgraph": True}, "fullgraph"),
     ({"seed": 2**64}, "seed"),
     ({"optimizer": {}}, "optimizer.lr"),
@@ -130,3 +131,22 @@ def test_every_key_has_a_description() -> None:
         return found
 
     assert undescribed(TrainConfig) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "meant"),
+    [
+        ({"precision": "bf61"}, "bf16"),
+        ({"precision": "BFloat16"}, "bf16"),
+        ({"optimizer": {"lr": 0.1, "name": "AdamW"}}, "adamw"),
+        ({"optimizer": {"lr": 0.1, "name": "SGD"}}, "sgd"),
+        ({"strategy": "fspd"}, "fsdp"),
+        ({"compile": "reduce_overhead"}, "reduce-overhead"),
+        ({"checkpoint": {"best": "val_loss", "best_mode": "minimum"}}, "min"),
+        ({"scaling": {"placement_strategy": "spread"}}, "SPREAD"),
+    ],
+)
+def test_a_value_that_is_almost_one_is_named(changes: dict[str, Any], meant: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        build(TrainConfig, BASE | changes, "train.yaml")
+    assert raised.value.fix == f"did you mean `{meant}`?"

@@ -134,6 +134,12 @@ def test_a_target_is_met_in_its_own_direction(objective: dict[str, Any], expecte
     assert not judged.reached({"other": 0.3})
 
 
+def test_a_misspelt_name_is_named() -> None:
+    with pytest.raises(ConfigError) as raised:
+        build(CheckpointConfig, {"best": "val_acuracy"}, "test")
+    assert raised.value.fix.startswith("did you mean `val_accuracy`?")
+
+
 def test_one_metric_has_one_direction_in_a_run() -> None:
     best = {"checkpoint": {"best": "val_topk", "best_mode": "max"}}
     same, other = ({"early_stopping": {"metric": "val_topk", "mode": mode, "patience": 1}} for mode in ("max", "min"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainers.causes import death_of
-from trainers.errors import RunFailedError, Status
+from trainers.errors import ConfigError, RunFailedError, Status
 from trainers.storage import Storage
 from tune.lanes.mailbox import MAX_LOSSES, Mailbox
 from tune.lanes.messages import Assignment, Event
@@ -201,6 +201,21 @@ async def test_closing_sends_every_lane_home_and_stops_what_runs(mailbox: Mailbo
     assert not await mailbox.report("a", {"step": 1})
     await submit(mailbox, "late")
     assert await mailbox.take(0, WAIT_S) == "close"
+
+
+@asynchronous
+async def test_a_misspelt_metric_ends_the_sweep_unless_another_trial_has_it(mailbox: Mailbox) -> None:
+    await submit(mailbox, "a", "b", "c")
+    misnamed = ConfigError("objective.metric", "val_los", "is no metric", "")
+    outcome = {"status": "error", "message": "", "misnamed": misnamed}
+    await taken(mailbox)
+    await mailbox.report("a", {"step": 1, "val_los": 1.0})
+    await taken(mailbox)
+    await mailbox.end(0, "b", dict(outcome))
+    assert (await mailbox.watch())["refusal"] is None
+    await taken(mailbox)
+    await mailbox.end(0, "c", outcome | {"misnamed": ConfigError("checkpoint.best", "val_mea", "is no metric", "")})
+    assert (await mailbox.watch())["refusal"].field == "checkpoint.best"
 
 
 @asynchronous

@@ -46,6 +46,23 @@ async def test_a_report_counts_once_all_ranks_have_brought_their_part(mailbox: M
     assert await reports(mailbox, "a") == [row(1)]
 
 
+@pytest.mark.parametrize(("watched", "is_refused"), [("loss", False), ("los", True)])
+def test_a_metric_that_no_function_has_reported_ends_the_sweep(watched: str, is_refused: bool) -> None:
+    """And leaves its trial without a result."""
+
+    async def main() -> None:
+        mailbox = Mailbox()
+        await mailbox.submit(assignment("a", watches=(watched,)))
+        await taken(mailbox)
+        await both(mailbox, 1)
+        await mailbox.end(0, "a", {"status": "done"})
+        refusal = (await mailbox.watch())["refusal"]
+        ends = [event for event in await mailbox.heard("a") if event.outcome is not None]
+        assert (refusal is not None, bool(ends)) == (is_refused, not is_refused)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("why", ["cancelled", "target"])
 def test_all_ranks_end_at_the_same_report(why: str) -> None:
     async def main() -> None:

@@ -13,11 +13,12 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import Dataset, TensorDataset
 
-from tests.unit.test_loop import RARE, Tiny, train
+from tests.unit.test_loop import RARE, Context, Tiny, config, train
 from tests.unit.test_microbatch import Hungry, choose
 from trainers.causes import classify
 from trainers.config import TrainConfig
 from trainers.errors import ConfigError, DivergedError
+from trainers.loop.fit import fit
 
 torch.set_num_threads(1)
 
@@ -162,6 +163,25 @@ def test_a_metric_that_takes_a_name_of_ours_is_refused(name: Any, tmp_path: Path
     with pytest.raises(ConfigError):
         train(tmp_path, Named("accuracy", name), max_steps=1, **RARE)
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"checkpoint": {"best": "val_acuracy", "best_mode": "max"}}, "checkpoint.best"),
+        ({"checkpoint": {"best": "accuracy"}}, "checkpoint.best"),
+        ({"early_stopping": {"metric": "val_los", "mode": "min", "patience": 9}}, "early_stopping.metric"),
+    ],
+)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_misspelt_metric_ends_a_run_at_its_first_evaluation(
+    changes: dict[str, Any], field: str, keeps: bool, tmp_path: Path
+) -> None:
+    context = Context(tmp_path if keeps else None)
+    with pytest.raises(ConfigError) as raised:
+        fit(Tiny(), config(evaluate={"every_steps": 1}, **changes), context)
+    assert (raised.value.field, context.reports) == (field, [])
+    assert raised.value.fix in ("did you mean `val_accuracy`?", "did you mean `val_loss`?")
 
 
 def test_no_training_data_is_said_in_its_own_words() -> None:

@@ -135,12 +135,13 @@ def test_a_resume_is_bit_equal(task: Callable[[], Tiny], changes: dict[str, Any]
     assert len({lr for _, lr, _ in curve(tmp_path / "cut")}) > 2
 
 
-def test_a_plateau_is_one_of_the_evaluations(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("by", "mode"), [("step", "min"), ("val_loss", "min"), ("val_accuracy", "max")])
+def test_a_plateau_is_one_of_the_evaluations(by: str, mode: Any, tmp_path: Path) -> None:
     context = Context(tmp_path)
-    fit(plateau(), config(**OWN, evaluate={"every_steps": 2}), context)
-    figures = [row["val_loss"] for row, kept in context.reports if kept is None]
+    fit(Named("ReduceLROnPlateau", by, mode=mode, **PLATEAU), config(**OWN, evaluate={"every_steps": 2}), context)
+    figures = [row["val_loss" if by == "step" else by] for row, kept in context.reports if kept is None]
     optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.05)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **PLATEAU)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode=mode, **PLATEAU)
     rates = []
     for step in range(1, STEPS + 1):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -159,6 +160,9 @@ class Unseen(Named):
     ("task", "chosen", "field"),
     [
         (Unseen("ReduceLROnPlateau", **PLATEAU), {}, "schedule()"),
+        (Named("ReduceLROnPlateau", mode="max", **PLATEAU), {}, "schedule()"),
+        (Named("ReduceLROnPlateau", "val_accuracy", **PLATEAU), {}, "schedule()"),
+        (Named("ReduceLROnPlateau", "val_acuracy", mode="max", **PLATEAU), {}, "schedule()"),
         (Chosen(), {"name": "linear"}, "lr_schedule.name"),
         (Named("StepLR", "batch"), {}, "schedule()"),
         (Chosen("another"), {}, "schedule()"),

@@ -13,6 +13,7 @@ import ray.train
 
 from tests.specs import BASE
 from tests.unit.report_records import config
+from trainers.errors import ConfigError
 from trainers.storage import Storage
 from tune.lanes.messages import Assignment, Event
 from tune.lanes.worker import LaneContext
@@ -74,6 +75,26 @@ def test_a_lane_says_what_its_trial_has_used_so_far_where_the_objective_asks(tmp
     (_, (_, asked)), (_, (_, plain)) = box.told
     assert asked == ROW | {"peak_memory_bytes": 5.0, "disturbed_s": 3.0}
     assert plain == ROW
+
+
+@pytest.mark.parametrize(
+    ("watches", "field"),
+    [
+        (("val_acuracy",), "objective.metric"),
+        (("time_to_target", "accuracy"), "objective.target"),
+        (("usd_to_target", "val_accuracy"), None),
+        (("noise_scale",), None),
+    ],
+)
+def test_an_evaluation_without_the_objectives_metric_is_refused(watches: tuple[str, ...], field: str | None) -> None:
+    box, gauges = Box(), cast(Any, SimpleNamespace(set=lambda figures: None))
+    context = LaneContext(box, 3, Assignment("t/1", "t", {}, watches=watches), gauges)
+    if field is None:
+        context.report(ROW, None, 1.0)
+        return
+    with pytest.raises(ConfigError) as raised:
+        context.report(ROW, None, 1.0)
+    assert (raised.value.field, box.told) == (field, [])
 
 
 @pytest.mark.parametrize(

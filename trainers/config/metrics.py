@@ -42,6 +42,7 @@ _SAY_NOTHING = {*_SPLITS, *_QUALIFIERS.split()}
 _TURNS = {"neg", "negative", "minus", "inverse", "inv"}
 _BREAK = re.compile(r"(?<=[a-z])(?=[A-Z][a-z])")
 _MINUS = re.compile(r"(?<![a-z0-9])(1 ?)?- ?(?=[a-z])")
+_LONG = 6  # letters of a word that can be told from others by most of them
 _LONGEST = 3  # words of a name in the table
 
 
@@ -86,7 +87,11 @@ def check_direction(key: str, metric: str, mode: Mode | None) -> None:
     if mode is None and direction_of(metric) is None:
         rule = f"is required: the name {metric} does not say whether less or more is better"
         leaf = key.rpartition(".")[2]
-        raise ConfigError(key, MISSING, rule, f"add `{leaf}: min` or `{leaf}: max`")
+        before, _, last = metric.rpartition("_")
+        long = [name for name in _KNOWN if len(name) >= _LONG]
+        near = did_you_mean(last, long, "", f"{before}_{{}}".format) if len(last) >= _LONG else ""
+        fix = f"add `{leaf}: min` or `{leaf}: max`"
+        raise ConfigError(key, MISSING, rule, f"{near} Else {fix}" if near else fix)
 
 
 def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:

@@ -183,7 +183,6 @@ class TrainConfig(Settings):
         by_blocks = self.optimizer.name in ("adamw8bit", "adamw4bit", "adamwfp8")
         captures, num_workers = compiled in CAPTURING, "scaling.num_workers"
         by_worker = elastic and self.batch_size_per_worker is not None
-        uncompiled = self.precision == "fp8" and compiled == "off"
         moves, fsdp_rule = strategy in ("fsdp", "dp"), "captures CUDA graphs, and fsdp moves its tensors"
         again = self.activation_checkpointing != "none"
         ddp, default, uncaptured = "set `strategy: ddp`", "set `compile: default`", "set `cuda_graphs: false`"
@@ -202,7 +201,18 @@ class TrainConfig(Settings):
                 "has blocks that shards would cut",
                 "set `name: adamw`",
             ),
-            (uncompiled, "compile", "leaves the casts of precision fp8 as passes over memory of their own", default),
+            (
+                self.precision in ("fp8", "tf32") and device in ("cpu", "mps"),
+                "precision",
+                f"needs CUDA, not device {device}",
+                "set `precision: bf16`",
+            ),
+            (
+                self.precision == "fp8" and compiled == "off",
+                "compile",
+                "is not for precision fp8, which needs a compiled model, torchao and a GPU of capability 8.9",
+                default,
+            ),
             (strategy == "dp" and compiled != "off", "compile", "cannot follow the replicas of strategy dp", ddp),
             (strategy == "fsdp" and captures, "compile", fsdp_rule, default),
             (again and strategy == "dp", "activation_checkpointing", "cannot follow the replicas of strategy dp", ddp),
