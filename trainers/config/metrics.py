@@ -87,9 +87,10 @@ def check_direction(key: str, metric: str, mode: Mode | None) -> None:
     if mode is None and direction_of(metric) is None:
         rule = f"is required: the name {metric} does not say whether less or more is better"
         leaf = key.rpartition(".")[2]
-        before, _, last = metric.rpartition("_")
+        last = metric.rpartition("_")[2]
+        before = metric.removesuffix(last)
         long = [name for name in _KNOWN if len(name) >= _LONG]
-        near = did_you_mean(last, long, "", f"{before}_{{}}".format) if len(last) >= _LONG else ""
+        near = did_you_mean(last, long, "", lambda name: before + name) if len(last) >= _LONG else ""
         fix = f"add `{leaf}: min` or `{leaf}: max`"
         raise ConfigError(key, MISSING, rule, f"{near} Else {fix}" if near else fix)
 
