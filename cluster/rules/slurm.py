@@ -180,6 +180,7 @@ def slurm_findings(script: SlurmScript) -> list[Finding]:
     environment = common.assignments(text)
     return [
         *_ignored(script),
+        *_misspelt(script),
         *_options_findings(script),
         *(_step(script, step) if step else ()),
         *common.key_findings(text),
@@ -235,11 +236,8 @@ def _ignored(script: SlurmScript) -> Iterator[Finding]:
         yield level(f"line {line.line}", line.text, rule, "move it up, or write `#SBATCH`")
 
 
-def _options_findings(script: SlurmScript) -> Iterator[Finding]:
-    options = dict(script.options)
-    nodes = options.get("nodes", "1")
-    tasks = options.get("ntasks", nodes)
-    options.setdefault("ntasks-per-node", "1" if tasks == nodes else f"{tasks} on {nodes} nodes")
+def _misspelt(script: SlurmScript) -> Iterator[Finding]:
+    """Options and values that sbatch does not know."""
     known = _KNOWN.split()
     for name, value in script.options.items():
         if name not in known and sum(option.startswith(name) for option in known) != 1:
@@ -248,6 +246,13 @@ def _options_findings(script: SlurmScript) -> Iterator[Finding]:
         elif name in _FORMS and not re.fullmatch(_FORMS[name], value, re.IGNORECASE):
             rule = "is no value that sbatch takes here"
             yield error(script.where(name), value or MISSING, rule, "`man sbatch` says how it is written")
+
+
+def _options_findings(script: SlurmScript) -> Iterator[Finding]:
+    options = dict(script.options)
+    nodes = options.get("nodes", "1")
+    tasks = options.get("ntasks", nodes)
+    options.setdefault("ntasks-per-node", "1" if tasks == nodes else f"{tasks} on {nodes} nodes")
     for name, pattern, level, rule, fix in _OPTIONS:
         value = options.get(name)
         if value is None:
