@@ -11,7 +11,7 @@ STRETCHES = 30
 """Most stretches of steps that an interval is made from, and the fewest steps that say how long a step takes."""
 _FEWEST = 5  # stretches of which one can be said to be unlike the others
 _OUTLYING = 2.0  # times as long a step, and a sample, as in the median stretch
-_DISTURBED = 0.2
+_DISTURBED = 0.1
 """The share of the time that outlying stretches have lost, from which on they say nothing of the training itself."""
 
 
