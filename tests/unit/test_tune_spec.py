@@ -12,7 +12,7 @@ from trainers.config.yaml import dump_yaml
 from trainers.errors import ConfigError
 from trainers.lease import LEASE, held
 from trainers.storage import Storage
-from tune.sweeps.spec import SAVED, SweepSpec, prepare, read_saved, read_sweep
+from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, read_saved, read_sweep
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord
 
@@ -161,6 +161,38 @@ def test_another_sweep_of_the_same_name_is_refused(user: Path, overrides: dict[s
     assert raised.value.field == field
     assert prepare(read(user, **overrides), fresh=True) == 0
     assert prepare(read(user, name="other"), fresh=False) == 0
+
+
+def test_an_objective_that_named_nothing_may_be_put_right(user: Path) -> None:
+    """Until a trial has ended by it."""
+    prepare(read(user, objective__metric="valid_loss"), fresh=False)
+    spec = read(user)
+    prepare(spec, fresh=False)
+    assert read_saved(spec.uri).config.objective.metric == "val_loss"
+    Journal(spec.storage).append(TrialRecord(trial_id({}), {}, "done", 1.0, 2.0))
+    with pytest.raises(ConfigError) as raised:
+        prepare(read(user, objective__metric="val_mae"), fresh=False)
+    assert raised.value.field == "objective"
+
+
+@pytest.mark.parametrize("search", ["random", "optuna", "grid"])
+def test_a_sweep_is_complete_once_each_trial_has_a_record(user: Path, search: str) -> None:
+    spec = read(user, search=search, budget__trials=2)
+    prepare(spec, fresh=False)
+    for precision in ("fp32", "bf16"):
+        assert not is_complete(spec)
+        config = {"global_batch_size": 8, "precision": precision}
+        repeat = TrialRecord(trial_id(config, "repeat", 1), config, "done", 1.0, 2.0, purpose="repeat", seed=1)
+        Journal(spec.storage).append(TrialRecord(trial_id(config), config, "done", 1.0, 2.0))
+        Journal(spec.storage).append(repeat)
+    assert is_complete(spec)
+
+
+def test_the_way_on_is_given_where_the_sweep_was(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read(user)
+    assert spec.resume() == f"python -m tune resume {spec.uri}"
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    assert spec.resume("/head/python") == f"ray job submit --working-dir . -- python -m tune resume {spec.uri}"
 
 
 def holder(spec: SweepSpec) -> object:
