@@ -60,6 +60,8 @@ class Noting(UserCallback):
 
 
 BEST = 4.0
+DRIVEN: list[Any] = []
+"""The trials whose driver has run in this process."""
 
 
 def slow(config: dict[str, Any]) -> None:
@@ -109,7 +111,8 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
             ),
         )
         result = trainer.fit()
-        said = {"returned": result.return_value, "kept": len(result.best_checkpoints or [])}
+        DRIVEN.append(config)
+        said = {"returned": result.return_value, "kept": len(result.best_checkpoints or []), "driven": len(DRIVEN)}
         ray.tune.report({"heard": len(callback.heard), **said, **(result.metrics or {})})
 
     scheduler = ray.tune.schedulers.ASHAScheduler(max_t=40, grace_period=4, reduction_factor=2)
@@ -125,7 +128,7 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
     for result in tuner.fit():
         table = result.metrics_dataframe
         rows = [] if table is None else json.loads(table.to_json(orient="records"))
-        keys = ("loss", "epoch", "found", "process", "score", "heard", "returned", "kept")
+        keys = ("loss", "epoch", "found", "process", "score", "heard", "returned", "kept", "driven")
         kept = [{key: row[key] for key in keys if row.get(key) is not None} for row in rows]
         trials.append({"config": result.config, "error": str(result.error or "")[-300:], "rows": kept})
     return {"trials": trials, "restarts": tuner.restarts}

@@ -32,6 +32,7 @@ def test_checkpoints_callbacks_and_return_values_are_rays(ours: dict[str, Any]) 
         assert column(trial, "heard") == [3]
         assert column(trial, "returned") == ["rank 0"]
         assert column(trial, "kept") == [2]
+        assert column(trial, "driven") == [1], "no driver finds what another has left in its process"
     assert ours["train"]["restarts"] == []
 
 
