@@ -64,6 +64,7 @@ def test_the_interval_is_that_of_a_mean(time: Time) -> None:
         (([5.0] + [1.0] * 3) * 30, 0.0),  # again and again: the training's own
         ([1.0] * 5 + [1.5] * 40 + [1.0] * 55, 0.0),
         ([1.0, 1.0, 1.0, 9.0], 0.0),  # too few to tell
+        ([0.001] * 60 + [0.1] + [0.001] * 40, 0.0),  # of a short trial
     ],
 )
 def test_what_stood_still_is_no_throughput(time: Time, durations: list[float], lost_s: float) -> None:

@@ -11,8 +11,9 @@ STRETCHES = 30
 """Most stretches of steps that an interval is made from, and the fewest steps that say how long a step takes."""
 _FEWEST = 5  # stretches of which one can be said to be unlike the others
 _OUTLYING = 2.0  # times as long a step, and a sample, as in the median stretch
-_DISTURBED = 0.1
-"""The share of the time that outlying stretches have lost, from which on they say nothing of the training itself."""
+_DISTURBED, _LEAST_S = 0.1, 0.5
+"""The share of the time, and the time, that outlying stretches have lost from which on they say nothing of the training
+itself: a few milliseconds are any short trial's."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class StepTimes:
             return 0.0
         usual_s = statistics.median(one.step_s for one in stretches)
         lost_s = sum(one.own_s - usual_s * one.steps for one in _outlying(stretches))
-        return lost_s if lost_s > _DISTURBED * self.total_s(skip) else 0.0
+        return lost_s if lost_s > max(_LEAST_S, _DISTURBED * self.total_s(skip)) else 0.0
 
     def _stretches(self, skip: int) -> list[_Stretch]:
         """Up to 30 of the steps after the first `skip`, about equally long."""

@@ -3,7 +3,7 @@
 A trial runs Ray's own TrainController in its own process, with every callback, policy and file that Ray has. Only its
 worker group differs: it borrows the workers of a lane, where Ray would start an actor for each, and gives them back,
 where Ray would kill them. What ranks meet at, and what they ask their controller, goes through the pool: a trial starts
-no process.
+no process beside its driver's.
 """
 
 import asyncio
