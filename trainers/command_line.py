@@ -4,7 +4,6 @@ A command is a function: its docstring says what it does, and its parameters are
 torch and Ray are imported: one sentence on standard error, and exit code 2.
 """
 
-import difflib
 import inspect
 import io
 import os
@@ -20,7 +19,7 @@ from pydantic import ConfigDict, create_model
 from trainers.config.model import Settings, build, child_model, keys_of
 from trainers.config.reference import reference
 from trainers.config.yaml import parse_yaml
-from trainers.errors import MISSING, ConfigError, ConfigErrors, PacelineError, did_you_mean, first_line, show
+from trainers.errors import MISSING, ConfigError, ConfigErrors, PacelineError, did_you_mean, first_line, nearest, show
 from trainers.output import Json, Output, Quiet
 from trainers.redaction import redact
 
@@ -113,8 +112,8 @@ class Command:
         first = parts[0].replace("_", "-")
         keys = [key.replace("_", "-") for key in keys_of(self.config)] if self.config else []
         options = [option.removeprefix("--") for option in self.options]
-        near = [] if first in keys else difflib.get_close_matches(first, [*keys, *options], n=1)
-        if not keys or not typed.startswith("--") or typed == "--" or (near and near[0] in options):
+        near = None if first in keys else nearest(first, [*keys, *options])
+        if not keys or not typed.startswith("--") or typed == "--" or near in options:
             listed = f"its options are {', '.join([*self.options, '--help'])}"
             fix = did_you_mean(first, [*keys, *options], listed, _option)
             raise ConfigError(typed, MISSING, f"is not an option of `{self.call}`", fix, _SOURCE)
@@ -174,7 +173,7 @@ def run(
         shown = [command(name).help()] if name else [about, *(command(word).help() for word in functions)]
         print(*shown, exit_codes, *([reference(config)] if config and not name else []), sep="\n\n")
         return 0 if args else 2
-    is_unknown = not name and bool("" not in functions or difflib.get_close_matches(args[0], functions, cutoff=0.8))
+    is_unknown = not name and bool("" not in functions or nearest(args[0], functions, cutoff=0.8))
     chosen = None if is_unknown else command(name)
     # A mistake beside `--json` is said in JSON, too.
     with Output(as_json="--json" in args and (chosen is None or chosen.tells)) as output:

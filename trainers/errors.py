@@ -233,13 +233,24 @@ def counted(number: float, noun: str, form: str = "") -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str, shown: Callable[[str], str] = str) -> str:
-    """Return the fix for a name that is not known: the nearest of the `known` as `shown`, else `otherwise`.
+    """Return the fix for a name that is not known: the nearest of the `known` as `shown`, or one that it begins with
+    (max of maximize), else `otherwise`.
+    """
+    names = list(known)
+    near = nearest(str(name), names)
+    if near is None:
+        near = next((one for one in names if len(one) > 2 and _plain(str(name)).startswith(_plain(one))), None)
+    return otherwise if near is None else f"did you mean `{shown(near)}`?"
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return which of the `known` a name is almost; None where it is like none of them by a share of `cutoff`.
 
     Capitals, and `-` in place of `_`, are no difference.
     """
     by_plain = {_plain(one): one for one in known}
-    near = difflib.get_close_matches(_plain(str(name)), by_plain, n=1)
-    return f"did you mean `{shown(by_plain[near[0]])}`?" if near else otherwise
+    near = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=cutoff)
+    return by_plain[near[0]] if near else None
 
 
 def _plain(name: str) -> str:

@@ -143,6 +143,7 @@ def test_every_key_has_a_description() -> None:
         ({"strategy": "fspd"}, "fsdp"),
         ({"compile": "reduce_overhead"}, "reduce-overhead"),
         ({"checkpoint": {"best": "val_loss", "best_mode": "minimum"}}, "min"),
+        ({"checkpoint": {"best": "val_loss", "best_mode": "maximize"}}, "max"),
         ({"scaling": {"placement_strategy": "spread"}}, "SPREAD"),
     ],
 )

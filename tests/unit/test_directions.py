@@ -134,10 +134,20 @@ def test_a_target_is_met_in_its_own_direction(objective: dict[str, Any], expecte
     assert not judged.reached({"other": 0.3})
 
 
-def test_a_misspelt_name_is_named() -> None:
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("val_acuracy", "val_accuracy"),
+        ("accuraccy", "accuracy"),
+        ("time_to_targt", "time_to_target"),
+        ("samples_per_sec", "samples_per_s"),
+        ("peak_memory_byte", "peak_memory_bytes"),
+    ],
+)
+def test_a_misspelt_name_is_named(typed: str, meant: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        build(CheckpointConfig, {"best": "val_acuracy"}, "test")
-    assert raised.value.fix.startswith("did you mean `val_accuracy`?")
+        build(CheckpointConfig, {"best": typed}, "test")
+    assert raised.value.fix.startswith(f"did you mean `{meant}`?")
 
 
 def test_one_metric_has_one_direction_in_a_run() -> None:

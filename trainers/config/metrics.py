@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-from trainers.errors import MISSING, ConfigError, did_you_mean
+from trainers.errors import MISSING, ConfigError, did_you_mean, nearest
 
 Mode = Literal["min", "max"]
 """Whether less or more of a metric is better."""
@@ -13,9 +13,9 @@ _LESS_IS_BETTER = """
     loss error err mae mse rmse mape smape wape mase msle rmsle mdae nrmse nll nllloss bce ce kl kld cross_entropy
     divergence deviance perplexity ppl bpb bpc bpd bits_per_byte bits_per_char bits_per_dim wer cer per ter mer
     word_error_rate fid kid lpips crps ece brier hinge eer fpr fnr fdr false_positive false_negative false_discovery
-    mpjpe epe ade fde davies_bouldin aic bic regret neg_log_likelihood negative_log_likelihood neg_elbo negative_elbo
-    hamming hausdorff wasserstein levenshtein edit_distance time_to_target usd_to_target energy_j memory_bytes time_s
-    time_ms latency latency_s latency_ms
+    mpjpe epe ade fde davies_bouldin aic bic regret neg_log_likelihood negative_log_likelihood neg_elbo
+    negative_elbo hamming hausdorff wasserstein levenshtein edit_distance time_to_target usd_to_target energy_j
+    memory_bytes peak_memory_bytes time_s time_ms latency latency_s latency_ms
 """
 _MORE_IS_BETTER = """
     accuracy acc f1 f2 fbeta fscore fmeasure auc auroc auprc aupr precision recall sensitivity specificity tpr tnr ppv
@@ -87,12 +87,18 @@ def check_direction(key: str, metric: str, mode: Mode | None) -> None:
     if mode is None and direction_of(metric) is None:
         rule = f"is required: the name {metric} does not say whether less or more is better"
         leaf = key.rpartition(".")[2]
-        last = metric.rpartition("_")[2]
-        before = metric.removesuffix(last)
-        long = [name for name in _KNOWN if len(name) >= _LONG]
-        near = did_you_mean(last, long, "", lambda name: before + name) if len(last) >= _LONG else ""
         fix = f"add `{leaf}: min` or `{leaf}: max`"
-        raise ConfigError(key, MISSING, rule, f"{near} Else {fix}" if near else fix)
+        near = _meant(metric)
+        raise ConfigError(key, MISSING, rule, f"did you mean `{near}`? Else {fix}" if near else fix)
+
+
+def _meant(metric: str) -> str | None:
+    """The name that a misspelt one is nearest to, as a whole or in its last word; None where it is like none."""
+    if (near := nearest(metric, _KNOWN, cutoff=0.85)) is not None:
+        return near
+    last = metric.rpartition("_")[2]
+    near = nearest(last, [name for name in _KNOWN if len(name) >= _LONG]) if len(last) >= _LONG else None
+    return None if near is None else metric.removesuffix(last) + near
 
 
 def check_metric(key: str, metric: str, figures: Iterable[str]) -> None:
