@@ -18,7 +18,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from cluster.health.check import require_sound
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
-from trainers.errors import ConfigError, LeaseError, PacelineError, first_line, last_line
+from trainers.errors import ConfigError, LeaseError, PacelineError, counted, first_line, last_line
 from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.cluster_end import ending_with_cluster
@@ -58,10 +58,16 @@ def run_sweep(
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
     plan = _plan(spec, checked)
-    journal = Journal(spec.storage)
+    records = Journal(spec.storage).records()
+    kept = {record.id for record in records}
+    # Trials without a record, or the repeats of finalists.
+    to_run = max(1, plan.num_trials - sum(record.purpose == "trial" for record in records))
+    first_lanes = min(plan.num_lanes, to_run)
+    shape = f"{counted(first_lanes, 'lane')} of {counted(plan.train.scaling.max_workers, 'worker')}"
+    logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.num_trials, shape)
     # A grid and a random search come to their old trials again; optuna goes on from them.
     goes_on = spec.config.search == "optuna"
-    before = [record for record in journal.records() if record.purpose == "trial"] if goes_on else []
+    before = [record for record in records if record.purpose == "trial"] if goes_on else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
     search = ray_search.searcher(spec.config, at_a_time, before, int(spec.train.get("seed", 0)))
     lanes = _lanes(spec, plan)
@@ -70,20 +76,19 @@ def run_sweep(
 
     def grow() -> None:
         """Start further lanes where the cluster has grown."""
-        count = _useful(spec, SweepPlan.make(spec, _nodes_up(), nodes_at_most(), plan.use_gpu))
+        count = min(to_run, SweepPlan.make(spec, _nodes_up(), nodes_at_most(), plan.use_gpu).num_lanes)
         if count > lanes.count:
             logger.info("the cluster holds %d lanes by now: another %d start", count, count - lanes.count)
         lanes.grow(count)
         pace.lanes_started(lanes.count)
 
     progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None, output or Output())
-    kept = {record.id for record in journal.records()}
     progress.seen.update({record.id: record.config for record in before})
     progress.records.update({record.id: record for record in before})
     try:
         ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
         with ending, progress.heeding_signals(), progress.terminal, VitalSigns(), run_environment():
-            lanes.grow(_useful(spec, plan))
+            lanes.grow(first_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
             began, budget_s = time.monotonic(), spec.config.time_budget_s
             with sweep_environment():
@@ -178,16 +183,7 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
     for precision in () if spec.is_of_function else plan.precisions:
         check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
-    lanes, workers = _useful(spec, plan), plan.train.scaling.max_workers
-    groups = f"{lanes} lane{'s' * (lanes > 1)} of {workers} worker{'s' * (workers > 1)}"
-    logger.info("%s: %s trials in %s; the lanes are starting", spec.config.name, plan.num_trials, groups)
     return plan
-
-
-def _useful(spec: SweepSpec, plan: SweepPlan) -> int:
-    """How many lanes there is work for: trials without a record, or the repeats of finalists."""
-    ended = sum(record.purpose == "trial" for record in Journal(spec.storage).records())
-    return max(1, min(plan.num_lanes, plan.num_trials - ended))
 
 
 def _nodes_up() -> list[dict[str, float]]:
