@@ -97,6 +97,7 @@ class Task:
     def metrics(self, outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return evaluation metrics by name: a tensor [B] of one value a sample, which is averaged exactly, or a
         torchmetrics.Metric that this batch alone has updated (new, or the task's own: it is reset after every batch).
+        Batches may have different ones: each is the figure of the batches that have it.
         """
         return {}
 
@@ -220,4 +221,5 @@ def task_feed(
 ) -> Feed:
     """Return a feed of `dataset` that collates and transforms as the task does; `sharers` as in Feed."""
     transform = None if type(task).transform is Task.transform else task.transform
-    return Feed(dataset, task.collate, transform, config, device, sharers=sharers, seed=seed)
+    collate = default_collate if getattr(task.collate, "__func__", None) is Task.collate else task.collate
+    return Feed(dataset, collate, transform, config, device, sharers=sharers, seed=seed)

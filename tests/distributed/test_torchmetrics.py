@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Measured(Blobs):
-    """Counts, whole data, floating sums, and states that depend on the order of batches."""
+    """Counts, whole data, floating sums, states that depend on the order of batches, names of some batches."""
 
     def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
         made = {
@@ -35,7 +35,11 @@ class Measured(Blobs):
         error.update(outputs[:, 0], batch[1])
         correlation = torchmetrics.PearsonCorrCoef()
         correlation.update(outputs[:, 0], batch[1].float())
-        return {**made, "error": error, "correlation": correlation, **super().metrics(outputs, batch)}
+        some = "high" if batch[0][0, 0] > 0 else "low"
+        part = torchmetrics.MeanMetric()
+        part.update(outputs)
+        made |= {"error": error, "correlation": correlation, f"part_{some}": part}
+        return {some: outputs[:, 0], **made, **super().metrics(outputs, batch)}
 
 
 def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:

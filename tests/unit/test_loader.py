@@ -6,10 +6,11 @@ import os
 import signal
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainers.config.sections import DataConfig
 from trainers.data import feed as loader
@@ -133,6 +134,58 @@ def test_resident_data_that_cannot_be_indexed_is_refused() -> None:
     """Words would not be picked with their samples: every batch would carry those of the whole split."""
     with pytest.raises(ConfigError):
         next(iter(feed(Named(), resident=True).batches(ASKED, training=True)))
+
+
+class Factor:
+    by = 1
+
+
+class Product(Dataset[Any]):
+    """A sample is the product of all that a task may change."""
+
+    def __init__(self) -> None:
+        self.level, self.transforms, self.tensor = 1, [Factor()], torch.ones(3)
+        self.array, self.words = np.ones(3), ["1"] * 300
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> Tensor:
+        whole = self.level * self.transforms[0].by * int(self.words[-1])
+        return self.tensor[0] * float(self.array[0]) * whole
+
+
+class Changing(Task):
+    def __init__(self) -> None:
+        self.data, self.scale = Product(), 1
+
+    def collate(self, samples: list[Any]) -> Tensor:
+        return torch.stack(samples) * self.scale
+
+
+CHANGES: dict[str, Any] = {
+    "attribute": lambda task: setattr(task.data, "level", 2),
+    "a transform's": lambda task: setattr(task.data.transforms[0], "by", 2),
+    "tensor in place": lambda task: task.data.tensor.mul_(2),
+    "tensor": lambda task: setattr(task.data, "tensor", task.data.tensor * 2),
+    "array in place": lambda task: task.data.array.__imul__(2),
+    "end of a list": lambda task: task.data.words.__setitem__(-1, "2"),
+    "collate's": lambda task: setattr(task, "scale", 2),
+}
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"resident": True}, {}])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_a_task_changes_is_seen_by_the_next_batches(change: Any, options: dict[str, Any]) -> None:
+    """As in a plain loop, whose loaders copy the dataset anew each epoch (pytorch#97326, Lightning#20407)."""
+    task = Changing()
+    source = task_feed(Subset(task.data, [0, 2, 3]), task, DataConfig(**options), CPU, sharers=1, seed=0)
+    found = []
+    for _ in range(2):
+        found += [batch.tolist() for batch in source.batches([torch.arange(3)], training=True)]
+        change(task)
+    source.close()
+    assert found == [[1.0] * 3, [2.0] * 3]
 
 
 def test_closing_ends_loader_processes() -> None:

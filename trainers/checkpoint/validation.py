@@ -55,8 +55,11 @@ class Position:
     metrics: dict[str, float]
     """Not all finite: an evaluation may have diverged."""
     evaluated_step: Annotated[int, Field(ge=-1, lt=10**12)]
+    total_steps: _Count = 0
     order: str = ""
     """Of the samples in its epoch."""
+    samples: str = ""
+    """What tells a few of them from others."""
     stopping: dict[str, int | float | str | None] = field(default_factory=dict)
     """Of early stopping; nothing in runs without it."""
     stream: StreamPlace | None = None

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainers.config.sections import DataConfig
 from trainers.data.batch import Batch, Collate, Rows, concatenate, fetch, leaves_of, map_tensors
+from trainers.data.held import are_same, held_by
 from trainers.data.stream import Rereadable, Stream
 from trainers.devices.device import seed_device, seed_host, total_memory_bytes
 from trainers.errors import ConfigError
@@ -82,7 +83,10 @@ class Feed:
         """Called for every batch: the loop's sign of life."""
         self.most: int | None = None
         """Samples that an evaluation takes at once, where more ran out of memory."""
-        self.resident = self._make_resident(config, sharers)
+        self._make = functools.partial(self._make_resident, config, sharers)
+        self.resident = self._make()
+        self._copied = held_by(dataset, collate)
+        """What was copied to the device, or to the loader's processes."""
         self._stream = dataset if isinstance(dataset, Stream) else None
         self._source, self._asked = _WholeBatches(dataset, collate), _Asked()
         self._pins = config.pin_memory if isinstance(config.pin_memory, bool) else device.type == "cuda"
@@ -135,6 +139,7 @@ class Feed:
         With `seeds`, one a batch, what a loader's process draws for a batch follows from its own alone; in evaluation
         so does what is drawn here.
         """
+        self._renew()
         resident = self.resident is not None
         source = self._resident_batches(microbatches) if resident else self._loaded_batches(microbatches, seeds)
         for seed in itertools.repeat(None) if training or seeds is None else seeds:
@@ -169,6 +174,21 @@ class Feed:
             host = (Pinnable(batch).pin_memory().batch for batch in host)
         yield from to_device(host, self.device, ahead=self._loader is not None)
 
+    def _renew(self) -> None:
+        """Copy the dataset anew where the task has changed it, or what its collate goes by, since it was copied to the
+        device or to the loader's processes.
+        """
+        if isinstance(self.dataset, (Stream, Rereadable)):  # read in one place
+            return
+        if self.resident is None and self._loader is None:
+            return
+        if not are_same(self._copied, held_by(self.dataset, self._collate)):
+            self._end_processes()
+            if self.resident is not None:
+                self.resident = None  # there may be no room for both
+                self.resident = self._make()
+            self._copied = held_by(self.dataset, self._collate)
+
     def _taken(self, loaded: Pinnable) -> Batch:
         """Return the batch, after a stream was told what came beside it."""
         if self._stream is not None:
@@ -177,10 +197,15 @@ class Feed:
 
     def close(self) -> None:
         """End the loader's processes."""
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-            iterator._shutdown_workers()
+        self._end_processes()
         self._loader, self.resident = None, None
+
+    def _end_processes(self) -> None:
+        """End the loader's processes; it starts others when it is asked for batches again."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if self._loader is not None and iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
 
 
 class Pinnable:

@@ -99,6 +99,8 @@ class Attempt:
         self.logged_step = 0
         """The last step of the last window of the log."""
         self.evaluated_step = -1
+        self.weightless = 0
+        """Steps of this attempt from which nothing is learnt, for their samples weigh nothing."""
         self.checkpoint: str | None = None
         """Where the newest one is."""
         self.elapsed_s = 0.0

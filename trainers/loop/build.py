@@ -24,7 +24,7 @@ from trainers.devices.device import device_name, resolve_device, seed_all, set_f
 from trainers.devices.group import Group
 from trainers.devices.peers import check_peers
 from trainers.errors import ConfigError
-from trainers.loop.data import load_data, make_sampler, steps_in_all
+from trainers.loop.data import load_data, make_sampler, steps_in_all, tell_samples
 from trainers.loop.watchdog import enter
 from trainers.model.activations import checkpoint_activations
 from trainers.model.frozen import frozen_digests
@@ -99,6 +99,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
             # First: of a model as it was made.
             found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
             flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
+        samples = tell_samples(train)
         found.append(check_apart(train, val))
         if val is not None and not is_sharded(model):
             enter("evaluation")
@@ -131,6 +132,7 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         schedule=_make_schedule(task, optimizer, config, sampler, total_steps, evaluates=val is not None),
         ema=ema,
         frozen=trained.frozen,
+        samples=samples,
         even=even,
         warnings=warnings,
     )

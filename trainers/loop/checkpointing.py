@@ -7,6 +7,7 @@ from typing import Any
 
 from trainers.checkpoint.run_state import Keeper
 from trainers.data.stream import Stream
+from trainers.errors import counted
 from trainers.loop.attempt import Attempt
 from trainers.model.optimizer import averaged, set_training
 from trainers.storage import Storage
@@ -79,8 +80,10 @@ class Checkpointing:
             "train_time_s": attempt.clock.train_time_s,
             "metrics": dict(attempt.metrics),
             "evaluated_step": attempt.evaluated_step,
+            "total_steps": parts.total_steps,
             "window": parts.step.open_losses(attempt.open_steps) if attempt.open_steps else {},
             "order": parts.sampler.name(),
+            "samples": parts.samples,
             "stopping": attempt.stopping.state_dict(),
             "stream": stream.state_at(attempt.samples) if isinstance(stream, Stream) else None,
             "stream_mark": attempt.stream_mark(),
@@ -141,6 +144,20 @@ class Checkpointing:
             attempt.checkpoint = keeper.checkpoints.locate(attempt.step)
         if attempt.context.rank == 0:
             logger.info("resumed at step %d from %s", attempt.step, attempt.checkpoint or attempt.context.source)
+            self._say_other(position)
+
+    def _say_other(self, position: Mapping[str, Any]) -> None:
+        """Warn of what the checkpoint was trained with and this run is not."""
+        parts, course = self.attempt.parts, self.attempt.config.lr_schedule
+        are_told = position["samples"] and parts.samples
+        if are_told and position["samples"] != parts.samples:
+            words = "the training split gives other samples than before step %d: some may come twice, others never; %s"
+            logger.warning(words, self.attempt.step, "let its order follow from a seed, and sort the names of files")
+        by_length = course.name != "constant" or isinstance(course.warmup, float)
+        by_length |= parts.schedule is not None and not parts.schedule.by_figure
+        if by_length and position["total_steps"] != parts.total_steps:
+            words = "the run has %s now, and had %d: a learning rate that goes by this leaves the course that it was on"
+            logger.warning(words, counted(parts.total_steps, "step"), position["total_steps"])
 
     def close(self) -> None:
         """Leave what is being written, which may have to be waited for."""

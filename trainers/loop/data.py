@@ -1,5 +1,6 @@
 """A run's data: both splits as the task gives them, and the order of the training samples."""
 
+import contextlib
 import logging
 from typing import Any
 
@@ -7,12 +8,14 @@ from torch.utils.data import Dataset
 
 from trainers.config import TrainConfig
 from trainers.context import RunContext
+from trainers.data.batch import fetch
 from trainers.data.batch_schedule import ENDLESS, BatchSchedule
 from trainers.data.order import Drawn
 from trainers.data.sampler import StepSampler
 from trainers.data.splits import same_rows_on_ranks
 from trainers.data.stream import Rereadable, Stream, same_on_ranks
-from trainers.devices.device import seed_all
+from trainers.data.stream_reader import digest
+from trainers.devices.device import seed_all, seed_host
 from trainers.devices.group import Group
 from trainers.devices.rng import drawn_alike
 from trainers.errors import ConfigError, counted
@@ -94,6 +97,26 @@ def make_sampler(train: Any, task: Task, config: TrainConfig, group: Group) -> S
         key = "global_batch_size" if config.batch_schedule is None else "batch_schedule"
         raise ConfigError(key, size, rule, f"set it to at most {sampler.length}")
     return sampler
+
+
+def check_length(train: Any, sampler: StepSampler) -> None:
+    """Raise ConfigError where the training split has another length than when its epochs were dealt out."""
+    if sampler.drawn is None and sampler.known_length and sampler.length != len(train):
+        rule = f"has {len(train)} samples now, and had {sampler.length}, of which epochs are made"
+        fix = "keep its length; sampler() may choose among samples that are there from the start"
+        raise ConfigError('dataset("train")', type(train).__name__, rule, fix)
+
+
+def tell_samples(train: Any) -> str:
+    """Return what tells a few training samples from others, for a `throwaway` block: a run that goes on must find them
+    again. Nothing of a stream, which does so itself, and of samples that are others each time.
+    """
+    told: set[str] = set()
+    with contextlib.suppress(Exception):  # training says it better
+        for _ in range(0 if isinstance(train, Stream) else 2):
+            seed_host(0)
+            told.add(digest(fetch(train, sorted({0, len(train) // 2, len(train) - 1}), list)))
+    return told.pop() if len(told) == 1 else ""
 
 
 def steps_in_all(config: TrainConfig, batches: BatchSchedule) -> int:

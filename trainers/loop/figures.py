@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from trainers.errors import Status
+from trainers.errors import Status, counted
 from trainers.loop.attempt import Attempt
 from trainers.loop.monitor import Monitor
 from trainers.measure.profiler import Inspection
@@ -16,7 +16,7 @@ from trainers.model.optimizer import averaged
 from trainers.model.sharding import is_sharded
 from trainers.model.strategy import share_buffers
 from trainers.step.evaluation import evaluate
-from trainers.step.train_step import Losses
+from trainers.step.train_step import WEIGHTLESS, Losses
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,15 @@ def end_window(attempt: Attempt, monitor: Monitor) -> None:
     if steps == 0:
         return
     clock.end_span()
-    losses = _means(parts.step.take_losses(steps))
+    taken = parts.step.take_losses(steps)
+    _, weightless = taken[WEIGHTLESS]
+    if weightless and not attempt.weightless and attempt.context.rank == 0:
+        words = (
+            "weight() is 0 for all samples of %s up to step %d: nothing is learnt there, and train_loss leaves it out"
+        )
+        logger.warning(words, counted(weightless, "step"), attempt.step)
+    attempt.weightless += weightless
+    losses = _means(taken)
     loss = losses["train_loss"]
     attempt.metrics |= losses
     attempt.logged_step = attempt.step
@@ -66,7 +74,13 @@ def take_first_losses(attempt: Attempt) -> None:
 
 
 def _means(losses: Losses) -> dict[str, float]:
-    return {name: loss / steps for name, (loss, steps) in losses.items() if steps}
+    _, weightless = losses[WEIGHTLESS]
+    means = {}
+    for name, (loss, steps) in losses.items():
+        if name != WEIGHTLESS and steps:
+            counted_steps = steps - weightless if name == "train_loss" else steps
+            means[name] = loss / counted_steps if counted_steps > 0 else math.nan
+    return means
 
 
 def validate(attempt: Attempt) -> dict[str, float]:

@@ -25,6 +25,7 @@ from trainers.errors import PreemptedError, counted
 from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
+from trainers.loop.data import check_length
 from trainers.loop.figures import end_window, finish, take_first_losses, validate
 from trainers.loop.monitor import Monitor
 from trainers.measure.profiler import Inspection
@@ -147,6 +148,7 @@ class Training:
         """
         attempt, parts = self.attempt, self.attempt.parts
         sampler = parts.sampler
+        check_length(parts.train_feed.dataset, sampler)
         number, first = sampler.batches.place(attempt.step)
         sampler.set_epoch(number)
         last = min(sampler.steps_per_epoch, first + attempt.end - attempt.step)

@@ -125,7 +125,12 @@ class Schedule:
         """Step the scheduler where it is due after so many steps of training."""
         if step > self._warmup and not self.by_figure and (self.every == "step" or ends_epoch):
             self._stand_in.step()
-            self.scheduler.step()
+            try:
+                self.scheduler.step()
+            except ValueError as error:  # such as one that was kept with the length of a shorter run
+                name = type(self.scheduler).__name__
+                fix = "make it for all steps of the run, and start anew with --fresh"
+                raise ConfigError("schedule()", name, f"ends at step {step}: {first_line(error)}", fix) from error
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
         """Step a scheduler that goes by a figure; ConfigError where an evaluation does not have it."""

@@ -9,6 +9,7 @@ as torchmetrics reduces over ranks: as if every batch had been a rank, in the or
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter, methodcaller
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _Place = tuple[int, int]
 """The number of a batch, and where in it a part of it starts."""
+_LOSS, _WEIGHT = 0, 1  # beside the names of metrics
 _TOLERANCE, _NARROW_TOLERANCE = 1e-3, 0.05
 """Of figures, as shares: in float32, and where products are rounded to fewer bits."""
 _ROUNDING = 1e-6  # of figures near zero
@@ -52,8 +54,8 @@ def evaluate(
     seeds: tuple[int, ...] = (0,),
     collective: bool = False,
 ) -> dict[str, float]:
-    """`val_loss` (unless the task's loss is None here) and its metrics as `val_<name>`, over every sample once. Every
-    rank must call it.
+    """`val_loss` (unless the task's loss is None here) and its metrics as `val_<name>`, over every sample once; a
+    metric of some batches alone, over theirs. Every rank must call it.
 
     `model` is the bare module: nothing here is a collective until the end, but the forwards of a sharded one, and of a
     task of which `collective` says so. Those are equally many on every rank: a rank with a batch less runs one whose
@@ -88,20 +90,20 @@ def evaluate(
                 todo = _halved(todo[measured.done :], feed.most)
     finally:
         set_rng_state(random_state, group.device)
-    names, has_loss, states = measured.names, measured.has_loss, measured.states
-    said = group.gather((names, has_loss))
-    names = next((of_rank for of_rank, _ in said if of_rank), names)
-    has_loss = has_loss.union(*(of_rank for _, of_rank in said))
+    said = group.gather((measured.samples, measured.has_loss))
+    samples: Counter[str] = sum((of_rank for of_rank, _ in said), Counter())
+    has_loss = set[bool]().union(*(of_rank for _, of_rank in said))
     if len(has_loss) == 2:
         rule, fix = "is None for some batches of an evaluation alone", "return None for all of them, or for none"
         raise ConfigError(f"{type(task).__name__}.loss()", MISSING, rule, fix)
-    table = torch.zeros(len(batches), 2 + len(names), dtype=torch.float64)
+    names = [_LOSS, _WEIGHT, *samples]
+    table = torch.zeros(len(batches), len(names), dtype=torch.float64)
     if measured.sums:
-        table[list(measured.sums)] = torch.stack(list(measured.sums.values())).cpu().double()
-    columns = group.sum(table).T.tolist()
-    loss_sum, weight_sum, *sums_of = [math.fsum(column) for column in columns]
-    figures = {name: total / length for name, total in zip(names, sums_of, strict=True)}
-    of_states = states.figures(group)
+        rows, columns = zip(*((batch, names.index(name)) for batch, name in measured.sums), strict=True)
+        table[rows, columns] = torch.stack(list(measured.sums.values())).cpu().double()
+    loss_sum, weight_sum, *sums_of = map(math.fsum, group.sum(table).T.tolist())
+    figures = {name: total / samples[name] for name, total in zip(samples, sums_of, strict=True)}
+    of_states = measured.states.figures(group)
     if both := sorted(figures.keys() & of_states.keys()):
         raise _taken(both[0], "is the name of two figures", type(task).__name__)
     figures |= of_states
@@ -126,7 +128,8 @@ def check_evaluation(forward: ForwardPass, dataset: Dataset[Any], size: int) -> 
         with torch.no_grad(), evaluating(forward.model):
             whole = _figures_of(forward, dataset, [rows])
             parts = _figures_of(forward, dataset, halves)
-            differ = [name for name in whole if abs(whole[name] - parts[name]) > _least(tolerance, whole[name])]
+            common = [name for name in whole if name in parts]  # some batches alone may have others
+            differ = [name for name in common if abs(whole[name] - parts[name]) > _least(tolerance, whole[name])]
             again = _figures_of(forward, dataset, halves) if differ else parts
     except Exception as error:
         if isinstance(error, ConfigError) and not whole:
@@ -159,8 +162,9 @@ def _figures_of(forward: ForwardPass, dataset: Dataset[Any], pieces: Sequence[Te
         outputs, loss = forward(batch)
         measured._add(_Piece(0, start, rows), batch, outputs, loss)
         start += len(rows)
-    loss_sum, weight, *sums = measured.sums[0].tolist()
-    figures = {name: total / start for name, total in zip(measured.names, sums, strict=True)}
+    sums = {name: value.item() for (_, name), value in measured.sums.items()}
+    loss_sum, weight = sums[_LOSS], sums[_WEIGHT]
+    figures = {name: sums[name] / samples for name, samples in measured.samples.items()}
     return ({"loss": loss_sum / weight} if weight and measured.has_loss == {True} else {}) | figures
 
 
@@ -193,9 +197,10 @@ class _Measured:
     """What one rank has measured of its batches."""
 
     def __init__(self, forward: ForwardPass) -> None:
-        self.sums: dict[int, Tensor] = {}
-        """By the batch's number: the loss times its weight, the weight, and each metric's sum."""
-        self.names: list[str] = []
+        self.sums = dict[tuple[int, str | int], Tensor]()
+        """By the batch's number and a name: the loss times its weight, the weight, and the sums of its metrics."""
+        self.samples = Counter[str]()
+        """By the metric's name: those of the batches that have it."""
         self.has_loss: set[bool] = set()
         self.states = MetricStates()
         self.done = 0
@@ -241,14 +246,16 @@ class _Measured:
         found = _flat(found, type(task).__name__)
         check_names(found, type(task).__name__)
         values = self.states.take(found, piece[:2], samples, type(task).__name__)
-        self.names = list(values)
+        self.samples.update(dict.fromkeys(values, samples))
         self.has_loss.add(loss is not None)
         loss = torch.zeros((), device=self._forward.device) if loss is None else loss
         weight = weight_of(task, batch, samples).to(loss.device, self._exact)
-        sums = [value.to(loss.device, self._exact).sum() for value in values.values()]
         weighed = (loss.to(self._exact) * weight).masked_fill(weight == 0, 0.0)  # as in training
-        row = torch.stack([weighed, weight, *sums])
-        self.sums[piece.batch] = self.sums[piece.batch] + row if piece.batch in self.sums else row
+        sums: dict[str | int, Tensor] = {_LOSS: weighed, _WEIGHT: weight}
+        sums |= {name: value.to(loss.device, self._exact).sum() for name, value in values.items()}
+        for name, value in sums.items():
+            place = (piece.batch, name)
+            self.sums[place] = self.sums[place] + value if place in self.sums else value
 
 
 def _flat(found: Any, task: str) -> dict[str, Any]:
@@ -333,24 +340,27 @@ class MetricStates:
         ranks = group.gather(map_tensors(Tensor.cpu, self._states))
         if not any(ranks):
             return {}
-        # The first batch is rank 0's: it has every metric.
-        return group.first(self._computed(ranks) if group.rank == 0 else {})
-
-    def _computed(self, ranks: list[Any]) -> dict[str, float]:
         figures: dict[str, float] = {}
-        for name, metric in self._metrics.items():
-            before = metric.metric_state
-            for attribute, reduction in metric._reductions.items():
-                kept = [item for rank in ranks if name in rank for item in rank[name][attribute].items()]
-                states = [state for _, state in sorted(kept, key=itemgetter(0))]
-                reduced = map_tensors(methodcaller("to", metric.device), _reduced(states, reduction))
-                setattr(metric, attribute, reduced)
-            with torch.no_grad():
-                figure = type(metric).compute(metric)  # the class's own: the instance's would gather once more
-            for attribute, state in before.items():
-                setattr(metric, attribute, state)
-            for full_name, part in _flat({name: figure}, name).items():
-                figures |= _numbers(full_name, part)
+        for name in self._metrics:
+            if not any(name in before for before in ranks[: group.rank]):  # the first rank that has it computes it
+                figures |= self._computed(name, ranks)
+        return dict(item for of_rank in group.gather(figures) for item in of_rank.items())
+
+    def _computed(self, name: str, ranks: list[Any]) -> dict[str, float]:
+        metric = self._metrics[name]
+        before = metric.metric_state
+        for attribute, reduction in metric._reductions.items():
+            kept = [item for rank in ranks if name in rank for item in rank[name][attribute].items()]
+            states = [state for _, state in sorted(kept, key=itemgetter(0))]
+            reduced = map_tensors(methodcaller("to", metric.device), _reduced(states, reduction))
+            setattr(metric, attribute, reduced)
+        with torch.no_grad():
+            figure = type(metric).compute(metric)  # the class's own: the instance's would gather once more
+        for attribute, state in before.items():
+            setattr(metric, attribute, state)
+        figures: dict[str, float] = {}
+        for full_name, part in _flat({name: figure}, name).items():
+            figures |= _numbers(full_name, part)
         return figures
 
 

@@ -17,7 +17,7 @@ from trainers.model.gradient_hooks import average_gradients
 from trainers.model.joined_optimizer import JoinedOptimizer
 from trainers.model.strategy import share_buffers, shorten, unused_parameters
 from trainers.step.forward import ForwardPass
-from trainers.step.train_step import Losses, TrainStep
+from trainers.step.train_step import WEIGHTLESS, Losses, TrainStep
 from trainers.task import Task
 
 logger = logging.getLogger(__name__)
@@ -145,18 +145,21 @@ class PhasedStep(TrainStep):
 
     def open_losses(self, steps: int) -> Losses:
         """As TrainStep's, of all phases together, and where there are several of each in its own steps."""
+        opened = {name: phase.open_losses(steps) for name, phase in self.phases.items()}
         of_phases = {
-            f"train_loss_{name}": (phase.open_losses(steps)["train_loss"][0], phase.steps)
-            for name, phase in self.phases.items()
+            f"train_loss_{name}": (losses["train_loss"][0], self.phases[name].steps) for name, losses in opened.items()
         }
-        total = sum(loss for loss, _ in of_phases.values())
-        return {"train_loss": (total, steps), **(of_phases if len(self.phases) > 1 else {})}
+        whole = {
+            "train_loss": (sum(loss for loss, _ in of_phases.values()), steps),
+            WEIGHTLESS: max(losses[WEIGHTLESS] for losses in opened.values()),  # in each phase of a step, or in none
+        }
+        return whole | (of_phases if len(self.phases) > 1 else {})
 
     def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
         """As TrainStep's."""
         for name, phase in self.phases.items():
             loss, phase.steps = losses.get(f"train_loss_{name}", losses["train_loss"])
-            phase.set_losses({"train_loss": (loss, phase.steps)})
+            phase.set_losses({"train_loss": (loss, phase.steps), WEIGHTLESS: losses[WEIGHTLESS]})
 
     def take_losses(self, steps: int) -> Losses:
         """As TrainStep's."""

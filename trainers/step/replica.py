@@ -39,6 +39,8 @@ class Replica:
     ema: MovingAverage | None
     frozen: dict[str, str] | None
     """Digests of the parameters that checkpoints leave out; None where they have them all."""
+    samples: str
+    """What tells a few training samples from others."""
     even: bool = False
     """Whether forward is a collective, FSDP's or one of the task's: every rank takes as many microbatches."""
     warnings: list[str] = field(default_factory=list)

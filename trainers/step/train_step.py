@@ -21,6 +21,8 @@ from trainers.task import Task, weight_of
 
 Losses = dict[str, tuple[float, int]]
 """By the name under which each is logged: the sum of a loss over steps, and how many they are."""
+WEIGHTLESS = "weightless"
+"""Among them: of how many steps the samples weigh nothing, and the loss is the mean of nothing."""
 
 
 class TrainStep:
@@ -45,6 +47,8 @@ class TrainStep:
         # MPS has no float64.
         exact = torch.float32 if device.type == "mps" else torch.float64
         self.loss_sum = torch.zeros((), dtype=exact, device=device)
+        self.weightless = torch.zeros((), dtype=torch.int64, device=device)
+        """Steps whose samples all weigh nothing, since they were last taken: their loss is the mean of nothing."""
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
         self._found_inf = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
@@ -134,8 +138,9 @@ class TrainStep:
         for index, size in enumerate(sizes):
             if idle or size == 0:
                 weights[index] = 0
-        total = self.group.sum(weights.sum()).clamp(min=torch.finfo(weights.dtype).tiny)  # a step may weigh nothing
-        return list(weights / total), iter(held)
+        total = self.group.sum(weights.sum())
+        self.weightless += total == 0
+        return list(weights / total.clamp(min=torch.finfo(weights.dtype).tiny)), iter(held)
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
@@ -211,17 +216,19 @@ class TrainStep:
         """Return the mean losses since they were last taken, as sums over steps and ranks, of the last `steps` steps;
         they stay. Waits; every rank must call it.
         """
-        return {"train_loss": (float(self.group.sum(self.loss_sum)), steps)}
+        return {"train_loss": (float(self.group.sum(self.loss_sum)), steps), WEIGHTLESS: (0.0, int(self.weightless))}
 
     def set_losses(self, losses: Mapping[str, tuple[float, int]]) -> None:
         """Go on with what `open_losses` gave on any number of ranks."""
         self.loss_sum.fill_(losses["train_loss"][0] if self.group.rank == 0 else 0.0)
+        self.weightless.fill_(losses[WEIGHTLESS][1])
 
     def take_losses(self, steps: int) -> Losses:
         """Return the same, and begin anew."""
         losses = self.open_losses(steps)
         self._bad_loss |= ~torch.isfinite(self.loss_sum)
         self.loss_sum.zero_()
+        self.weightless.zero_()
         return losses
 
 
