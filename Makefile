@@ -46,7 +46,7 @@ aws-lab: install
 n ?= 500
 seed ?= 1
 faults: install
-	$(if $(only),,$(BIN)/python -m pytest --hypothesis-profile faults --hypothesis-seed $(seed) tests/unit/test_fuzz.py)
+	$(if $(only),,$(BIN)/python -m pytest --hypothesis-profile faults --hypothesis-seed $(seed) tests/unit/test_fuzz.py tests/distributed/test_plain_loop.py)
 	$(if $(only),,$(BIN)/python -m pytest -m campaign tests benchmarks/tests)
 	$(BIN)/python -m tests.faults --runs $(n) --seed $(seed) $(if $(only),--only "$(only)")
 

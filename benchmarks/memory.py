@@ -83,7 +83,7 @@ def measured(task: Task, config: TrainConfig, size: int, group: Group, fake: boo
     train = task.dataset("train")
     if fake:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        task, model = fake_model(lambda: task, mode, None, group.device)
+        task, model = fake_model(lambda: task, train, mode, None, group.device)
         with mode:
             return _counted(task, model, train, config, size, group)
     if group.device.type == "cuda":

@@ -69,8 +69,12 @@ class Task:
         raise _missing(self, "loss")
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
-        """Return the model's outputs: `model(**batch)` for a mapping, else `model(batch[0])`."""
-        return model(**batch) if isinstance(batch, Mapping) else model(batch[0])
+        """Return the model's outputs: `model(**batch)` for a mapping, `model(batch[0])` for a tuple or list, else
+        `model(batch)`.
+        """
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def training_step(self, model: nn.Module, batch: Batch, phase: str) -> Tensor:
         """Return the loss of a batch in a phase of a step, such as a critic's with its gradient penalty: a scalar, the

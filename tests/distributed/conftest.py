@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import tests.drawn  # noqa: F401
 from tests.distributed.processes import forked_launcher
 
 

@@ -1,18 +1,13 @@
-"""What hypothesis draws: some dozens of inputs, always the same ones; thousands by `--hypothesis-profile faults`."""
+"""What hypothesis draws."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-_BOTH: dict[str, Any] = {"database": None, "suppress_health_check": list(HealthCheck)}
-settings.register_profile("suite", max_examples=60, derandomize=True, deadline=None, **_BOTH)
-settings.register_profile("faults", max_examples=2500, deadline=5000, **_BOTH)
-settings.load_profile("suite")
+import tests.drawn  # noqa: F401
 
 
 @pytest.fixture

@@ -72,8 +72,9 @@ def test_the_configured_optimizer_is_built(options: dict[str, Any], cls: type, e
     assert {name: group[name] for name in expected} == expected
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_there_for_later_and_weights_of_bits_are_not() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
+    model[0].bias = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     (group,) = build_optimizer(model, config()).param_groups
-    assert [tuple(parameter.shape) for parameter in group["params"]] == [(1, 3), (1,)]
+    assert [tuple(parameter.shape) for parameter in group["params"]] == [(3, 2), (1, 3), (1,)]

@@ -203,8 +203,66 @@ def test_a_parameter_that_is_not_trained_is_said(tmp_path: Path, caplog: pytest.
 
     with caplog.at_level(logging.WARNING):
         train(tmp_path, Spare(), max_steps=2, **RARE)
-    assert caplog.text.count("does not depend on `0.spare`: ") == 1
-    assert "frozen" not in caplog.text
+    assert caplog.text.count("`0.spare`") == 1
+    assert "0.frozen" not in caplog.text
+
+
+class Made(Tiny):
+    """Made in a way that cannot be trained."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        if self.way == "late":
+            model.register_forward_pre_hook(_add_parameter)
+        if self.way == "complex":
+            model.spare = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        if self.way == "sparse":
+            model.spare = nn.Embedding(3, 3, sparse=True)
+        return model
+
+    def optimizer(self, model: nn.Module, config: TrainConfig) -> Any:
+        if self.way == "LBFGS":
+            return torch.optim.LBFGS(model.parameters())
+        if self.way == "elsewhere":
+            return AdamW([*model.parameters(), nn.Parameter(torch.zeros(2))])
+        self.given = super().optimizer(model, config)
+        return self.given
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if self.way == "given later":
+            self.given.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})  # type: ignore[union-attr]
+
+
+def _add_parameter(model: nn.Module, inputs: Any) -> None:
+    if not hasattr(model, "late"):
+        model.late = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("way", "changes", "field"),
+    [
+        ("", {"global_batch_size": 21}, "drop_last"),
+        ("", {"microbatch_size": 1}, "microbatch_size"),
+        ("late", {}, "task"),
+        ("LBFGS", {}, "Made.optimizer()"),
+        ("elsewhere", {}, "Made.optimizer()"),
+        ("given later", {"checkpoint": {"every_steps": 2}}, "Made.optimizer()"),
+        ("sparse", {}, "optimizer.name"),
+        ("complex", {"precision": "fp16"}, "precision"),
+        ("complex", {"precision": "bf16-pure"}, "precision"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_a_checkpoint(
+    way: str, changes: dict[str, Any], field: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        train(tmp_path, Made(way), **changes)
+    assert refused.value.field == field
+    assert not (tmp_path / "checkpoints").exists()
 
 
 class Spoilt(Tiny):

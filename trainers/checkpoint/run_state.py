@@ -31,6 +31,8 @@ from trainers.config import TrainConfig
 from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.errors import CheckpointError, ConfigError, StorageError
 from trainers.measure.run_log import RunLog
+from trainers.model.as_made import add_buffers, apply_changes
+from trainers.model.beside import load_beside
 from trainers.model.frozen import check_frozen, load_model
 from trainers.model.sharding import is_shard, is_sharded, place_rows, shard_like, whole
 from trainers.step.ceiling import OUT_OF_MEMORY
@@ -147,6 +149,10 @@ class Keeper:
             self._require_frozen()
             state["frozen"] = parts.frozen
             state["model"] = {name: one for name, one in state["model"].items() if name not in parts.frozen}
+        if parts.beside:
+            state["beside"] = {name: one.detach() for name, one in parts.beside.items()}
+        if changed := parts.as_made.changes(parts.model):
+            state["switched"] = changed
         if parts.schedule is not None:
             state["schedule"] = parts.schedule.state_dict()
         if parts.ema is not None:
@@ -229,8 +235,12 @@ class Keeper:
             return shard_like(tree, like) if sharded else tree
 
         # One after the other: no more is read than is taken next.
+        switched = loaded.state.get("switched", {})
+        apply_changes(parts.model, switched)
+        add_buffers(parts.model, switched, loaded.state["model"])
         model_state = parts.model.state_dict()
         load_model(parts.model, read("model", model_state, into=model_state), parts.frozen)
+        load_beside(parts.beside, loaded.state.get("beside", {}))
         parts.optimizer.load_state_dict(_optimizer_state(parts.optimizer, read("optimizer")))
         match_layout(parts.optimizer)
         parts.step.scaler.load_state_dict(read("scaler"))

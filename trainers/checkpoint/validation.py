@@ -23,7 +23,7 @@ from trainers.json_data import validated
 from trainers.model.joined_optimizer import optimizers_of
 
 _SECTIONS = {"model", "optimizer", "scaler", "task", "position"}
-_OPTIONAL = {"ema", "frozen", "schedule"}
+_OPTIONAL = {"beside", "ema", "frozen", "schedule", "switched"}
 _MOST_DEPTH, _MOST_PARTS = 100, 4_000_000
 _Count = Annotated[int, Field(ge=0, lt=10**12)]
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum"})

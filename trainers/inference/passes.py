@@ -39,6 +39,8 @@ from trainers.inference.saved_run import SavedRun, read_trained
 from trainers.launch.spec import Job, RunSpec, make_spec
 from trainers.measure.result import RunResult
 from trainers.measure.run_log import read_log
+from trainers.model.as_made import add_buffers
+from trainers.model.beside import find_beside, load_beside, modules_beside, place
 from trainers.model.frozen import check_frozen, frozen_digests, load_model
 from trainers.model.precision import PrecisionSpec, apply_matmul, resolve_precision
 from trainers.model.strategy import compile_model
@@ -177,13 +179,19 @@ def load_trained(
         step = int(state["position"]["step"])
         check_frozen(state.get("frozen"), frozen)
         check_dtypes(state["model"], model.state_dict())
+        add_buffers(model, state.get("switched", {}), state["model"])
         load_model(model, state["model"], frozen)
+        beside = find_beside(task, state.get("beside", {}).keys())
+        place(beside.values(), group.device, spec.parameters)
+        load_beside(beside, state.get("beside", {}))
         task.load_state_dict(state["task"])
     except Exception as error:
         if classify(error) in OUT_OF_MEMORY:
             raise
         words = " ".join(str(error).split())
         raise CheckpointError(f"checkpoint {archive.storage.locate(name)} does not fit this model: {words}") from error
+    for module in modules_beside(task, model):
+        module.eval()
     return archive.storage.locate(name), step, model.eval(), spec
 
 

@@ -31,7 +31,7 @@ from trainers.devices.device import device_name, resolve_device, total_memory_by
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.launch.spec import RunSpec
-from trainers.loop.build import make_trained
+from trainers.loop.build import make_trained, materialise
 from trainers.loop.data import load_data, make_sampler
 from trainers.model.precision import able_precisions, resolve_precision
 from trainers.model.sharding import local
@@ -169,7 +169,7 @@ class Forecaster:
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"parameters": "all"})})
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         dtype = resolve_precision(config.precision, group.device).parameters
-        task, model = fake_model(make_task, self._mode, dtype, group.device)
+        task, model = fake_model(make_task, train, self._mode, dtype, group.device)
         with self._mode:
             trained = make_trained(task, model, config, group)
             phases = make_phases(trained.forward, trained.optimizer)
@@ -293,7 +293,11 @@ def largest_microbatch(peak: Callable[[int], int], start: int, capacity: int) ->
 
 
 def fake_model(
-    make_task: Callable[[], Task], mode: FakeTensorMode, dtype: torch.dtype | None, device: torch.device
+    make_task: Callable[[], Task],
+    train: Dataset[Any],
+    mode: FakeTensorMode,
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> tuple[Task, Any]:
     """Make the model without its memory; where it reads values or files, with it, and take that away.
 
@@ -303,9 +307,11 @@ def fake_model(
     try:
         with mode:
             model: Any = task.model()
+            materialise(task, model, train)
     except Exception:
         task = make_task()
         model = task.model()
+        materialise(task, model, train)
     made: dict[int, Tensor] = {}  # a parameter of several modules stays one
     with mode:
         for module in model.modules():

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from trainers.data.batch import Batch, fetch, map_tensors
 from trainers.data.stream import Stream, refuse_other_samples
-from trainers.errors import FIX, DivergedError
+from trainers.errors import FIX, ConfigError, DivergedError
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
-from trainers.model.sharding import local
+from trainers.model.alike import find_unlike
+from trainers.model.sharding import is_sharded, local
 from trainers.step.device_mismatch import named_tensors
 from trainers.step.replica import Replica
 from trainers.step.throwaway import throwaway
@@ -71,6 +72,19 @@ def agree(attempt: Attempt, checkpointing: Checkpointing) -> Agreement:
     if not agreed.writing:
         checkpointing.advance()
     return agreed
+
+
+def check_replicas(attempt: Attempt) -> None:
+    """Raise ConfigError on every rank where a parameter is not the same on all of them."""
+    parts = attempt.parts
+    if is_sharded(parts.model):
+        return
+    named = {**dict(parts.model.named_parameters()), **parts.beside}
+    if (found := find_unlike({name: one for name, one in named.items() if one.requires_grad}, parts.group)) is not None:
+        name, share = found
+        rule = f"has trained ranks apart: at step {attempt.step} `{name}` differs by {share:.1e} of its largest value"
+        fix = "change parameters by the optimizer alone, or alike on every rank"
+        raise ConfigError("task", attempt.config.task, rule, fix)
 
 
 def _diverged(attempt: Attempt) -> DivergedError:

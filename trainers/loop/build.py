@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -27,23 +28,29 @@ from trainers.errors import ConfigError
 from trainers.loop.data import load_data, make_sampler, steps_in_all, tell_samples
 from trainers.loop.watchdog import enter
 from trainers.model.activations import checkpoint_activations
+from trainers.model.as_made import AsMade, train_as_made
+from trainers.model.beside import place, trained_beside
 from trainers.model.frozen import frozen_digests
 from trainers.model.joined_optimizer import join
 from trainers.model.moving_average import MovingAverage
-from trainers.model.optimizer import check_optimizer, set_training
+from trainers.model.optimizer import check_optimizer, set_training, warn_untrained
 from trainers.model.precision import apply_matmul, resolve_precision
 from trainers.model.schedule import Schedule, StandIn
 from trainers.model.sharding import is_sharded, whole
 from trainers.model.strategy import (
+    Replicated,
     compile_loss,
     compile_model,
+    no_sync,
     place_model,
+    share_tensors,
+    shorten,
     sync_batchnorm,
     wrap_model,
 )
 from trainers.step.ceiling import OUT_OF_MEMORY, read_ceiling, refuse_microbatch
 from trainers.step.cuda_graphs import GraphedStep
-from trainers.step.evaluation import check_evaluation
+from trainers.step.evaluation import check_evaluation, evaluating
 from trainers.step.flops import count_flops
 from trainers.step.forward import ForwardPass
 from trainers.step.microbatch import Probe, choose_microbatch
@@ -78,12 +85,19 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
     train_feed, val_feed = feed(train), None if val is None else feed(val)
     seed_all(config.seed)
     enter("model")
-    trained = make_trained(task, task.model(), config, group)
+    made = task.model()
+    materialise(task, made, train)
+    trained = make_trained(task, made, config, group)
+    share_tensors(list(trained.beside.values()), group)
     model, optimizer, ema, forward = trained.model, trained.optimizer, trained.ema, trained.forward
     _check_state(task, group)
     enter("probe")
     probe = Probe(forward, optimizer, train, group, make_phases(forward, optimizer))
-    microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
+    try:
+        microbatch_size, accumulation = _find_microbatch(probe, sampler.length, config, context)
+    except ValueError as error:
+        _refuse_single(error, "microbatch_size", config.microbatch_size)
+        raise
     share = -(-min(size for _, size in config.batch_sizes) // group.world_size)
     least = -(-share // microbatch_size) if config.changes_batch else accumulation
     noise = None
@@ -93,11 +107,16 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         logger.warning("no gradient noise scale: a step of one microbatch on one worker has no parts to compare")
     pieces = group.world_size * accumulation
     watch = CollectiveWatch()
+    last = min(sampler.batches.steps_in(0), steps_in_all(config, sampler.batches)) - 1
+    planned = [rows for step in (0, last) for rows in sampler.plan(step, microbatch_size)[0]]
+    singles = any(group.gather(min(map(len, planned)) == 1))
     watched = watch if group.world_size > 1 else contextlib.nullcontext()
     with throwaway(forward, dataset=(train, val)):  # of every rank alike
         with watched:
             # First: of a model as it was made.
             found = [check_loss(one, train, sampler.rows(0, SAMPLES), microbatch_size, pieces) for one in probe.passes]
+            if singles and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+                _try_single(probe, sampler.anchor(0))
             flops_per_sample = count_flops(forward, train, sampler.rows(0, microbatch_size), probe.phases)
         samples = tell_samples(train)
         found.append(check_apart(train, val))
@@ -131,6 +150,8 @@ def build_replica(task: Task, config: TrainConfig, context: RunContext) -> Repli
         flops_per_sample=flops_per_sample,
         schedule=_make_schedule(task, optimizer, config, sampler, total_steps, evaluates=val is not None),
         ema=ema,
+        as_made=trained.as_made,
+        beside=trained.beside,
         frozen=trained.frozen,
         samples=samples,
         even=even,
@@ -148,6 +169,9 @@ class Trained:
     forward: ForwardPass
     optimizer: Optimizer
     ema: MovingAverage | None
+    as_made: AsMade
+    beside: dict[str, Tensor]
+    """What the task trains beside the model."""
     frozen: dict[str, str] | None
     """Digests of the parameters that checkpoints leave out; None where they have them all."""
 
@@ -163,14 +187,37 @@ def make_trained(task: Task, model: nn.Module, config: TrainConfig, group: Group
     if config.ddp.sync_batchnorm:
         model = sync_batchnorm(model, group)
     spec = resolve_precision(config.precision, group.device).with_layout(config.channels_last, model, group.device)
+    narrow = spec.scaler or spec.parameters is not None
+    if narrow and (names := [name for name, one in model.named_parameters() if one.is_complex()]):
+        rule = f"has no complex numbers, and the parameter `{names[0]}` is complex"
+        raise ConfigError("precision", config.precision, rule, "set `precision: fp32`")
     model = place_model(spec.convert_model(model), group, config.strategy)
     checkpoint_activations(model, config.activation_checkpointing, config.compile != "off")
-    model.train()
+    if (names := train_as_made(model)) and group.rank == 0:
+        learns = any(one.requires_grad for name in names for one in model.get_submodule(name).parameters())
+        words = "in evaluation mode while the rest is trained, as model() made it: %s"
+        logger.log(logging.WARNING if learns else logging.INFO, words, shorten(names))
     optimizer = join(task.optimizer(model, config), model, type(task).__name__)
     check_optimizer(optimizer, type(task).__name__)
+    beside = trained_beside(task, model, optimizer)
+    place(beside.values(), group.device, spec.parameters)
+    if beside and optimizer.state:  # it may have made it where they were
+        optimizer.load_state_dict(optimizer.state_dict())
+    if group.rank == 0:
+        warn_untrained(model, optimizer)
     set_training(optimizer, True)
     ema = None if config.ema.decay is None else MovingAverage(model, optimizer, config.ema, frozen or ())
-    return Trained(ForwardPass(model, task, spec, group.device), optimizer, ema, frozen)
+    forward = ForwardPass(model, task, spec, group.device)
+    return Trained(forward, optimizer, ema, AsMade(model), beside, frozen)
+
+
+def materialise(task: Task, model: nn.Module, dataset: Dataset[Any]) -> None:
+    """Give lazy layers (nn.LazyLinear) their shapes by a first sample, before an optimizer has their parameters."""
+    if not any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        return
+    with torch.no_grad(), evaluating(model):
+        batch = fetch(dataset, [0], task.collate)
+        task.forward(model, task.transform(batch, True))
 
 
 def _said(found: list[ConfigError | str | None], group: Group) -> list[str]:
@@ -228,6 +275,27 @@ def _find_microbatch(probe: Probe, num_train: int, config: TrainConfig, context:
     return size, accumulation
 
 
+def _try_single(probe: Probe, row: Tensor) -> None:
+    """Raise ConfigError where BatchNorm does not take a microbatch of one sample, such as an epoch's last may be."""
+    forward = probe.forward
+    try:
+        with torch.no_grad():
+            batch = fetch(probe.dataset, row.tolist(), forward.task.collate)
+            batch = forward.task.transform(map_tensors(lambda tensor: tensor.to(forward.device), batch), True)
+            forward(batch, with_loss=False)
+    except ValueError as error:
+        _refuse_single(error, "drop_last", False)
+        raise
+
+
+def _refuse_single(error: ValueError, field: str, value: object) -> None:
+    """Raise ConfigError for BatchNorm's complaint about one sample; return for any other error."""
+    if "more than 1 value per channel" in str(error):
+        rule = "leaves a worker a microbatch of one sample, which BatchNorm cannot normalise"
+        fix = "choose a batch size that leaves each worker two samples of every step, or set `drop_last: true`"
+        raise ConfigError(field, value, rule, fix) from error
+
+
 def _make_step(probed: Probe, config: TrainConfig, noise: NoiseScale | None, accumulation: int) -> TrainStep:
     """Compile the model and its loss, wrap it, and make its step, with the noise scale where that is asked for."""
     model, group = probed.forward.model, probed.group
@@ -280,25 +348,36 @@ def _make_schedule(
 
 
 def _settle_buckets(replica: Replica, config: TrainConfig, context: RunContext) -> None:
-    """Run two throw-away passes: DDP rebuilds its buckets after the first backward, and a resumed run must sum
-    gradients in the order in which the unbroken one does.
+    """Run throw-away passes. One on each rank by itself, of samples of its own, shows whether DDP can average what the
+    loss depends on; then two in which it does: DDP rebuilds its buckets after the first backward, and a resumed run
+    must sum gradients in the order in which the unbroken one does.
     """
-    forward, dataset = replica.step.forward, replica.train_feed.dataset
-    with throwaway(forward, dataset=dataset):
-        # As large as training's own: what fits is known, and another size would be compiled for nothing. Read here: a
-        # loader's process would go on from the random state that it is left in.
-        rows = replica.sampler.anchor(0).repeat(replica.microbatch_size).tolist()
-        fetched = fetch(dataset, rows, forward.task.collate)
-        for _ in range(2):
+    step, forward, dataset = replica.step, replica.step.forward, replica.train_feed.dataset
+    wrapped = forward.model
+    assert isinstance(wrapped, Replicated)
+    # As large as training's own: what fits is known, and another size would be compiled for nothing. Read here: a
+    # loader's process would go on from the random state that it is left in.
+    size, anchor = replica.microbatch_size, replica.sampler.anchor(0)
+    share = replica.sampler.share(0)[:size] if replica.sampler.known_length else anchor
+    own = torch.cat([share, anchor.repeat(size - len(share))])
+    for alone, rows in ((True, own), (False, anchor.repeat(size)), (False, anchor.repeat(size))):
+        with throwaway(forward, dataset=dataset):
             with torch.no_grad():
+                fetched = fetch(dataset, rows.tolist(), forward.task.collate)
                 batch = map_tensors(lambda tensor: tensor.to(forward.device, copy=True), fetched)
                 batch = forward.task.transform(batch, True)
+            wrapped.called = False
             try:
-                (forward.loss(batch) * 0.0).backward()
+                with no_sync(wrapped) if alone else contextlib.nullcontext():
+                    (forward.loss(batch) * 0.0).backward()
             except (RuntimeError, MemoryError) as error:
                 if classify(error) in OUT_OF_MEMORY:
                     refuse_microbatch(error, replica.microbatch_size, config, context, device_name(replica.device))
                 raise
+            why = next(filter(None, replica.group.gather(wrapped.unfit())), None) if alone else None
+            if why is not None:
+                step.average_by_hand(why)
+                return
 
 
 def _check_state(task: Task, group: Group) -> None:

@@ -14,7 +14,7 @@ from trainers.measure.ranks import total_energy_j
 from trainers.measure.result import RunResult
 from trainers.model.optimizer import averaged
 from trainers.model.sharding import is_sharded
-from trainers.model.strategy import share_buffers
+from trainers.model.strategy import share_buffers, share_tensors
 from trainers.step.evaluation import evaluate
 from trainers.step.train_step import WEIGHTLESS, Losses
 
@@ -122,6 +122,7 @@ def _figures(attempt: Attempt) -> dict[str, float]:
     in_phase = attempt.watchdog.phase("evaluation", steps=not attempt.compiles)
     with in_phase, averaged(parts.optimizer, parts.ema):
         share_buffers(parts.model, parts.group)
+        share_tensors([tensor for tensor in parts.beside.values() if not tensor.requires_grad], parts.group)
         return evaluate(
             parts.model,
             attempt.task,

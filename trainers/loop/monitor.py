@@ -154,12 +154,12 @@ class BackwardTimer:
         self._sum_s, self._count = 0.0, 0
         self._taken_s, self._taken = 0.0, 0
         self._hooks: list[Any] = []
-        if model is None:
+        first = next((one for one in model.parameters() if one.requires_grad), None) if model is not None else None
+        if model is None or first is None:
             return
         if self._on_gpu:
             make: Any = torch.cuda.Event
             self._pairs = [(make(enable_timing=True), make(enable_timing=True)) for _ in range(_EVENT_PAIRS)]
-        first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._hooks += [model.register_forward_hook(self._forward_ended), first.register_hook(self._backward_ended)]
 
     def _forward_ended(self, model: nn.Module, inputs: Any, outputs: Any) -> None:

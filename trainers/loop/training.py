@@ -21,8 +21,8 @@ from trainers.causes import classify
 from trainers.data.batch import Batch
 from trainers.data.stream import Stream
 from trainers.devices.device import device_name, environment, reset_peak_memory
-from trainers.errors import PreemptedError, counted
-from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree
+from trainers.errors import ConfigError, PreemptedError, counted
+from trainers.loop.agreement import AGREE_EVERY_STEPS, Agreement, agree, check_replicas
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
 from trainers.loop.data import check_length
@@ -39,6 +39,10 @@ from trainers.task import Task
 
 logger = logging.getLogger(__name__)
 
+_CHECK_EVERY = 100
+"""Agreements between two looks at whether ranks still have the same parameters."""
+_MADE_EARLY = "make it in the module's constructor, or by a lazy layer (nn.LazyLinear)"
+
 
 class Training:
     """Trains one attempt from its first step to its last."""
@@ -51,6 +55,7 @@ class Training:
         """Of the last step, where there is a schedule."""
         self.lr_scale = 1.0
         """What `lr_scaling` makes of that size, where there is a schedule."""
+        self.agreements = 0
         self.slow_start = attempt.compiles  # the first steps may take as long as a phase
         self.monitor = Monitor(attempt.parts, attempt.clock, attempt.config.cuda_graphs)
         stack.callback(self.monitor.close)
@@ -134,7 +139,7 @@ class Training:
         clock.end_span()  # the last steps of an epoch after which nothing was due
         for size, sizes in self.steps():
             if clock.first_step_s is None:
-                self.say_unused()
+                self.look_at_first_step()
             clock.step(size, sum(sizes))
             if self.inspection is not None:
                 self.inspection.step(clock)
@@ -155,7 +160,10 @@ class Training:
         batches, counted = step_batches(attempt, first, last)
         attempt.clock.start_span()
         for step, sizes in zip(range(first, last), counted, strict=True):
+            parts.step.follow_frozen()
             self.set_rates()
+            if parts.ema is not None:
+                parts.ema.take_unfrozen()
             size = sampler.step_size(step)
             try:
                 parts.step(batches, sizes, size, idle=not any(sizes))
@@ -188,13 +196,15 @@ class Training:
         course = batches if config.counts_samples else None
         parts.step.set_lr(lr_factor(config.lr_schedule, attempt.step, parts.total_steps, course) * self.lr_scale)
 
-    def say_unused(self) -> None:
-        """Warn of parameters without a gradient after the first step: they stay as they are, and DDP refuses them."""
+    def look_at_first_step(self) -> None:
+        """Warn of parameters without a gradient after the first step; ConfigError for those that came in it."""
         parts = self.attempt.parts
+        if late := parts.as_made.late_parameters(parts.model):
+            rule = "is made in a forward pass, when the optimizer has its parameters already"
+            raise ConfigError("task", self.attempt.config.task, f"has a model whose `{late[0]}` {rule}", _MADE_EARLY)
         phased = isinstance(parts.step, PhasedStep)  # which says it itself, of each phase
         if not phased and self.attempt.context.rank == 0 and (names := unused_parameters(parts.model)):
-            words = "the loss of the first step does not depend on %s: they are not trained (several workers want %s)"
-            logger.warning(words, shorten(names), "`requires_grad_(False)` on them")
+            logger.warning("the loss of the first step does not depend on %s: it has not trained them", shorten(names))
 
     def after_step(self) -> bool:
         """Do whatever is due after a step; return whether to stop."""
@@ -220,6 +230,9 @@ class Training:
         """Agree with all ranks on what comes next; the first time the slow steps are over."""
         self.attempt.parts.step.check_lr()
         agreed = agree(self.attempt, self.checkpointing)
+        if self.agreements % _CHECK_EVERY == 0 or self.attempt.step == self.attempt.end:
+            check_replicas(self.attempt)
+        self.agreements += 1
         if self.slow_start:
             self.slow_start = False
             self.attempt.watchdog.enter("training", steps=True)

@@ -42,6 +42,43 @@ def average_gradients(gradients: Sequence[Tensor], group: Group) -> None:
         torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 
+def average_present(parameters: Sequence[Tensor], group: Group) -> None:
+    """Average the gradients of `parameters` over ranks, in place; a rank without one counts as zero, and where no rank
+    has one there is none. Waits for the device; every rank must call it with the same parameters.
+    """
+    if group.world_size == 1 or not parameters:
+        return
+    kinds = [0 if one.grad is None else 2 if one.grad.is_sparse else 1 for one in parameters]
+    found = group.max(torch.tensor(kinds, dtype=torch.uint8, device=group.device)).tolist()
+    dense: list[Tensor] = []
+    for parameter, kind in zip(parameters, found, strict=True):
+        if kind == 2:
+            _average_rows(parameter, group)
+        elif kind == 1:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dense.append(as_real(parameter.grad))
+    average_gradients(dense, group)
+
+
+def as_real(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient as a dense tensor of real ones, on its own memory."""
+    values = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _average_rows(parameter: Tensor, group: Group) -> None:
+    """Average a sparse gradient, by the places that it has on any rank."""
+    own = None if parameter.grad is None else parameter.grad.coalesce()
+    of_ranks = group.gather(None if own is None else own.indices().cpu())
+    places = torch.cat([one for one in of_ranks if one is not None], 1).unique(dim=1).to(parameter.device)
+    zeros = parameter.new_zeros(places.shape[1], *parameter.shape[len(places) :])
+    total = torch.sparse_coo_tensor(places, zeros, parameter.shape, check_invariants=False)
+    total = (total if own is None else total + own).coalesce()
+    average_gradients([as_real(total)], group)
+    parameter.grad = total
+
+
 def exchanged(rank: int, world_size: int) -> Hook:
     """A DDP communication hook: gradients that are all in one small bucket go to every rank directly."""
     peers = [peer for peer in range(world_size) if peer != rank]

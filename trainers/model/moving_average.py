@@ -1,7 +1,7 @@
 """An exponential moving average of what a model learns, kept beside it: evaluated, kept and exported in its place."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ class MovingAverage:
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         kept = model.state_dict().keys()
         named = [(name, one) for name, one in model.named_parameters() if name not in without]
-        parameters = {name: one for name, one in named if id(one) in trained}
+        learned = {name: one for name, one in named if id(one) in trained}
+        parameters = {name: one for name, one in learned.items() if one.requires_grad}
+        self._frozen = {name: one for name, one in learned.items() if not one.requires_grad}
         buffers = {name: one for name, one in model.named_buffers() if name in kept and one.is_floating_point()}
         self._values: dict[str, Tensor] = {**parameters, **buffers}
         self._averages = {name: _widened(value) for name, value in self._values.items()}
@@ -52,6 +54,16 @@ class MovingAverage:
         """Tell by this loss scaler, which lowers its scale then, that a step has changed nothing."""
         if scaler.is_enabled():
             self._scaler, self._scale = scaler, torch.tensor(scaler.get_scale())
+
+    def take_unfrozen(self) -> None:
+        """Take in what is trained from the next step on: its average so far is what it is."""
+        self._add([name for name, one in self._frozen.items() if one.requires_grad])
+
+    def _add(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._values[name] = self._frozen.pop(name)
+            self._averages[name] = _widened(self._values[name])
+            self._groups = []
 
     @torch.no_grad()
     def update(self) -> None:
@@ -115,7 +127,11 @@ class MovingAverage:
         return {name: one for name, one in self._averages.items() if one.dtype != self._values[name].dtype}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError unless `state` is one of this model's `state_dict`."""
+        """Raise CheckpointError unless `state` is one of this model's `state_dict`; with it come those that were
+        unfrozen before it.
+        """
+        own = state.get("own")
+        self._add([name for name in self._frozen if isinstance(own, dict) and name in own])
         for part, ours in (("own", self._values), ("averages", self._wider())):
             theirs = state.get(part)
             shapes = (

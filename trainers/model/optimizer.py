@@ -1,6 +1,8 @@
 """Optimizer, learning-rate schedule and batch-size rules from configuration."""
 
 import contextlib
+import inspect
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +18,10 @@ from trainers.errors import MISSING, ConfigError
 from trainers.model.joined_optimizer import optimizers_of
 from trainers.model.moving_average import MovingAverage
 from trainers.model.sharding import is_shard
+from trainers.model.strategy import shorten
 from trainers.model.torchao import NARROW, narrow_adamw
+
+logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, type[Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 _FUSED_DEVICES = ("cpu", "cuda", "mps")
@@ -42,32 +47,65 @@ def built_lr(config: TrainConfig) -> float:
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """Build the configured optimizer over all parameters that need a gradient, fused where the device has it.
+    """Build the configured optimizer over all parameters, fused where the device has it. A frozen one has no gradient,
+    and no step moves it; it may be unfrozen later.
 
     Fused steps read `found_inf` on the device, so a bad step is skipped without a host synchronisation.
     """
     chosen = config.optimizer
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
     options = chosen.model_dump(exclude={"name"}, exclude_none=True) | {"lr": built_lr(config)}
     if chosen.betas is not None:
         options["betas"] = tuple(chosen.betas)
     fused = all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
     if chosen.name == "sgd" and any(is_shard(p) for p in parameters):
         fused = False  # torch 2.15 has no sharded form of it
+    if any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse for module in model.modules()):
+        fused = False  # torch has no fused step of it
+        if chosen.name != "sgd":
+            rule = "takes no sparse gradients, such as an embedding of this model has"
+            fix = "make it with `sparse=False`, or return torch.optim.SparseAdam from optimizer()"
+            raise ConfigError("optimizer.name", chosen.name, rule, fix)
     if chosen.name in NARROW:
         return narrow_adamw(chosen.name, parameters, options)
     return _CLASSES[chosen.name](parameters, fused=fused, **options)  # type: ignore[call-arg]
 
 
 def check_optimizer(optimizer: Optimizer, task: str) -> None:
-    """Raise ConfigError where a torch LR scheduler has been attached: the run sets the learning rate in every step."""
+    """Raise ConfigError for an optimizer that a step cannot use: one with a torch LR scheduler attached, since the run
+    sets the learning rate in every step, and one that asks for the loss again (LBFGS).
+    """
+    for each in optimizers_of(optimizer):
+        closure = inspect.signature(type(each).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            rule = "computes the loss several times a step, by a closure, and a step here computes it once"
+            fix = "choose one whose step() needs no closure"
+            raise ConfigError(f"{task}.optimizer()", type(each).__name__, rule, fix)
     marked = any("initial_lr" in group for group in optimizer.param_groups)
     if marked or any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers_of(optimizer)):
         raise _overruled(f"{task}.optimizer()", "comes with a torch LR scheduler, which `lr_schedule` overrules")
 
 
+def warn_untrained(model: nn.Module, optimizer: Optimizer) -> None:
+    """Warn of parameters that require a gradient, and are in no optimizer."""
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    names = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in held]
+    if names:
+        words = "no optimizer has %s: they stay as they are (where that is meant, %s says so)"
+        logger.warning(words, shorten(names), "`requires_grad_(False)`")
+
+
+def check_groups(optimizer: Optimizer, task: str, count: int) -> None:
+    """Raise ConfigError where the optimizer has another number of groups than it was made with."""
+    if len(optimizer.param_groups) != count:
+        rule = "has been given a group while the model is trained, which a run that goes on would not have"
+        fix = "give it all parameters from the start: no step moves a frozen one"
+        raise ConfigError(f"{task}.optimizer()", MISSING, rule, fix)
+
+
 def check_lr(optimizer: Optimizer, task: str, lrs: Sequence[float]) -> None:
     """Raise ConfigError where a group has another learning rate than the one that it was given for this step."""
+    check_groups(optimizer, task, len(lrs))
     for group, lr in zip(optimizer.param_groups, lrs, strict=True):
         if not math.isclose(float(group["lr"]), lr, rel_tol=1e-6):
             rule = f"must leave the learning rate alone, and has made {float(group['lr']):g} of {lr:g}"

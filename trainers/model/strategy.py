@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel, parallel_apply
 
 from trainers.devices.group import Group
@@ -88,8 +88,10 @@ def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp", watch: Wat
         return model
     if strategy != "ddp" or group.world_size == 1:
         return model
+    if not any(parameter.requires_grad for parameter in model.parameters()):  # yet: DDP has nothing to average
+        return model
     ids = [group.device.index] if group.device.type == "cuda" else None
-    wrapped = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    wrapped = Replicated(model, device_ids=ids, gradient_as_bucket_view=True)
     if (norms := _batchnorms(model)) is not None:
         wrapped.register_forward_pre_hook(functools.partial(_share_what_is_read, norms))
     hook: Any = exchanged(group.rank, group.world_size) if group.device.type == "cpu" else None
@@ -98,6 +100,32 @@ def wrap_model(model: nn.Module, group: Group, strategy: str = "ddp", watch: Wat
     if hook is not None:
         wrapped.register_comm_hook(None, hook)
     return wrapped
+
+
+class Replicated(DistributedDataParallel):
+    """DDP that notes whether a pass has gone through it: one that goes by the bare module is not averaged."""
+
+    called = False
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module; DDP averages the gradients of what follows."""
+        self.called |= torch.is_grad_enabled()
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def unfit(self) -> str | None:
+        """Say why DDP cannot average what the pass before has left on this rank; None where it can."""
+        if not self.called:
+            return "the loss goes by another way than the model that forward() was given"
+        if names := unused_parameters(self.module):
+            return f"the loss of a batch does not depend on {shorten(names)}"
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        if any(gradient.is_sparse or gradient.is_complex() for gradient in gradients):
+            return "some are sparse or complex"
+        return None
+
+    def check_finished(self) -> None:
+        """Raise DDP's RuntimeError where it still waits for a gradient after the backward pass."""
+        self.reducer._check_reducer_finalized()
 
 
 def _batchnorms(model: nn.Module) -> list[nn.Module] | None:
@@ -180,8 +208,8 @@ def raise_if_unused(error: RuntimeError, model: nn.Module) -> None:
     raise ConfigError(
         "strategy",
         "ddp",
-        f"waits for the gradient of every parameter, and the loss does not depend on {shorten(names)}",
-        "use them in forward(), or freeze them with `requires_grad_(False)`",
+        f"waits for a gradient of what other batches have used, and this loss does not depend on {shorten(names)}",
+        "use them in every batch (`0 * output.sum()` is a use), or freeze them with `requires_grad_(False)`",
     ) from error
 
 
@@ -209,7 +237,12 @@ def _unreduced(model: Any) -> Iterator[None]:
 
 def share_buffers(model: nn.Module, group: Group) -> None:
     """Copy rank 0's buffers to every rank, as DDP does before a forward: BatchNorm's statistics are one model's."""
-    buffers = list(model.buffers())
-    if group.world_size > 1 and buffers:
+    share_tensors(list(model.buffers()), group)
+
+
+def share_tensors(tensors: list[Tensor], group: Group) -> None:
+    """Copy rank 0's tensors to every rank, in place."""
+    if group.world_size > 1 and tensors:
         assert dist.group.WORLD is not None
-        dist._broadcast_coalesced(dist.group.WORLD, buffers, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+        detached = [tensor.detach() for tensor in tensors]
+        dist._broadcast_coalesced(dist.group.WORLD, detached, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]

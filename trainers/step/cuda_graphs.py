@@ -93,6 +93,8 @@ class GraphedStep(TrainStep):
             raise _impossible(f"{rule} {type(optimizer).__name__} is not fused", "build it with `fused=True`")
         if capture is None and group.device.type != "cuda":
             raise _impossible(f"needs CUDA, and this worker trains on {group.device.type}", "train on a GPU")
+        if self.by_hand or (self._beside and group.world_size > 1):
+            self.average_by_hand("the optimizer trains what DDP does not have")
         self._capture = capture or CudaCapture(group.device)
         # A graph keeps the numbers that it was captured with, so the learning rate has to be a tensor. It is float32:
         # that is how the fused steps read it.
@@ -127,6 +129,15 @@ class GraphedStep(TrainStep):
         """Let go of the graph: a step of the new size is captured in its place."""
         self._graph = None
         self._seen.clear()
+
+    def average_by_hand(self, why: str) -> None:
+        """ConfigError: which gradients there are is agreed by the host."""
+        rule = "needs gradients that DDP averages in the backward pass, and here they are averaged after it"
+        raise _impossible(f"{rule} ({why})", "use all of the model through the one that forward() is given")
+
+    def _refrozen(self) -> None:
+        super()._refrozen()
+        self.resized()
 
     def follow(self, schedule: Schedule, step: int, scale: float = 1.0) -> None:
         """Set the learning rates that a scheduler says of `step`; ConfigError where it changes what is captured."""

@@ -25,6 +25,7 @@ from trainers.data.feed import Feed
 from trainers.devices.group import Group
 from trainers.devices.rng import get_rng_state, set_rng_state
 from trainers.errors import FIX, MISSING, ConfigError, RunFailedError, first_line
+from trainers.model.beside import modules_beside
 from trainers.model.precision import PrecisionSpec
 from trainers.model.sharding import is_sharded
 from trainers.step.ceiling import OUT_OF_MEMORY, next_smaller
@@ -76,7 +77,7 @@ def evaluate(
     measured = _Measured(ForwardPass(model, task, spec, group.device))
     random_state = get_rng_state(group.device)
     try:
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), evaluating(model, *modules_beside(task, model)):
             while todo or idle:
                 error, size = measured.take(feed, todo, idle, seeds, with_loss=collective)
                 if error is None:
@@ -291,10 +292,11 @@ def batch_seed(*numbers: int) -> int:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode, and each back into the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:

@@ -50,6 +50,11 @@ class NoiseScale:
         if self._on and not self._hooked:
             self._add(gradients)
 
+    def contributed(self, gradients: Sequence[Tensor]) -> None:
+        """Measure what this rank contributes, where no hook of DDP's sees it."""
+        if self._on and self._hooked:
+            self._add(gradients)
+
     def end(self, gradients: Sequence[Tensor], step_samples: int, scale: float | Tensor) -> None:
         """Measure a step's complete gradients: of `step_samples`, averaged over ranks, unscaled, not clipped yet.
 

@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from trainers.data.batch import Batch, map_tensors
 from trainers.devices.group import Group
 from trainers.errors import ConfigError
-from trainers.model.gradient_hooks import average_gradients
 from trainers.model.joined_optimizer import JoinedOptimizer
-from trainers.model.strategy import share_buffers, shorten, unused_parameters
+from trainers.model.strategy import shorten, unused_parameters
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import WEIGHTLESS, Losses, TrainStep
 from trainers.task import Task
@@ -38,7 +37,7 @@ class PhasePass(ForwardPass):
     phase: str
     optimizer: Optimizer
     others: tuple[nn.Parameter, ...]
-    """What the optimizers of other phases train."""
+    """What the optimizers of other phases hold."""
 
     @property
     def said(self) -> str:
@@ -48,12 +47,13 @@ class PhasePass(ForwardPass):
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Let no parameter of another phase require a gradient inside: gradients only go through it."""
-        for parameter in self.others:
+        trained = [parameter for parameter in self.others if parameter.requires_grad]
+        for parameter in trained:
             parameter.requires_grad_(False)
         try:
             yield
         finally:
-            for parameter in self.others:
+            for parameter in trained:
                 parameter.requires_grad_(True)
 
     def loss(self, batch: Batch) -> Tensor:
@@ -78,12 +78,9 @@ def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
     if not is_phased(task):
         return []
     parts = optimizer.parts if isinstance(optimizer, JoinedOptimizer) else {ONLY: optimizer}
-    trained = {
-        name: [one for group in part.param_groups for one in group["params"] if one.requires_grad]
-        for name, part in parts.items()
-    }
-    for name, parameters in trained.items():
-        if not parameters:
+    held = {name: [one for group in part.param_groups for one in group["params"]] for name, part in parts.items()}
+    for name, parameters in held.items():
+        if not any(parameter.requires_grad for parameter in parameters):
             rule, fix = "has no parameter that requires a gradient", "leave it out, or give it what it trains"
             raise ConfigError(f"{type(task).__name__}.optimizer()", name, rule, fix)
     return [
@@ -91,7 +88,7 @@ def make_phases(forward: ForwardPass, optimizer: Optimizer) -> list[PhasePass]:
             **given,
             phase=name,
             optimizer=part,
-            others=tuple(one for other, theirs in trained.items() if other != name for one in theirs),
+            others=tuple(one for other, theirs in held.items() if other != name for one in theirs),
         )
         for name, part in parts.items()
     ]
@@ -101,7 +98,7 @@ class PhasedStep(TrainStep):
     """Takes, for each phase of a step in turn, a whole step of that phase's optimizer over all microbatches.
 
     The model stays bare: a phase's gradients are averaged over ranks once they are complete, so that a loss may have
-    gradients in it. Buffers are rank 0's when a step begins, as DDP has it. A gradient that is not finite in one phase
+    gradients in it. Buffers are rank 0's when a phase begins, as DDP has it. A gradient that is not finite in one phase
     ends the updates of all.
     """
 
@@ -124,7 +121,6 @@ class PhasedStep(TrainStep):
     def __call__(self, batches: Iterator[Batch], sizes: Sequence[int], step_samples: int, idle: bool) -> None:
         """As TrainStep's; holds all its microbatches."""
         names = self._due()
-        share_buffers(self.forward.model, self.group)
         held = [next(batches) for _ in sizes]
         for name in names:
             phase = self.phases[name]
@@ -180,29 +176,13 @@ class _Phase(TrainStep):
         self.scaler, self._found_inf = whole.scaler, whole._found_inf
         self.steps = 0
         """Since the loss was last taken."""
-        self._has_gradient: list[bool] | None = None
+        self._looks = self.group.rank == 0
+        """Whether the next step looks for parameters that have no part in it."""
 
     def _update(self, step_samples: int) -> None:
         self.steps += 1
-        if self.group.world_size > 1 or self._has_gradient is None:
-            self._require_gradients()
-        average_gradients(self._gradients(), self.group)
+        if self._looks and (names := unused_parameters(self.forward.model)):
+            words = "the loss of phase %s does not depend on %s: they are not trained"
+            logger.warning(words, self.forward.phase, shorten(names))
+        self._looks = False
         super()._update(step_samples)
-
-    def _require_gradients(self) -> None:
-        """Raise ConfigError unless the loss depends on the same parameters in every step and on every rank, as DDP has
-        it: what one rank sends the others wait for.
-        """
-        found = [parameter.grad is not None for parameter in self._parameters]
-        if self._has_gradient is None:
-            if (names := unused_parameters(self.forward.model)) and self.group.rank == 0:
-                words = "the loss of phase %s does not depend on %s: they are not trained"
-                logger.warning(words, self.forward.phase, shorten(names))
-            self._has_gradient = self.group.first(found)
-            differs = any(self.group.gather(found != self._has_gradient))
-        else:
-            differs = found != self._has_gradient
-        if differs:
-            rule = "depends on other parameters in another step or on another rank, and ranks add up their gradients"
-            fix = "let every batch use them, or train on one worker"
-            raise ConfigError(f"the loss of {self.forward.said}", self.forward.phase, rule, fix)

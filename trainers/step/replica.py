@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainers.data.feed import Feed
 from trainers.data.sampler import StepSampler
 from trainers.devices.group import Group
+from trainers.model.as_made import AsMade
 from trainers.model.moving_average import MovingAverage
 from trainers.model.precision import PrecisionSpec
 from trainers.model.schedule import Schedule
@@ -37,6 +38,10 @@ class Replica:
     schedule: Schedule | None
     """A scheduler of torch's; None where the learning rate is a function of the step."""
     ema: MovingAverage | None
+    as_made: AsMade
+    """What of the model may be switched, as model() has made it."""
+    beside: dict[str, Tensor]
+    """What the task trains beside the model, by the names of its attributes."""
     frozen: dict[str, str] | None
     """Digests of the parameters that checkpoints leave out; None where they have them all."""
     samples: str

@@ -15,6 +15,7 @@ from trainers.data.batch import Batch, fetch, leaves_of, map_tensors
 from trainers.data.stream_reader import digest
 from trainers.devices.rng import get_rng_state
 from trainers.errors import MISSING, ConfigError
+from trainers.model.beside import modules_beside
 from trainers.model.sharding import is_shard, is_sharded
 from trainers.step.evaluation import evaluating
 from trainers.step.forward import ForwardPass
@@ -52,7 +53,7 @@ def check_loss(
         return None
     if forward.spec.autocast is not None:
         forward = replace(forward, spec=replace(forward.spec, autocast=None, scaler=False))
-    with evaluating(forward.model), forward.alone():
+    with evaluating(forward.model, *modules_beside(forward.task, forward.model)), forward.alone():
         forward.model.training = True  # what the task looks at; the layers in it are in evaluation mode
         for module in forward.model.modules():
             if isinstance(module, nn.RNNBase):

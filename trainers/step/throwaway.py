@@ -44,6 +44,7 @@ def throwaway(forward: ForwardPass, optimizer: Optimizer | None = None, dataset:
     model: nn.Module = called.module if wrapped else called
     kept = [*model.buffers()]
     if optimizer is not None:
+        kept += [one for group in optimizer.param_groups for one in group["params"]]
         kept += [*model.parameters(), *tensors_of(list(optimizer.state.values()))]
     random_state = get_rng_state(device)
     snapshot = Snapshot(task, {"dataset": dataset, "optimizer": optimizer, "model": model}, kept)

@@ -1,20 +1,22 @@
 """One optimizer step: forward and backward of each microbatch, exact global mean, clip, guarded update."""
 
-import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Optimizer
 
 from trainers.data.batch import Batch
 from trainers.devices.group import Group
+from trainers.errors import ConfigError
+from trainers.model.gradient_hooks import as_real, average_present
 from trainers.model.joined_optimizer import optimizers_of
-from trainers.model.optimizer import check_lr
+from trainers.model.optimizer import check_groups, check_lr, warn_untrained
 from trainers.model.schedule import Schedule
-from trainers.model.sharding import is_shard, local
-from trainers.model.strategy import no_sync
+from trainers.model.sharding import is_shard, is_sharded, local
+from trainers.model.strategy import Replicated, no_sync, share_buffers
 from trainers.step.forward import ForwardPass
 from trainers.step.noise_scale import NoiseScale
 from trainers.task import Task, weight_of
@@ -23,6 +25,8 @@ Losses = dict[str, tuple[float, int]]
 """By the name under which each is logged: the sum of a loss over steps, and how many they are."""
 WEIGHTLESS = "weightless"
 """Among them: of how many steps the samples weigh nothing, and the loss is the mean of nothing."""
+
+logger = logging.getLogger(__name__)
 
 
 class TrainStep:
@@ -61,6 +65,16 @@ class TrainStep:
         self._parameters = [p for param_group in optimizer.param_groups for p in param_group["params"]]
         self._base_lrs = [float(param_group["lr"]) for param_group in optimizer.param_groups]
         self._wanted_lrs = self._base_lrs
+        self.by_hand = False
+        """Whether gradients are averaged over ranks once they are complete, and not by DDP in the backward pass."""
+        self._every = [*{id(one): one for one in (*forward.model.parameters(), *self._parameters)}.values()]
+        self._required = [parameter.requires_grad for parameter in self._every]
+        self._beside: list[Tensor] = []  # what is trained, but not in the wrapped model
+        if isinstance(forward.model, Replicated):
+            averaged = {id(one) for one in forward.model.parameters() if one.requires_grad}
+            self._beside = [one for one in self._parameters if id(one) not in averaged]
+        elif not is_sharded(forward.model):
+            self.by_hand = group.world_size > 1
         self._fused = all(param_group.get("fused") for param_group in optimizer.param_groups)
         # CUDA's one-pass check has no bfloat16 (pytorch issue 127176), and MPS has it in some versions only.
         narrow = any(parameter.dtype is torch.bfloat16 for parameter in self._parameters)
@@ -88,6 +102,8 @@ class TrainStep:
         """
         for parameter in self._parameters:
             parameter.grad = None
+        if self.by_hand:
+            share_buffers(self.forward.model, self.group)
         shares, batches = self._shares(batches, sizes, step_samples, idle)
         last, noise = len(sizes) - 1, self.noise
         if noise is not None:
@@ -95,9 +111,12 @@ class TrainStep:
         for index, share in enumerate(shares):
             batch = next(batches)
             known = [p.grad for p in self._parameters] if self.copies_gradients and index < last else []
-            with contextlib.nullcontext() if index == last else no_sync(self.forward.model):
-                loss = self.forward.loss(batch)
-                self._backward(loss, share)
+            if index == last and not self.by_hand:
+                loss = self._last_pass(batch, share)
+            else:
+                with no_sync(self.forward.model):
+                    loss = self.forward.loss(batch)
+                    self._backward(loss, share)
             for parameter, before in zip(self._parameters, known, strict=False):
                 if before is None and parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
@@ -109,6 +128,51 @@ class TrainStep:
             else:
                 self.loss_sum.add_(loss.detach(), alpha=share)
         self._update(step_samples)
+
+    def _last_pass(self, batch: Batch, share: float | Tensor) -> Tensor:
+        """Forward and backward of a step's last microbatch, in which DDP averages gradients; return the loss."""
+        wrapped = self.forward.model
+        if not isinstance(wrapped, Replicated):
+            loss = self.forward.loss(batch)
+            self._backward(loss, share)
+            return loss
+        wrapped.called = False
+        loss = self.forward.loss(batch)
+        if not wrapped.called:
+            self.average_by_hand("the loss goes by another way than the model that forward() was given")
+        self._backward(loss, share)
+        try:
+            wrapped.check_finished()
+        except RuntimeError as error:
+            self.forward.explain(error, batch)
+            raise
+        return loss
+
+    def average_by_hand(self, why: str) -> None:
+        """Average all gradients after the backward pass from here on, which is right whatever a loss depends on. Every
+        rank must call it.
+        """
+        if not self.by_hand and self.group.rank == 0:
+            logger.info("gradients are averaged after the backward pass, not in it: %s", why)
+        self.by_hand = True
+
+    def follow_frozen(self) -> None:
+        """Take in where something has frozen or unfrozen parameters since the last step. Every rank must call it."""
+        check_groups(self.optimizer, type(self.forward.task).__name__, len(self._wanted_lrs))
+        required = [parameter.requires_grad for parameter in self._every]
+        if required != self._required:
+            self._required = required
+            self._refrozen()
+
+    def _refrozen(self) -> None:
+        model = self.forward.model
+        if is_sharded(model):
+            rule = "shards what requires a gradient at the start, and the task has frozen or unfrozen parameters since"
+            raise ConfigError("strategy", "fsdp", rule, "set `strategy: ddp`")
+        if self.group.world_size > 1:
+            self.average_by_hand("the task has frozen or unfrozen parameters")
+        if self.group.rank == 0:
+            warn_untrained(model.module if isinstance(model, Replicated) else model, self.optimizer)
 
     def _backward(self, loss: Tensor, share: float | Tensor) -> None:
         """Gradients of `loss * share * world size`, which enters as the seed of the backward pass where it can."""
@@ -143,13 +207,20 @@ class TrainStep:
         return list(weights / total.clamp(min=torch.finfo(weights.dtype).tiny)), iter(held)
 
     def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters if p.grad is not None]
+        """The numbers of all gradients, on their own memory."""
+        found = []
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+            if parameter.grad is not None:
+                found.append(as_real(parameter.grad))
+        return found
 
     def _clip(self, gradients: list[Tensor], most: float) -> Tensor:
         """Scale the gradients down to a norm of `most`; return the norm that they had, over all ranks' shards."""
         if not any(map(is_shard, gradients)):
             norm = get_total_norm(gradients)
-            clip_grads_with_norm_(self._parameters, most, norm)
+            torch._foreach_mul_(gradients, (most / (norm + 1e-6)).clamp(max=1.0))
             return norm
         shards = [local(gradient) for gradient in gradients]  # else torch takes each gradient by itself
         of_rank = get_total_norm(shards)
@@ -158,7 +229,14 @@ class TrainStep:
         torch._foreach_mul_(shards, (most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    def _average(self) -> None:
+        """Average over ranks what the backward pass has not."""
+        if self.by_hand and self.noise is not None:
+            self.noise.contributed(self._gradients())
+        average_present(self._parameters if self.by_hand else self._beside, self.group)
+
     def _update(self, step_samples: int) -> None:
+        self._average()
         scaled = self.scaler.is_enabled()
         if scaled:
             self.scaler.unscale_(self.optimizer)

@@ -1,0 +1,87 @@
+"""What a plain PyTorch loop trains is trained as there on any number of ranks, and after a resume."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.distributed.processes import run_processes
+from tests.plain_loop import KINDS, OPTIMIZERS, STEPS, Case, Drawn, Plain, configured, in_a_plain_loop, in_the_loop
+from trainers.errors import ConfigError
+
+HINTS = get_type_hints(Case)
+CASES = st.builds(
+    Case,
+    net=st.sampled_from(get_args(HINTS["net"])),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    weigh=st.sampled_from(get_args(HINTS["weigh"])),
+    samples=st.integers(5, 40),
+    batch=st.integers(1, 16),
+    microbatch=st.integers(1, 16),
+    clip=st.sampled_from([None, 0.1]),
+)
+EXAMPLES = settings.default.max_examples // 25
+
+
+def train_kinds(rank: int, world_size: int, path: Path) -> list[dict[str, Tensor]]:
+    for end in (6, STEPS):
+        config = configured(max_steps=end, microbatch_size=2)
+        found = [in_the_loop(make(), config, path / kind, rank, world_size) for kind, make in KINDS.items()]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_every_kind_is_trained_as_by_a_plain_loop(world_size: int, tmp_path: Path) -> None:
+    ranks = run_processes(world_size, train_kinds, tmp_path, tmp_path)
+    for number, (kind, make) in enumerate(KINDS.items()):
+        expected = in_a_plain_loop(make(), configured())
+        for found in ranks:
+            same = partial("{}: {}".format, kind)
+            torch.testing.assert_close(found[number], expected, rtol=1e-9, atol=1e-11, msg=same)
+
+
+def train_cases(rank: int, world_size: int, path: Path, cases: list[Case]) -> list[dict[str, Tensor]]:
+    places = enumerate(cases)
+    return [in_the_loop(Drawn(case), case.config(), path / str(place), rank, world_size) for place, case in places]
+
+
+@settings(max_examples=EXAMPLES)
+@given(st.integers(1, 3), st.lists(CASES, min_size=5, max_size=5))
+def test_any_small_model_is_trained_as_by_a_plain_loop(world_size: int, cases: list[Case]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = run_processes(world_size, train_cases, Path(directory), Path(directory), cases)
+    for place, case in enumerate(cases):
+        tolerance = 2e-5 if case.single else 1e-8
+        expected = in_a_plain_loop(Drawn(case), case.config())
+        for found in ranks:
+            same = partial("{}: {}".format, case)
+            torch.testing.assert_close(found[place], expected, rtol=tolerance, atol=tolerance, msg=same)
+
+
+class Apart(Plain):
+    """Each rank changes a weight by itself."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        if step == 3:
+            model[2].bias += 0.01 * dist.get_rank()  # type: ignore[index, operator]
+
+
+def refused(rank: int, world_size: int, path: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        in_the_loop(Apart(), configured(), path, rank, world_size)
+    return error.value.rule
+
+
+def test_ranks_with_other_parameters_are_refused_by_name(tmp_path: Path) -> None:
+    for rule in run_processes(2, refused, tmp_path, tmp_path):
+        assert "`2.bias`" in rule
+    assert not (tmp_path / "checkpoints").exists()

@@ -1,0 +1,87 @@
+"""What a task trains beside its model, such as a loss with parameters of its own: attributes of the task.
+
+It is the model's equal: on its device, alike on all ranks, averaged over them, kept in checkpoints.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainers.errors import CheckpointError, ConfigError
+from trainers.model.sharding import is_sharded
+
+
+def modules_beside(task: Any, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are attributes of the task, and have parameters to train that are not the model's."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [
+        value
+        for value in vars(task).values()
+        if isinstance(value, nn.Module) and any(one.requires_grad and id(one) not in own for one in value.parameters())
+    ]
+
+
+def trained_beside(task: Any, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return by name what the optimizer holds beside the model, with what else is in the same attributes of the task.
+
+    Raises ConfigError for what no checkpoint would find again.
+    """
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    held = {id(one): one for group in optimizer.param_groups for one in group["params"] if id(one) not in own}
+    if not held:
+        return {}
+    owner = f"{type(task).__name__}.optimizer()"
+    found: dict[str, Tensor] = {}
+    for name, value in vars(task).items():
+        tensors = {inner: one for inner, one in _tensors(value, name) if id(one) not in own}
+        if any(id(one) in held for one in tensors.values()):
+            found |= tensors
+    if lost := held.keys() - {id(one) for one in found.values()}:
+        shape = list(held[min(lost)].shape)
+        rule = "is neither the model's nor in an attribute of the task, and no checkpoint would have it"
+        raise ConfigError(owner, f"a parameter of {shape}", rule, "keep it, or its module, as an attribute of the task")
+    if is_sharded(model):
+        rule = f"shards the model alone, and {owner} holds `{next(iter(found))}`, too"
+        raise ConfigError("strategy", "fsdp", rule, "set `strategy: ddp`, or make it a part of the model")
+    return found
+
+
+def place(tensors: Iterable[Tensor], device: torch.device, dtype: torch.dtype | None) -> None:
+    """Move tensors to a device, in place, those of floating point in a format where that is given."""
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, nn.Module):
+        for inner, tensor in value.state_dict(keep_vars=True).items():
+            if isinstance(tensor, Tensor):
+                yield f"{name}.{inner}", tensor
+    elif isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple, dict)):
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            if isinstance(item, (nn.Module, Tensor)):
+                yield from _tensors(item, f"{name}.{key}")
+
+
+def find_beside(task: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the tensors of a task that a checkpoint has under these names; CheckpointError where one is missing."""
+    there = {inner: one for name, value in vars(task).items() for inner, one in _tensors(value, name)}
+    if missing := sorted(names - there.keys()):
+        raise CheckpointError(f"it does not fit this task, which has no `{missing[0]}`")
+    return {name: there[name] for name in names}
+
+
+@torch.no_grad()
+def load_beside(tensors: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
+    """Take back what a checkpoint has; CheckpointError where it has other tensors."""
+    shapes = {name: one.shape for name, one in tensors.items()}
+    if {name: one.shape for name, one in saved.items()} != shapes:
+        raise CheckpointError("it does not fit this task: what is trained beside the model has other names or shapes")
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
