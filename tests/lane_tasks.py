@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tests import foreign_functions
 from tests.tasks import Blobs
 
 COUNT = 0
 """Module state, as careless tasks keep it."""
+LEAKED: list[Tensor] = []
 
 
 class Limited(Blobs):
@@ -32,11 +45,11 @@ class Limited(Blobs):
 
 
 class Poison(Blobs):
-    """Leaves its process as no trial should find it; `drawn` samples of its data depend on every generator."""
+    """Leaves its process as no trial should find it. `drawn` samples of its data depend on every generator."""
 
-    def __init__(self, poison: list[str] | None = None, drawn: int = 0, **args: Any) -> None:
+    def __init__(self, poison: str = "", drawn: int = 0, after: str = "", **args: Any) -> None:
         super().__init__(**args)
-        self.poison, self.drawn = poison or [], drawn
+        self.poison, self.drawn = poison, drawn
 
     def dataset(self, split: str) -> Any:
         global COUNT
@@ -46,8 +59,8 @@ class Poison(Blobs):
         data.tensors[0][0] += COUNT
         if split == "val":
             COUNT += 1
-            for name in self.poison:
-                (self._flags if name == "flags" else getattr(foreign_functions, name))()
+            if self.poison:
+                getattr(self, f"_{self.poison}")()
         return data
 
     def _flags(self) -> None:
@@ -64,6 +77,72 @@ class Poison(Blobs):
         torch.set_autocast_cache_enabled(False)
         torch.backends.mkldnn.set_flags(False)
 
+    def _grad(self) -> None:
+        torch.set_default_device("meta")
+        torch.set_default_device("cpu")
+        threading.stack_size(1 << 20)
+
+    def _rng(self) -> None:
+        torch.manual_seed(99)
+        random.seed(99)
+        np.random.seed(99)
+
+    def _hooks(self) -> None:
+        nn.modules.module.register_module_forward_hook(lambda module, args, outputs: outputs * 0.5)
+        register_optimizer_step_post_hook(lambda *args: None)
+        F.cross_entropy = lambda *args, **kwargs: torch.zeros((), requires_grad=True)
+        nn.Linear.forward = lambda self, inputs: inputs @ self.weight.T
+        torch.tanh = torch.sigmoid
+
+    def _process(self) -> None:
+        os.environ["OMP_NUM_THREADS"] = "7"
+        os.environ["POISON"] = "1"
+        os.chdir("/")
+        sys.path.insert(0, "/nowhere")
+        sys.setrecursionlimit(5000)
+        warnings.simplefilter("error")
+        np.seterr(all="raise")
+
+    def _modules(self) -> None:
+        sys.modules["json"] = types.ModuleType("json")
+
+    def _thread(self) -> None:
+        threading.Thread(target=time.sleep, args=(3600,), name="leaked").start()
+
+    def _child(self) -> None:
+        torch.multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,)).start()
+
+    def _fork(self) -> None:
+        if os.fork() == 0:
+            time.sleep(3600)
+
+    def _daemon(self) -> None:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+
+    def _handlers(self) -> None:
+        for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _output(self) -> None:
+        for _ in range(100):
+            print("x" * 10**5)
+        os.close(1)
+
+    def _leak(self) -> None:
+        LEAKED.append(torch.ones(2**27))
+
+    def _exit(self) -> None:
+        os._exit(0)
+
+    def _crash(self) -> None:
+        ctypes.string_at(0)
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
 
 class Signed(Blobs):
     """Writes its seed once it trains."""
@@ -72,8 +151,7 @@ class Signed(Blobs):
         super().__init__(**args)
         self.file = Path(file)
 
-    def dataset(self, split: str) -> Any:
-        if split == "train":  # the loop has seeded torch with the trial's seed by now
-            with self.file.open("a") as file:
-                file.write(f"{torch.initial_seed()}\n")
-        return super().dataset(split)
+    def model(self) -> nn.Module:
+        with self.file.open("a") as file:  # the loop has seeded torch with the trial's seed by now
+            file.write(f"{torch.initial_seed()}\n")
+        return super().model()

@@ -26,7 +26,7 @@ trainers: model task
 trainers: arrow measure step
 trainers: checkpoint loop launch explain tracking on_ray inference start __main__
 cluster: finding spot files rules health __main__
-tune: objective config trials search lanes ray report sweeps watch __main__
+tune: objective config trials search forks lanes ray report sweeps watch __main__
 """
 ORDER = {
     package: [
@@ -41,6 +41,7 @@ WITH_RAY = (
     "cluster/health/",
     "cluster/spot/autoscaler.py",
     "cluster/spot/watch.py",
+    "tune/forks/function.py",
     "tune/lanes/",
     "tune/ray/",
     "tune/search/ray_search.py",

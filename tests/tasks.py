@@ -22,7 +22,8 @@ class Blobs(Task):
     """Four noisy clusters in D dimensions; an MLP. Every argument is one thing that a test needs to go wrong.
 
     `fail_at` counts the forward passes of training on one rank, over restarts; of several, with `marker`, each fails
-    once. From `company_from` set-ups on that `pids` notes, training waits for one in a second process.
+    once. From `company_from` set-ups on that `pids` notes, training waits for one of a second lane: then it notes the
+    file that its standard output goes to.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Blobs(Task):
     def setup(self) -> None:
         if self.pids is not None:
             with self.pids.open("a") as file:
-                file.write(f"{os.getpid()}\n")
+                file.write(f"{os.getpid() if self.company_from is None else os.fstat(1).st_ino}\n")
 
     def model(self) -> nn.Module:
         layers = nn.Sequential(nn.Linear(self.features, 32), nn.Tanh(), nn.Linear(32, 4))
@@ -81,7 +82,7 @@ class Blobs(Task):
         return model(batch[0])
 
     def _is_alone(self, count: int) -> bool:
-        """Whether one process has set up so many tasks, and no other any."""
+        """Whether one lane has set up so many tasks, and no other any."""
         assert self.pids is not None
         found = self.pids.read_text().split()
         return len(found) >= count and len(set(found)) == 1

@@ -119,8 +119,7 @@ class SweepConfig(Settings):
     )
     """Worker groups that run trials side by side; auto: as many as the cluster holds, or may grow to by its file."""
     isolation: Literal["warm", "fresh"] = Field(default="warm")
-    """warm: trial after trial in the same processes (a `train_func` has proven first, once, that it reports the same
-    there as in a fresh one); fresh: a worker group of its own for each trial."""
+    """warm: each trial is a fork of a process that has imported torch and the task; fresh: a new interpreter."""
     finalists: Literal["auto"] | Count = Field(
         default="auto", examples=[3], json_schema_extra={"rule": "must be auto or a whole number of at least 0"}
     )

@@ -27,7 +27,6 @@ def listening() -> list[str]:
 
 def _member(rank: int, directory: str, local_world_size: int, node: str) -> None:
     """One worker as Ray Train has it, but for Ray: its place in the group and its node's address are given."""
-    sys.modules["trainers.on_ray.context"] = SimpleNamespace(own_gpu=lambda: 0)  # type: ignore[assignment]
     from trainers.on_ray import process_group
 
     numbers = {"world_rank": rank, "world_size": 2, "local_rank": 0, "local_world_size": local_world_size}
@@ -36,6 +35,7 @@ def _member(rank: int, directory: str, local_world_size: int, node: str) -> None
         train=SimpleNamespace(get_context=lambda: context), util=SimpleNamespace(get_node_ip_address=lambda: node)
     )
     process_group.hide_unassigned_gpus = lambda: None
+    process_group.own_gpu = lambda: 0
     place = Path(directory, "place")
     if rank == 0:
         place.with_suffix(".new").write_text(json.dumps(process_group._listen()))

@@ -61,10 +61,10 @@ def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path: Path) ->
 
 
 def failed(tmp_path: Path, failure: str, **changes: Any) -> RunFailedError:
-    """The end of a run of two ranks, of which rank 1 fails in its fifth step."""
+    """The end of a run of two ranks, of which rank 1 fails in training."""
     args = {"failure": failure, "on_rank": 1, "marker": str(tmp_path / "failed")}
     with pytest.raises(RunFailedError) as met:
-        run_spawn(stuck(tmp_path, "training 5", 2, args=args, launcher="spawn", **changes))
+        run_spawn(stuck(tmp_path, "training 20", 2, args=args, launcher="spawn", **changes))
     assert (tmp_path / "failed").exists()
     return met.value
 

@@ -165,6 +165,6 @@ def test_a_run_that_is_cut_in_any_part_of_its_schedule_goes_on_to_the_bit(
 
 def test_a_run_does_not_go_on_under_another_schedule(tmp_path: Path) -> None:
     run(tmp_path)
-    other = [{"until_samples": 13, "size": 3}, *CHANGING["batch_schedule"][1:]]
+    other = [{"until_samples": 12, "size": 4}, *CHANGING["batch_schedule"][1:]]
     with pytest.raises(CheckpointError, match="it was trained with batch_schedule"):
         run(tmp_path, batch_schedule=other)

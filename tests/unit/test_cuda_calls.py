@@ -19,7 +19,7 @@ from trainers.context import RunContext
 from trainers.errors import TooLargeError
 from trainers.launch import local
 from trainers.loop import build, fit
-from trainers.on_ray import context, process_group
+from trainers.on_ray import process_group
 from trainers.on_ray.process_group import GroupConfig
 
 
@@ -30,7 +30,7 @@ def test_ray_trains_in_a_thread_that_is_bound(
     """The current device is each thread's own, and Ray joins the group in another one."""
     bound: list[tuple[str, int]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: bound.append((threading.current_thread().name, index)))
-    monkeypatch.setattr(context, "own_gpu", lambda: 3)
+    monkeypatch.setattr(process_group, "own_gpu", lambda: 3)
     trained: list[int] = []
     function = construct_train_func(
         lambda: trained.append(len(bound)), None, GroupConfig(backend).train_func_context, "train_loop_per_worker"
@@ -56,7 +56,7 @@ def test_a_worker_without_a_gpu_sees_none_before_torch_looks(
     context_of_worker = SimpleNamespace(**{f"get_{name}": value for name, value in of_worker.items()})
     monkeypatch.setattr(ray.train, "get_context", lambda: context_of_worker)
     monkeypatch.setattr(torch.distributed, "TCPStore", lambda *_, **__: None)
-    monkeypatch.setattr(context, "own_gpu", lambda: 0)
+    monkeypatch.setattr(process_group, "own_gpu", lambda: 0)
     monkeypatch.setattr(local, "join_group", lambda *_: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "1")
@@ -88,6 +88,7 @@ def test_buckets_that_do_not_fit_lead_to_a_smaller_microbatch(tmp_path: Path, mo
 
     context = Context(None, "test")
     replica = build.build_replica(Blobs(), config, context)
+    monkeypatch.setattr(build, "Replicated", torch.nn.Module)  # a single rank's is not wrapped
     monkeypatch.setattr(type(replica.step.forward), "loss", full)
     with pytest.raises(TooLargeError):
         build._settle_buckets(replica, config, context)

@@ -12,6 +12,7 @@ import pytest
 from tests.waits import when
 from trainers.config.sections import ScalingConfig
 from trainers.storage import Storage
+from tune.forks.zygote import Preload
 from tune.lanes import lanes as module
 from tune.lanes.lanes import Lanes
 
@@ -22,7 +23,7 @@ def test_a_settled_sweep_starts_no_lane_and_awaits_those_that_are_starting(
     up: list[int] = []
     mailbox: Any = SimpleNamespace(watch=SimpleNamespace(remote=lambda: {"lanes": up}))
     monkeypatch.setattr(module.ray, "get", lambda value: value)
-    lanes = Lanes(mailbox, ScalingConfig(), False, False, Storage(str(tmp_path)), 1, is_patient=False)
+    lanes = Lanes(mailbox, ScalingConfig(), False, "", Preload(), Storage(str(tmp_path)), 1, is_patient=False)
     turns, over, begun = {lane: threading.Event() for lane in range(2)}, threading.Event(), list[int]()
     monkeypatch.setattr(lanes, "_wait_for_turn", lambda lane: turns[lane].wait(60))
     monkeypatch.setattr(lanes, "_fit", lambda lane: (begun.append(lane), over.wait(60)))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tune.ray import pool as pools
-from tune.ray.lane import Which
 from tune.ray.pool import Pool
 from tune.ray.shape import Shape
 
@@ -51,7 +50,7 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
 
 def run(steps: Callable[[Pool], Coroutine[Any, Any, Any]]) -> Any:
     async def all_of_it() -> Any:
-        pool = Pool()
+        pool = Pool("")
         pool._watching = True
         pool._begin(SHAPE)
         await asyncio.sleep(0)
@@ -60,31 +59,28 @@ def run(steps: Callable[[Pool], Coroutine[Any, Any, Any]]) -> Any:
     return asyncio.run(all_of_it())
 
 
-@pytest.mark.parametrize(("which", "lanes"), [("warm", 1), ("any", 2), ("fresh", 2)])
-def test_a_lane_that_is_being_given_back_is_waited_for(removed: list[Group], which: Which, lanes: int) -> None:
-    """By a trial that it may serve: one that asks for a fresh lane, or whose function is not proven, needs another."""
-
-    async def steps(pool: Pool) -> int:
-        await pool.borrow(SHAPE, "trial", "train")
+def test_a_lane_that_is_being_given_back_is_waited_for(removed: list[Group]) -> None:
+    async def steps(pool: Pool) -> tuple[int, int]:
+        await pool.borrow(SHAPE, "trial")
         pool._lanes[0].borrower = ""  # it settles
-        asking = asyncio.ensure_future(pool.borrow(SHAPE, "trial", "train", which))
-        await asyncio.sleep(0)
-        asking.cancel()
-        return len(pool._lanes)
-
-    assert run(steps) == lanes
-
-
-def test_a_lane_of_a_proven_function_is_waited_for(removed: list[Group]) -> None:
-    async def steps(pool: Pool) -> tuple[int, bool]:
-        await pool.borrow(SHAPE, "trial", "train")
-        await pool.judge("train", is_same=True)
-        pool._lanes[0].borrower = ""
-        asking = asyncio.ensure_future(pool.borrow(SHAPE, "other", "train"))
+        asking = asyncio.ensure_future(pool.borrow(SHAPE, "other"))
         await asyncio.sleep(0)
         count = len(pool._lanes)
         pool._lanes[0].borrower = None
         pool._serve()
-        return count, (await asking).is_fresh
+        return count, (await asking).lane
 
-    assert run(steps) == (1, False)
+    assert run(steps) == (1, 0)
+
+
+def test_a_trial_ends_once_as_many_as_are_expected_have_begun(removed: list[Group]) -> None:
+    async def steps(pool: Pool) -> list[bool]:
+        await pool.enter("first")
+        await pool.expect(2)
+        seen = [await pool.may_leave("first")]
+        await pool.enter("second")
+        seen += [await pool.may_leave("first"), await pool.may_leave("second")]
+        await pool.expect(0)
+        return [*seen, await pool.may_leave("second")]
+
+    assert run(steps) == [False, True, False, True]

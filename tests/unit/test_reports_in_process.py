@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ray.util.queue import Empty
 
-from tune.lanes.stopped import TrialStopped
+from tune.forks.child import TrialStopped
 from tune.ray import internals
 from tune.ray.internals import report_in_process
 

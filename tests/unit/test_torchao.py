@@ -88,9 +88,7 @@ def test_names_and_parameters_are_the_models_own() -> None:
 def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path: Path) -> None:
     curves, names = {}, {}
     for name in ("bf16", "fp8"):
-        spec = make(
-            tmp_path, name=name, task="tests.unit.test_torchao:Wide", precision=name, compile="default", device="cpu"
-        )
+        spec = make(tmp_path, name=name, task="tests.unit.test_torchao:Wide", precision=name, compile="default")
         result = run_local(spec)
         assert result.status == "done"
         curves[name] = losses(spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import ray
@@ -13,10 +13,9 @@ import ray.train
 
 from tests.specs import BASE
 from tests.unit.report_records import config
-from trainers.errors import ConfigError
 from trainers.storage import Storage
 from tune.lanes.messages import Assignment, Event
-from tune.lanes.worker import LaneContext
+from tune.lanes.worker import Asked
 from tune.objective import Target
 from tune.sweeps.trial import LaneTrial
 
@@ -50,51 +49,30 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainers.on_ray.context.own_gpu", lambda: 0)
 
 
-def lane(box: Box, target: Target | None) -> LaneContext:
+def asked(box: Box, target: Target | None, watches: tuple[str, ...]) -> Asked:
     gauges: Any = SimpleNamespace(set=lambda figures: None)
-    return LaneContext(box, 3, Assignment("t/1", "t", {}, target=target, watches=("val_accuracy",)), gauges)
+    return Asked(box, 3, Assignment("t/1", "t", {}, target=target, watches=watches), gauges, may_drain=False)
 
 
-@pytest.mark.parametrize(("target", "stops"), [(TARGET, True), (None, False)])
-def test_a_lane_ends_its_trial_at_the_target(target: Target | None, stops: bool) -> None:
-    context = lane(Box(), target)
-    assert context.watches == ("val_accuracy",)
-    context.report(ROW, None, 1.0)
-    assert not context.should_stop(1.0)
-    context.report(ROW | {"val_accuracy": 0.98}, None, 2.0)
-    assert context.should_stop(2.0) is stops
-
-
-def test_a_lane_says_what_its_trial_has_used_so_far_where_the_objective_asks(tmp_path: Path) -> None:
-    box, gauges = Box(), cast(Any, SimpleNamespace(set=lambda figures: None))
-    watches = ("peak_memory_bytes",)
-    context = LaneContext(box, 3, Assignment("t/1", "t", {}, watches=watches), gauges)
-    context.observe({"peak_bytes": 5.0, "energy_j": 7.0, "disturbed_s": 3.0})
-    context.report(ROW, None, 1.0)
-    lane(box, None).report(ROW, None, 1.0)
-    (_, (_, asked)), (_, (_, plain)) = box.told
-    assert asked == ROW | {"peak_memory_bytes": 5.0, "disturbed_s": 3.0}
-    assert plain == ROW
+@pytest.mark.parametrize(("target", "goes_on"), [(TARGET, False), (None, True)])
+def test_a_lane_ends_its_trial_at_the_target(target: Target | None, goes_on: bool) -> None:
+    lane = asked(Box(), target, ())
+    assert lane.report(ROW)
+    assert lane.report(ROW | {"val_accuracy": 0.98}) is goes_on
 
 
 @pytest.mark.parametrize(
-    ("watches", "field"),
-    [
-        (("val_acuracy",), "objective.metric"),
-        (("time_to_target", "accuracy"), "objective.target"),
-        (("usd_to_target", "val_accuracy"), None),
-        (("noise_scale",), None),
-    ],
+    ("watches", "said"), [(("peak_memory_bytes",), {"peak_memory_bytes": 5.0}), (("val_accuracy",), {})]
 )
-def test_an_evaluation_without_the_objectives_metric_is_refused(watches: tuple[str, ...], field: str | None) -> None:
-    box, gauges = Box(), cast(Any, SimpleNamespace(set=lambda figures: None))
-    context = LaneContext(box, 3, Assignment("t/1", "t", {}, watches=watches), gauges)
-    if field is None:
-        context.report(ROW, None, 1.0)
-        return
-    with pytest.raises(ConfigError) as raised:
-        context.report(ROW, None, 1.0)
-    assert (raised.value.field, box.told) == (field, [])
+def test_a_lane_says_what_its_trial_has_used_where_the_objective_asks(
+    watches: tuple[str, ...], said: dict[str, float]
+) -> None:
+    box = Box()
+    lane = asked(box, None, watches)
+    lane.observe({"peak_bytes": 5.0, "energy_j": 7.0, "disturbed_s": 3.0})
+    lane.report(ROW)
+    [(_, (_, row))] = box.told
+    assert row == ROW | said | {"disturbed_s": 3.0}
 
 
 @pytest.mark.parametrize(

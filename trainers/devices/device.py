@@ -46,6 +46,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def with_gpu_memory(figures: dict[str, float]) -> dict[str, float]:
+    """Return a worker's figures and, on a GPU, what its tensors take of it."""
+    return {**figures, "gpu_memory_bytes": torch.cuda.memory_allocated()} if torch.cuda.is_available() else figures
+
+
 def set_flags(device: torch.device, threads: int, deterministic: bool) -> None:
     """Process-wide settings that a run depends on, each set whatever it was before."""
     torch.set_num_threads(threads)

@@ -292,15 +292,17 @@ def keep_on_this_machine() -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")
 
 
-def join_group(backend: str, place: Any, rank: int, world_size: int, device_index: int) -> None:
+def join_group(
+    backend: str, place: Any, rank: int, world_size: int, device_index: int, timeout: timedelta = TIMEOUT
+) -> None:
     """Make this process a member of the run's process group; `device_index` is its GPU under nccl.
 
     `place` is where the ranks meet: a URL, or a torch.distributed.Store.
     """
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(device_index)
     met: dict[str, Any] = {"init_method": place} if isinstance(place, str) else {"store": place}
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=TIMEOUT, **met)
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **met)
 
 
 def _run_in_group(job: Job[R], context: LocalContext, init_method: str) -> R:

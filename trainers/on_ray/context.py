@@ -5,13 +5,12 @@ from typing import Any
 
 import ray
 import ray.train
-import ray.train.torch
-import torch
 from ray.experimental import internal_kv
 from ray.train import Checkpoint, CheckpointUploadMode
 from ray.util.metrics import Gauge
 
 from trainers.context import RunContext
+from trainers.on_ray.gpus import own_gpu
 from trainers.storage import Storage
 
 PREEMPTION_POLL_S = 2.0
@@ -81,7 +80,9 @@ class RayContext(WorkerContext):
     def observe(self, figures: dict[str, float]) -> None:
         """To Ray's metrics, which Prometheus reads."""
         if self._gauges is not None:
-            self._gauges.set(figures)
+            from trainers.devices.device import with_gpu_memory  # the workers of lanes do without torch
+
+            self._gauges.set(with_gpu_memory(figures))
 
     def should_stop(self, elapsed_s: float) -> bool:
         """Whether the driver was asked to stop (Ctrl-C, `ray job stop`); rank 0 looks for all."""
@@ -100,8 +101,6 @@ class Gauges:
 
     def set(self, figures: dict[str, float]) -> None:
         """Set those of the figures that Prometheus gets."""
-        if torch.cuda.is_available():
-            figures = {**figures, "gpu_memory_bytes": torch.cuda.memory_allocated()}
         for name in figures.keys() & self._names.keys():
             keys = self._names[name]
             if name not in self._known:
@@ -120,10 +119,3 @@ def request_stop(storage: Storage, wanted: bool) -> None:
         internal_kv._internal_kv_put(_stop_key(storage), b"1", overwrite=True)
     else:
         internal_kv._internal_kv_del(_stop_key(storage))
-
-
-def own_gpu() -> int:
-    """Return the index of this worker's GPU among those it sees; 0 without any."""
-    if not torch.cuda.is_available():
-        return 0
-    return int(ray.train.torch.get_device().index or 0)

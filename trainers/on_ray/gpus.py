@@ -11,3 +11,10 @@ def hide_unassigned_gpus() -> None:
     """
     if not ray.get_runtime_context().get_accelerator_ids()["GPU"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def own_gpu() -> int:
+    """Return the index of this worker's GPU among those it sees; 0 without any."""
+    given = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return visible.index(given[0]) if given and given[0] in visible else 0

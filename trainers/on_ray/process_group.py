@@ -19,7 +19,7 @@ import ray.util
 from ray.train.backend import Backend, BackendConfig
 
 from trainers.launch.imports import without_collection
-from trainers.on_ray.gpus import hide_unassigned_gpus
+from trainers.on_ray.gpus import hide_unassigned_gpus, own_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -69,18 +69,24 @@ def _is_alone() -> bool:
     return bool(context.get_local_world_size() == context.get_world_size())
 
 
-def _listen() -> tuple[str, int]:
-    """On rank 0: where the others find the store. It listens on the loopback where all of them are on this node, else
-    on the node's address in the cluster: whoever connects may read and write all of it.
+def listen() -> tuple[socket.socket, str, int]:
+    """Return, on rank 0, the socket of the ranks' store, its address and its port. It listens on the loopback where all
+    ranks are on this node, else on the node's address in the cluster: whoever connects may read and write all of it.
     """
     address = "127.0.0.1" if _is_alone() else ray.util.get_node_ip_address()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        _listening[:] = [socket.create_server((address, 0), family=family)]
+        server = socket.create_server((address, 0), family=family)
     except OSError:
         logger.warning("%s is no address of this machine: the ranks' store listens on all that it has", address)
-        _listening[:] = [socket.create_server(("", 0), family=family)]
-    return address, int(_listening[0].getsockname()[1])
+        server = socket.create_server(("", 0), family=family)
+    return server, address, int(server.getsockname()[1])
+
+
+def _listen() -> tuple[str, int]:
+    server, address, port = listen()
+    _listening[:] = [server]
+    return address, port
 
 
 def _join(address: str, port: int, backend: str) -> None:
@@ -90,7 +96,6 @@ def _join(address: str, port: int, backend: str) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
 
         from trainers.launch.local import TIMEOUT, join_group, keep_on_this_machine
-        from trainers.on_ray.context import own_gpu
 
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
@@ -112,8 +117,6 @@ def _join(address: str, port: int, backend: str) -> None:
 def _on_own_gpu() -> Iterator[None]:
     """The current CUDA device is each thread's own, and Ray trains in another thread than the one that has joined."""
     import torch
-
-    from trainers.on_ray.context import own_gpu
 
     torch.cuda.set_device(own_gpu())
     yield

@@ -4,17 +4,27 @@ Ray imports this file in the controller, so it must not import torch: two second
 """
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.train
 from ray import cloudpickle
+from ray.train.backend import BackendConfig
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 from trainers.errors import RunFailedError
 from trainers.on_ray.failures import as_failure
 from trainers.on_ray.vital_signs import show_life
+
+
+@dataclass
+class NoGroup(BackendConfig):
+    """Takes the place of Ray's TorchConfig: the processes of trials form groups of their own."""
+
+    backend: str = "none"
+    """Read by Ray's TorchTrainer."""
 
 
 class LaneCallback(ControllerCallback, WorkerGroupCallback):

@@ -1,39 +1,30 @@
-"""A trial that runs the user's own training function, in a worker of a lane (Ray).
+"""A trial that runs the user's own training function: what its process asks of the worker of a lane (Ray).
 
-The function finds Ray Train's own context of the worker, but for what belongs to one trial: reports go to the mailbox,
-where Ray has a controller, and checkpoints into a directory of the trial's own.
+It gets Ray Train's own answers of the worker, but for what belongs to one trial: reports go to the mailbox, where Ray
+has a controller, and checkpoints into a directory of the trial's own.
 """
 
 import copy
 import logging
-import random
 import time
-import traceback
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import ray
-import ray.train.collective
-import ray.train.torch
-import torch
-import torch.distributed as dist
-import torch.distributed.nn.functional  # (before the baseline: functions import it)
 from ray._private.dict import flatten_dict
 from ray.train import Checkpoint, CheckpointUploadMode
-from ray.train._internal import session
 from ray.train.v2._internal.execution import context as ray_context
 from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
 from ray.train.v2._internal.execution.storage import get_fs_and_path
+from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
 
-from trainers.causes import failure_of
-from trainers.devices.device import peak_memory_bytes, reset_peak_memory
-from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.launch.spec import FunctionSpec
+from tune.forks.child import TrialStopped
+from tune.forks.client import Zygote
+from tune.forks.place import Place
 from tune.lanes.messages import Assignment
-from tune.lanes.process_state import Baseline
-from tune.lanes.stopped import TrialStopped
 from tune.trials.microbatch_bounds import fixed_size
 from tune.trials.record import placed
 
@@ -91,77 +82,64 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float | np.integer | np.floating)
 
 
-class _TuneSession:
-    """What `ray.tune.report` and `ray.tune.get_checkpoint` of a function reach."""
-
-    world_rank = 0  # a number: Ray Train's own functions may be called
-
-    def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
-        get_train_context().report(metrics, checkpoint, None, CheckpointUploadMode.SYNC)
-
-    @property
-    def loaded_checkpoint(self) -> Any:
-        return get_train_context().get_checkpoint()
-
-
-def make_baseline(device: torch.device) -> Baseline:
-    """Take the state of this process, before it runs the first function."""
-    logging.getLogger(str(ray_context.__file__)).setLevel(logging.WARNING)  # a line for each report, from each rank
-    return Baseline(device, None)
-
-
 def run_function(
-    assignment: Assignment, path: tuple[str, ...], mailbox: Any, lane: int, group: Group
-) -> dict[str, Any]:
-    """Run a trial; returns its outcome as plain data, with `raised` when this process must not be used again.
+    zygote: Zygote, assignment: Assignment, mailbox: Any, lane: int, place: Place, files: list[int]
+) -> Any:
+    """Run a trial; returns this rank's outcome as plain data.
 
-    Raises RunFailedError where the cause is another rank's to tell.
+    Raises InterruptedError where another rank has ended the trial, NoOutcomeError where its process has died.
     """
-    taken, clock = time.time(), time.perf_counter()
-    spec = FunctionSpec(assignment.tree, path, f"trial {assignment.trial}", "")
+    logging.getLogger(str(ray_context.__file__)).setLevel(logging.WARNING)  # a line for each report, from each rank
+    clock = time.perf_counter()
+    spec = FunctionSpec(assignment.tree, assignment.path, f"trial {assignment.trial}", "")
     own = get_train_context()
     context = _context(own, mailbox, assignment)
-    size, status = fixed_size(assignment.tree), "done"
-    reset_peak_memory(group.device)
-    random.seed()  # as in a new process
-    np.random.seed()
     set_train_context(context)
-    of_tune: Any = session
-    of_tune._session = _TuneSession()
+    asked = _Asked(context, assignment.begun.train_time_s if assignment.begun else 0.0)
+
+    def is_wanted() -> bool:
+        return place.world_size == 1 or bool(ray.get(mailbox.runs.remote(lane, assignment.ticket)))
+
+    size = fixed_size(assignment.tree)
+    began = time.time()
     try:
-        function = spec.load()
-        called = time.perf_counter()
-        context.began = called - (assignment.begun.train_time_s if assignment.begun else 0.0)
-        try:
-            function()
-        except TrialStopped:
-            status = "stopped"
-        ended = time.perf_counter()
-        times = {"starting_s": called - clock, "training_s": ended - called, "total_s": ended - clock}
-        peak = peak_memory_bytes(group.device)
-        if dist.is_initialized():
-            peak = max(group.gather(peak))
-        else:  # the function has destroyed the group, on all ranks
-            ray.train.collective.barrier()
-        if group.rank == 0 and size is not None:
-            ray.get(mailbox.observe.remote(lane, assignment.ticket, size, True))
-        return {"status": status, "result": {"peak_memory_bytes": peak}, "spent": {"began": taken, **times}}
-    except (Exception, SystemExit) as error:
-        failure = failure_of(error, group.rank)
-        if failure.follows:
-            raise failure from None
-        outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}
-        if failure.status == "error":
-            outcome["traceback"] = traceback.format_exc(limit=-20)
-        if failure.status == "out_of_memory" and size is not None:
-            ray.get(mailbox.observe.remote(lane, assignment.ticket, size, False))
-        if "CUDA error" in str(error) or group.world_size > 1:  # others may wait for this rank
-            outcome["raised"] = failure
-        return outcome
+        of_ray = [str(gpu) for gpu in ray.get_gpu_ids()], assignment.trial, context.storage_context
+        fork = zygote.fork("tune.forks.function:run_function", spec, place, *of_ray, files=files)
+        outcome = fork.serve(asked, is_wanted)
+    except TrialStopped:
+        outcome = {"status": "stopped"}
     finally:
         own.collective_seq = context.collective_seq
-        of_tune._session = None
         set_train_context(own)
+    if outcome["status"] in ("done", "stopped"):
+        ended = time.perf_counter()
+        called = asked.called or ended
+        times = {"starting_s": called - clock, "training_s": ended - called, "total_s": ended - clock}
+        peak = outcome.pop("peak_memory_bytes", None)
+        outcome |= {"result": {"peak_memory_bytes": peak}, "spent": {"began": began, **times}}
+    fits = {"done": True, "stopped": True, "out_of_memory": False}.get(outcome["status"])
+    if size is not None and fits is not None and (place.rank == 0 or not fits):
+        ray.get(mailbox.observe.remote(lane, assignment.ticket, size, fits))
+    for key in ("returned", "raised"):
+        outcome.pop(key, None)
+    return outcome
+
+
+class _Asked:
+    """What a training function asks: Ray's own implementation answers, in the worker, with the trial's context."""
+
+    def __init__(self, context: FunctionContext, earlier_s: float) -> None:
+        self._utils, self._context, self._earlier_s = get_train_fn_utils(), context, earlier_s
+        self.called: float | None = None
+        """When the function began, by this process's clock."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._utils, name)
+
+    def begins(self) -> None:
+        """Its function is about to be called."""
+        self.called = time.perf_counter()
+        self._context.began = self.called - self._earlier_s
 
 
 def _context(own: TrainContext, mailbox: Any, assignment: Assignment) -> FunctionContext:

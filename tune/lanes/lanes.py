@@ -1,8 +1,7 @@
 """Lanes: long-lived TorchTrainers whose workers run trial after trial from the mailbox (Ray).
 
 A lane is a thread of the driver that keeps one TorchTrainer alive. Its worker group serves trials until the mailbox
-closes; after a crash Ray starts the group again and the trial that was lost is queued again. With `isolation: fresh`
-a group serves one trial and ends, and the thread starts the next.
+closes; after a crash Ray starts the group again and the trial that was lost is queued again.
 
 Ray imports this file in the controller of each lane, which does not need torch: importing it costs two seconds of
 processor time at every start. So torch, and whatever imports it, is imported in the functions that run elsewhere.
@@ -13,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -28,10 +27,10 @@ from trainers.errors import last_line
 from trainers.launch.imports import without_collection
 from trainers.on_ray.connect import ray_scaling
 from trainers.on_ray.environment import embedded
-from trainers.on_ray.process_group import GroupConfig
 from trainers.on_ray.vital_signs import end_actors
 from trainers.storage import Storage
-from tune.lanes.controller import LaneCallback
+from tune.forks.zygote import Preload
+from tune.lanes.controller import LaneCallback, NoGroup
 from tune.lanes.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -44,9 +43,9 @@ _SAY_AFTER_S = 2.0
 _IN_THE_MAKING = ("PENDING", "PREPARED")
 
 
-def start_mailbox(sweep: Storage, path: tuple[str, ...] = (), compares: bool = False) -> Any:
+def start_mailbox(sweep: Storage, path: tuple[str, ...] = ()) -> Any:
     """The mailbox of the sweep in a directory: an actor; the arguments are a Mailbox's."""
-    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path, compares)
+    return ray.remote(Mailbox).options(**beside_driver()).remote(sweep, path)
 
 
 def beside_driver() -> dict[str, Any]:
@@ -66,8 +65,10 @@ class Lanes:
     scaling: ScalingConfig
     """The shape of the worker group."""
     use_gpu: bool
-    is_fresh: bool
-    """Whether each trial has a worker group of its own."""
+    zygote: str
+    """The name of the sweep's zygotes, one a node."""
+    preload: Preload
+    """What they import."""
     sweep: Storage
     """The sweep's directory; Ray keeps its own records of the lanes below it."""
     num_at_once: int
@@ -223,9 +224,7 @@ class Lanes:
         while not self._closing.is_set():
             try:
                 self._fit(lane)
-                failed = 0
-                if not self.is_fresh:
-                    return
+                return
             except Exception as error:
                 if self._closing.is_set():
                     return
@@ -261,11 +260,12 @@ class Lanes:
 
         # A training function asks by itself, and its ranks may have asked Ray unequally often.
         may_drain = not (embedded() or self.of_function)
-        of_sweep = {"fresh": self.is_fresh, "of_function": self.of_function, "may_drain": may_drain}
+        of_sweep = {"of_function": self.of_function, "may_drain": may_drain}
+        forks = {"zygote": self.zygote, "preload": asdict(self.preload)}
         LaneTrainer(
             serve,
-            train_loop_config={"lane": lane, "mailbox": self.mailbox, **of_sweep},
-            torch_config=GroupConfig("nccl" if self.use_gpu else "gloo"),  # type: ignore[arg-type]
+            train_loop_config={"lane": lane, "mailbox": self.mailbox, **of_sweep, **forks},
+            torch_config=NoGroup(),  # type: ignore[arg-type]
             scaling_config=ray_scaling(self.scaling, self.use_gpu),
             run_config=ray.train.RunConfig(
                 name=f"lane-{lane}",

@@ -17,7 +17,6 @@ from trainers.loop.watchdog import GRACE_S
 from trainers.on_ray.vital_signs import show_life
 from trainers.step.ceiling import next_smaller
 from trainers.storage import Storage
-from tune.lanes.comparison import Comparison
 from tune.lanes.messages import Assignment, Begun, Event, Report, Submission
 from tune.lanes.microbatches import Microbatches
 from tune.objective import check_reported
@@ -34,9 +33,9 @@ class Mailbox:
 
     hold_s = 60.0
 
-    def __init__(self, sweep: Storage | None = None, path: tuple[str, ...] = (), compares: bool = False) -> None:
+    def __init__(self, sweep: Storage | None = None, path: tuple[str, ...] = ()) -> None:
         """`sweep` is the directory that keeps the boundary; None: nothing is kept. `path`: the directories of the
-        task's module. `compares`: training functions are run once more on a warm lane, which must give the same.
+        task's module.
         """
         show_life()
         self._arrived = asyncio.Condition()
@@ -47,7 +46,6 @@ class Mailbox:
         self._trials: dict[str, Submission] = {}
         self._queue: deque[str] = deque()
         self._running: dict[int, str] = {}
-        self._comparison = Comparison(compares)
         self._expected = 0
         self._notes: list[str] = []
         self._broken: str | None = None
@@ -81,14 +79,17 @@ class Mailbox:
             self._queue.insert(0 if first else len(self._queue), ticket)
             self._arrived.notify_all()
 
-    async def hello(self, lane: int, device: str = "") -> None:
-        """Note that a lane's worker group has started on a model of device ("NVIDIA A10G, 22.5 GiB"); a trial that the
-        lane ran before was lost with the old group.
+    async def hello(self, lane: int, device: str = "", rank: int = 0, num_ranks: int = 1) -> None:
+        """Note that a worker of a lane has started on a model of device ("NVIDIA A10G, 22.5 GiB"), and once all of them
+        have, that the lane is up; a trial that it ran before was lost with the old group.
         """
-        self._lanes.up.pop(lane, None)
-        await self.lost(lane)
-        self._lanes.comes(lane, device)
-        self._comparison.used.discard(lane)
+        devices = self._lanes.coming[lane]
+        devices[rank] = device
+        if len(devices) == num_ranks:
+            del self._lanes.coming[lane]
+            self._lanes.up.pop(lane, None)
+            await self.lost(lane)
+            self._lanes.comes(lane, " and ".join(sorted(set(devices.values()))))
 
     async def lost(self, lane: int, cause: RunFailedError | None = None) -> None:
         """Note that a lane's worker group is gone, of what is known, and queue its trial again, before the others."""
@@ -96,21 +97,34 @@ class Mailbox:
         trial = self._trials.get(self._running.pop(lane, ""))
         if trial is None or trial.ended:
             return
-        if trial.is_comparison:
-            await self._drop(trial)
-            return
+        why = f": {cause.message}" if cause is not None else ""
+        status = "node_lost" if cause is None or cause.status == "error" else cause.status
+        await self._start_again(trial, lane, f"its worker group died{why}", status)
+
+    async def again(self, lane: int, ticket: str, why: str) -> None:
+        """Queue a trial again, before the others, whose process somebody has killed, or has run out of memory."""
+        trial = self._trials.get(ticket)
+        if trial is not None and self._running.get(lane) == ticket and not trial.ended:
+            del self._running[lane]
+            await self._start_again(trial, lane, why, "error")
+
+    async def _start_again(self, trial: Submission, lane: int, why: str, status: str) -> None:
+        """Queue a trial again, unless it was lost too often: then it ends with a status."""
         if not trial.restarting:
             trial.losses += 1
-            why = f": {cause.message}" if cause is not None else ""
-            status = "node_lost" if cause is None or cause.status == "error" else cause.status
             if trial.losses >= MAX_LOSSES or status == "hung":
-                message = f"its worker group died {trial.losses} time{'s' * (trial.losses > 1)} under it{why}"
-                trial.tell(Event(outcome={"status": status, "message": message, "lane": lane}))
+                times = f", {trial.losses} times" if trial.losses > 1 else ""
+                trial.tell(Event(outcome={"status": status, "message": f"{why}{times}", "lane": lane}))
                 await self._drop_checkpoints(trial)
                 return
-            self.say(f"lane {lane} died under trial {trial.assignment.trial}, which starts again{why}")
+            self.say(f"lane {lane}, trial {trial.assignment.trial}: {why}, and it starts again")
         trial.restarting = False
         await self._enqueue(trial.assignment.ticket, first=True)
+
+    async def runs(self, lane: int, ticket: str) -> bool:
+        """Whether a lane still is to run a trial; not where it has ended on another of its ranks."""
+        trial = self._trials.get(ticket)
+        return trial is not None and self._running.get(lane) == ticket and not (trial.ended or trial.restarting)
 
     async def hand_back(self, lane: int, ticket: str, why: str) -> None:
         """Queue a trial again, before the others, which has kept its state because its lane's node is taken away."""
@@ -139,10 +153,8 @@ class Mailbox:
                 await asyncio.wait_for(self._arrived.wait_for(lambda: self._closed), wait_s)
         return self._closed
 
-    async def take(self, lane: int, wait_s: float) -> Assignment | Literal["close", "anew"] | None:
-        """The next trial for a lane; "close" when there will be none, "anew" where its process is to start again first;
-        None when `wait_s` passed without one.
-        """
+    async def take(self, lane: int, wait_s: float) -> Assignment | Literal["close"] | None:
+        """The next trial for a lane; "close" when there will be none; None when `wait_s` passed without one."""
         deadline = time.monotonic() + wait_s
         async with self._arrived:
             while True:
@@ -150,14 +162,9 @@ class Mailbox:
                     self._lanes.ends(lane)
                     return "close"
                 trial = self._next(lane)
-                if isinstance(trial, str):
-                    await self.starts_again(lane, trial)
-                    return "anew"
                 if trial is not None:
                     ticket = trial.assignment.ticket
                     self._trials[ticket], self._running[lane], trial.started = trial, ticket, time.time()
-                    trial.is_fresh = lane not in self._comparison.used
-                    self._comparison.used.add(lane)
                     attempt, name = trial.losses + trial.failures, "" if self._sweep is None else self._sweep.name
                     trial.assignment = replace(trial.assignment, attempt=attempt, sweep=name, path=self._path)
                     if trial.function is not None and self._sweep is not None:
@@ -174,28 +181,23 @@ class Mailbox:
                 except TimeoutError:
                     return None
 
-    def _next(self, lane: int) -> Submission | str | None:
-        """The first trial in the queue that may run and fit on a lane, with what is known of its microbatches; one for
-        comparison; or why the lane has to start again first.
-        """
+    def _next(self, lane: int) -> Submission | None:
+        """The first trial in the queue that may run and fit on a lane, with what is known of its microbatches."""
         device = self._lanes.up.get(lane, "")
         queued = [self._trials[ticket] for ticket in self._queue]
         # Since they came, lanes may have come back with another device.
         live = [one.assignment.ticket for one in queued if not (one.cancelled or one.ended or self._refused(one))]
         self._queue = deque(live)
         # A lane on another device may still run those that do not fit on this one.
-        waiting = [self._trials[one] for one in live if self._microbatches.why_not(self._trials[one], device) is None]
-        instead = self._comparison.instead(waiting, lane)
-        if isinstance(instead, Submission):
-            return instead
-        for trial in waiting:
-            if self._comparison.may_take(trial, lane):
-                self._queue.remove(trial.assignment.ticket)
+        for ticket in live:
+            trial = self._trials[ticket]
+            if self._microbatches.why_not(trial, device) is None:
+                self._queue.remove(ticket)
                 if device:
                     bounds = self._microbatches.bounds(trial, device)
                     trial.assignment = replace(trial.assignment, microbatch_bounds=bounds)
                 return trial
-        return instead
+        return None
 
     def _refused(self, trial: Submission) -> bool:
         """End a trial that is known to fit on none of the lanes' devices; returns whether it is one."""
@@ -207,8 +209,8 @@ class Mailbox:
 
     async def observe(self, lane: int, ticket: str, size: int, fits: bool) -> None:
         """Keep whether a microbatch fits, as a running trial has found out; returns when that is durable."""
-        device, trial = self._lanes.device(lane), self._trials[ticket]
-        if not device:
+        device, trial = self._lanes.device(lane), self._trials.get(ticket)
+        if not device or trial is None:
             return
         is_news, contradiction = self._microbatches.observe(trial, device, size, fits)
         if contradiction is not None:
@@ -248,15 +250,14 @@ class Mailbox:
                 begun = Begun(number, report.checkpoint, report.row["train_time_s"])
                 trial.assignment = replace(trial.assignment, begun=begun)
             del trial.reports[attempt, number]
-            is_over = self._comparison.is_over(trial, time.time() - trial.started)
             target = trial.assignment.target
             is_met = target is not None and target.is_met(report.row)
-            ends = trial.cancelled or self._closed or is_over or is_met
+            ends = trial.cancelled or self._closed or is_met
             report.goes_on.set_result(not ends)
         return await report.goes_on
 
     async def too_large(self, ticket: str, microbatch_size: int) -> None:
-        """Start a trial of which a rank ran out of memory again, with a smaller microbatch, once its lane is back.
+        """Have a trial of which a rank ran out of memory start again with a smaller microbatch, by `again`.
 
         Until then the other ranks' errors about broken collectives do not end the trial.
         """
@@ -279,9 +280,9 @@ class Mailbox:
             await self.end(lane, ticket, {"status": "hung", "message": cause.message, "traceback": stacks})
 
     async def end(self, lane: int, ticket: str, outcome: dict[str, Any]) -> None:
-        """Note that a trial has ended on its lane."""
-        trial = self._trials[ticket]
-        if trial.restarting:
+        """Note that a trial has ended on its lane; another of its ranks may have said so, and its end be recorded."""
+        trial = self._trials.get(ticket)
+        if trial is None or trial.restarting:
             return
         misnamed = outcome.pop("misnamed", None)
         if trial.function is not None and outcome["status"] == "done":
@@ -298,27 +299,14 @@ class Mailbox:
         elif trial.function is not None:
             return  # another rank has said it before, or the lane was lost: the trial may be about to start again
         allowed = trial.assignment.tree.get("failure", {}).get("max_failures", 0)  # of a training function
-        may_fail = not trial.is_comparison and (allowed == -1 or trial.failures < allowed)
+        may_fail = allowed == -1 or trial.failures < allowed
         if runs and outcome["status"] == "error" and may_fail:
             trial.failures += 1
             self.say(f"trial {trial.assignment.trial} has failed, and starts again: {outcome['message']}")
             await self._enqueue(ticket, first=True)
             return
         trial.tell(Event(outcome={"lane": lane, **outcome}))
-        if (words := self._comparison.ended(trial)) is not None:
-            self.say(words)
-        if trial.is_comparison:
-            await self._drop(trial)
-        else:
-            await self._drop_checkpoints(trial)
-
-    async def _drop(self, trial: Submission) -> None:
-        """Forget a trial that ran for comparison, and let those go on that waited for it."""
-        self._comparison.drop(trial)
-        del self._trials[trial.assignment.ticket]
         await self._drop_checkpoints(trial)
-        async with self._arrived:
-            self._arrived.notify_all()
 
     async def _drop_checkpoints(self, trial: Submission) -> None:
         """Delete what the training function of a trial has reported, or what a task's has kept in its refuge."""
@@ -362,12 +350,6 @@ class Mailbox:
             self._trials[ticket].cancelled = True
             if self._trials[ticket].is_kept and ticket not in self._running.values():
                 await self._drop_checkpoints(self._trials[ticket])
-
-    async def starts_again(self, lane: int, why: str, trial: str = "") -> None:
-        """Note that a lane starts again; `trial` is named for what it has left behind. Each reason is said once."""
-        if self._lanes.starts_again(lane, why):
-            words = f"trial {trial} has left behind: {why}" if trial else why
-            self.say(f"lane {lane} starts again: {words} (from now on only counted)")
 
     async def restarts(self) -> list[tuple[float, str]]:
         """How long lanes that started again took no trials, s, and why they had to."""
@@ -432,6 +414,8 @@ class Roll:
     """The lanes: which are up on which device, and which are down and why."""
 
     def __init__(self) -> None:
+        self.coming: dict[int, dict[int, str]] = defaultdict(dict)
+        """The models of device of the workers that have started, by rank, of lanes that are not up yet."""
         self.starts: dict[str, dict[int, Any]] = defaultdict(dict)
         """Facts of the lanes' starts, each by lane."""
         self.up: dict[int, str] = {}
@@ -462,12 +446,6 @@ class Roll:
         """Note that a lane is up no more, if it was; where it is down for another reason already, that one stays."""
         if self.up.pop(lane, None) is not None:
             self._down.setdefault(lane, (time.monotonic(), why))
-
-    def starts_again(self, lane: int, why: str) -> bool:
-        """Note why a lane starts again; returns whether that is a new reason."""
-        is_new = all(why != known for _, known in (*self.restarts, *self._down.values()))
-        self._down[lane] = time.monotonic(), why
-        return is_new
 
     def ends(self, lane: int) -> None:
         """Note that a lane does not come back."""

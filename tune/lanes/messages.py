@@ -97,10 +97,6 @@ class Submission:
     events: list[Event] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
-    is_comparison: bool = False
-    """Whether it runs to be compared with another; Tune knows nothing of it."""
-    is_fresh: bool = False
-    """Whether nothing else had run in its lane's process."""
     orphaned: bool = False
     """Whether its Tune actor has died."""
     told: bool = False

@@ -1,65 +1,59 @@
-"""A worker of a lane: trial after trial from the mailbox, in one process (Ray)."""
+"""A worker of a lane: takes trials from the mailbox, and has the node's zygote fork a process for each (Ray).
+
+It holds nothing of a trial, and does not import torch.
+"""
 
 import contextlib
 import logging
+import os
+import signal
 import time
-import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
-import torch
-import torch.distributed as dist
+from ray.train.collective import broadcast_from_rank_zero
 
-import trainers.loop.fit  # noqa: F401 (all that a run imports belongs to the baseline)
-from trainers.causes import failure_of
-from trainers.devices.device import device_name, grow_segments, total_memory_bytes
-from trainers.devices.group import Group
-from trainers.errors import ConfigError, DivergedError, PacelineError, PreemptedError, RunFailedError
-from trainers.launch.imports import without_collection
+from trainers.causes import death_of, forget_kernel_kills
+from trainers.config.sections import FailureConfig
+from trainers.errors import RunFailedError
 from trainers.launch.log import setup_logging
-from trainers.launch.spec import RunSpec
-from trainers.on_ray.context import Gauges, WorkerContext, own_gpu
-from trainers.storage import Storage
-from tune.lanes.leftovers import adopt_orphans
+from trainers.loop.watchdog import HUNG_EXIT_CODE
+from trainers.on_ray.context import Gauges, WorkerContext
+from trainers.on_ray.gpus import hide_unassigned_gpus, own_gpu
+from trainers.on_ray.process_group import listen
+from tune.forks.client import NoOutcomeError, Zygote
+from tune.forks.place import Given, Place
+from tune.forks.zygote import Preload
 from tune.lanes.messages import Assignment
-from tune.lanes.process_state import Baseline
-from tune.objective import check_reported
 
-_NAMES = ("objective.metric", "objective.target", "checkpoint.best", "early_stopping.metric", "schedule()")
-"""What names a metric: one that no trial reports ends the sweep."""
-_IDLE_S = 20.0  # an idle lane's ranks meet this often, well within the process group's timeout
+_IDLE_S = 20.0  # an idle lane's ranks meet this often
+_LOOK_S = 0.5
+_CAUSE_S = 10.0
+"""How long a rank whose collective failed waits for another to say why."""
+_RETRIED = {-signal.SIGKILL, -signal.SIGTERM}
+"""Signals that come from outside: the trial starts again."""
 
 
-class LaneContext(WorkerContext):
-    """RunContext of a trial in a lane: reports to the mailbox, and keeps nothing."""
+class Asked(WorkerContext):
+    """What the process of a trial asks: reports go to the mailbox."""
 
-    def __init__(
-        self, mailbox: Any, lane: int, assignment: Assignment, gauges: Gauges, may_drain: bool = False
-    ) -> None:
+    def __init__(self, mailbox: Any, lane: int, assignment: Assignment, gauges: Gauges, may_drain: bool) -> None:
         """`may_drain`: whether Ray may say that the lane's node will be taken away."""
         super().__init__(None, "lane")
         self._may_drain, self._asked_s = may_drain, 0.0  # the lane has asked before it took the trial
-        self.refuge = assignment.refuge
         self._mailbox, self._lane, self._gauges = mailbox, lane, gauges
-        self._ticket, self._stop, self._target = assignment.ticket, False, assignment.target
-        self.microbatch_ceiling, self.microbatch_bounds = assignment.microbatch_ceiling, assignment.microbatch_bounds
-        self.source = None if assignment.source is None else Storage(assignment.source)
+        self._ticket, self._target = assignment.ticket, assignment.target
         self.watches = assignment.watches
         self._used: dict[str, float] = {}
         """What this rank has used so far: the least that all ranks will have."""
 
-    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
-        """Rank 0 tells the mailbox of an evaluation, and hears whether the trial should go on."""
-        if checkpoint is None:
-            check_reported(self.watches, metrics)
-        if self.rank == 0 and checkpoint is None:
-            goes_on = ray.get(self._mailbox.report.remote(self._ticket, metrics | self._used))
-            is_met = self._target is not None and self._target.is_met(metrics)
-            self._stop = self._stop or not goes_on or is_met
+    def report(self, metrics: dict[str, Any]) -> bool:  # type: ignore[override] # the process has decided who tells
+        """Rank 0 tells the mailbox of an evaluation; returns whether the trial should go on."""
+        goes_on: bool = ray.get(self._mailbox.report.remote(self._ticket, metrics | self._used))
+        return goes_on and not (self._target is not None and self._target.is_met(metrics))
 
     def observe(self, figures: dict[str, float]) -> None:
         """The figures of whatever trial the lane runs."""
@@ -69,19 +63,12 @@ class LaneContext(WorkerContext):
         if disturbed_s := figures.get("disturbed_s"):
             self._used["disturbed_s"] = disturbed_s
 
-    def should_stop(self, elapsed_s: float) -> bool:
-        """Whether the search has stopped the trial."""
-        return self._stop
-
     def preempted(self, elapsed_s: float) -> bool:
         """Whether the lane's node will be taken away: the trial keeps its state, and goes on in another lane."""
         return self._may_drain and super().preempted(elapsed_s)
 
     def fits(self, microbatch_size: int, fits: bool) -> None:
         """All other trials shall know it: rank 0 says what was agreed, any rank what did not fit."""
-        low, high = self.microbatch_bounds
-        if not fits:
-            self.microbatch_bounds = (low, min(microbatch_size, high or microbatch_size))
         if self.rank == 0 or not fits:
             ray.get(self._mailbox.observe.remote(self._lane, self._ticket, microbatch_size, fits))
 
@@ -91,127 +78,149 @@ class LaneContext(WorkerContext):
             ray.get(self._mailbox.too_large.remote(self._ticket, microbatch_size))
 
     def hung(self, failure: RunFailedError, stack: str) -> None:
-        """The trial ends here; the lane starts again."""
+        """The trial ends here."""
         ray.get(self._mailbox.hung.remote(self._lane, self._ticket, failure, stack, self.world_size))
 
 
 def serve_trials(loop_config: Mapping[str, Any]) -> None:
     """Run trials as a worker of a lane, until the mailbox closes, or is gone: the driver ends the sweep then."""
     with contextlib.suppress(ray.exceptions.ActorDiedError):
-        _serve(loop_config)
+        _Lane(loop_config).serve()
 
 
-def _serve(loop_config: Mapping[str, Any]) -> None:
-    mailbox, lane = loop_config["mailbox"], loop_config["lane"]
-    context = ray.train.get_context()
-    setup_logging(1)  # trials of many lanes would talk at once: warnings only
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
-    gauges = Gauges("", context.get_world_rank())
-    grow_segments()
-    device = torch.device("cuda", own_gpu()) if torch.cuda.is_available() else torch.device("cpu")
-    group = Group(context.get_world_rank(), context.get_world_size(), device)
-    adopt_orphans()
-    baseline = _function().make_baseline(device) if loop_config["of_function"] else Baseline(device, ())
-    # What decides how much fits: the GPU's model and memory.
-    label = f"{device_name(group.device)}, {total_memory_bytes(group.device) / 2**30:.1f} GiB"
-    devices = sorted(set(group.gather(label)))
-    if group.rank == 0:
-        ray.get(mailbox.hello.remote(lane, " and ".join(devices)))
-    while True:
-        if loop_config["may_drain"] and ray.train.get_preemption_info() is not None:
-            _leave(mailbox, lane)
-            return
-        assignment = group.first(ray.get(mailbox.take.remote(lane, _IDLE_S)) if group.rank == 0 else None)
-        if assignment == "close":
-            return
-        if assignment == "anew":
-            raise RunFailedError("error", "the lane starts again")
-        if assignment is None:
-            continue
-        path, gauges.run = assignment.path, f"{assignment.sweep}/lane-{lane}"
-        if loop_config["of_function"]:
-            pressure = Pressure()
-            outcome = _function().run_function(assignment, path, mailbox, lane, group)
-            outcome |= {"cpu_pressure": pressure.share()}
-        else:
-            outcome = _run(assignment, mailbox, lane, gauges, loop_config["may_drain"])
-            if outcome["status"] == "preempted":
-                if group.rank == 0:
-                    ray.get(mailbox.hand_back.remote(lane, assignment.ticket, outcome["message"]))
-                _leave(mailbox, lane)
+class _Lane:
+    """One worker of it."""
+
+    def __init__(self, loop_config: Mapping[str, Any]) -> None:
+        self._mailbox, self._number = loop_config["mailbox"], loop_config["lane"]
+        self._of_function, self._may_drain = loop_config["of_function"], loop_config["may_drain"]
+        context = ray.train.get_context()
+        self._rank, self._world_size = context.get_world_rank(), context.get_world_size()
+        hide_unassigned_gpus()
+        self._place = Place(
+            self._rank,
+            self._world_size,
+            context.get_local_rank(),
+            context.get_local_world_size(),
+            context.get_node_rank(),
+            own_gpu(),
+        )
+        setup_logging(1)
+        logging.getLogger("ray.train").setLevel(logging.WARNING)
+        self._gauges = Gauges("", self._rank)
+        # Where a function calls Ray, its process joins this cluster.
+        os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        self._zygote = Zygote(loop_config["zygote"], Preload(**loop_config["preload"]))
+
+    def serve(self) -> None:
+        """Take trials until there will be none."""
+        label = self._zygote.fork("tune.forks.task:device_label", self._place.device_index).serve(None)
+        ray.get(self._mailbox.hello.remote(self._number, label, self._rank, self._world_size))
+        while True:
+            if self._may_drain and ray.train.get_preemption_info() is not None:
+                self._leave_node()
                 return
-        if group.rank == 0 or "raised" in outcome:
-            raised = outcome.pop("raised", None)
-            ray.get(mailbox.end.remote(lane, assignment.ticket, outcome))
-            if raised is not None:
-                raise raised
-        if loop_config["fresh"]:
-            return
-        if not loop_config["of_function"]:
-            baseline.follow(path)
-        own = baseline.restore()
-        is_whole = group.world_size == 1 or dist.is_initialized()  # a function may have destroyed it, on all ranks
-        left = [words for rank in (group.gather(own) if is_whole else [own]) for words in rank]
-        if left:
-            words = "; ".join(left)
-            if group.rank == 0:
-                ray.get(mailbox.starts_again.remote(lane, words, assignment.trial))
-            raise RunFailedError("error", f"trial {assignment.trial} has left behind: {words}")
+            assignment, place, files = self._take()
+            if assignment == "close":
+                return
+            if assignment is None:
+                continue
+            with contextlib.ExitStack() as stack:
+                for file in files:
+                    stack.enter_context(file)
+                if self._run(assignment, place, [file.fileno() for file in files]):
+                    self._leave_node()
+                    return
+
+    def _take(self) -> tuple[Any, Place, list[Any]]:
+        """The next trial, where its ranks meet, and on rank 0 the socket that they meet at."""
+        files: list[Any] = []
+        taken: Any = None
+        if self._rank == 0:
+            assignment = ray.get(self._mailbox.take.remote(self._number, _IDLE_S))
+            address = ("", 0)
+            if isinstance(assignment, Assignment) and (self._world_size > 1 or self._of_function):
+                server, host, port = listen()
+                files.append(server)
+                address = host, port
+            taken = assignment, address
+        if self._world_size > 1:
+            taken = broadcast_from_rank_zero(taken)
+        assignment, (host, port) = taken
+        return assignment, self._place.meeting_at(host, port), files
+
+    def _run(self, assignment: Assignment, place: Place, files: list[int]) -> bool:
+        """Run one trial; returns whether the node is about to be taken away."""
+        self._gauges.run = f"{assignment.sweep}/lane-{self._number}"
+        pressure = Pressure()
+        forget_kernel_kills()
+        try:
+            outcome = self._fork(assignment, place, files)
+        except InterruptedError:  # another rank has ended it
+            return False
+        except NoOutcomeError as death:
+            outcome = _death(death, self._rank)
+        self._zygote.learn(outcome.pop("imported", ()))
+        return self._tell(assignment, outcome | {"cpu_pressure": pressure.share()})
+
+    def _fork(self, assignment: Assignment, place: Place, files: list[int]) -> dict[str, Any]:
+        """Run a trial in a process; returns its outcome."""
+        if self._of_function:
+            from tune.lanes.function import run_function
+
+            done: dict[str, Any] = run_function(self._zygote, assignment, self._mailbox, self._number, place, files)
+            return done
+        asked = Asked(self._mailbox, self._number, assignment, self._gauges, self._may_drain)
+        source = assignment.source
+        refuge = None if assignment.refuge is None else assignment.refuge.uri
+        given = Given(assignment.microbatch_ceiling, assignment.microbatch_bounds, source, refuge, assignment.watches)
+        arguments = (assignment.trial, assignment.tree, assignment.path, place, given)
+        fork = self._zygote.fork("tune.forks.task:run_trial", *arguments, files=files)
+        hang_timeout_s = assignment.tree.get("failure", {}).get("hang_timeout_s", FailureConfig().hang_timeout_s)
+        outcome: dict[str, Any] = fork.serve(asked, lambda: self._is_wanted(assignment), _LOOK_S, hang_timeout_s)
+        return outcome
+
+    def _tell(self, assignment: Assignment, outcome: dict[str, Any]) -> bool:
+        """Tell the mailbox how a trial has ended on this rank; returns whether the node is about to be taken away."""
+        ticket = assignment.ticket
+        if outcome["status"] == "preempted":
+            if self._rank == 0:
+                ray.get(self._mailbox.hand_back.remote(self._number, ticket, outcome["message"]))
+            return True
+        has_failed = "message" in outcome
+        if outcome.pop("follows", False):  # another rank knows why
+            deadline = time.monotonic() + _CAUSE_S
+            while self._is_wanted(assignment) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+        if outcome.pop("smaller", False) or outcome.pop("again", False):
+            ray.get(self._mailbox.again.remote(self._number, ticket, outcome.get("message", "")))
+        elif self._rank == 0 or has_failed:
+            ray.get(self._mailbox.end.remote(self._number, ticket, outcome))
+        return False
+
+    def _is_wanted(self, assignment: Assignment) -> bool:
+        """Whether the trial's other ranks still run it: one that has ended with a failure ends them all."""
+        return self._world_size == 1 or bool(ray.get(self._mailbox.runs.remote(self._number, assignment.ticket)))
+
+    def _leave_node(self) -> None:
+        """Wait until Ray takes the node out and starts the lane again elsewhere, or the sweep is over.
+
+        To return sooner would end the lane, and to raise might start it again on the very node that is leaving.
+        """
+        ray.get(self._mailbox.leave.remote(self._number))
+        while not ray.get(self._mailbox.await_close.remote(_IDLE_S)):
+            pass
 
 
-def _leave(mailbox: Any, lane: int) -> None:
-    """Wait until Ray takes the node out and starts the lane again elsewhere, or the sweep is over.
-
-    To return sooner would end the lane, and to raise might start it again on the very node that is leaving.
-    """
-    ray.get(mailbox.leave.remote(lane))
-    while not ray.get(mailbox.await_close.remote(_IDLE_S)):
-        pass
-
-
-def _function() -> Any:
-    """The part that only sweeps of training functions need: it imports more of Ray and torch."""
-    with without_collection():
-        from tune.lanes import function
-
-    return function
-
-
-def _run(assignment: Assignment, mailbox: Any, lane: int, gauges: Gauges, may_drain: bool) -> dict[str, Any]:
-    """Run one trial; returns its outcome as plain data, with `raised` when this process must not be used again."""
-    context = LaneContext(mailbox, lane, assignment, gauges, may_drain)
-    spec = RunSpec(assignment.tree, assignment.path, f"trial {assignment.trial}", "")
-    pressure, began, clock = Pressure(), time.time(), time.monotonic()
-    try:
-        result = spec.execute(context)
-    except Exception as error:
-        if isinstance(error, PreemptedError):
-            return {"status": error.status, "message": str(error)}
-        return _failed(error, context)
-    total_s = time.monotonic() - clock
-    spent = {
-        "began": began,
-        "starting_s": max(0.0, total_s - result.wall_time_s),
-        "training_s": result.train_time_s,
-        "total_s": total_s + result.earlier_time_s,  # with the lane whose node was taken away
-        "first_step_s": result.first_step_s,
-    }
-    return {"status": result.status, "result": asdict(result), "spent": spent, "cpu_pressure": pressure.share()}
-
-
-def _failed(error: Exception, context: LaneContext) -> dict[str, Any]:
-    """Return the outcome of what an error has ended."""
-    failure = failure_of(error, context.rank)
-    outcome: dict[str, Any] = {"status": failure.status, "message": failure.message}
-    if not isinstance(error, PacelineError) and failure.status == "error":
-        outcome["traceback"] = "".join(traceback.format_exception(error, limit=-20))
-    if isinstance(error, ConfigError) and error.field in _NAMES:
-        outcome["misnamed"] = error
-    # Divergence is agreed by all ranks; anything else may have left the others waiting in a collective.
-    agreed = context.world_size == 1 or isinstance(error, DivergedError)
-    if "CUDA error" in str(error) or not agreed:
-        outcome["raised"] = failure
-    return outcome
+def _death(death: NoOutcomeError, rank: int) -> dict[str, Any]:
+    """Return the outcome of a trial whose process has ended by itself, or by a signal."""
+    if death.code == HUNG_EXIT_CODE:
+        return {"status": "hung", "message": f"rank {rank} made no step"}
+    if death.code == -signal.SIGSTOP:
+        return {"status": "hung", "message": f"rank {rank}: its process was stopped, and not continued"}
+    failure = death_of(rank, death.code)
+    status = "error" if failure.status == "node_lost" else failure.status
+    return {"status": status, "message": failure.message, "again": status == "error" and death.code in _RETRIED}
 
 
 class Pressure:

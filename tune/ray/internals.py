@@ -3,37 +3,36 @@
 A trial runs Ray's own TrainController in its own process, with every callback, policy and file that Ray has. Only its
 worker group differs: it borrows the workers of a lane, where Ray would start an actor for each, and gives them back,
 where Ray would kill them. What ranks meet at, and what they ask their controller, goes through the pool: a trial starts
-no process beside its driver's.
+no process.
 """
 
 import asyncio
 import contextlib
 import json
-import math
+import os
 import queue
-import random
+import socket
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import ray
 import ray.train
-from ray.train._internal.session import _TrainSession, get_session
+import ray.train.collective
+from ray.train._internal.session import get_session
 from ray.train.v2._internal.callbacks import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
-from ray.train.v2._internal.execution.callback import ReportCallback
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
 from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.preemption import PreemptionWatcher
 from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
-from ray.train.v2._internal.execution.train_fn_utils import set_train_fn_utils
+from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils, set_train_fn_utils
 from ray.train.v2._internal.execution.worker_group import worker_group as ray_worker_group
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
@@ -45,9 +44,12 @@ from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.queue import Empty
 
 from trainers.causes import classify
-from trainers.launch.imports import without_collection
+from trainers.on_ray.gpus import own_gpu
+from trainers.on_ray.process_group import listen
+from tune.forks.child import TrialStopped
+from tune.forks.client import Zygote
+from tune.forks.place import Place
 from tune.lanes.controller import Unannounced
-from tune.lanes.stopped import TrialStopped
 from tune.ray.shape import Shape
 
 _HEAR_S = 0.25
@@ -61,6 +63,8 @@ _ANSWER_S = 5.0
 class LaneContext(TrainContext):
     """Ray's context of a worker, in which a trial may be stopped: by all ranks at the same report."""
 
+    stopped: threading.Event = field(default_factory=threading.Event)
+
     def _sync_checkpoint_dir_name_across_ranks(self, checkpoint_dir_name: str | None = None) -> str:
         name: Any = super()._sync_checkpoint_dir_name_across_ranks(checkpoint_dir_name)
         if name is None:
@@ -69,28 +73,17 @@ class LaneContext(TrainContext):
 
 
 class LaneWorker(RayTrainWorker):
-    """Ray's worker, for trial after trial."""
+    """Ray's worker, for trial after trial, of which it holds nothing: each runs in a fork of the node's zygote."""
 
-    def __init__(self) -> None:
+    def __init__(self, zygote: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        with without_collection(own_process=True):
-            import ray.train.torch  # noqa: F401 (every function needs it)
-            import torch.distributed.nn.functional  # noqa: F401 (before any group, which it would keep)
-
-            from tune.lanes.process_state import Baseline
-        self._make_baseline = Baseline
-        self._baseline: Any = None
+        Zygote.of_functions(zygote).hold()
 
     def init_train_context(self, **given: Any) -> None:  # type: ignore[override]
-        """Called by Ray before the function runs; not before Ray has said which GPUs this process sees."""
-        if self._baseline is None:
-            import torch
-
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self._baseline = self._make_baseline(device, None)
-        random.seed()
-        np.random.seed()
+        """Called by Ray before the function runs."""
         super().init_train_context(**given)
+        # Where a function calls Ray, its process joins this cluster.
+        os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
         ray_context = get_train_context()
         own = {one.name: getattr(ray_context, one.name) for one in fields(TrainContext)}
         own["report_order_condition"] = threading.Condition()  # Ray's are of the process, and end with the first trial
@@ -106,27 +99,51 @@ class LaneWorker(RayTrainWorker):
             time.sleep(_LOOK_S)
         return super().poll_status()
 
-    def settle(self, within_s: float) -> list[str]:
-        """Prove that nothing of the trial is left; returns what is.
-
-        Its function may run on for `within_s`; TimeoutError where it runs even longer.
-        """
-        execution = get_train_context().execution_context
+    def settle(self, within_s: float) -> None:
+        """End the trial's process, if it still runs; TimeoutError where that takes longer than `within_s`."""
+        context: Any = get_train_context()
+        context.stopped.set()
+        execution = context.execution_context
         deadline = time.monotonic() + within_s
         while execution.training_thread_runner.is_running() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):  # so that a report can end
                 execution.result_queue.get(timeout=_LOOK_S)
         if execution.training_thread_runner.is_running():
             raise TimeoutError("the training function still runs")
-        get_train_context().checkpoint_upload_threadpool.shutdown()
-        del execution
+        context.checkpoint_upload_threadpool.shutdown()
         set_train_context(None)
         set_train_fn_utils(None)
-        import torch.distributed as dist
 
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return list(self._baseline.restore())
+
+class Answers:
+    """What the process of a training function asks: Ray's own implementation answers, in the worker."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_train_fn_utils(), name)
+
+    def begins(self) -> None:
+        """Its function is about to be called."""
+
+
+def stops() -> bool:
+    """Whether the trial of this worker was stopped."""
+    context: Any = get_train_context()
+    return bool(context.stopped.is_set())
+
+
+def own_place(backend: str, timeout_s: float) -> tuple[Place, list[socket.socket]]:
+    """Return this worker's place among the ranks of its trial, and on rank 0 the socket that they meet at."""
+    context = ray.train.get_context()
+    files: list[socket.socket] = []
+    address = ("", 0)
+    if context.get_world_rank() == 0:
+        server, host, port = listen()
+        files.append(server)
+        address = host, port
+    host, port = ray.train.collective.broadcast_from_rank_zero(address)
+    ranks = context.get_world_rank(), context.get_world_size()
+    of_node = context.get_local_rank(), context.get_local_world_size(), context.get_node_rank()
+    return Place(*ranks, *of_node, own_gpu(), host, port, backend, timeout_s), files
 
 
 def shape_of(scaling: Any, runtime_env: Any = None, num_workers: int | None = None, labels: Any = None) -> Shape:
@@ -233,12 +250,6 @@ class LaneGroup(WorkerGroup):
 
     pool: Any
     """Set by the class that a trial makes of this one."""
-    function: str
-    """The name of what it runs."""
-    which: str
-    """The lane that it asks for."""
-    loans: list[Any]
-    """What it has borrowed, also those before a retry."""
 
     def _start(self) -> None:
         wanted, run = self._worker_group_context, self._train_run_context
@@ -246,8 +257,7 @@ class LaneGroup(WorkerGroup):
             run.scaling_config, run.run_config.worker_runtime_env, wanted.num_workers, wanted.label_selector
         )
         borrower = ray.get_runtime_context().get_actor_id()
-        self.loan = ray.get(self.pool.borrow.remote(shape, borrower, self.function, self.which))
-        self.loans.append(self.loan)
+        self.loan = ray.get(self.pool.borrow.remote(shape, borrower))
         try:
             with self._meeting_in_pool():
                 self._start_impl(_StateBuilder())  # type: ignore[no-untyped-call]
@@ -335,35 +345,16 @@ class _Watch(PreemptionCallback):
             self._thread = None
 
 
-class Heard(ReportCallback):
-    """Keeps what the ranks have reported, a list for each report."""
-
-    def __init__(self) -> None:
-        self.reports: list[list[dict[str, Any]]] = []
-
-    def after_report(self, training_report: Any, metrics: list[dict[str, Any]]) -> None:
-        """Called by Ray in the controller."""
-        self.reports.append(metrics)
-
-
 class LaneController(TrainController):
     """Ray's controller, in the process of a trial."""
 
-    def __init__(self, pool: Any, function: str, which: str = "any", most_s: float = math.inf, **given: Any) -> None:
-        """`which`: the lane that is wanted (tune/ray/pool.py); `most_s`: a run that takes longer raises TrialStopped
-        once it has reported.
-        """
-
+    def __init__(self, pool: Any, **given: Any) -> None:
         class TrialGroup(LaneGroup):
             pass
 
-        self.loans: list[Any] = []
-        TrialGroup.pool, TrialGroup.function, TrialGroup.which, TrialGroup.loans = pool, function, which, self.loans
+        TrialGroup.pool = pool
         self.worker_group_cls = TrialGroup
-        self.heard = Heard()
-        self._deadline = time.monotonic() + most_s
         self._answering: set[asyncio.Task[None]] = set()
-        given["callbacks"] = [*given["callbacks"], self.heard]
         if isinstance(policy := given["scaling_policy"], FixedScalingPolicy):
             given["scaling_policy"] = Unannounced(policy.scaling_config)  # the lane's placement group has asked
         super().__init__(**given)
@@ -372,10 +363,6 @@ class LaneController(TrainController):
             for callback in self._worker_group_callbacks_to_propagate
         ]
 
-    def ran_on(self, which: str) -> bool:
-        """Whether it has run on one lane, which was fresh or warm."""
-        return [loan.is_fresh for loan in self.loans] == [which == "fresh"]
-
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """Workers answer when they have something to say: there is no need to wait between two polls."""
         group: Any = self.get_worker_group()
@@ -383,7 +370,7 @@ class LaneController(TrainController):
             task = asyncio.create_task(self._answer(group, number, question))  # it may wait for what a poll brings
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
-        if is_stopped() or (self.heard.reports and time.monotonic() > self._deadline):
+        if is_stopped():
             raise TrialStopped(0)
         await asyncio.sleep(0)
         status: WorkerGroupPollStatus = group.poll_status()
@@ -411,14 +398,14 @@ def ran_out_of_memory(error: Exception | None) -> bool:
 
 
 def is_stopped() -> bool:
-    """Whether Tune has stopped the trial of this process."""
-    return _session().stop_event.is_set()
+    """Whether Tune has stopped the trial of this process, or has ended it."""
+    session = _session()
+    return session is None or bool(session.stop_event.is_set())
 
 
-def _session() -> _TrainSession:
-    session = get_session()
-    assert session is not None, "this process runs no trial"
-    return session
+def _session() -> Any:
+    """Tune's session of the trial of this process; None before and after it."""
+    return get_session()
 
 
 class _Reports(queue.Queue[Any]):
@@ -456,10 +443,15 @@ class _Reports(queue.Queue[Any]):
         raise Empty
 
 
+def reports_of_trial() -> Any:
+    """What a TuneReportCallback of this process puts its reports into."""
+    found: Any = get_session()
+    return _Reports() if found is None else found._inter_actor_queue
+
+
 def report_in_process() -> None:
     """Let Ray's TuneReportCallback report to the trial of this process without an actor between the two."""
-    session: Any = _session()
-    session._inter_actor_queue = _Reports()
+    _session()._inter_actor_queue = _Reports()
 
 
 def without_helpers(callbacks: list[Any], datasets: Any) -> list[Any]:

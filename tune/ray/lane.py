@@ -3,7 +3,7 @@
 import asyncio
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -15,9 +15,6 @@ from tune.ray.shape import Shape
 if TYPE_CHECKING:
     from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
 
-Which = Literal["any", "warm", "fresh"]
-"""The lane that a trial asks for; warm and fresh ones are for comparing the two."""
-
 
 @dataclass(frozen=True)
 class Loan:
@@ -27,8 +24,6 @@ class Loan:
     group: PlacementGroup
     workers: list[tuple[Any, "ActorMetadata"]]
     """The handle of each worker's actor, and where it is."""
-    is_fresh: bool
-    """Whether nothing has run on it."""
 
 
 @dataclass
@@ -37,8 +32,6 @@ class Wish:
 
     shape: Shape
     borrower: str
-    function: str
-    which: Which
     loan: asyncio.Future[Loan]
 
 
@@ -63,8 +56,6 @@ class Lane:
     is_up: bool = False
     borrower: str | None = None
     """The actor that has it; empty while it settles; None: it is free, or not up yet."""
-    function: str = ""
-    """What it runs, or has run last; empty: nothing yet."""
     stopping: bool = False
     since: float = 0.0
     """When it began to start, or was free last."""
@@ -78,11 +69,11 @@ def reserve(shape: Shape) -> PlacementGroup:
     return group
 
 
-def start_workers(shape: Shape, group: PlacementGroup) -> list[Any]:
+def start_workers(shape: Shape, group: PlacementGroup, zygote: str) -> list[Any]:
     """Start the workers of a lane, each once the group has its place; returns the handles of their actors."""
     make: Any = ray.remote(**worker_options(shape.resources, shape.runtime_env))(LaneWorker)
     places = [PlacementGroupSchedulingStrategy(group, index) for index in range(shape.num_workers)]
-    return [make.options(scheduling_strategy=place).remote() for place in places]
+    return [make.options(scheduling_strategy=place).remote(zygote) for place in places]
 
 
 def most_lanes(shape: Shape, resources: dict[str, float]) -> int:

@@ -1,7 +1,7 @@
 """The pool of lanes: an actor that starts groups of warm workers, lends them to trials, and takes them back (Ray).
 
-A lane is a placement group and the worker processes in it. A trial borrows one of its shape; once the trial is over,
-each worker proves that nothing of it is left, or the lane is ended and another starts where one is wanted.
+A lane is a placement group and the worker processes in it, which hold nothing of a trial. A trial borrows one of its
+shape, and gives it back; one whose worker does not answer then is ended.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from tune.ray.internals import is_dead, make_barrier
-from tune.ray.lane import Lane, Loan, Which, Wish, most_lanes, reserve, start_workers
+from tune.ray.lane import Lane, Loan, Wish, most_lanes, reserve, start_workers
 from tune.ray.misfits import Misfits, Sized
 from tune.ray.shape import Shape
 
@@ -24,20 +24,15 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 10.0
 """Within which a function that was stopped reports once more, and so ends."""
-_FORGIVEN = 2
-"""How often a function may leave something behind before each of its trials has processes of its own."""
 _PLACE_S, _WATCH_S, _MAKE_S = 0.5, 1.0, 1.0
 
 
 class Pool:
     """One for each driver; every call is short or waits without holding a thread."""
 
-    def __init__(self, compares: bool = True) -> None:
-        """`compares`: a function has fresh lanes until its reports on a warm one were seen to be the same."""
-        self._compares = compares
-        self._proven: set[str] = set()
-        self._comparing: dict[str, str] = {}
-        """The functions that are being compared, and the actors that do."""
+    def __init__(self, zygote: str) -> None:
+        """`zygote`: the name of the sweep's zygotes, one a node."""
+        self._zygote = zygote
         self._lanes: dict[int, Lane] = {}
         self._count = 0
         self._waiting: list[Wish] = []
@@ -45,47 +40,25 @@ class Pool:
         self._misfits = Misfits()
         self._tasks: set[asyncio.Task[None]] = set()
         self._restarts: list[str] = []
-        self._left: Counter[str] = Counter()
-        """How often each function has left something behind."""
         self._start_s = 0.0
         """How long the last start of a lane took."""
         self._first_lent: float | None = None
         self._last_up = 0.0
+        self._inside: set[str] = set()
+        """The actors whose trials run their drivers."""
+        self._expected = 0
 
-    async def borrow(self, shape: Shape, borrower: str, function: str, which: Which = "any") -> Loan:
+    async def borrow(self, shape: Shape, borrower: str) -> Loan:
         """Lend a lane of a shape to the actor with an id: one that is free, else the next that comes up."""
         if not self._watching:
             self._watching = True
             self._do(self._watch())
-        wish = Wish(shape, borrower, function, which, asyncio.get_running_loop().create_future())
+        wish = Wish(shape, borrower, asyncio.get_running_loop().create_future())
         if (lane := self._free(wish)) is not None:
             return self._lend(lane, wish)
-        self._waiting.insert(len(self._waiting) if which == "any" else 0, wish)
+        self._waiting.append(wish)
         self._start_wanted()
         return await wish.loan
-
-    async def compares(self, function: str, actor: str) -> bool:
-        """Whether the actor with an id shall run a function again, on a warm lane, and `judge` it."""
-        if self._is_proven(function) or function in self._comparing or self._left[function] >= _FORGIVEN:
-            return False
-        self._comparing[function] = actor
-        return True
-
-    async def judge(self, function: str, is_same: bool | None, words: str = "") -> None:
-        """Note whether a function reports the same on a warm lane, in words where it does not; None: it is not known,
-        and the next trial tells.
-        """
-        self._comparing.pop(function, None)
-        if is_same:
-            self._proven.add(function)
-        elif is_same is not None:
-            self._left[function] = _FORGIVEN
-            logger.warning("%s: each trial of it has processes of its own", words)
-            self._restarts.append(words)
-            for lane in [lane for lane in self._all_free() if lane.function == function]:
-                await self._end(lane)
-        self._serve()
-        self._start_wanted()
 
     async def prepare(self, shape: Shape, group: PlacementGroup, actors: list[Any]) -> None:
         """Take over a lane that was begun before this process was up."""
@@ -133,6 +106,25 @@ class Pool:
         """Note that a size of a batch ran out of memory."""
         self._misfits.note(one)
 
+    async def enter(self, actor: str) -> None:
+        """Note that the actor with an id runs a trial's driver."""
+        self._inside.add(actor)
+
+    async def may_leave(self, actor: str) -> bool:
+        """Whether a trial may end whose driver has ended.
+
+        Tune gives its actor to a trial whose own still starts, and drops that one: with trials shorter than a start
+        it would start actor after actor and never have more of them. So the first ones wait for the others.
+        """
+        if len(self._inside) < self._expected:
+            return False
+        self._inside.discard(actor)
+        return True
+
+    async def expect(self, count: int) -> None:
+        """Have trials end only while the drivers of as many run."""
+        self._expected = count
+
     async def state(self) -> dict[str, Any]:
         """How many lanes are up, how many the cluster holds at `most`, how long the last one took to start (`start_s`),
         for how long trials have had lanes (`serving_s`), and how long the last one is up (`last_up_s`), in seconds.
@@ -160,14 +152,7 @@ class Pool:
         task.add_done_callback(self._tasks.discard)
 
     def _free(self, wish: Wish) -> Lane | None:
-        return next((lane for lane in self._all_free() if self._serves(lane, wish)), None)
-
-    def _serves(self, lane: Lane, wish: Wish) -> bool:
-        may_be_warm = wish.which == "warm" or (wish.which == "any" and self._is_proven(wish.function))
-        return lane.shape == wish.shape and (may_be_warm or not lane.function)
-
-    def _is_proven(self, function: str) -> bool:
-        return not self._compares or function in self._proven
+        return next((lane for lane in self._all_free() if lane.shape == wish.shape), None)
 
     def _is_in_the_way(self, other: Lane, lane: Lane) -> bool:
         """Whether a lane that nobody has takes the room of one that is waited for."""
@@ -176,26 +161,22 @@ class Pool:
             return False
         if other.shape != lane.shape:
             return other.is_up or all(wish.shape != other.shape for wish in self._waiting)
-        if not other.is_up or any(self._serves(other, wish) for wish in waiting):
-            return False
-        # A function that is being compared may be proven in a moment.
-        return any(wish.which == "fresh" or wish.function not in self._comparing for wish in waiting)
+        return False
 
     def _all_free(self) -> list[Lane]:
         return [lane for lane in self._lanes.values() if lane.is_up and lane.borrower is None]
 
     def _lend(self, lane: Lane, wish: Wish) -> Loan:
-        is_fresh = not lane.function
         self._first_lent = self._first_lent or time.monotonic()
-        lane.borrower, lane.function, lane.stopping, lane.barrier = wish.borrower, wish.function, False, make_barrier()
-        return Loan(lane.number, lane.group, lane.workers, is_fresh)
+        lane.borrower, lane.stopping, lane.barrier = wish.borrower, False, make_barrier()
+        return Loan(lane.number, lane.group, lane.workers)
 
     def _start_wanted(self) -> None:
         """Start lanes for trials that wait for more of a shape than start, or are given back, already."""
         coming = Counter(lane.shape for lane in self._lanes.values() if not lane.is_up)
         settling = [lane for lane in self._lanes.values() if lane.is_up and lane.borrower == ""]
         for wish in self._waiting:
-            if (lane := next((lane for lane in settling if self._serves(lane, wish)), None)) is not None:
+            if (lane := next((lane for lane in settling if lane.shape == wish.shape), None)) is not None:
                 settling.remove(lane)
             elif coming[wish.shape] > 0:
                 coming[wish.shape] -= 1
@@ -216,7 +197,7 @@ class Pool:
             await self._placed(lane)
             if lane.number not in self._lanes:
                 return
-            lane.actors = lane.actors or start_workers(lane.shape, lane.group)
+            lane.actors = lane.actors or start_workers(lane.shape, lane.group, self._zygote)
             places = await asyncio.gather(*(actor.get_metadata.remote() for actor in lane.actors))
         except Exception as error:
             if lane.number in self._lanes:
@@ -246,9 +227,9 @@ class Pool:
                     continue
                 if await asyncio.to_thread(is_dead, borrower) and lane.borrower == borrower:
                     self._take_back(lane, stop=True)
-            for function, actor in list(self._comparing.items()):
+            for actor in list(self._inside):
                 if await asyncio.to_thread(is_dead, actor):
-                    await self.judge(function, None)
+                    self._inside.discard(actor)
 
     def _serve(self) -> None:
         """Lend free lanes to trials that wait for their shapes, in the order in which they came."""
@@ -267,24 +248,13 @@ class Pool:
         self._do(self._settle(lane))
 
     async def _settle(self, lane: Lane) -> None:
-        """Have each worker prove that nothing of the trial is left; a lane that cannot is ended, as is any on which a
-        function ran that has left something behind too often.
-        """
-        within_s = _SETTLE_S if lane.stopping else 0.0
+        """Have each worker end what runs of the trial; a lane on which one cannot is ended."""
         try:
-            calls = [actor.settle.remote(within_s) for actor, _ in lane.workers]
-            ranks = await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S)
+            calls = [actor.settle.remote(_SETTLE_S) for actor, _ in lane.workers]
+            await asyncio.wait_for(asyncio.gather(*calls), 2 * _SETTLE_S)
         except Exception as error:
             if lane.number in self._lanes:  # else it was ended meanwhile, with all others
                 self._say(lane, f"a worker died or did not answer: {type(error).__name__}")
-                await self._end(lane)
-        else:
-            if left := sorted({words for rank in ranks for words in rank}):
-                self._left[lane.function] += 1
-                self._say(lane, f"{lane.function} has left behind: {'; '.join(left)}")
-                if self._left[lane.function] == _FORGIVEN:
-                    logger.warning("from now on each trial of %s has processes of its own", lane.function)
-            if left or self._left[lane.function] >= _FORGIVEN:
                 await self._end(lane)
         if lane.number in self._lanes:
             lane.borrower, lane.since = None, time.monotonic()

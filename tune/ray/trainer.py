@@ -1,117 +1,121 @@
 """Ray's TorchTrainer, whose function runs in a lane where a trial calls `fit` (Ray)."""
 
-import contextlib
-import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined] # (it has no stub)
 from typing import Any
 
 import ray
 import ray.train
 import ray.train.torch
+from ray import cloudpickle
+from ray.train._internal.session import get_session
 
-from trainers.errors import last_line
-from tune.lanes.comparison import Reports, difference
-from tune.lanes.stopped import TrialStopped
-from tune.ray.internals import LaneController, ran_out_of_memory, without_helpers
-from tune.ray.lane import Which
+from tune.forks.client import Zygote
+from tune.lanes.controller import NoGroup
+from tune.ray.internals import Answers, LaneController, own_place, ran_out_of_memory, stops, without_helpers
 from tune.ray.misfits import sized
 
-_COMPARE_S = 20.0
-"""How long a function is run for comparison; longer only until its first report."""
-_END = [{"its end": "done"}]
 
+@dataclass(frozen=True)
+class Run:
+    """A TorchTrainer that a trial's process hands to the worker that has started it."""
 
-@dataclass
-class _Trial:
-    pool: Any
-    batch_key: str | None
-
-
-_trial: list[_Trial] = []
-
-
-def use(pool: Any, batch_key: str | None) -> None:
-    """Let `fit` in this process, which is a trial's, run in the lanes of a pool."""
-    _trial[:] = [_Trial(pool, batch_key)]
+    function: bytes
+    """Pickled: the training function with its configuration, a callable without arguments."""
+    name: str
+    config: dict[str, Any]
+    given: dict[str, Any]
+    """The other arguments of the TorchTrainer."""
+    backend: str
+    timeout_s: float
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):
     """Takes the place of `ray.train.torch.TorchTrainer`.
 
-    Inside a trial of `tune.ray.Tuner`, `fit` runs the training function on warm workers; anywhere else it is Ray's own.
-    A batch size that ran out of memory in another trial with the same configuration is not tried, nor is a larger one:
-    `fit` raises the error that Ray would, with the reason.
+    Inside a trial of `tune.ray.Tuner`, `fit` runs the training function on workers that are up; anywhere else it is
+    Ray's own. A batch size that ran out of memory in another trial with the same configuration is not tried, nor is a
+    larger one: `fit` raises the error that Ray would, with the reason.
     """
 
-    def _initialize_and_run_controller(self, **given: Any) -> Any:
-        if not _trial:
-            return super()._initialize_and_run_controller(**given)  # type: ignore[misc] # Ray's first version is typed
-        [trial] = _trial
+    def fit(self) -> Any:
+        """As Ray's."""
+        ask = getattr(get_session(), "ask", None)
+        if ask is None or self.running_in_local_mode:  # type: ignore[attr-defined] # Ray's first version is typed
+            return super().fit()
+        return ask("fit", self._run())
+
+    def _run(self) -> Run:
         own: Any = self
-        function, config = own.train_loop_per_worker, own.train_loop_config or {}
+        function = own.train_loop_per_worker
         name = getattr(function, "__qualname__", type(function).__qualname__)
-        one = sized(f"{name} on {self.scaling_config}", config, trial.batch_key)
-        if one is not None and (why := ray.get(trial.pool.why_not.remote(one))) is not None:
-            raise ray.train.WorkerGroupError(why, {0: MemoryError(why)})
-        given["callbacks"] = without_helpers(given["callbacks"], self.datasets)
-        controller = LaneController(trial.pool, name, **given)
-        result = controller.fit()
-        if one is not None and ran_out_of_memory(result.error):
-            ray.get(trial.pool.note_misfit.remote(one))
-        if result.error is None and controller.ran_on("fresh") and controller.heard.reports:
-            _compare(self, name, trial.pool, [*controller.heard.reports, _END])
-        return result
+        given = {
+            "scaling_config": own.scaling_config,
+            "run_config": own.run_config,
+            "datasets": own.datasets,
+            "dataset_config": own.data_config,
+            "validation_config": own.validation_config,
+        }
+        group = own.backend_config
+        packed = cloudpickle.dumps(own._get_train_func())
+        return Run(packed, name, own.train_loop_config or {}, given, group.backend, group.timeout_s)
 
 
-class _Again(ray.train.torch.TorchTrainer):
-    """A trainer that was run before, for comparison."""
+class _InLane(ray.train.torch.TorchTrainer):
+    """Ray's trainer in the process of a trial, on the workers of a lane."""
 
-    controller: LaneController
-    lane: tuple[Any, str, Which]
-    """The pool, the function's name, and the lane that is wanted."""
+    pool: Any
 
     def _initialize_and_run_controller(self, **given: Any) -> Any:
         given["callbacks"] = without_helpers(given["callbacks"], self.datasets)
-        self.controller = LaneController(*self.lane, _COMPARE_S, **given)
-        return self.controller.fit()
+        return LaneController(self.pool, **given).fit()
 
 
-def _again(trainer: Any, *lane: Any) -> Reports | None:
-    """Run a trainer's function once more; returns its reports and how it ended, None where it got another lane.
-
-    It has Ray's callbacks and none of the user's, and a directory beside the trial's, which is deleted.
-    """
-    again = copy.copy(trainer)
-    again.__class__, again.lane = _Again, lane
-    name = f"{trainer.run_config.name}-compared"
-    again.run_config = replace(trainer.run_config, name=name, callbacks=[], failure_config=ray.train.FailureConfig())
-    again.train_run_context = replace(trainer.train_run_context, run_config=again.run_config)
-    end = [_END]
+def fit(run: Run, pool: Any, zygote: str, batch_key: str | None) -> Any:
+    """Train as the TorchTrainer of a trial's process would; returns Ray's result, or raises its error."""
+    size = sized(f"{run.name} on {run.given['scaling_config']}", run.config, batch_key)
+    if size is not None and (why := ray.get(pool.why_not.remote(size))) is not None:
+        raise ray.train.WorkerGroupError(why, {0: MemoryError(why)})
+    function = ForkedFunction(run.function, zygote, run.backend, run.timeout_s)
+    trainer = _InLane(function, torch_config=NoGroup(run.backend), **run.given)  # type: ignore[arg-type]
+    trainer.pool = pool
     try:
-        again.fit()
-    except TrialStopped:
-        end = []
+        return trainer.fit()
     except ray.train.TrainingFailedError as error:
-        end = [[{"its end": last_line(error)}]]
-    storage = again.run_config.storage_context
-    with contextlib.suppress(OSError):
-        storage.storage_filesystem.delete_dir(storage.experiment_fs_path)
-    return [*again.controller.heard.reports, *end] if again.controller.ran_on(lane[-1]) else None
+        if size is not None and ran_out_of_memory(error):
+            ray.get(pool.note_misfit.remote(size))
+        raise
 
 
-def _compare(trainer: TorchTrainer, name: str, pool: Any, first: Reports) -> None:
-    """Have the function of a trial that ran on a fresh lane report again on a warm one, once in a sweep."""
-    if not ray.get(pool.compares.remote(name, ray.get_runtime_context().get_actor_id())):
-        return
-    verdict: tuple[Any, ...] = (None,)
-    try:
-        if (warm := _again(trainer, pool, name, "warm")) is not None:
-            words = difference(first, warm)
-            # It may differ from itself on fresh lanes, too: then there is nothing to compare.
-            other = None if words is None else _again(trainer, pool, name, "fresh")
-            if words is None or (other is not None and difference(first, other) is not None):
-                verdict = (True,)
-            elif other is not None:
-                verdict = (False, f"{name} does not give the same on a warm lane: {words}")
-    finally:
-        ray.get(pool.judge.remote(name, *verdict))
+@dataclass(frozen=True)
+class ForkedFunction:
+    """A training function that runs in a fork of its node's zygote; the worker that calls it answers what it asks."""
+
+    function: bytes
+    zygote: str
+    backend: str
+    timeout_s: float
+
+    def __call__(self) -> Any:
+        """Called by Ray in each worker."""
+        place, files = own_place(self.backend, self.timeout_s)
+        of_ray = [str(gpu) for gpu in ray.get_gpu_ids()], ray.train.get_context().get_experiment_name()
+        storage = ray.train.get_context().get_storage()
+        fork = Zygote.of_functions(self.zygote).fork(
+            "tune.forks.function:run_function",
+            self.function,
+            place,
+            *of_ray,
+            storage,
+            files=[file.fileno() for file in files],
+        )
+        try:
+            outcome = fork.serve(Answers(), lambda: not stops(), look_s=0.1)
+        except InterruptedError:  # the trial was stopped
+            return None
+        finally:
+            for file in files:
+                file.close()
+        if "raised" in outcome:
+            raise outcome["raised"] from RemoteTraceback(outcome["traceback"])
+        return outcome.get("returned")

@@ -1,8 +1,9 @@
 """Ray's Tuner, whose trials share a pool of lanes (Ray)."""
 
+import contextlib
 import copy
-import functools
 import logging
+import os
 import sys
 import time
 import uuid
@@ -11,13 +12,15 @@ from typing import Any, Self
 
 import ray
 import ray.train
-from ray import tune
+from ray import cloudpickle, tune
 from ray.tune.schedulers import AsyncHyperBandScheduler, FIFOScheduler, MedianStoppingRule
 from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 
+from tune.forks.child import TrialStopped
+from tune.forks.client import Zygote
 from tune.lanes.lanes import beside_driver
-from tune.ray import trainer
-from tune.ray.internals import report_in_process, shape_of
+from tune.ray.driver import Asked
+from tune.ray.internals import is_stopped, report_in_process, shape_of
 from tune.ray.lane import reserve, start_workers
 from tune.ray.pool import Pool
 from tune.ray.shape import Shape, likely_scaling, makes_trainer
@@ -25,6 +28,8 @@ from tune.ray.shape import Shape, likely_scaling, makes_trainer
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
+_HOLD_S, _WAIT_S = 60.0, 0.02
+"""How long a trial that has ended waits for others to begin, and between two looks."""
 _PAYS = 4.0
 """Another lane starts where the trials that are left take this many times its start: it slows them, and saves half."""
 _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
@@ -34,15 +39,40 @@ _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
 def in_lanes(
     driver: Callable[[dict[str, Any]], Any], pool: str, batch_key: str | None
 ) -> Callable[[dict[str, Any]], Any]:
-    """Return a trial's function whose TorchTrainers run in the lanes of the pool of a name."""
+    """Return a trial's function that runs a driver in a fork; its TorchTrainers run in the lanes of the pool of a name,
+    which is that of the zygotes, too.
+    """
+    packed = cloudpickle.dumps(driver)
 
-    @functools.wraps(driver)
     def run(config: dict[str, Any]) -> Any:
-        trainer.use(ray.get_actor(pool), batch_key)
+        lanes: Any = ray.get_actor(pool)
+        actor = str(ray.get_runtime_context().get_actor_id())
+        os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)  # where the driver calls Ray
         report_in_process()
-        return driver(config)
+        ray.get(lanes.enter.remote(actor))
+        try:
+            fork = Zygote.of_functions(pool).fork("tune.ray.driver:run_driver", packed, config)
+            has_failed, returned = fork.serve(Asked(lanes, pool, batch_key), lambda: not is_stopped(), look_s=0.1)
+        except (TrialStopped, InterruptedError):
+            return None
+        finally:
+            _wait_for_others(lanes, actor)
+        if has_failed:
+            raise returned
+        return returned
 
+    run.__name__ = getattr(driver, "__name__", run.__name__)
+    run.__qualname__ = getattr(driver, "__qualname__", run.__qualname__)
     return run
+
+
+def _wait_for_others(pool: Any, actor: str) -> None:
+    """Return once a trial whose driver has ended may end, too."""
+    deadline = time.monotonic() + _HOLD_S
+    while not ray.get(pool.may_leave.remote(actor)):
+        if is_stopped() or time.monotonic() > deadline:
+            return
+        time.sleep(_WAIT_S)
 
 
 def _new_name() -> str:
@@ -53,9 +83,7 @@ class Tuner(tune.Tuner):
     """Takes the place of `ray.tune.Tuner`: the same arguments, the same ResultGrid.
 
     `batch_key` names the batch size among the keys of `train_loop_config`, where none of the usual names does: a size
-    that ran out of memory is not tried again. `compare`: the first trial that ends well is run again on its warm lane,
-    for 20 s or until it has reported; where that gives other reports than its fresh process did, each trial has
-    processes of its own. A function without a TorchTrainer runs as Ray runs it.
+    that ran out of memory is not tried again. A function without a TorchTrainer runs as Ray runs it.
     """
 
     def __init__(
@@ -66,29 +94,26 @@ class Tuner(tune.Tuner):
         tune_config: tune.TuneConfig | None = None,
         run_config: tune.RunConfig | None = None,
         batch_key: str | None = None,
-        compare: bool = True,
         **given: Any,
     ) -> None:
         self._pool_name = _new_name()
         self._pace = _Pace(self._pool_name)
-        self._compares = compare
         self._driver: Any = None
         self.restarts: list[str] = []
-        """What trials have left behind for which a lane had to start again."""
+        """Why lanes had to start again."""
         if callable(trainable) and not isinstance(trainable, type) and makes_trainer(trainable):
             self._driver = trainable
             trainable = tune.with_resources(in_lanes(trainable, self._pool_name, batch_key), _TOKEN)
             tune_config = copy.copy(tune_config) or tune.TuneConfig()
             run_config = copy.copy(run_config) or tune.RunConfig()
-            # As Ray has it: what a driver leaves in its process (modules, environment, dtype) reaches no other trial.
-            tune_config.reuse_actors = False
+            tune_config.reuse_actors = True
             self._pace.limit(tune_config)
             run_config.callbacks = [*(run_config.callbacks or []), self._pace]
         super().__init__(trainable, param_space=param_space, tune_config=tune_config, run_config=run_config, **given)
 
     @classmethod
     def restore(  # type: ignore[override]
-        cls, path: str, trainable: Any, batch_key: str | None = None, compare: bool = True, **given: Any
+        cls, path: str, trainable: Any, batch_key: str | None = None, **given: Any
     ) -> Self:
         """As Ray's: go on with the trials of a sweep that was cut off."""
         if not (callable(trainable) and not isinstance(trainable, type) and makes_trainer(trainable)):
@@ -96,7 +121,7 @@ class Tuner(tune.Tuner):
         name = _new_name()
         wrapped = tune.with_resources(in_lanes(trainable, name, batch_key), _TOKEN)
         internal: Any = tune.Tuner.restore(path, wrapped, **given)._local_tuner
-        restored = cls(_tuner_internal=internal, compare=compare)
+        restored = cls(_tuner_internal=internal)
         restored._pool_name, restored._driver, restored._pace = name, trainable, _Pace(name)
         restored._pace.limit(internal._tune_config)
         internal._run_config.callbacks = [*(internal._run_config.callbacks or []), restored._pace]
@@ -106,13 +131,17 @@ class Tuner(tune.Tuner):
         """As Ray's. The lanes end with it."""
         if self._driver is None:
             return super().fit()
+        with contextlib.closing(Zygote.of_functions(self._pool_name)):
+            return self._fit()
+
+    def _fit(self) -> tune.ResultGrid:
         if not ray.is_initialized():
             ray.init()
         shape = likely_shape(self._driver)
         if shape is not None:  # what the first trial needs starts at once: its own process takes as long
             group = reserve(shape)
-            actors = start_workers(shape, group)
-        pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote(self._compares)
+            actors = start_workers(shape, group, self._pool_name)
+        pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote(self._pool_name)
         if shape is not None:
             pool.prepare.remote(shape, group, actors)
         try:
@@ -174,7 +203,18 @@ class _Pace(tune.Callback):
         more = min(2 * count, self._most or state["most"], state["most"])
         if more > count and left_s >= _PAYS * state["start_s"]:
             self._search.max_concurrent = more
+            self._expect(len(trials))
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Called by Tune when a trial has its actor."""
+        if self._search is not None and self._search.max_concurrent > 1:
+            self._expect(len(trials))
 
     def _total(self) -> int:
         """How many trials there will be."""
         return int(getattr(self._search, "total_samples", 0) or self._num_samples)
+
+    def _expect(self, num_trials: int) -> None:
+        """Have trials wait for each other's actors, while there are more to come."""
+        pool: Any = ray.get_actor(self._pool_name)
+        pool.expect.remote(self._search.max_concurrent if num_trials < self._total() else 0)

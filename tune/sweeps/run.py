@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import time
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +27,8 @@ from trainers.on_ray.connect import check_cluster, connect, energy_is_counted
 from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
+from tune.forks.client import Zygote
+from tune.forks.zygote import Preload
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.report.words import duration, in_short, labels
@@ -57,6 +60,14 @@ def run_sweep(
     asked to stop, and PacelineError when it is cut off: what has ended until then is in the journal.
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
+    name, preload = uuid.uuid4().hex[:12], preload_of(spec)
+    with contextlib.closing(Zygote(name, preload)):
+        return _run_sweep(spec, checked, facts, output or Output(), name, preload)
+
+
+def _run_sweep(
+    spec: SweepSpec, checked: bool, facts: dict[str, str] | None, output: Output, zygote: str, preload: Preload
+) -> list[TrialRecord]:
     plan = _plan(spec, checked)
     records = Journal(spec.storage).records()
     kept = {record.id for record in records}
@@ -70,7 +81,7 @@ def run_sweep(
     before = [record for record in records if record.purpose == "trial"] if goes_on else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
     search = ray_search.searcher(spec.config, at_a_time, before, int(spec.train.get("seed", 0)))
-    lanes = _lanes(spec, plan)
+    lanes = _lanes(spec, plan, zygote, preload)
     mailbox, is_auto = lanes.mailbox, spec.config.lanes == "auto"
     pace = Pace(search, mailbox, plan.num_trials if plan.is_independent else None)
 
@@ -82,7 +93,7 @@ def run_sweep(
         lanes.grow(count)
         pace.lanes_started(lanes.count)
 
-    progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None, output or Output())
+    progress = Progress(spec, plan, mailbox, pace, grow if is_auto else None, output)
     progress.seen.update({record.id: record.config for record in before})
     progress.records.update({record.id: record for record in before})
     try:
@@ -125,15 +136,23 @@ def run_sweep(
     return [progress.records[name] for name in names if name in progress.records]
 
 
-def _lanes(spec: SweepSpec, plan: SweepPlan) -> Lanes:
+def preload_of(spec: SweepSpec) -> Preload:
+    """What the parents of a sweep's trials import."""
+    named = spec.train["train_func"] if spec.is_of_function else spec.train["task"]
+    of_ray = ("tune.forks.function", "ray.tune") if spec.is_of_function else ()
+    modules = (*of_ray, str(named).partition(":")[0])
+    return Preload(spec.path, modules, forks=spec.config.isolation != "fresh")
+
+
+def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: str, preload: Preload) -> Lanes:
     """Return the lanes of a sweep, none of which has started."""
-    is_fresh = spec.config.isolation == "fresh"
-    mailbox = start_mailbox(spec.storage, spec.path, spec.is_of_function and not is_fresh)
+    mailbox = start_mailbox(spec.storage, spec.path)
     return Lanes(
         mailbox,
         plan.train.scaling,
         plan.use_gpu,
-        is_fresh,
+        zygote,
+        preload,
         spec.storage,
         plan.num_at_once,
         is_patient=spec.config.lanes == "auto",

@@ -1,0 +1,75 @@
+"""What a trial does to its process ends with it: the next has the losses that it has alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.on_ray.test_lanes import rows, run, sweep
+from tests.specs import BASE, REPOSITORY
+from tests.waits import HANG_S
+from trainers.measure.run_log import read_log
+from trainers.storage import Storage
+from tune.trials.record import TrialRecord
+
+pytestmark = pytest.mark.ray
+
+OWN_AFFAIR = (
+    *("flags", "grad", "rng", "hooks", "process", "modules", "thread", "child", "fork", "daemon", "handlers", "output"),
+    "leak",
+)
+ENDED = {
+    "exit": ("error", "exit code 0"),
+    "crash": ("error", "SIGSEGV"),
+    "kill": ("error", "SIGKILL"),
+    "stop": ("hung", ""),
+}
+"""The status of each, and what its message names."""
+TRAIN = {"task": "tests.lane_tasks:Poison", "max_steps": 6, "evaluate": {"every_steps": 3}, "log_every_steps": 3}
+TRAIN |= {"failure": {"hang_timeout_s": 20.0}}
+
+
+def of(records: list[TrialRecord], args: dict[str, Any]) -> TrialRecord:
+    return next(record for record in records if record.config["task_args"] == args)
+
+
+def alone(tmp_path: Path, args: dict[str, Any]) -> list[dict[str, float]]:
+    """The evaluations of the same run in a process of its own, by the command that trains."""
+    file = tmp_path / "alone.yaml"
+    keys = {key: value for key, value in BASE.items() if key not in ("checkpoint", "evaluate")}
+    tree = {**keys, **TRAIN, "task_args": args, "storage_path": str(tmp_path / "runs"), "name": "alone"}
+    file.write_text(json.dumps(tree))
+    done = subprocess.run(
+        [sys.executable, "-m", "trainers", str(file)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return rows([record for record in read_log(Storage(str(tmp_path / "runs" / "alone"))) if "val_loss" in record])
+
+
+@pytest.mark.full
+def test_a_hostile_trial_affects_itself_only(tmp_path: Path, driver: Any) -> None:
+    kinds = (*OWN_AFFAIR, *ENDED)
+    clean = {"drawn": 5}
+    trials: list[dict[str, Any]] = [clean]
+    for kind in kinds:
+        trials += [{"poison": kind}, {**clean, "after": kind}]
+    records = run(sweep(tmp_path, {"task_args": trials}, TRAIN))
+    expected = rows(of(records, clean).curve)
+    assert expected == alone(tmp_path, clean)
+    for kind in kinds:
+        assert rows(of(records, {**clean, "after": kind}).curve) == expected, kind
+    for kind, (status, named) in ENDED.items():
+        hostile = of(records, {"poison": kind})
+        assert hostile.status == status, f"{kind}: {hostile.message}"
+        assert named in hostile.message

@@ -1,0 +1,218 @@
+"""The way to a node's zygote, and to the processes that it forks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tune.forks.child import END, TrialStopped, Work, pack
+from tune.forks.zygote import FORK, LONGEST_MESSAGE, NUMBER, Preload
+
+_LOOK_S = 0.02
+_STOP_S = 0.5
+"""Within which a function that was stopped may tidy up."""
+_START_S = 600.0
+"""Within which a zygote has imported what it should, on a machine however busy."""
+
+
+class NoOutcomeError(Exception):
+    """A process has ended without saying how."""
+
+    def __init__(self, code: int) -> None:
+        """`code`: of its exit; negative: the signal that ended it."""
+        super().__init__(code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
+
+
+class Zygote:
+    """This node's zygote of a sweep. It lives for as long as anybody is connected."""
+
+    def __init__(self, name: str, preload: Preload) -> None:
+        """Start it where it does not run; returns at once. `name` is the sweep's, the same on all nodes."""
+        self._directory = _directory(name)
+        self._path = self._directory / "zygote"
+        self._preload = preload
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._learned: set[str] = set()
+        self._start()
+
+    @classmethod
+    def of_functions(cls, name: str) -> Zygote:
+        """The zygote of a sweep of training functions of Ray Train's."""
+        return cls(name, Preload(modules=("tune.forks.function", "ray.tune", "tune.ray.driver")))
+
+    def _start(self) -> None:
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        if self._directory.stat().st_uid != os.getuid():
+            raise PermissionError(f"{self._directory} is another user's")
+        with (self._directory / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # another process of this node starts it, or has it
+                return
+            self._path.unlink(missing_ok=True)
+            places = [*self._preload.path, *sys.path]
+            # Else torch asks CUDA itself how many devices there are, and no fork could use it.
+            own = {"PYTHONPATH": os.pathsep.join(filter(None, places)), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            command = [sys.executable, "-m", "tune.forks.zygote", str(self._path), self._preload.to_json()]
+            self._process = subprocess.Popen(  # noqa: S603 (this interpreter)
+                command,
+                env=os.environ | own,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[lock.fileno()],
+            )
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        deadline = time.monotonic() + _START_S
+        while True:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                connection.connect(str(self._path))
+                return connection
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the parent of trials did not start within {_START_S:g} s")
+            self._start()  # where the one that did has ended
+            time.sleep(_LOOK_S)
+
+    def hold(self) -> None:
+        """Keep it alive for as long as this process lives."""
+        if self._connection is None:
+            self._connection = self._connect()
+
+    def fork(self, target: str, *arguments: Any, files: Sequence[int] = ()) -> Fork:
+        """Start a process that calls a function (`Work.target`); `files` are handed over to it."""
+        self.hold()
+        return Fork(self._connect(), Work(target, arguments, dict(os.environ), str(Path.cwd())), files)
+
+    def learn(self, modules: Sequence[str]) -> None:
+        """Import modules for all further forks."""
+        new = [module for module in modules if module not in self._learned]
+        message = "\n".join(new).encode()
+        if self._connection is not None and 0 < len(message) <= LONGEST_MESSAGE:
+            self._learned.update(new)
+            self._connection.sendall(message)
+
+    def close(self) -> None:
+        """Let go of it, and wait for its end where this process has started it."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _directory(name: str) -> Path:
+    """Where a sweep's zygote of this node listens. Nodes in network namespaces of one machine have one each."""
+    namespace = Path("/proc/self/ns/net").stat().st_ino if sys.platform == "linux" else 0
+    return Path(tempfile.gettempdir(), f"paceline-forks-{name}-{namespace}")
+
+
+class Fork:
+    """A process that does one thing."""
+
+    def __init__(self, control: socket.socket, work: Work, files: Sequence[int]) -> None:
+        self._control = control
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(control, [FORK], [theirs.fileno(), 1, 2, *files])
+        self._channel = Connection(ours.detach())
+        with contextlib.suppress(BrokenPipeError):
+            self._channel.send_bytes(pack(work))
+        self.pid = self._number()
+
+    def serve(
+        self,
+        asked: Any,
+        goes_on: Callable[[], bool] = lambda: True,
+        look_s: float = 1.0,
+        most_stopped_s: float = math.inf,
+    ) -> Any:
+        """Answer the process's calls by the methods of `asked`; returns its outcome.
+
+        Raises NoOutcomeError where it ends without one, or was stopped (SIGSTOP) for `most_stopped_s`; InterruptedError
+        where `goes_on`, which is called every `look_s`, says that nobody wants it any more; TrialStopped where a method
+        has raised it, which the process gets first. All but the first kill it.
+        """
+        stopped_at: float | None = None
+        ran_at = time.monotonic()
+        while True:
+            # A process of its own may hold the channel open after its end.
+            ready = wait([self._channel, self._control], look_s if stopped_at is None else _LOOK_S)
+            if self._channel in ready:
+                try:
+                    method, args, given = pickle.loads(self._channel.recv_bytes())  # noqa: S301 (a fork of our own)
+                except (EOFError, OSError):
+                    break
+                if method == END:
+                    if stopped_at is None:
+                        self.wait()
+                        return args[0]
+                    break
+                stopped = self._answer(asked, method, args, given)
+                stopped_at = time.monotonic() if stopped else stopped_at
+            elif ready or (stopped_at is not None and time.monotonic() > stopped_at + _STOP_S):
+                break
+            elif stopped_at is None and not goes_on():
+                self.kill()
+                raise InterruptedError
+            elif not self._is_stopped():
+                ran_at = time.monotonic()
+            elif time.monotonic() > ran_at + most_stopped_s:
+                self.kill()
+                raise NoOutcomeError(-signal.SIGSTOP)
+        if stopped_at is not None:
+            self.kill()
+            raise TrialStopped(0)
+        raise NoOutcomeError(self.wait())
+
+    def _answer(self, asked: Any, method: str, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+        """Answer a call; returns whether the answer is that the process should stop."""
+        try:
+            answer = (False, getattr(asked, method)(*args, **given))
+        except (Exception, TrialStopped) as error:
+            answer = (True, error)
+        with contextlib.suppress(OSError):
+            self._channel.send_bytes(pack(answer))
+        return isinstance(answer[1], TrialStopped)
+
+    def wait(self) -> int:
+        """Wait for the process to end; returns its exit code, negative where a signal has ended it."""
+        code = self._number()
+        self.kill()
+        return -signal.SIGKILL if code is None else code
+
+    def _number(self) -> int | None:
+        """The next that the zygote tells; None where it has died."""
+        data = self._control.recv(NUMBER.size, socket.MSG_WAITALL)
+        return int(NUMBER.unpack(data)[0]) if len(data) == NUMBER.size else None
+
+    def _is_stopped(self) -> bool:
+        """Whether the process was stopped by a signal, and not continued."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith(("T", "t"))
+        return False
+
+    def kill(self) -> None:
+        """End the process, and all that it has started."""
+        self._control.close()
+        self._channel.close()

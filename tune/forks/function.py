@@ -1,0 +1,196 @@
+"""A training function of Ray Train's, or the driver of a trial, in a process of its own (Ray).
+
+The function finds Ray Train's interface (`ray.train.report`, `get_context`, ...) as a worker has it. Each call goes
+over the channel to the worker that has started this process, where Ray's own implementation answers it. The process
+itself joins the cluster only when its code calls Ray (`ray.get`, `ray.data`, actors).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from typing import Any
+
+import numpy as np
+import ray
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from ray import cloudpickle
+from ray.air._internal import device_manager
+from ray.air._internal.device_manager import get_torch_device_manager_by_device_type
+from ray.train._internal import session
+from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils, set_train_fn_utils
+from ray.train.v2.api.context import TrainContext
+
+from trainers.causes import failure_of
+from trainers.devices.device import peak_memory_bytes
+from trainers.launch.spec import FunctionSpec
+from tune.forks.child import Channel, TrialStopped
+from tune.forks.place import Place
+from tune.forks.task import form_group, imported_libraries
+
+
+class ForkContext(TrainContext):
+    """What `ray.train.get_context()` gives."""
+
+    def __init__(self, place: Place, experiment: str, storage: Any) -> None:
+        self._place, self._experiment, self._storage = place, experiment, storage
+
+    def get_experiment_name(self) -> str:
+        """As Ray\'s."""
+        return self._experiment
+
+    def get_world_size(self) -> int:
+        """As Ray\'s."""
+        return self._place.world_size
+
+    def get_world_rank(self) -> int:
+        """As Ray\'s."""
+        return self._place.rank
+
+    def get_local_rank(self) -> int:
+        """As Ray\'s."""
+        return self._place.local_rank
+
+    def get_local_world_size(self) -> int:
+        """As Ray\'s."""
+        return self._place.local_world_size
+
+    def get_node_rank(self) -> int:
+        """As Ray\'s."""
+        return self._place.node_rank
+
+    def get_storage(self) -> Any:
+        """As Ray\'s."""
+        return self._storage
+
+
+class ForkUtils(TrainFnUtils):
+    """What the functions of `ray.train` call."""
+
+    def __init__(self, channel: Channel, context: ForkContext) -> None:
+        self._channel, self._context = channel, context
+
+    def report(self, *args: Any, **given: Any) -> None:
+        """As Ray\'s."""
+        self._channel.call("report", *args, **given)
+
+    def get_checkpoint(self) -> Any:
+        """As Ray\'s."""
+        return self._channel.call("get_checkpoint")
+
+    def get_all_reported_checkpoints(self, *args: Any, **given: Any) -> Any:
+        """As Ray\'s."""
+        return self._channel.call("get_all_reported_checkpoints", *args, **given)
+
+    def get_dataset_shard(self, *args: Any, **given: Any) -> Any:
+        """As Ray\'s."""
+        connect()  # it holds actors
+        return self._channel.call("get_dataset_shard", *args, **given)
+
+    def get_context(self) -> TrainContext:
+        """As Ray\'s."""
+        return self._context
+
+    def get_preemption_info(self) -> Any:
+        """As Ray\'s."""
+        return self._channel.call("get_preemption_info")
+
+    def is_distributed(self) -> bool:
+        """As Ray\'s."""
+        return True
+
+    def barrier(self) -> None:
+        """As Ray\'s."""
+        self._channel.call("barrier")
+
+    def broadcast_from_rank_zero(self, data: Any) -> Any:
+        """As Ray\'s."""
+        return self._channel.call("broadcast_from_rank_zero", data)
+
+
+class _TuneSession:
+    """What `ray.tune.report` and `ray.tune.get_checkpoint` of a function reach."""
+
+    world_rank = 0  # a number: Ray Train's own functions may be called
+
+    def __init__(self, utils: ForkUtils) -> None:
+        self._utils = utils
+
+    def report(self, metrics: dict[str, Any], checkpoint: Any = None) -> None:
+        """As Ray\'s."""
+        self._utils.report(metrics, checkpoint)
+
+    @property
+    def loaded_checkpoint(self) -> Any:
+        """As Ray\'s."""
+        return self._utils.get_checkpoint()
+
+
+def connect() -> None:
+    """Join the cluster of the worker that has started this process."""
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+
+
+def as_new_process(gpu_ids: list[str]) -> None:
+    """Have what a new process of Ray's draws or reads at its start; `gpu_ids`: of the worker."""
+    np.random.seed()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
+    # By which Ray Train finds the device; it would join the cluster to ask.
+    of_ray: Any = ray
+    of_ray.get_gpu_ids = lambda: gpu_ids
+    device_manager._torch_device_manager = get_torch_device_manager_by_device_type("cuda" if gpu_ids else "cpu")
+
+
+def run_function(
+    channel: Channel, function: FunctionSpec | bytes, place: Place, gpu_ids: list[str], experiment: str, storage: Any
+) -> Any:
+    """Call a training function, which is named or pickled.
+
+    Returns:
+        What it returned (`returned`), or what it raised: the exception and its traceback (`raised`) and, as plain data,
+        its `status` and `message`. TrialStopped ends it as `stopped`. Also its `peak_memory_bytes` and the installed
+        modules that it has `imported`.
+    """
+    modules = set(sys.modules)
+    as_new_process(gpu_ids)
+    os.environ.update(place.environment)
+    utils = ForkUtils(channel, ForkContext(place, experiment, storage))
+    set_train_fn_utils(utils)
+    of_tune: Any = session
+    of_tune._session = _TuneSession(utils)
+    try:
+        form_group(place, channel.files)
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(ray.train.torch.get_device())
+        call = cloudpickle.loads(function) if isinstance(function, bytes) else function.load()
+        channel.call("begins")
+        returned = call()
+    except TrialStopped:
+        return {"status": "stopped"}
+    except (Exception, SystemExit) as error:
+        return _raised(error, place.rank)
+    finally:
+        _leave_group()
+    peak = peak_memory_bytes(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+    imported = imported_libraries(modules)
+    return {"status": "done", "returned": returned, "peak_memory_bytes": peak, "imported": imported}
+
+
+def _raised(error: BaseException, rank: int) -> dict[str, Any]:
+    failure = failure_of(error, rank)
+    text = "".join(traceback.format_exception(error, limit=-20))
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    outcome = {"status": failure.status, "message": failure.message, "follows": failure.follows, "traceback": text}
+    return outcome | {"raised": error}
+
+
+def _leave_group() -> None:
+    if dist.is_initialized() and dist.get_backend() != "nccl":  # NCCL's waits for kernels of ranks that are gone
+        dist.destroy_process_group()

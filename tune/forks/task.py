@@ -1,0 +1,155 @@
+"""A trial of a task, in a process of its own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+import trainers.loop.fit  # noqa: F401 (before the fork: all that a run imports)
+from trainers.causes import failure_of
+from trainers.context import RunContext
+from trainers.devices.device import device_name, grow_segments, total_memory_bytes, with_gpu_memory
+from trainers.errors import ConfigError, PacelineError, PreemptedError, RunFailedError, TooLargeError
+from trainers.launch.log import setup_logging
+from trainers.launch.spec import RunSpec
+from trainers.storage import Storage
+from tune.forks.child import Channel
+from tune.forks.place import Given, Place
+from tune.objective import check_reported
+
+_NAMES = ("objective.metric", "objective.target", "checkpoint.best", "early_stopping.metric", "schedule()")
+"""What names a metric: one that no trial reports ends the sweep."""
+
+
+class TrialContext(RunContext):
+    """RunContext of a trial: asks the worker that has started it."""
+
+    def __init__(self, channel: Channel, place: Place, given: Given) -> None:
+        of_all = place.rank, place.world_size
+        super().__init__(None, "lane", *of_all, place.local_rank, place.local_world_size, place.device_index)
+        self._channel = channel
+        self.microbatch_ceiling, self.microbatch_bounds = given.microbatch_ceiling, given.microbatch_bounds
+        self.source = None if given.source is None else Storage(given.source)
+        self.refuge = None if given.refuge is None else Storage(given.refuge)
+        self.watches = given.watches
+        self._goes_on = True
+
+    def report(self, metrics: dict[str, Any], checkpoint: str | None, elapsed_s: float) -> None:
+        """Rank 0 tells of an evaluation, and hears whether the trial should go on."""
+        if checkpoint is None:
+            check_reported(self.watches, metrics)
+        if self.rank == 0 and checkpoint is None:
+            self._goes_on = self._channel.call("report", metrics) and self._goes_on
+
+    def observe(self, figures: dict[str, float]) -> None:
+        """The figures of this rank."""
+        self._channel.call("observe", with_gpu_memory(figures))
+
+    def should_stop(self, elapsed_s: float) -> bool:
+        """Whether the search has stopped the trial."""
+        return not self._goes_on
+
+    def preempted(self, elapsed_s: float) -> bool:
+        """Whether the node will be taken away."""
+        return bool(self._channel.call("preempted", elapsed_s))
+
+    def fits(self, microbatch_size: int, fits: bool) -> None:
+        """All other trials shall know it."""
+        low, high = self.microbatch_bounds
+        if not fits:
+            self.microbatch_bounds = (low, min(microbatch_size, high or microbatch_size))
+        self._channel.call("fits", microbatch_size, fits)
+
+    def too_large(self, microbatch_size: int) -> None:
+        """Of several ranks one ran out of memory: all start again with a smaller microbatch."""
+        self._channel.call("too_large", microbatch_size)
+
+    def hung(self, failure: RunFailedError, stack: str) -> None:
+        """The trial ends here."""
+        self._channel.call("hung", failure, stack)
+
+
+def form_group(place: Place, files: Sequence[int]) -> None:
+    """Form the process group of a trial's ranks."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # (it is documented)
+
+    from trainers.launch.local import join_group, keep_on_this_machine
+
+    if place.local_world_size == place.world_size:
+        keep_on_this_machine()
+    server = socket.socket(fileno=files[0]).detach() if place.rank == 0 else None
+    timeout = timedelta(seconds=place.timeout_s)
+    store = TCPStore(place.address, place.port, place.world_size, place.rank == 0, timeout, master_listen_fd=server)
+    backend = place.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    join_group(backend, store, place.rank, place.world_size, place.device_index, timeout)
+
+
+def device_label(channel: Channel, device_index: int) -> str:
+    """Return what decides how much fits: the GPU's model and memory."""
+    device = torch.device("cuda", device_index) if torch.cuda.is_available() else torch.device("cpu")
+    return f"{device_name(device)}, {total_memory_bytes(device) / 2**30:.1f} GiB"
+
+
+def run_trial(
+    channel: Channel, name: str, tree: dict[str, Any], path: tuple[str, ...], place: Place, given: Given
+) -> Any:
+    """Train; returns the outcome as plain data, with `failure` where it is one."""
+    began, clock = time.time(), time.monotonic()
+    modules = set(sys.modules)
+    setup_logging(1)  # trials of many lanes would talk at once: warnings only
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    grow_segments()
+    context = TrialContext(channel, place, given)
+    spec = RunSpec(tree, path, f"trial {name}", "")
+    try:
+        if place.address:
+            form_group(place, channel.files)
+        result = spec.execute(context)
+    except Exception as error:
+        return _failed(error, context)
+    total_s = time.monotonic() - clock
+    if place.address:
+        from trainers.launch.local import leave_group
+
+        leave_group(failed=False)
+    spent = {
+        "began": began,
+        "starting_s": max(0.0, total_s - result.wall_time_s),
+        "training_s": result.train_time_s,
+        "total_s": total_s + result.earlier_time_s,  # with the lane whose node was taken away
+        "first_step_s": result.first_step_s,
+    }
+    return {"status": result.status, "result": asdict(result), "spent": spent, "imported": imported_libraries(modules)}
+
+
+def _failed(error: Exception, context: RunContext) -> dict[str, Any]:
+    """Return the outcome of what an error has ended."""
+    if isinstance(error, PreemptedError):
+        return {"status": error.status, "message": str(error)}
+    failure = failure_of(error, context.rank)
+    outcome: dict[str, Any] = {"status": failure.status, "message": failure.message, "follows": failure.follows}
+    if isinstance(error, ConfigError) and error.field in _NAMES:
+        outcome["misnamed"] = error
+    if isinstance(error, TooLargeError) and context.world_size > 1:
+        outcome["smaller"] = True
+    if not isinstance(error, PacelineError) and failure.status == "error":
+        outcome["traceback"] = "".join(traceback.format_exception(error, limit=-20))
+    return outcome
+
+
+def imported_libraries(before: set[str]) -> list[str]:
+    """The installed modules that were imported since: other trials will want them."""
+    new = [name for name in sys.modules if name not in before]
+    places = ("site-packages", "dist-packages")
+    return [
+        name for name in new if any(place in (getattr(sys.modules[name], "__file__", None) or "") for place in places)
+    ]

@@ -1,0 +1,260 @@
+"""The parent of a node's trials: a process without Ray, CUDA or a second thread, forked for each of them.
+
+Run as: python -m tune.forks.zygote SOCKET PRELOAD, where PRELOAD is JSON (`Preload`); Zygote.start does so.
+
+It imports torch, the loop and the user's module, and listens. Whoever wants a trial connects and hands over open files:
+the trial's end of a channel, its standard output and its standard error. The forked process reads from the channel what
+to do (child.py); the zygote knows nothing of it. Where its own state does not survive a fork (threads, CUDA), it starts
+a new interpreter in place of a fork.
+
+A connection stays open while its trial lives: the trial's end is answered with the exit code, and a connection that is
+closed before ends the trial. What a trial leaves running ends with it. Without a connection the zygote ends, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tune.forks.child import PR_SET_CHILD_SUBREAPER, become, prctl
+
+NUMBER = struct.Struct("i")
+"""What comes back: the number of a trial's process, and at its end its exit code."""
+FORK = b"fork"
+"""The message that comes with a trial's files; any other names modules to import, a line each."""
+LONGEST_MESSAGE = 2**18
+_MOST_FILES = 8
+_UNUSED_S = 120.0
+"""That a zygote waits for its first connection."""
+_IDLE_S = 10.0
+"""That it lives on once the last one is closed."""
+_CANARY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What a zygote imports."""
+
+    path: tuple[str, ...] = ()
+    """Directories that come first on sys.path."""
+    modules: tuple[str, ...] = ()
+    """Modules that are imported where they can be; a trial says what is wrong with them."""
+    forks: bool = True
+    """False: each trial is a new interpreter."""
+
+    def to_json(self) -> str:
+        """Return it as an argument of the command."""
+        return json.dumps(asdict(self))
+
+
+class Zygote:
+    """Serves a socket."""
+
+    def __init__(self, path: Path, why_not: str | None) -> None:
+        """`why_not`: why trials cannot be forks of this process."""
+        self._path, self._why_not = path, why_not
+        self._clients: set[socket.socket] = set()
+        self._trials: dict[int, socket.socket] = {}
+        """The connection of each trial, by process."""
+        self._had_client = False
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._listener = socket.socket(socket.AF_UNIX)
+        aside = path.with_suffix(".new")
+        self._listener.bind(str(aside))
+        self._listener.listen(64)
+        aside.rename(path)  # whoever sees it can connect
+
+    def serve(self) -> None:
+        """Fork trials until nobody is connected any more."""
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._reap)
+        while True:
+            ready = self._selector.select(_IDLE_S if self._had_client else _UNUSED_S)
+            if not ready and not self._clients:
+                return
+            for key, _ in ready:
+                key.data() if key.data is not None else self._hear(key.fileobj)  # type: ignore[arg-type]
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        self._had_client = True
+        self._clients.add(client)
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _hear(self, client: socket.socket) -> None:
+        try:
+            message, files, _, _ = socket.recv_fds(client, LONGEST_MESSAGE, _MOST_FILES)
+        except OSError:
+            message, files = b"", []
+        if message == FORK:
+            pid = self._start(files)
+            self._trials[pid] = client
+            for file in files:
+                os.close(file)
+            self._say(client, pid)
+        elif message:
+            import_all(message.decode().splitlines())
+            gc.freeze()
+        else:
+            self._forget(client)
+
+    def _say(self, client: socket.socket, number: int) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more
+            client.sendall(NUMBER.pack(number))
+
+    def _start(self, files: Sequence[int]) -> int:
+        """Start a trial's process, and return its number."""
+        if self._why_not is not None:
+            for file in files:
+                os.set_inheritable(file, True)
+            command = [sys.executable, "-m", "tune.forks.child", *map(str, files)]
+            return os.posix_spawn(sys.executable, command, os.environ)
+        pid = os.fork()
+        if pid == 0:
+            self._leave()
+            become(files)
+        return pid
+
+    def _leave(self) -> None:
+        """Close, in a trial, what is the zygote's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        for opened in (self._listener, *self._clients):
+            opened.close()
+        os.close(self._woken)
+        os.close(self._wakes)
+
+    def _forget(self, client: socket.socket) -> None:
+        """End the trial of a connection that was closed."""
+        self._selector.unregister(client)
+        self._clients.discard(client)
+        client.close()
+        for pid in [pid for pid, owner in self._trials.items() if owner is client]:
+            del self._trials[pid]
+            end_group(pid)
+
+    def _reap(self) -> None:
+        """Tell of trials that have ended, and end what they left running."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+        ended = []
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            ended.append((pid, status))
+        for pid, status in ended:
+            end_group(pid)
+            client = self._trials.pop(pid, None)
+            if client is not None:
+                self._say(client, os.waitstatus_to_exitcode(status))
+        if ended:
+            self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Kill the children that are no trials: daemons, whose trials have ended."""
+        for child in _children():
+            if child not in self._trials:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+
+
+def end_group(pid: int) -> None:
+    """Kill a trial's process and its group, where there are any."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    try:
+        return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def import_all(modules: Sequence[str]) -> None:
+    """Import modules; one that fails does so again in the trial that needs it."""
+    for module in modules:
+        with contextlib.suppress(BaseException), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(module)
+
+
+def why_not_fork() -> str | None:
+    """Why this process cannot be forked; None where it can."""
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if threads:
+        return f"its import has started a thread ({', '.join(threads)})"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "its import has initialised CUDA"
+    return None if _canary_sings() else "its import has left torch's threads in a state in which forks hang"
+
+
+def _canary_sings() -> bool:
+    """Whether a fork can run torch's parallel code, which hangs after this process has run some itself (libgomp)."""
+    pid = os.fork()
+    if pid == 0:
+        import torch
+
+        torch.set_num_threads(2)
+        torch.ones(2**17).exp()
+        os._exit(0)
+    ended, _ = os.waitpid(pid, os.WNOHANG)
+    waited = threading.Event()
+    for _ in range(int(_CANARY_S / 0.01)):
+        if ended:
+            return True
+        waited.wait(0.01)
+        ended, _ = os.waitpid(pid, os.WNOHANG)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+def main() -> None:
+    """Import, and serve."""
+    path, preload = Path(sys.argv[1]), Preload(**json.loads(sys.argv[2]))
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    sys.path[:0] = [place for place in preload.path if place not in sys.path]
+    why_not: str | None = "each trial is to have a new interpreter"
+    if preload.forks:
+        gc.disable()
+        import_all(["torch._dynamo", "torch.distributed.nn.functional", "trainers.loop.fit", "tune.forks.task"])
+        import_all(preload.modules)
+        gc.enable()
+        gc.freeze()
+        why_not = why_not_fork()
+        if why_not is not None:
+            print(f"trials are no forks but new interpreters, which is slower: {why_not}", flush=True)
+    try:
+        Zygote(path, why_not).serve()
+    finally:
+        shutil.rmtree(path.parent, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
