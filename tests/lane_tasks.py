@@ -151,7 +151,10 @@ class Signed(Blobs):
         super().__init__(**args)
         self.file = Path(file)
 
-    def model(self) -> nn.Module:
+    def sign(self) -> None:
         with self.file.open("a") as file:  # the loop has seeded torch with the trial's seed by now
             file.write(f"{torch.initial_seed()}\n")
+
+    def model(self) -> nn.Module:
+        self.sign()
         return super().model()
