@@ -179,7 +179,7 @@ def test_a_drained_host_loses_nothing(cluster: OnPremises, elastic: str) -> None
     until(lambda: resumed_at(cluster.log(elastic)), "the run's return")
     [at] = resumed_at(cluster.log(elastic))
     assert f"a node is being taken away; step {at} is kept" in cluster.log(elastic)
-    assert at == last, "no step was made after it"
+    assert last <= at < last + 50, "no step that would have been told was made after it"
 
 
 def test_a_power_cut_costs_the_checkpoint_interval_at_most(cluster: OnPremises, elastic: str) -> None:
