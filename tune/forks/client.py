@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import os
 import pickle
 import shutil
@@ -25,6 +24,7 @@ from tune.forks.zygote import FORK, LONGEST_MESSAGE, NUMBER, Preload
 _LOOK_S = 0.02
 _STOP_S = 0.5
 """Within which a function that was stopped may tidy up."""
+_MOST_STOPPED_S = 300.0
 _START_S = 600.0
 """Within which a zygote has imported what it should, on a machine however busy."""
 
@@ -106,10 +106,15 @@ class Zygote:
     def learn(self, modules: Sequence[str]) -> None:
         """Import modules for all further forks."""
         new = [module for module in modules if module not in self._learned]
-        message = "\n".join(new).encode()
-        if self._connection is not None and 0 < len(message) <= LONGEST_MESSAGE:
-            self._learned.update(new)
+        message = "".join(f"{module}\n" for module in new).encode()
+        if self._connection is None or len(message) > LONGEST_MESSAGE:
+            return
+        try:
             self._connection.sendall(message)
+            self._learned.update(new)
+        except OSError:  # it has died: the next fork starts another
+            self._connection = None
+            self._learned.clear()
 
     def close(self) -> None:
         """Let go of it, and wait for its end where this process has started it."""
@@ -145,7 +150,7 @@ class Fork:
         asked: Any,
         goes_on: Callable[[], bool] = lambda: True,
         look_s: float = 1.0,
-        most_stopped_s: float = math.inf,
+        most_stopped_s: float = _MOST_STOPPED_S,
     ) -> Any:
         """Answer the process's calls by the methods of `asked`; returns its outcome.
 

@@ -102,7 +102,7 @@ def device_label(channel: Channel, device_index: int) -> str:
 def run_trial(
     channel: Channel, name: str, tree: dict[str, Any], path: tuple[str, ...], place: Place, given: Given
 ) -> Any:
-    """Train; returns the outcome as plain data, with `failure` where it is one."""
+    """Train; returns the outcome as plain data."""
     began, clock = time.time(), time.monotonic()
     modules = set(sys.modules)
     setup_logging(1)  # trials of many lanes would talk at once: warnings only

@@ -7,6 +7,7 @@ has a controller, and checkpoints into a directory of the trial's own.
 import copy
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
 from trainers.errors import ConfigError
 from trainers.launch.spec import FunctionSpec
 from tune.forks.child import TrialStopped
-from tune.forks.client import Zygote
+from tune.forks.client import Fork, Zygote
 from tune.forks.place import Place
 from tune.lanes.messages import Assignment
 from tune.trials.microbatch_bounds import fixed_size
@@ -83,9 +84,15 @@ def _is_number(value: Any) -> bool:
 
 
 def run_function(
-    zygote: Zygote, assignment: Assignment, mailbox: Any, lane: int, place: Place, files: list[int]
-) -> Any:
-    """Run a trial; returns this rank's outcome as plain data.
+    zygote: Zygote,
+    assignment: Assignment,
+    mailbox: Any,
+    lane: int,
+    place: Place,
+    files: list[int],
+    serve: Callable[[Fork, Any], dict[str, Any]],
+) -> dict[str, Any]:
+    """Run a trial; `serve` answers what its process asks. Returns this rank's outcome as plain data.
 
     Raises InterruptedError where another rank has ended the trial, NoOutcomeError where its process has died.
     """
@@ -97,15 +104,12 @@ def run_function(
     set_train_context(context)
     asked = _Asked(context, assignment.begun.train_time_s if assignment.begun else 0.0)
 
-    def is_wanted() -> bool:
-        return place.world_size == 1 or bool(ray.get(mailbox.runs.remote(lane, assignment.ticket)))
-
     size = fixed_size(assignment.tree)
     began = time.time()
     try:
         of_ray = [str(gpu) for gpu in ray.get_gpu_ids()], assignment.trial, context.storage_context
         fork = zygote.fork("tune.forks.function:run_function", spec, place, *of_ray, files=files)
-        outcome = fork.serve(asked, is_wanted)
+        outcome = serve(fork, asked)
     except TrialStopped:
         outcome = {"status": "stopped"}
     finally:

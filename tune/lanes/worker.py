@@ -24,7 +24,7 @@ from trainers.loop.watchdog import HUNG_EXIT_CODE
 from trainers.on_ray.context import Gauges, WorkerContext
 from trainers.on_ray.gpus import hide_unassigned_gpus, own_gpu
 from trainers.on_ray.process_group import listen
-from tune.forks.client import NoOutcomeError, Zygote
+from tune.forks.client import Fork, NoOutcomeError, Zygote
 from tune.forks.place import Given, Place
 from tune.forks.zygote import Preload
 from tune.lanes.messages import Assignment
@@ -168,7 +168,8 @@ class _Lane:
         if self._of_function:
             from tune.lanes.function import run_function
 
-            done: dict[str, Any] = run_function(self._zygote, assignment, self._mailbox, self._number, place, files)
+            given_to = self._zygote, assignment, self._mailbox, self._number, place, files
+            done: dict[str, Any] = run_function(*given_to, lambda fork, asked: self._serve(fork, asked, assignment))
             return done
         asked = Asked(self._mailbox, self._number, assignment, self._gauges, self._may_drain)
         source = assignment.source
@@ -176,6 +177,10 @@ class _Lane:
         given = Given(assignment.microbatch_ceiling, assignment.microbatch_bounds, source, refuge, assignment.watches)
         arguments = (assignment.trial, assignment.tree, assignment.path, place, given)
         fork = self._zygote.fork("tune.forks.task:run_trial", *arguments, files=files)
+        return self._serve(fork, asked, assignment)
+
+    def _serve(self, fork: Fork, asked: Any, assignment: Assignment) -> dict[str, Any]:
+        """Answer what the process of a trial asks, until its end."""
         hang_timeout_s = assignment.tree.get("failure", {}).get("hang_timeout_s", FailureConfig().hang_timeout_s)
         outcome: dict[str, Any] = fork.serve(asked, lambda: self._is_wanted(assignment), _LOOK_S, hang_timeout_s)
         return outcome

@@ -1,9 +1,9 @@
-"""All that knows Ray Train's internals (Ray 2.60): its controller over warm workers.
+"""All that knows Ray Train's internals (Ray 2.60): its controller over workers that stay.
 
-A trial runs Ray's own TrainController in its own process, with every callback, policy and file that Ray has. Only its
-worker group differs: it borrows the workers of a lane, where Ray would start an actor for each, and gives them back,
-where Ray would kill them. What ranks meet at, and what they ask their controller, goes through the pool: a trial starts
-no process.
+A trial's actor runs Ray's own TrainController in its process, with every callback, policy and file that Ray has. Only
+its worker group differs: it borrows the workers of a lane, where Ray would start an actor for each, and gives them
+back, where Ray would kill them. What ranks meet at, and what they ask their controller, goes through the pool: a trial
+starts no actor, and its function runs in a fork.
 """
 
 import asyncio
