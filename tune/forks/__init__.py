@@ -1,4 +1,4 @@
 """Trials are forks of a warm parent: a zygote a node, which has imported torch and the user's module.
 
-Its door: `zygote_of` (zygote_client.py) gives a node's zygote, and `Zygote.fork` a process of it.
+Its door: `Zygote` (client.py) gives a node's zygote, and `Zygote.fork` a process of it.
 """

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tune.forks.child import END, TrialStopped, Work, pack
-from tune.forks.zygote import FORK, LONGEST_MESSAGE, NUMBER, Preload
+from tune.forks.zygote import END_ALL, FORK, LONGEST_MESSAGE, NUMBER, Preload
 
 _LOOK_S = 0.02
 _STOP_S = 0.5
@@ -27,6 +27,8 @@ _STOP_S = 0.5
 _MOST_STOPPED_S = 300.0
 _START_S = 600.0
 """Within which a zygote has imported what it should, on a machine however busy."""
+_MOST_STARTS = 3
+"""Of zygotes for one fork: one may be about to end, two are no chance."""
 
 
 class NoOutcomeError(Exception):
@@ -49,7 +51,6 @@ class Zygote:
         self._directory = _directory(name)
         self._path = self._directory / "zygote"
         self._preload = preload
-        self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._learned: set[str] = set()
         self._start()
@@ -73,13 +74,17 @@ class Zygote:
             # Else torch asks CUDA itself how many devices there are, and no fork could use it.
             own = {"PYTHONPATH": os.pathsep.join(filter(None, places)), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             command = [sys.executable, "-m", "tune.forks.zygote", str(self._path), self._preload.to_json()]
-            self._process = subprocess.Popen(  # noqa: S603 (this interpreter)
-                command,
-                env=os.environ | own,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=[lock.fileno()],
-            )
+            self._connection, theirs = socket.socketpair()
+            with theirs:
+                command.append(str(theirs.fileno()))
+                subprocess.run(  # noqa: S603 (this interpreter)
+                    command,
+                    env=os.environ | own,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=[lock.fileno(), theirs.fileno()],
+                    check=True,
+                )
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -100,8 +105,13 @@ class Zygote:
 
     def fork(self, target: str, *arguments: Any, files: Sequence[int] = ()) -> Fork:
         """Start a process that calls a function (`Work.target`); `files` are handed over to it."""
-        self.hold()
-        return Fork(self._connect(), Work(target, arguments, dict(os.environ), str(Path.cwd())), files)
+        work = Work(target, arguments, dict(os.environ), str(Path.cwd()))
+        for _ in range(_MOST_STARTS):
+            self.hold()
+            with contextlib.suppress(ConnectionError):  # it was about to end, for want of work
+                return Fork(self._connect(), work, files)
+            self._forget()
+        raise ConnectionError("the parent of trials ends before it forks one")
 
     def learn(self, modules: Sequence[str]) -> None:
         """Import modules for all further forks."""
@@ -113,17 +123,21 @@ class Zygote:
             self._connection.sendall(message)
             self._learned.update(new)
         except OSError:  # it has died: the next fork starts another
-            self._connection = None
-            self._learned.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._connection = None
+        self._learned.clear()
 
     def close(self) -> None:
-        """Let go of it, and wait for its end where this process has started it."""
+        """End it on this node, and wait for its end."""
         if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(f"{END_ALL}\n".encode())
+                while self._connection.recv(1):
+                    pass
             self._connection.close()
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-            shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _directory(name: str) -> Path:
@@ -144,6 +158,8 @@ class Fork:
         with contextlib.suppress(BrokenPipeError):
             self._channel.send_bytes(pack(work))
         self.pid = self._number()
+        if self.pid is None:
+            raise ConnectionResetError
 
     def serve(
         self,

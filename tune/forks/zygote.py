@@ -1,6 +1,7 @@
 """The parent of a node's trials: a process without Ray, CUDA or a second thread, forked for each of them.
 
-Run as: python -m tune.forks.zygote SOCKET PRELOAD, where PRELOAD is JSON (`Preload`); Zygote.start does so.
+Run as: python -m tune.forks.zygote SOCKET PRELOAD CLIENT, where PRELOAD is JSON (`Preload`) and CLIENT an open socket,
+of its first client; the Zygote of client.py does so. It is no child of that process: Ray kills a worker's children.
 
 It imports torch, the loop and the user's module, and listens. Whoever wants a trial connects and hands over open files:
 the trial's end of a channel, its standard output and its standard error. The forked process reads from the channel what
@@ -36,10 +37,10 @@ NUMBER = struct.Struct("i")
 """What comes back: the number of a trial's process, and at its end its exit code."""
 FORK = b"fork"
 """The message that comes with a trial's files; any other names modules to import, a line each."""
+END_ALL = "."
+"""The line that ends the zygote, and all trials with it."""
 LONGEST_MESSAGE = 2**18
 _MOST_FILES = 8
-_UNUSED_S = 120.0
-"""That a zygote waits for its first connection."""
 _IDLE_S = 10.0
 """That it lives on once the last one is closed."""
 _CANARY_S = 10.0
@@ -64,13 +65,13 @@ class Preload:
 class Zygote:
     """Serves a socket."""
 
-    def __init__(self, path: Path, why_not: str | None) -> None:
-        """`why_not`: why trials cannot be forks of this process."""
-        self._path, self._why_not = path, why_not
-        self._clients: set[socket.socket] = set()
+    def __init__(self, path: Path, first: socket.socket, why_not: str | None) -> None:
+        """`first`: the client that has started it; `why_not`: why trials cannot be forks of this process."""
+        self._why_not = why_not
+        self._clients = {first}
         self._trials: dict[int, socket.socket] = {}
         """The connection of each trial, by process."""
-        self._had_client = False
+        self._is_ended = False
         self._selector = selectors.DefaultSelector()
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX)
@@ -80,14 +81,16 @@ class Zygote:
         aside.rename(path)  # whoever sees it can connect
 
     def serve(self) -> None:
-        """Fork trials until nobody is connected any more."""
+        """Fork trials until nobody is connected any more, or somebody ends it."""
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, self._reap)
-        while True:
-            ready = self._selector.select(_IDLE_S if self._had_client else _UNUSED_S)
+        for client in self._clients:
+            self._selector.register(client, selectors.EVENT_READ)
+        while not self._is_ended:
+            ready = self._selector.select(_IDLE_S)
             if not ready and not self._clients:
                 return
             for key, _ in ready:
@@ -95,7 +98,6 @@ class Zygote:
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
-        self._had_client = True
         self._clients.add(client)
         self._selector.register(client, selectors.EVENT_READ)
 
@@ -111,7 +113,9 @@ class Zygote:
                 os.close(file)
             self._say(client, pid)
         elif message:
-            import_all(message.decode().splitlines())
+            lines = message.decode().splitlines()
+            self._is_ended = END_ALL in lines
+            import_all([line for line in lines if line != END_ALL])
             gc.freeze()
         else:
             self._forget(client)
@@ -236,7 +240,11 @@ def _canary_sings() -> bool:
 
 def main() -> None:
     """Import, and serve."""
+    if os.fork():
+        os._exit(0)
     path, preload = Path(sys.argv[1]), Preload(**json.loads(sys.argv[2]))
+    first = socket.socket(fileno=int(sys.argv[3]))
+    first.set_inheritable(False)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
     sys.path[:0] = [place for place in preload.path if place not in sys.path]
@@ -251,7 +259,7 @@ def main() -> None:
         if why_not is not None:
             print(f"trials are no forks but new interpreters, which is slower: {why_not}", flush=True)
     try:
-        Zygote(path, why_not).serve()
+        Zygote(path, first, why_not).serve()
     finally:
         shutil.rmtree(path.parent, ignore_errors=True)
 

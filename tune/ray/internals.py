@@ -77,7 +77,8 @@ class LaneWorker(RayTrainWorker):
 
     def __init__(self, zygote: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        Zygote.of_functions(zygote).hold()
+        self._zygote = Zygote.of_functions(zygote)
+        self._zygote.hold()
 
     def init_train_context(self, **given: Any) -> None:  # type: ignore[override]
         """Called by Ray before the function runs."""

@@ -1,0 +1,99 @@
+"""A zygote and its forks, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.waits import HANG_S
+from tune.forks import client
+from tune.forks.client import NoOutcomeError, Zygote
+from tune.forks.zygote import Preload
+
+
+@pytest.fixture
+def name() -> str:
+    """Of a sweep."""
+    return uuid.uuid4().hex[:12]
+
+
+@pytest.fixture
+def parent(name: str) -> Iterator[Zygote]:
+    """A zygote, whose trials start at once: no import, a new interpreter each."""
+    with contextlib.closing(Zygote(name, Preload(forks=False))) as one:
+        yield one
+
+
+def ask(channel: Any, *arguments: Any) -> Any:
+    """Run in a trial: ask the other side, and return its answer."""
+    return channel.call("answer", *arguments)
+
+
+def die(channel: Any, number: int) -> None:
+    """Run in a trial: end by a signal."""
+    os.kill(os.getpid(), number)
+
+
+class Asked:
+    def answer(self, left: int, right: int) -> int:
+        return left // right
+
+
+def test_a_fork_asks_and_answers_and_is_missed(parent: Zygote) -> None:
+    here = "tests.unit.test_forks"
+    assert parent.fork(f"{here}:ask", 6, 3).serve(Asked()) == 2
+    with pytest.raises(NoOutcomeError) as failed:
+        parent.fork(f"{here}:ask", 6, 0).serve(Asked())
+    assert failed.value.code == 1, "the error was raised in it"
+    with pytest.raises(NoOutcomeError) as killed:
+        parent.fork(f"{here}:die", signal.SIGKILL).serve(Asked())
+    assert killed.value.code == -signal.SIGKILL
+
+
+def test_a_zygote_outlives_the_process_that_started_it(name: str) -> None:
+    start = f"""
+from tune.forks.client import Zygote
+from tune.forks.zygote import Preload
+one = Zygote({name!r}, Preload(forks=False))
+one.hold()
+print("up", flush=True)
+input()
+"""
+    first = subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "up\n"
+    with contextlib.closing(Zygote(name, Preload(forks=False))) as second:
+        second.hold()
+        children = subprocess.run(["ps", "--ppid", str(first.pid), "-o", "pid="], capture_output=True, text=True)
+        assert children.stdout == "", "Ray kills a worker's children with it"
+        fork = second.fork("tests.unit.test_forks:ask", 6, 3)
+        first.kill()
+        first.wait(HANG_S)
+        assert fork.serve(Asked()) == 2
+    assert not second._directory.exists()
+
+
+def test_a_zygote_that_is_about_to_end_costs_no_trial(parent: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent.hold()
+    connect, left = client.Zygote._connect, ["as it ends"]
+
+    def too_late(self: Zygote) -> Any:
+        if left:
+            left.pop()
+            other = Zygote(parent._directory.name.split("-")[2], Preload(forks=False))
+            other._connection = connect(other)
+            connection = connect(self)
+            other.close()
+            return connection
+        return connect(self)
+
+    monkeypatch.setattr(client.Zygote, "_connect", too_late)
+    assert parent.fork("tests.unit.test_forks:ask", 6, 3).serve(Asked()) == 2
