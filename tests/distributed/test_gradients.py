@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor
 
 from tests.distributed.processes import run_processes
@@ -77,20 +78,41 @@ def test_every_factoring_gives_one_gradient(world_size: int, tmp_path: Path) -> 
             assert found_loss == pytest.approx(loss, rel=1e-6)
 
 
+class Measured(Tokens):
+    """torchmetrics of counts, whole data, sums, states that depend on the order of batches; names of some batches."""
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        made = {
+            "accuracy": torchmetrics.classification.MulticlassAccuracy(4),
+            "auroc": torchmetrics.classification.MulticlassAUROC(4),
+        }
+        for metric in made.values():
+            metric.update(outputs.softmax(1), batch[1])
+        error = torchmetrics.MeanSquaredError()
+        error.update(outputs[:, 0], batch[1])
+        correlation = torchmetrics.PearsonCorrCoef()
+        correlation.update(outputs[:, 0], batch[1].float())
+        some = "high" if batch[0][0, 0] > 0 else "low"
+        part = torchmetrics.MeanMetric()
+        part.update(outputs)
+        made |= {"error": error, "correlation": correlation, f"part_{some}": part}
+        return {some: outputs[:, 0], **made, **super().metrics(outputs, batch)}
+
+
 def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:
-    group = Group(rank, world_size, CPU)
+    torch.set_num_threads(1)
     found = []
-    for samples in (1, 7, 64, 1797):
-        task = Tokens(samples=samples)
+    for task in (Tokens(samples=1), *(Measured(samples=samples) for samples in (7, 64, 97, 1797))):
         torch.manual_seed(0)
         feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
-        found.append(evaluate(task.model(), task, feed, 32, TABLE["fp32"], group))
+        found.append(evaluate(task.model(), task, feed, 32, TABLE["fp32"], Group(rank, world_size, CPU)))
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_evaluation_is_one_figure_for_any_number_of_workers(world_size: int, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     alone = all_evaluations(0, 1)
-    assert 0 < alone[3]["val_accuracy"] < 1
+    assert alone[-1].keys() >= {"val_auroc", "val_error", "val_correlation", "val_part_low", "val_high"}
+    assert 0 < alone[-1]["val_accuracy"] < 1
+    assert 0 < alone[-1]["val_auroc"] < 1
     assert run_processes(world_size, all_evaluations, tmp_path) == [alone] * world_size

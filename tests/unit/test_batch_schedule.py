@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import TensorDataset
 
 from tests.unit.test_loop import Context, Power, Tiny, assert_same_run
 from tests.unit.test_loop import config as tiny_config
@@ -15,7 +13,6 @@ from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.sections import ScheduleConfig
 from trainers.data.batch_schedule import BatchSchedule, Sizes
-from trainers.data.sampler import StepSampler
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
 from trainers.measure.run_log import read_log
@@ -67,25 +64,6 @@ def test_every_step_is_where_counting_one_after_another_finds_it(seed: int) -> N
         if stop - start > 1:
             assert batches.step_at(sample + 1) == step + 1
         assert batches.epochs(step) == pytest.approx(epoch + number / batches.steps_in(epoch))
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("seed", [0, 2, 14, 26, 40])
-def test_each_sample_of_an_epoch_is_used_once_by_any_number_of_workers(seed: int, workers: int) -> None:
-    sizes, length, _ = drawn(seed)
-    data = TensorDataset(torch.arange(length))
-    alone = StepSampler(data, 1, 0, seed=3, global_batch_size=sizes)
-    ranks = [StepSampler(data, workers, rank, seed=3, global_batch_size=sizes) for rank in range(workers)]
-    for epoch in range(14):
-        used: list[int] = []
-        for sampler in (alone, *ranks):
-            sampler.set_epoch(epoch)
-        for step in range(alone.steps_per_epoch):
-            shares = [sampler.share(step) for sampler in ranks]
-            assert torch.cat(shares).tolist() == alone.share(step).tolist()
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1
-            used += alone.share(step).tolist()
-        assert sorted(used) == list(range(length))
 
 
 def config(**changes: object) -> TrainConfig:

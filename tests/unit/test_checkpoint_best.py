@@ -15,7 +15,7 @@ from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, ConfigError
+from trainers.errors import CheckpointError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.storage import Storage
@@ -135,11 +135,6 @@ def test_a_damaged_best_gives_way_to_the_next_and_is_named(
     (where / "state.pt").write_bytes((where / "state.pt").read_bytes()[:-1])
     assert opened(tmp_path).archive.choose("best") == "step-000000000006"
     assert str(where) in caplog.text
-
-
-def test_a_metric_that_the_task_does_not_report_is_named_with_those_it_does(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        train(tmp_path, [0.1], best="val_acuracy")
 
 
 def test_a_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:

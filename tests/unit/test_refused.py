@@ -89,6 +89,13 @@ class Tokens(Tiny):
         return batch[2].sum() if self.weighted else super().weight(batch)
 
 
+class Classes(Tiny):
+    """Divides by the weights of the classes in a batch."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1], weight=outputs.new_tensor([0.4, 16.7]))
+
+
 class Summed(Tiny):
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(outputs, batch[1], reduction="sum")
@@ -119,6 +126,7 @@ class Knowingly(Contrastive):
     ("task", "said"),
     [
         (Contrastive(), "refused"),
+        (Classes(), "refused"),
         (Tokens(weighted=False), "warned"),
         (Knowingly(), "warned"),
         (Summed(), "refused"),
