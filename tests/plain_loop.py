@@ -319,6 +319,14 @@ class Penalised(Plain):
         return self.loss(outputs, batch) + slope.square().mean()
 
 
+class Clamped(Plain):
+    """Changes its weights after every step, as a critic of WGAN."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
 class Drawn(Plain):
     """A case's task."""
 
@@ -382,6 +390,7 @@ KINDS: dict[str, Callable[[], Task]] = {
     **{f"lazy {way}": lambda way=way: Lazy(way) for way in ("layers", "buffer")},
     "bare": Bare,
     "shared": Shared,
+    "clamped": Clamped,
     "penalised": Penalised,
 }  # fmt: skip
 

@@ -131,6 +131,16 @@ def assert_same_run(path: Path, reference: Path) -> None:
     assert evaluations(path) == evaluations(reference)
 
 
+def check_resume(path: Path, make: Callable[[], Task], *cuts: int, **changes: Any) -> None:
+    """Train unbroken in `whole`, and in `cut` with a power cut after each of these steps: one run, to the last bit."""
+    fit(make(), config(**changes), Context(path / "whole"))
+    for step in cuts:
+        with pytest.raises(Power):
+            fit(make(), config(**changes), Context(path / "cut", cut_at_step=step))
+    fit(make(), config(**changes), Context(path / "cut"))
+    assert_same_run(path / "cut", path / "whole")
+
+
 def assert_same_training(path: Path, reference: Path) -> None:
     """Also where one was ended by its launcher now and then, and evaluated there."""
     assert curve(path) == curve(reference)

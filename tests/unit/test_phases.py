@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
-from tests.unit.test_loop import Context, Power, assert_same_run, config
+from tests.unit.test_loop import Context, check_resume, config
 from tests.unit.test_recipes import SEED, SETTINGS, Single, descend, order
 from trainers import TrainConfig
 from trainers.errors import ConfigError, DivergedError
@@ -124,11 +124,7 @@ def test_the_curves_are_those_of_a_plain_loop(
 def test_a_power_cut_changes_nothing(task: Adversarial, at_step: int, tmp_path: Path) -> None:
     """Also in the middle of five steps of the critic, and with the states of one optimizer alone."""
     changes = SETTINGS | {"ema": {"decay": 0.9}, "lr_schedule": {"name": "cosine"}}
-    fit(task, config(**changes), Context(tmp_path / "whole"))
-    with pytest.raises(Power):
-        fit(task, config(**changes), Context(tmp_path / "cut", cut_at_step=at_step))
-    fit(task, config(**changes), Context(tmp_path / "cut"))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    check_resume(tmp_path, lambda: task, at_step, **changes)
 
 
 def test_a_bad_gradient_of_one_phase_ends_the_updates_of_all(tmp_path: Path) -> None:
