@@ -62,13 +62,17 @@ def gradient(
 
 def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]]:
     tasks = [cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")]
-    return [gradient(task, rank, world_size, split) for task in tasks for split in SPLITS]
+    wide = Blobs(dtype="float64", features=9000)  # too large to go to every rank directly
+    return [gradient(task, rank, world_size, split) for task in [*tasks, wide] for split in SPLITS]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_factoring_gives_one_gradient(world_size: int, tmp_path: Path) -> None:
     alone = all_gradients(0, 1)
-    for rank, results in enumerate(run_processes(world_size, all_gradients, tmp_path)):
+    ranks = run_processes(world_size, all_gradients, tmp_path)
+    for ours, theirs in zip(ranks[0], ranks[-1], strict=True):
+        assert all(map(torch.equal, ours[0], theirs[0])), "the same bits on every rank"
+    for rank, results in enumerate(ranks):
         for (expected, loss), (found, found_loss) in zip(alone, results, strict=True):
             assert len(expected) == 4
             for ours, theirs in zip(found, expected, strict=True):
