@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.processes import run_module
 from tests.specs import REPOSITORY, make, tree
+from tests.waits import HANG_S
 from trainers.config.yaml import dump_yaml
 from trainers.errors import RunFailedError
 from trainers.launch.local import run_spawn
@@ -55,15 +56,21 @@ def test_the_first_cause_is_what_the_run_ends_with(tmp_path: Path, failure: str,
     assert found.message.startswith(words)
 
 
-def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
-    """Exit code 74 alone would say nothing; and what is said fits this launcher."""
-    spec = stuck(tmp_path, "checkpoint")
+def hung(tmp_path: Path, spec: RunSpec) -> str:
+    """What `python -m trainers` says that ends as hung."""
     config, out = tmp_path / "train.yaml", tmp_path / "out"
     config.write_text(dump_yaml(spec.tree))
     out.mkdir()
-    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, 120)
+    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, HANG_S)
     said = (out / "err").read_text()
     assert code == HUNG_EXIT_CODE, said
+    return said
+
+
+def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
+    """Exit code 74 alone would say nothing; and what is said fits this launcher."""
+    spec = stuck(tmp_path, "checkpoint")
+    said = hung(tmp_path, spec)
     assert "error: the run ended as `hung`: rank 0 made no step for " in said
     assert " s in checkpoint (at tasks.py:" in said
     [name] = spec.storage.names("hangs")
@@ -76,10 +83,5 @@ def test_a_task_that_hangs_as_it_is_imported_ends_in_a_sentence(tmp_path: Path) 
     short = "from trainers.config import sections; sections.LEAST_PHASE_S = 1.0"
     (tmp_path / "endless.py").write_text(f"import time; {short}\n\ntime.sleep(3600)\n")
     changes = {"task": "endless:Task", "task_dir": str(tmp_path), "failure__hang_timeout_s": 0.25}
-    config, out = tmp_path / "train.yaml", tmp_path / "out"
-    config.write_text(dump_yaml(make(tmp_path, **changes).tree))
-    out.mkdir()
-    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, 120)
-    said = (out / "err").read_text()
-    assert code == HUNG_EXIT_CODE, said
+    said = hung(tmp_path, make(tmp_path, **changes))
     assert " s in the import of the task (at endless.py:3; failure.hang_timeout_s 0.25 allows a phase 1 s)" in said

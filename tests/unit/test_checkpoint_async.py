@@ -10,27 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.test_checkpoint import loaded_step, make
 from tests.unit.test_loop import Context, Tiny, assert_same_run, config, train
 from tests.waits import HANG_S
-from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.store import Archive
-from trainers.devices.group import Group
 from trainers.errors import StorageError
 from trainers.loop.fit import fit
-from trainers.storage import Storage
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
 ASYNC = {"checkpoint": {"every_steps": 1, "async": True}}
-
-
-def make(path: Path, keep: int = 2) -> Checkpoints:
-    return Checkpoints(Storage(str(path)), Group(0, 1, CPU), keep)
-
-
-def newest_step(path: Path) -> int | None:
-    found = make(path).load()
-    return int(found.state["position"]["step"]) if found else None
 
 
 class Gate:
@@ -57,7 +45,7 @@ def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> 
     for place in (tmp_path / "broken/checkpoints").iterdir():
         if int(place.name.removeprefix("step-")) > stop_after:
             (place / "manifest.json").unlink()
-    assert newest_step(tmp_path / "broken") == stop_after
+    assert loaded_step(make(tmp_path / "broken")) == stop_after
     train(tmp_path / "broken", **ASYNC)
     assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
 
@@ -97,7 +85,7 @@ def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path: Path, mon
     monkeypatch.setattr(Archive, "write", failing)
     with pytest.raises(StorageError, match="step-000000000005 could not be written: injected: no room"):
         train(tmp_path, checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
-    assert newest_step(tmp_path) == 4
+    assert loaded_step(make(tmp_path)) == 4
 
 
 # Killed.
@@ -107,6 +95,7 @@ import sys, time
 sys.path.insert(0, {repository!r})
 import trainers.checkpoint.store as archive
 from pathlib import Path
+from tests.unit.test_checkpoint import loaded_step, make
 from tests.unit.test_loop import train
 
 write, seal = archive.Archive.write, archive.Archive.seal
@@ -141,7 +130,7 @@ def test_killed_while_one_is_written_the_one_before_is_resumed(tmp_path: Path, p
         process.send_signal(signal.SIGKILL)
     assert reached
     assert process.returncode == -signal.SIGKILL
-    assert newest_step(tmp_path / "killed") == 4
+    assert loaded_step(make(tmp_path / "killed")) == 4
 
     changes = {"checkpoint": {"every_steps": 4, "async": True}, "evaluate": {"every_steps": 1}}
     train(tmp_path / "killed", **changes)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.unit.test_checkpoint import kept
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
@@ -69,10 +70,6 @@ def config(steps: int, **checkpoint: Any) -> TrainConfig:
 def train(path: Path, scores: list[float], steps: int | None = None, **checkpoint: Any) -> None:
     steps = 2 * len(scores) if steps is None else steps
     fit(Scripted(scores), config(steps, **checkpoint), LocalContext(Storage(str(path)), "local"))
-
-
-def kept(path: Path) -> list[int]:
-    return sorted(int(entry.name.removeprefix("step-")) for entry in (path / "checkpoints").iterdir())
 
 
 def saved(path: Path, step: int) -> dict[str, Any]:
