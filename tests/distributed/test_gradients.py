@@ -63,7 +63,8 @@ def gradient(
 def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]]:
     tasks = [cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")]
     wide = Blobs(dtype="float64", features=9000)  # too large to go to every rank directly
-    return [gradient(task, rank, world_size, split) for task in [*tasks, wide] for split in SPLITS]
+    found = [gradient(wide, rank, world_size, split) for split in SPLITS[:2]]
+    return found + [gradient(task, rank, world_size, split) for task in tasks for split in SPLITS]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
