@@ -92,7 +92,7 @@ def nothing_left_behind() -> Iterator[None]:
     def left() -> list[psutil.Process]:
         return [process for process in psutil.Process().children(recursive=True) if _alive(process)]
 
-    until(lambda: not left(), lambda: f"the end of {[(p.pid, p.cmdline()[:4]) for p in left()]}", within_s=20)
+    until(lambda: not left(), lambda: f"the end of {[(p.pid, p.cmdline()[:4]) for p in left()]}", within_s=120)
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -298,6 +298,35 @@ class Tied(nn.Module):
         return self.last(self.again(self.out(self.into(inputs).tanh())).tanh())  # type: ignore[no-any-return]
 
 
+class Shared(Plain):
+    """One weight in two places, also after a resume."""
+
+    def model(self) -> nn.Module:
+        return Tied().double()
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model(batch[0])[:, :2]
+
+
+class Penalised(Plain):
+    """A step of its own, with a gradient in its loss."""
+
+    def training_step(self, model: nn.Module, batch: Any, phase: str) -> Tensor:
+        assert phase == "train"
+        inputs = batch[0].detach().requires_grad_()
+        outputs = model(inputs)
+        [slope] = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        return self.loss(outputs, batch) + slope.square().mean()
+
+
+class Clamped(Plain):
+    """Changes its weights after every step, as a critic of WGAN."""
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
 class Drawn(Plain):
     """A case's task."""
 
@@ -360,6 +389,9 @@ KINDS: dict[str, Callable[[], Task]] = {
     **{f"words {way}": lambda way=way: Words(way) for way in ("sparse", "sparse adam", "complex")},
     **{f"lazy {way}": lambda way=way: Lazy(way) for way in ("layers", "buffer")},
     "bare": Bare,
+    "shared": Shared,
+    "clamped": Clamped,
+    "penalised": Penalised,
 }  # fmt: skip
 
 
@@ -387,7 +419,7 @@ def in_a_plain_loop(task: Task, config: TrainConfig) -> dict[str, Tensor]:
             batch = data[chosen] if isinstance(data, TensorDataset) else torch.stack([data[row] for row in chosen])
             for each in optimizers:
                 each.zero_grad()  # type: ignore[attr-defined]
-            loss: Any = task.loss(task.forward(model, batch), batch)
+            loss = task.training_step(model, batch, "train")
             loss.backward()
             if config.clip_grad_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)

@@ -13,6 +13,7 @@ import ast
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -94,51 +95,6 @@ def room_arrows(files: Arrows) -> dict[str, set[str]]:
     return dict(arrows)
 
 
-def circles(arrows: Arrows) -> list[list[str]]:
-    """Every group of names that import each other (Tarjan 1972: strongly connected components of two or more)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for target in sorted(arrows.get(name, ())):
-            if target not in index:
-                visit(target)
-                low[name] = min(low[name], low[target])
-            elif target in stack:
-                low[name] = min(low[name], index[target])
-        if low[name] == index[name]:
-            group = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for name in sorted(arrows):
-        if name not in index:
-            visit(name)
-    return found
-
-
-def floors(arrows: Arrows) -> dict[str, int]:
-    """The floor of each name: 0 for what imports nothing; the members of a circle share one."""
-    group_of = {name: name for name in arrows}
-    for group in circles(arrows):
-        group_of |= dict.fromkeys(group, group[0])
-    known: dict[str, int] = {}
-
-    def floor(group: str) -> int:
-        if group not in known:
-            members = [name for name in arrows if group_of[name] == group]
-            below = {group_of[target] for name in members for target in arrows[name]} - {group}
-            known[group] = max((floor(target) + 1 for target in below), default=0)
-        return known[group]
-
-    return {name: floor(group_of[name]) for name in arrows}
-
-
 def upward(files: Arrows) -> list[str]:
     """Imports against ORDER, and rooms that are not in it."""
     place = {
@@ -169,7 +125,7 @@ def mermaid(files: Arrows) -> str:
     """All rooms as a Mermaid flowchart, without the arrows that follow from others."""
     rooms = room_arrows(files)
     below: dict[str, set[str]] = {}
-    for room in sorted(rooms, key=floors(rooms).__getitem__):
+    for room in TopologicalSorter(rooms).static_order():
         below[room] = rooms[room].union(*(below[target] for target in rooms[room]))
     lines = ["flowchart TD"]
     for package in reversed(PACKAGES):

@@ -41,11 +41,10 @@ class Objective(Settings):
     mode: Mode | None = Field(default=None)
     """min or max; known by itself for *_to_target, samples_per_s and what is measured besides, and as
     `early_stopping.mode` is."""
-    target: dict[str, float] | None = Field(default=None, min_length=1, max_length=1, examples=[{"val_accuracy": 0.97}])
+    target: dict[str, float | Mode] | None = Field(default=None, examples=[{"val_accuracy": 0.97}])
     """The metric and the value to reach: time_to_target and usd_to_target count until then. With these two a trial
-    ends at the evaluation that meets it, or once it has trained 2.5 times as long as another took."""
-    target_mode: Mode | None = Field(default=None)
-    """Whether the target's metric has to fall to its value (min) or rise to it (max); known by itself as `mode` is."""
+    ends at the evaluation that meets it, or once it has trained 2.5 times as long as another took. Where the name does
+    not say whether it has to fall (min) or to rise (max): `{val_topk: 0.9, mode: max}`."""
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -55,17 +54,24 @@ class Objective(Settings):
         check_direction("mode", self.metric, self.mode)
         turned = self.metric in MEASURED and self.mode not in (None, direction_of(self.metric))
         rule = f"is not what is better of {self.metric}, which is known"
-        fix = f"write `target_mode: {self.mode}` if it is the target's" if self.metric in TO_TARGET else "remove it"
+        fix = f"write `mode: {self.mode}` into the target if it is its own" if self.metric in TO_TARGET else "remove it"
         self.refuse_if(turned, "mode", rule, fix)
-        alone = self.target_mode is not None and self.target is None
-        self.refuse_if(alone, "target_mode", "has no effect without a target", "add `target: {val_accuracy: 0.97}`")
-        for name in self.target or {}:
-            mode = self._mode_of(name)
-            check_direction("target_mode", name, self.target_mode or mode)
-            contrary = name == self.metric and self.target_mode not in (None, mode)
+        values, modes = self._target_parts()
+        malformed = self.target is not None and (len(values) != 1 or bool(modes.keys() - {"mode"}))
+        self.refuse_if(malformed, "target", "is not one metric and its value", "write `target: {val_accuracy: 0.97}`")
+        for name in values:
+            mode, given = self._mode_of(name), modes.get("mode")
+            check_direction("target.mode", name, given or mode)
+            contrary = name == self.metric and given not in (None, mode)
             rule = f"contradicts the mode of objective.metric, which is the same metric and has {mode}"
-            self.refuse_if(contrary, "target_mode", rule, "remove it, or set `mode`")
+            self.refuse_if(contrary, "target", rule, "leave out its mode, or set `objective.mode`")
         return self
+
+    def _target_parts(self) -> tuple[dict[str, float], dict[str, Mode]]:
+        """Split the target into its numbers and its words."""
+        items = (self.target or {}).items()
+        numbers = {name: value for name, value in items if isinstance(value, float)}
+        return numbers, {name: value for name, value in items if not isinstance(value, float)}
 
     def _mode_of(self, name: str) -> Mode | None:
         """Whether less or more of a metric is better, where `mode` or its name says it."""
@@ -86,13 +92,14 @@ class Objective(Settings):
     @property
     def watched(self) -> tuple[str, ...]:
         """The metrics that decide: its own and the target's."""
-        return (self.metric, *(self.target or {}))
+        return (self.metric, *self._target_parts()[0])
 
     @property
     def goal(self) -> Target | None:
         """The target, with its direction."""
-        for name, value in (self.target or {}).items():
-            mode = self.target_mode or self._mode_of(name)
+        values, modes = self._target_parts()
+        for name, value in values.items():
+            mode = modes.get("mode") or self._mode_of(name)
             assert mode is not None
             return Target(name, value, mode)
         return None

@@ -78,7 +78,7 @@ def check_answer(sweep: Path, done: Done, command: Command, tmp_path: Path) -> N
     assert len(frame) == 8
     repeated = rows[rows["purpose"] == "repeat"]
     counts = repeated.groupby(["global_batch_size", "precision"]).size()
-    assert len(counts) in (0, 2, 3), "finalists, where single runs are near each other"
+    assert len(counts) != 1, "finalists are compared: there are several, or none"
     assert counts.isin(range(2, 17)).all()
     assert set(frame["status"]) <= {"done", "stopped"}, "bf16 is certain to be beaten where it is emulated"
     done_ones = frame[frame["status"] == "done"]

@@ -25,6 +25,10 @@ TYPED: dict[str, tuple[list[str], list[str]]] = {
         [*TRAIN, "--launcher", "spawn", "--scaling.num_workers", "4096"],
         ["`scaling.num_workers` is 4096"],
     ),
+    "too many cores here": (
+        [*TRAIN, "--launcher", "local", "--scaling.cpus_per_worker", "100000"],
+        ["with 100000 cores each"],
+    ),
     "too many on Ray": ([*TRAIN, "--scaling.num_workers", "4096"], ["`scaling.num_workers` is 4096"]),
     "a space's key": ([*SWEEP, "--space", "{precison: [fp32]}"], ["space.precison", "did you mean"]),
     "a range in a grid": (

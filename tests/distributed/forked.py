@@ -32,12 +32,12 @@ def run_forked(spec: RunSpec, world_size: int, rendezvous: Path) -> list[int]:
 def _worker(spec: RunSpec, rank: int, world_size: int, rendezvous: Path) -> None:
     """Never returns."""
     code = 1
-    signal.alarm(120)
+    signal.alarm(600)
     try:
         torch.set_num_threads(1)
         if world_size > 1:
             where = f"file://{rendezvous}"
-            dist.init_process_group("gloo", where, timedelta(seconds=60), world_size, rank)
+            dist.init_process_group("gloo", where, timedelta(seconds=300), world_size, rank)
         spec.execute(LocalContext(spec.storage, "spawn", rank, world_size, rank, world_size))
         code = 0
     except Exception:

@@ -116,7 +116,7 @@ def _enter(
     rank: int, world_size: int, function: Callable[..., Any], where: str, directory: str, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", where, timedelta(seconds=60), world_size, rank)
+    dist.init_process_group("gloo", where, timedelta(seconds=300), world_size, rank)
     try:
         result = function(rank, world_size, *args)
     finally:

@@ -13,6 +13,7 @@ from tests.distributed.processes import run_processes
 from tests.distributed.test_resume import run_killed, spec
 from tests.specs import evaluations, losses
 from tests.unit.test_checkpoint import edit_manifest
+from tests.waits import HANG_S
 from trainers.checkpoint.checkpoints import Checkpoints, Loaded
 from trainers.checkpoint.manifest import Best
 from trainers.checkpoint.store import Archive
@@ -31,7 +32,7 @@ def write_beside_collectives(rank: int, world_size: int, path: str) -> list[Any]
 
     def slow(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
         if rank == 1:
-            assert met.wait(60)
+            assert met.wait(HANG_S)
             if name.endswith("2"):
                 raise StorageError("injected: rank 1 has no room")
         return write(archive, name, file, state)

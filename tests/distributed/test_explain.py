@@ -14,7 +14,7 @@ from trainers.explain.explanation import name_causes
 from trainers.explain.steps import ProfileJob
 from trainers.launch.local import run_spawn
 
-WAIT_S = 0.05
+WAIT_S = 0.15
 
 
 class SlowRank(Blobs):

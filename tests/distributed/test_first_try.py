@@ -11,7 +11,8 @@ from tests.distributed.processes import run_processes
 from tests.distributed.test_collectives import run
 from tests.specs import BASE
 from tests.tasks import Blobs
-from tests.unit.test_first_try import Imbalanced, Table, Weighted
+from tests.unit.test_first_try import Table
+from tests.unit.test_refused import Classes, Contrastive
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.config.overrides import override
@@ -24,18 +25,18 @@ from trainers.storage import Storage
 TASKS = {
     "random_split": Table("random_split"),
     "constructor": Table("numpy"),
-    "weighted": Weighted("classes"),
     "entropy": Table("entropy in tensors"),
-    "classes": Imbalanced("classes"),
-    "rare": Imbalanced("rare"),
+    "classes": Classes(),
+    "contrastive": Contrastive(),
 }
 
 
 def train(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    changes: dict[str, Any] = {"log_every_steps": 4, "checkpoint.every_steps": 3, "global_batch_size": 12}
     for name, task in TASKS.items():
         try:
-            metrics = run(task, rank, world_size, **{"log_every_steps": 4, "checkpoint.every_steps": 3}).metrics  # type: ignore[arg-type]
+            metrics = run(task, rank, world_size, **changes).metrics  # type: ignore[arg-type]
             found[name] = metrics["train_loss"], metrics["val_loss"]
         except ConfigError as error:
             found[name] = error.field
@@ -45,10 +46,10 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
 def test_two_ranks_have_the_splits_and_losses_of_one(tmp_path: Path) -> None:
     [alone] = run_processes(1, train, tmp_path)
     for found in run_processes(2, train, tmp_path):
-        for name in ("random_split", "constructor", "weighted"):
+        for name in ("random_split", "constructor"):
             assert found[name] == pytest.approx(alone[name], rel=1e-5), name
         assert found["entropy"] == 'dataset("train")'
-        assert found["classes"] == found["rare"] == "loss()"
+        assert found["classes"] == found["contrastive"] == "loss()"
 
 
 class Stops(LocalContext):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor
 
 from tests.distributed.processes import run_processes
@@ -61,13 +62,18 @@ def gradient(
 
 def all_gradients(rank: int, world_size: int) -> list[tuple[list[Tensor], float]]:
     tasks = [cls(dtype=dtype) for cls in (Blobs, Tokens) for dtype in ("float64", "float32")]
-    return [gradient(task, rank, world_size, split) for task in tasks for split in SPLITS]
+    wide = Blobs(dtype="float64", features=9000)  # too large to go to every rank directly
+    found = [gradient(wide, rank, world_size, split) for split in SPLITS[:2]]
+    return found + [gradient(task, rank, world_size, split) for task in tasks for split in SPLITS]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_factoring_gives_one_gradient(world_size: int, tmp_path: Path) -> None:
     alone = all_gradients(0, 1)
-    for rank, results in enumerate(run_processes(world_size, all_gradients, tmp_path)):
+    ranks = run_processes(world_size, all_gradients, tmp_path)
+    for ours, theirs in zip(ranks[0], ranks[-1], strict=True):
+        assert all(map(torch.equal, ours[0], theirs[0])), "the same bits on every rank"
+    for rank, results in enumerate(ranks):
         for (expected, loss), (found, found_loss) in zip(alone, results, strict=True):
             assert len(expected) == 4
             for ours, theirs in zip(found, expected, strict=True):
@@ -77,20 +83,41 @@ def test_every_factoring_gives_one_gradient(world_size: int, tmp_path: Path) -> 
             assert found_loss == pytest.approx(loss, rel=1e-6)
 
 
+class Measured(Tokens):
+    """torchmetrics of counts, whole data, sums, states that depend on the order of batches; names of some batches."""
+
+    def metrics(self, outputs: Tensor, batch: Any) -> dict[str, Any]:
+        made = {
+            "accuracy": torchmetrics.classification.MulticlassAccuracy(4),
+            "auroc": torchmetrics.classification.MulticlassAUROC(4),
+        }
+        for metric in made.values():
+            metric.update(outputs.softmax(1), batch[1])
+        error = torchmetrics.MeanSquaredError()
+        error.update(outputs[:, 0], batch[1])
+        correlation = torchmetrics.PearsonCorrCoef()
+        correlation.update(outputs[:, 0], batch[1].float())
+        some = "high" if batch[0][0, 0] > 0 else "low"
+        part = torchmetrics.MeanMetric()
+        part.update(outputs)
+        made |= {"error": error, "correlation": correlation, f"part_{some}": part}
+        return {some: outputs[:, 0], **made, **super().metrics(outputs, batch)}
+
+
 def all_evaluations(rank: int, world_size: int) -> list[dict[str, float]]:
-    group = Group(rank, world_size, CPU)
+    torch.set_num_threads(1)
     found = []
-    for samples in (1, 7, 64, 1797):
-        task = Tokens(samples=samples)
+    for task in (Tokens(samples=1), *(Measured(samples=samples) for samples in (7, 64, 97, 1797))):
         torch.manual_seed(0)
         feed = task_feed(task.dataset("val"), task, DataConfig(), CPU, sharers=1, seed=0)
-        found.append(evaluate(task.model(), task, feed, 32, TABLE["fp32"], group))
+        found.append(evaluate(task.model(), task, feed, 32, TABLE["fp32"], Group(rank, world_size, CPU)))
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_evaluation_is_one_figure_for_any_number_of_workers(world_size: int, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     alone = all_evaluations(0, 1)
-    assert 0 < alone[3]["val_accuracy"] < 1
+    assert alone[-1].keys() >= {"val_auroc", "val_error", "val_correlation", "val_part_low", "val_high"}
+    assert 0 < alone[-1]["val_accuracy"] < 1
+    assert 0 < alone[-1]["val_auroc"] < 1
     assert run_processes(world_size, all_evaluations, tmp_path) == [alone] * world_size

@@ -1,4 +1,4 @@
-"""Steps of several phases on several ranks: the curve of one, buffers of one model, and a run that is moved."""
+"""Steps of several phases on several ranks: buffers of one model, and a run that is moved (curves: test_recipes.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from tests.distributed.curves import check_resume, losses
 from tests.distributed.processes import run_processes
-from tests.unit.test_phases import Adversarial, Gan, Halves, Wasserstein
-from trainers.task import Task
+from tests.unit.test_phases import Adversarial, Gan, Wasserstein
 
 pytestmark = pytest.mark.full
 
@@ -55,19 +54,6 @@ class Chosen(Adversarial):
         if phase == "critic" and batch[2][0, 0] > 0:
             return model.critic[2](batch[2].repeat(1, 6)[:, :16]).mean()
         return super().training_step(model, batch, phase)
-
-
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.campaign), 4])
-@pytest.mark.parametrize(
-    "task", [Adversarial(), Wasserstein(), Weighed(), Halves(), Chosen()], ids=lambda task: type(task).__name__
-)
-def test_the_curve_is_that_of_one_rank(world_size: int, task: Task, tmp_path: Path) -> None:
-    """Steps of six and, the last of an epoch, of three samples: one of four ranks then has none."""
-    [alone] = run_processes(1, losses, tmp_path, task, {"microbatch_size": 6})
-    assert len(alone) == 12
-    for size in (1, 6):
-        for found in run_processes(world_size, losses, tmp_path, task, {"microbatch_size": size}):
-            assert found == pytest.approx(alone, rel=1e-12)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])

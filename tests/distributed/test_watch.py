@@ -1,24 +1,18 @@
 """Hangs and deaths in groups of real processes: every phase is watched, and a run ends with the first cause."""
 
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.multiprocessing.spawn import ProcessExitedException
 
-from tests.distributed.processes import _fork, run_module
+from tests.distributed.processes import run_module
 from tests.specs import REPOSITORY, make, tree
+from tests.waits import HANG_S
 from trainers.config.yaml import dump_yaml
 from trainers.errors import RunFailedError
-from trainers.launch.local import LocalContext, run_spawn
+from trainers.launch.local import run_spawn
 from trainers.launch.spec import RunSpec, make_spec
-from trainers.loop import watchdog
 from trainers.loop.watchdog import HUNG_EXIT_CODE
-
-PHASES = {"training 5": "training", "checkpoint": "checkpoint"}
-"""Where a task hangs, and the phase that its watchdog names."""
 
 
 def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSpec:
@@ -28,32 +22,11 @@ def stuck(tmp_path: Path, place: str, workers: int = 1, **changes: Any) -> RunSp
     return make_spec(made, "test", REPOSITORY, own_workers=False)
 
 
-def execute(rank: int, spec: RunSpec, directory: str) -> None:
-    watchdog.GRACE_S = 0.2  # there are no other ranks
-    with Path(directory, "err").open("w") as sys.stderr:
-        try:
-            spec.execute(LocalContext(spec.storage, "local"))
-        except Exception:
-            traceback.print_exc()
-
-
-@pytest.mark.parametrize("place", ["checkpoint", pytest.param("training 5", marks=pytest.mark.full)])
-def test_a_hang_in_any_phase_ends_the_run_with_its_name(tmp_path: Path, place: str) -> None:
-    spec = stuck(tmp_path, place)
-    with pytest.raises(ProcessExitedException) as met:
-        _fork(execute, (spec, str(tmp_path)), nprocs=1)
-    said = (tmp_path / "err").read_text()
-    assert met.value.exit_code == HUNG_EXIT_CODE, said
-    assert f" s in {PHASES[place]} (at tasks.py:" in said
-    [name] = spec.storage.names("hangs")
-    assert "_fail" in spec.storage.read(f"hangs/{name}").decode(), "the line that hangs"
-
-
 def test_the_phase_of_each_rank_is_said_and_the_culprit_first(tmp_path: Path) -> None:
     """Rank 1 waits in a collective for rank 0, which downloads for ever."""
     with pytest.raises(RunFailedError) as met:
         run_spawn(stuck(tmp_path, "setup", 2, launcher="spawn"))
-    assert met.value.status == "hung"
+    assert met.value.status == "hung", met.value.message
     culprit, waits = met.value.message.split("; rank 1")
     assert culprit.startswith("rank 0 made no step for ")
     assert " s in setup (at tasks.py:" in culprit
@@ -83,16 +56,25 @@ def test_the_first_cause_is_what_the_run_ends_with(tmp_path: Path, failure: str,
     assert found.message.startswith(words)
 
 
-def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
-    """Exit code 74 alone would say nothing; and what is said fits this launcher."""
-    spec = stuck(tmp_path, "setup")
+def hung(tmp_path: Path, spec: RunSpec) -> str:
+    """What `python -m trainers` says that ends as hung."""
     config, out = tmp_path / "train.yaml", tmp_path / "out"
     config.write_text(dump_yaml(spec.tree))
     out.mkdir()
-    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, 120)
+    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, HANG_S)
     said = (out / "err").read_text()
     assert code == HUNG_EXIT_CODE, said
+    return said
+
+
+def test_a_hang_without_a_launcher_ends_in_a_sentence(tmp_path: Path) -> None:
+    """Exit code 74 alone would say nothing; and what is said fits this launcher."""
+    spec = stuck(tmp_path, "checkpoint")
+    said = hung(tmp_path, spec)
     assert "error: the run ended as `hung`: rank 0 made no step for " in said
+    assert " s in checkpoint (at tasks.py:" in said
+    [name] = spec.storage.names("hangs")
+    assert "_fail" in spec.storage.read(f"hangs/{name}").decode(), "the line that hangs"
     assert "cluster" not in said
 
 
@@ -101,10 +83,5 @@ def test_a_task_that_hangs_as_it_is_imported_ends_in_a_sentence(tmp_path: Path) 
     short = "from trainers.config import sections; sections.LEAST_PHASE_S = 1.0"
     (tmp_path / "endless.py").write_text(f"import time; {short}\n\ntime.sleep(3600)\n")
     changes = {"task": "endless:Task", "task_dir": str(tmp_path), "failure__hang_timeout_s": 0.25}
-    config, out = tmp_path / "train.yaml", tmp_path / "out"
-    config.write_text(dump_yaml(make(tmp_path, **changes).tree))
-    out.mkdir()
-    code = run_module("trainers", [str(config)], REPOSITORY, {"PYTHONPATH": str(REPOSITORY)}, out, 120)
-    said = (out / "err").read_text()
-    assert code == HUNG_EXIT_CODE, said
+    said = hung(tmp_path, make(tmp_path, **changes))
     assert " s in the import of the task (at endless.py:3; failure.hang_timeout_s 0.25 allows a phase 1 s)" in said

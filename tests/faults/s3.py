@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.cases import Fault
-from tests.http_body import read_body
+from tests.http_body import ask, read_body, respond
 
 LASTS = {"503": 3, "cut": 2, "dawdle": 4}
 """Requests that each fault spoils, one after the other."""
@@ -164,43 +164,19 @@ class _Handler(BaseHTTPRequestHandler):
             return
         body = read_body(self)
         if spoiled in ("503", "500"):
-            self._answer(
-                int(spoiled), {"Content-Type": "application/xml"}, _SLOW_DOWN if spoiled == "503" else _INTERNAL
-            )
+            said = _SLOW_DOWN if spoiled == "503" else _INTERNAL
+            respond(self, (int(spoiled), {"Content-Type": "application/xml"}, said))
             return
         if spoiled == "dawdle":
             time.sleep(DAWDLE_S)
-        connection = http.client.HTTPConnection(*self.server.backend)
-        passed = {name: value for name, value in self.headers.items() if name.lower() not in _HOP_BY_HOP}
-        connection.request(self.command, self.path, body, passed | {"Content-Length": str(len(body))})
-        answer = connection.getresponse()
-        data = answer.read()
+        answer = ask(self.server.backend, self, body)
         if spoiled == "lost":
-            connection.close()
             self.close_connection = True
             return
-        time.sleep(len(data) / self.server.bytes_per_s)
-        dropped = _HOP_BY_HOP if self.command == "HEAD" else (*_HOP_BY_HOP, "content-length")
-        headers = {name: value for name, value in answer.getheaders() if name.lower() not in dropped}
-        self._answer(answer.status, headers, data, cut=spoiled == "cut")
-        connection.close()
+        time.sleep(len(answer[2]) / self.server.bytes_per_s)
+        respond(self, answer, cut=spoiled == "cut")
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on  # noqa: N815 (the base class calls them)
 
-    def _answer(self, status: int, headers: dict[str, Any], data: bytes, cut: bool = False) -> None:
-        self.send_response_only(status)
-        if self.command != "HEAD":
-            headers = {**headers, "Content-Length": str(len(data) + cut)}
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data[: len(data) // 2] if cut else data)
-        if cut:
-            self.close_connection = True
-
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (its name in the base class)
         """Say nothing."""
-
-
-_HOP_BY_HOP = ("connection", "transfer-encoding", "keep-alive")

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 
 import yaml
 
-from tests.http_body import read_body
+from tests.http_body import ask, read_body, respond
 from tests.lab.hosts import CONTROL, REPOSITORY, Lab, Site, address_of
 from tests.lab.on_premises import RayUp
 from tests.metadata_service import Machine, metadata_service
@@ -36,7 +36,6 @@ _INSTALLED = "grep -q paceline-src ~/.bashrc || echo 'export PYTHONPATH=$HOME/pa
 """In the place of pip: the hosts show this environment as ~/paceline, and what was brought comes first in it."""
 _REFUSED = b"""<?xml version="1.0"?><Response><Errors><Error><Code>InsufficientInstanceCapacity</Code>
 <Message>There is no Spot capacity available.</Message></Error></Errors><RequestID>lab</RequestID></Response>"""
-_HOP_BY_HOP = ("connection", "transfer-encoding", "keep-alive")
 
 
 class Ec2(ThreadingHTTPServer):
@@ -93,33 +92,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.calls |= {(who, action) for action in needed}
         if not self.server.has_spot and asked.get("InstanceMarketOptions.MarketType") == "spot":
             self.server.refused += 1
-            self._respond(500, {}, _REFUSED)
+            respond(self, (500, {}, _REFUSED))
             return
         if "MaxCount" in asked:  # of which EC2 starts as many as it has, and moto as few as it may
             body = urlencode(asked | {"MinCount": asked["MaxCount"]}).encode()
-        connection = http.client.HTTPConnection(*self.server.backend)
-        replaced = (*_HOP_BY_HOP, "content-length")
-        passed = {name: value for name, value in self.headers.items() if name.lower() not in replaced}
-        connection.request(self.command, self.path, body, passed | {"Content-Length": str(len(body))})
-        answer = connection.getresponse()
-        data = answer.read()
-        connection.close()
-        if answer.status == HTTPStatus.OK and asked.get("Action") in ("RunInstances", "TerminateInstances"):
+        answer = ask(self.server.backend, self, body)
+        if answer[0] == HTTPStatus.OK and asked.get("Action") in ("RunInstances", "TerminateInstances"):
             self.server.changed()
-        self._respond(answer.status, dict(answer.getheaders()), data)
+        respond(self, answer)
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815 (the names are http.server's)
-
-    def _respond(self, status: int, headers: dict[str, str], body: bytes) -> None:
-        self.send_response_only(status)
-        replaced = _HOP_BY_HOP if self.command == "HEAD" else (*_HOP_BY_HOP, "content-length")
-        kept = {name: value for name, value in headers.items() if name.lower() not in replaced}
-        length = {} if self.command == "HEAD" else {"Content-Length": str(len(body))}
-        for name, value in {**kept, **length}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
         """Write nothing."""

@@ -23,7 +23,7 @@ def actors(*filters: tuple[str, str, str]) -> list[Any]:
     import ray
     from ray.util.state import list_actors
 
-    return list_actors(ray.get_runtime_context().gcs_address, list(filters), limit=10_000, timeout=30)
+    return list_actors(ray.get_runtime_context().gcs_address, list(filters), limit=10_000, timeout=300)
 
 
 def await_end_of_trials() -> None:

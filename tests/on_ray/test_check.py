@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import Cluster, Command
 from tests.on_ray.nodes import another_node
+from tests.waits import HANG_S
 
 pytestmark = pytest.mark.ray
 
@@ -64,11 +65,11 @@ def test_a_probe_that_fails_names_its_node(second_node: str, driver: Any) -> Non
     nodes = Checkup()
     nodes.start()
     try:
-        answers = nodes.ask("dividing", 30, {node: (divmod, 1, node == second_node) for node in nodes.facts})
+        answers = nodes.ask("dividing", HANG_S, {node: (divmod, 1, node == second_node) for node in nodes.facts})
         assert list(answers) == [second_node]
         [failed] = [facts for facts in nodes.facts.values() if facts.node_id != second_node]
         assert failed.failure == "dividing: ZeroDivisionError: integer division or modulo by zero"
-        nodes.ask("sleeping", 0.5, {second_node: (time.sleep, 5)})
+        nodes.ask("sleeping", 0.5, {second_node: (time.sleep, 600)})
         assert nodes.facts[second_node].silent_in == "sleeping"
         assert nodes.answering() == []
     finally:

@@ -1,8 +1,11 @@
 """Sweeps over a training function for Ray Train, from a file."""
 
+import json
+import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,6 @@ import yaml
 from tests.conftest import Cluster
 from tests.on_ray.embedded import await_end_of_trials
 from tests.on_ray.test_lanes import run
-from tests.on_ray.test_tune_killed import names, start
 from tests.specs import REPOSITORY
 from tests.waits import until
 from trainers.__main__ import main as train
@@ -59,7 +61,7 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     # A record that is being written lies beside its place.
     until(lambda: [*trials.glob("*.json")], "a record", process=killed, every_s=0.01)
     kill(killed)
-    before = {path.name: path.read_text() for path in trials.glob("*.json")}
+    before, begun = {path.name: path.read_text() for path in trials.glob("*.json")}, note.read_text()
     monkeypatch.setattr("trainers.on_ray.connect.disconnect", lambda: None)  # this process stays in the cluster
     assert tune(["resume", str(tmp_path / "sweep")]) == 0
     said = capsys.readouterr().out
@@ -72,8 +74,11 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
         assert records[64, place].message.startswith("rank 1: OutOfMemoryError: CUDA out of memory")
         assert records[128, place].message.startswith("a batch of 128 is not tried: one of 64 ran out of memory")
         assert [records[size, place].status for size in (64, 128, 32)] == ["out_of_memory"] * 2 + ["done"]
-    ran = note.read_text().split()
-    assert not [line for line in ran if line.startswith("128")]
+    assert "128" not in note.read_text()
+    ended = [json.loads(text)["config"] for text in before.values()]
+    ended_names = {f"{one['batch_size_per_worker']}-{one['train_loop_config.place']}" for one in ended}
+    again = note.read_text().removeprefix(begun).split()
+    assert not ended_names.intersection(again), "only what had not finished runs"
     assert "batch_size_per_worker 32 with place backward has the lowest loss" in said
     assert names(tmp_path / "sweep" / "lanes" / "*") == []
 
@@ -85,6 +90,21 @@ def test_a_rank_without_memory_a_killed_driver_and_the_best_trained(
     assert found, said
     # Ray's own TorchTrainer has trained that: to the bit what the lane has.
     assert float(found[1]) == records[32, "backward"].metrics["loss"]
+
+
+def names(journal: Path) -> list[str]:
+    return [path.name for path in journal.glob("*.json")]
+
+
+def start(arguments: list[str], cluster: Cluster) -> subprocess.Popen[Any]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tune", *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"RAY_ADDRESS": cluster.address},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def kill(process: subprocess.Popen[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Lanes: trial after trial in warm workers; what goes wrong in one trial stays in it."""
+"""Lanes: trial after trial; what goes wrong in one stays in it."""
 
 from pathlib import Path
 from typing import Any

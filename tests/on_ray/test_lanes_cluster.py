@@ -1,7 +1,6 @@
 """Lanes follow the cluster: one more when a node comes, its trial goes elsewhere when that node leaves."""
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ def test_a_node_comes_and_goes(tmp_path: Path, cluster: Cluster, driver: Any) ->
     def come_and_go() -> None:
         with another_node(cluster, driver, cpus=2) as node:
             until(lambda: len(lanes()) == 2, "its trial")
-            time.sleep(1)  # in the middle of its first trial
             node.cut_power()
 
     thread: threading.Thread = when(lambda: bool(lanes()), come_and_go)

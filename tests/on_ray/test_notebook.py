@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 
 from tests.conftest import Cluster
 from tests.specs import REPOSITORY
+from tests.waits import HANG_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.full]
 
@@ -96,7 +97,7 @@ def test_the_page_s_examples_run_in_a_notebook(
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     cells[-2].metadata["tags"] = ["raises-exception"]
     client = Recorder(
-        nbformat.v4.new_notebook(cells=cells), timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+        nbformat.v4.new_notebook(cells=cells), timeout=int(HANG_S), resources={"metadata": {"path": str(tmp_path)}}
     )
     client.shown = {}
     client.execute()

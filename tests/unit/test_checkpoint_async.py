@@ -4,33 +4,21 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.unit.test_checkpoint import loaded_step, make
 from tests.unit.test_loop import Context, Tiny, assert_same_run, config, train
-from trainers.checkpoint.checkpoints import Checkpoints
+from tests.waits import HANG_S
 from trainers.checkpoint.store import Archive
-from trainers.devices.group import Group
 from trainers.errors import StorageError
 from trainers.loop.fit import fit
-from trainers.storage import Storage
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
 ASYNC = {"checkpoint": {"every_steps": 1, "async": True}}
-
-
-def make(path: Path, keep: int = 2) -> Checkpoints:
-    return Checkpoints(Storage(str(path)), Group(0, 1, CPU), keep)
-
-
-def newest_step(path: Path) -> int | None:
-    found = make(path).load()
-    return int(found.state["position"]["step"]) if found else None
 
 
 class Gate:
@@ -43,16 +31,10 @@ class Gate:
         def gated(archive: Archive, name: str, file: str, state: dict[str, Any]) -> dict[str, Any]:
             if file == "state.pt" and threading.current_thread() is not threading.main_thread():
                 self.reached.set()
-                assert self.open.wait(20)
+                assert self.open.wait(HANG_S)
             return write(archive, name, file, state)
 
         monkeypatch.setattr(Archive, "write", gated)
-
-
-# The protocol of one rank.
-
-
-# In the loop.
 
 
 def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> None:
@@ -63,7 +45,7 @@ def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> 
     for place in (tmp_path / "broken/checkpoints").iterdir():
         if int(place.name.removeprefix("step-")) > stop_after:
             (place / "manifest.json").unlink()
-    assert newest_step(tmp_path / "broken") == stop_after
+    assert loaded_step(make(tmp_path / "broken")) == stop_after
     train(tmp_path / "broken", **ASYNC)
     assert_same_run(tmp_path / "broken", tmp_path / "unbroken")
 
@@ -103,7 +85,7 @@ def test_a_failed_write_ends_the_run_at_the_next_agreed_step(tmp_path: Path, mon
     monkeypatch.setattr(Archive, "write", failing)
     with pytest.raises(StorageError, match="step-000000000005 could not be written: injected: no room"):
         train(tmp_path, checkpoint={"every_steps": 1, "async": True}, evaluate={"every_steps": 99})
-    assert newest_step(tmp_path) == 4
+    assert loaded_step(make(tmp_path)) == 4
 
 
 # Killed.
@@ -113,13 +95,14 @@ import sys, time
 sys.path.insert(0, {repository!r})
 import trainers.checkpoint.store as archive
 from pathlib import Path
+from tests.unit.test_checkpoint import loaded_step, make
 from tests.unit.test_loop import train
 
 write, seal = archive.Archive.write, archive.Archive.seal
 
 def hang(*_):
     print("reached", flush=True)
-    time.sleep(60)
+    time.sleep(3600)
 
 def cut_write(self, name, file, state):
     if name.endswith("08") and file == "state.pt" and {phase!r} == "before the state":
@@ -144,11 +127,10 @@ def test_killed_while_one_is_written_the_one_before_is_resumed(tmp_path: Path, p
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=repository) as process:
         assert process.stdout is not None
         reached = any(line.strip() == "reached" for line in process.stdout)
-        time.sleep(0.2)  # training goes on
         process.send_signal(signal.SIGKILL)
     assert reached
     assert process.returncode == -signal.SIGKILL
-    assert newest_step(tmp_path / "killed") == 4
+    assert loaded_step(make(tmp_path / "killed")) == 4
 
     changes = {"checkpoint": {"every_steps": 4, "async": True}, "evaluate": {"every_steps": 1}}
     train(tmp_path / "killed", **changes)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.unit.test_checkpoint import kept
 from trainers.checkpoint.checkpoints import Checkpoints
 from trainers.checkpoint.manifest import Best
 from trainers.config import TrainConfig
 from trainers.config.model import build
 from trainers.devices.group import Group
-from trainers.errors import CheckpointError, ConfigError
+from trainers.errors import CheckpointError
 from trainers.launch.local import LocalContext
 from trainers.loop.fit import fit
 from trainers.storage import Storage
@@ -69,10 +70,6 @@ def config(steps: int, **checkpoint: Any) -> TrainConfig:
 def train(path: Path, scores: list[float], steps: int | None = None, **checkpoint: Any) -> None:
     steps = 2 * len(scores) if steps is None else steps
     fit(Scripted(scores), config(steps, **checkpoint), LocalContext(Storage(str(path)), "local"))
-
-
-def kept(path: Path) -> list[int]:
-    return sorted(int(entry.name.removeprefix("step-")) for entry in (path / "checkpoints").iterdir())
 
 
 def saved(path: Path, step: int) -> dict[str, Any]:
@@ -135,11 +132,6 @@ def test_a_damaged_best_gives_way_to_the_next_and_is_named(
     (where / "state.pt").write_bytes((where / "state.pt").read_bytes()[:-1])
     assert opened(tmp_path).archive.choose("best") == "step-000000000006"
     assert str(where) in caplog.text
-
-
-def test_a_metric_that_the_task_does_not_report_is_named_with_those_it_does(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        train(tmp_path, [0.1], best="val_acuracy")
 
 
 def test_a_checkpoint_is_found_by_its_step(tmp_path: Path) -> None:

@@ -53,25 +53,19 @@ def told(capsys: pytest.CaptureFixture[str]) -> Told:
 
 
 @each_command
-def test_help(
+def test_help_and_mistakes(
     door: str, command: list[str], needs: list[str], mistyped: str, meant: str | None, valued: str | None,
-    capsys: pytest.CaptureFixture[str],
+    told: Told, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
+    call = " ".join(["python -m", door, *command])
     for args in ([*command, "--help"], [*command, "-h"], [*command, *needs, "--help"]):
         assert DOORS[door](args) == 0
         shown = capsys.readouterr()
         assert shown.err == ""
-        assert f"usage: {' '.join(['python -m', door, *command])} " in shown.out
+        assert f"usage: {call} " in shown.out
         assert "Exit codes: 0 " in shown.out
         assert meant is None or f"  {meant}" in shown.out
         assert max(map(len, shown.out.splitlines())) <= 120
-
-
-@each_command
-def test_mistakes(
-    door: str, command: list[str], needs: list[str], mistyped: str, meant: str | None, valued: str | None, told: Told
-) -> None:
-    call = " ".join(["python -m", door, *command])
     sentence = told(door, *command, *needs, mistyped, "1")
     assert f"`{mistyped}` is not an option of `{call}`" in sentence
     assert meant is None or sentence.endswith(f"did you mean `{meant}`?")

@@ -118,21 +118,6 @@ def test_its_tree_builds_it_again(changes: dict[str, Any]) -> None:
     assert build(TrainConfig, parse_mapping(dump_yaml(tree), "file"), "file") == config
 
 
-def test_every_key_has_a_description() -> None:
-    from trainers.config.model import child_model
-
-    def undescribed(model: Any, prefix: str = "") -> list[str]:
-        found = []
-        for name, field in model.model_fields.items():
-            if not field.description:
-                found.append(prefix + name)
-            if (below := child_model(model, name)) is not None:
-                found += undescribed(below, f"{prefix}{name}.")
-        return found
-
-    assert undescribed(TrainConfig) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "meant"),
     [

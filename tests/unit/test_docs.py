@@ -26,17 +26,6 @@ def test_every_method_of_a_task_has_its_row() -> None:
     assert all(method.__doc__ for name, method in vars(Task).items() if name in methods)
 
 
-def test_what_the_readme_names_is_there() -> None:
-    text = (REPOSITORY / "README.md").read_text()
-    for name in re.findall(r"(?:examples|cluster|docs)/[\w./-]*\w", text):
-        assert (REPOSITORY / name).exists(), name
-    targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
-    for target in re.findall(r"\bmake (sweep|test|lint|docs|install)\b", text):
-        assert target in targets
-    for name in re.findall(r"^    (\w+)/ ", text, re.MULTILINE):
-        assert (REPOSITORY / name).is_dir(), name
-
-
 def test_the_tests_that_show_a_promise_are_there() -> None:
     named = re.findall(r"`((?:tests|trainers|cluster)/[\w/.]*\w)`", (REPOSITORY / "SECURITY.md").read_text())
     assert len(named) > 10

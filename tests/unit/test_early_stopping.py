@@ -12,7 +12,6 @@ from tests.unit.test_checkpoint_best import config as scripted
 from tests.unit.test_loop import Context, Power, curve
 from trainers.config import TrainConfig
 from trainers.config.sections import EarlyStoppingConfig
-from trainers.errors import ConfigError
 from trainers.loop.attempt import EarlyStopping
 from trainers.loop.fit import fit
 from trainers.measure.result import RunResult
@@ -46,12 +45,6 @@ def test_when_a_run_ends(stopping: dict[str, Any], values: list[float], ends_aft
     for number, value in enumerate(values, 1):
         counted.take(number * 5, {str(chosen.metric): value})
         assert (counted.words is not None) is (number == ends_after)
-
-
-def test_a_metric_that_the_task_does_not_report_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as raised:
-        train(tmp_path, [0.1], 2, metric="val_loss_of_nothing", mode="min")
-    assert raised.value.field == "early_stopping.metric"
 
 
 def test_it_is_done_with_a_word_and_stays_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

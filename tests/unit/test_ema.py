@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.unit.test_loop import PER_EPOCH, Context, Power, Tiny, assert_same_run, config, curve, train
+from tests.unit.test_loop import PER_EPOCH, Context, Tiny, check_resume, config, curve, train
 from trainers.config.sections import EmaConfig
 from trainers.devices.device import seed_all
 from trainers.errors import CheckpointError
@@ -69,11 +69,7 @@ def test_it_is_torchs_average_of_what_is_trained_without_it(plain: Path, tmp_pat
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure", "fp16"])
 def test_a_resume_is_bit_equal(precision: str, background: bool, tmp_path: Path) -> None:
     changes = {"precision": precision, "ema": {"decay": 0.9}, "checkpoint": {**ALL, "async": background}}
-    train(tmp_path / "whole", **changes)
-    with pytest.raises(Power):
-        fit(Tiny(), config(**changes), Context(tmp_path / "cut", cut_at_step=7))
-    train(tmp_path / "cut", **changes)
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    check_resume(tmp_path, Tiny, 7, **changes)
     for ours, theirs in zip(states(tmp_path / "cut"), states(tmp_path / "whole"), strict=True):
         assert all(equal(ours["ema"][part], theirs["ema"][part]) for part in ("own", "averages"))
         narrow = [name for name, one in ours["ema"]["own"].items() if one.dtype == torch.bfloat16]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from tests.unit.test_loop import Context, Power, Tiny, config, curve, evaluations, train
+from tests.unit.test_loop import Context, Tiny, check_resume, config, curve, train
 from trainers.config import TrainConfig
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
@@ -83,14 +83,7 @@ class Given(Adapted):
 @pytest.mark.parametrize("task", [Adapted, Given])
 @pytest.mark.parametrize("more", [{}, {"ema": {"decay": 0.9}}, {"precision": "bf16-pure"}])
 def test_a_resume_is_bit_equal(more: dict[str, Any], task: type[Task], tmp_path: Path) -> None:
-    train(tmp_path / "whole", task(), **TRAINED, **more)
-    with pytest.raises(Power):
-        fit(task(), config(**TRAINED, **more), Context(tmp_path / "cut", cut_at_step=7))
-    train(tmp_path / "cut", task(), **TRAINED, **more)
-    assert curve(tmp_path / "cut") == curve(tmp_path / "whole")
-    assert evaluations(tmp_path / "cut") == evaluations(tmp_path / "whole")
-    ours, theirs = state(tmp_path / "cut")["model"], state(tmp_path / "whole")["model"]
-    assert all(torch.equal(one, theirs[name]) for name, one in ours.items())
+    check_resume(tmp_path, task, 7, **TRAINED, **more)
 
 
 def test_another_base_is_refused_by_name(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ What only CUDA can show is in tests/gpu/test_graphs_gpu.py.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from trainers.devices.group import Group
 from trainers.errors import ConfigError
 from trainers.model.joined_optimizer import JoinedOptimizer
 from trainers.model.precision import resolve_precision
-from trainers.step import cuda_graphs
 from trainers.step.cuda_graphs import GraphedStep
 from trainers.step.forward import ForwardPass
 from trainers.step.train_step import TrainStep
@@ -31,12 +29,6 @@ EPOCH = [[4, 4], [4, 4], [4, 4], [3]]  # three full steps and a short one
 # Exact in float32, the format of a captured learning rate, so that eager and captured steps agree to the last bit.
 LR = 0.125
 FACTORS = [0.25, 0.5, 1.0, 0.75, 0.5, 0.25, 0.125]
-
-
-@pytest.fixture(autouse=True)
-def _a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture that failed is remembered for as long as a process lives, and lanes of later tests look."""
-    monkeypatch.setattr(cuda_graphs, "_failed", threading.Event())
 
 
 class Fake:

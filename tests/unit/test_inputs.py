@@ -17,7 +17,7 @@ from tests.unit.test_fuzz import laughs
 from trainers.config import TrainConfig
 from trainers.config.model import Settings, build
 from trainers.config.reference import entries
-from trainers.config.yaml import LONGEST, MOST_VALUES, dump_yaml, parse_documents, parse_mapping, parse_yaml
+from trainers.config.yaml import LONGEST, MOST_VALUES, parse_documents, parse_mapping, parse_yaml
 from trainers.data.arrow import ArrowDataset
 from trainers.errors import ConfigError, PacelineError
 from trainers.launch.spec import read_file, read_mapping
@@ -115,32 +115,6 @@ def test_a_byte_order_mark_and_aliases_are_fine() -> None:
     ]
     merged = "b: &b {x: 1}\ndeep: {deeper: &d {<<: *b, x: 2}}\nc: {<<: *d, x: 3}\ne: {<<: [*d, *b]}"
     assert parse_documents(merged, "f")[0]["c"] == {"x": 3}
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        ["--epochs", ".nan"],
-        ["--optimizer.lr", ".inf"],
-        ["--scaling.num_workers", "1e308"],
-        ["--epochs", "-1"],
-        ["--epochs", "9" * 5000],
-        ["--name", ".."],
-        ["--name", '"a\\0"'],
-        ["--storage_path", '"a\\e[31mb"'],
-        ["--task", "x" * 250 + ".y:T"],
-        ["--optimizer..lr", "1"],
-        ["--épochs", "1"],
-        ["--epochs.x", "1"],
-        ["--task_args.x", "&a [*a]"],
-        ["--task_args.x", "[" * 500],
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_an_override_of_any_text(typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.yaml").write_text(dump_yaml(TREE))
-    assert trainers.__main__.main([str(tmp_path / "train.yaml"), *typed]) == 2
-    one_sentence(capsys)
 
 
 # Keys of other tools.

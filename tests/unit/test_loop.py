@@ -131,6 +131,16 @@ def assert_same_run(path: Path, reference: Path) -> None:
     assert evaluations(path) == evaluations(reference)
 
 
+def check_resume(path: Path, make: Callable[[], Task], *cuts: int, **changes: Any) -> None:
+    """Train unbroken in `whole`, and in `cut` with a power cut after each of these steps: one run, to the last bit."""
+    fit(make(), config(**changes), Context(path / "whole"))
+    for step in cuts:
+        with pytest.raises(Power):
+            fit(make(), config(**changes), Context(path / "cut", cut_at_step=step))
+    fit(make(), config(**changes), Context(path / "cut"))
+    assert_same_run(path / "cut", path / "whole")
+
+
 def assert_same_training(path: Path, reference: Path) -> None:
     """Also where one was ended by its launcher now and then, and evaluated there."""
     assert curve(path) == curve(reference)
@@ -185,23 +195,6 @@ def test_a_power_cut_in_the_middle_of_the_log_loses_no_line(
             train(tmp_path)
     train(tmp_path)
     assert_same_run(tmp_path, unbroken)
-
-
-@pytest.mark.parametrize("microbatch", [2, 5])
-def test_the_microbatch_size_changes_no_sample_order(microbatch: int, tmp_path: Path) -> None:
-    """With dropout, BatchNorm and transforms off the curve is the same to rounding."""
-
-    class Plain(Tiny):
-        def model(self) -> nn.Module:
-            return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-        def transform(self, batch: Any, training: bool) -> Any:
-            return batch
-
-    train(tmp_path / "a", Plain(), microbatch_size=microbatch)
-    train(tmp_path / "b", Plain(), microbatch_size=3)
-    for (_, _, ours), (_, _, theirs) in zip(curve(tmp_path / "a"), curve(tmp_path / "b"), strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 def test_a_stop_request_checkpoints_and_the_same_command_goes_on(unbroken: Path, tmp_path: Path) -> None:
@@ -306,30 +299,6 @@ def test_the_result_is_written_as_it_is_returned(tmp_path: Path) -> None:
 def test_checkpoints_are_written_when_they_are_due(tmp_path: Path, keep: dict[str, Any], expected: list[int]) -> None:
     train(tmp_path, checkpoint=keep)
     assert [int(path.name[5:]) for path in sorted((tmp_path / "checkpoints").iterdir())] == expected
-
-
-class Counting(Tiny):
-    """Remembers which samples were trained, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[int] = []
-
-    def dataset(self, split: str) -> Dataset[Any]:
-        rows = torch.arange(SAMPLES)
-        return TensorDataset(torch.randn(SAMPLES, 4), rows % 2, rows)
-
-    def transform(self, batch: Any, training: bool) -> Any:
-        self.rows += batch[2].tolist() if training else []
-        return batch
-
-
-def test_each_sample_is_trained_once_though_the_run_was_cut(tmp_path: Path) -> None:
-    first, second = Counting(), Counting()
-    with pytest.raises(Power):
-        fit(first, config(epochs=1), Context(tmp_path, cut_at_step=3))
-    train(tmp_path, second, epochs=1)
-    assert sorted(first.rows + second.rows) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize("which", ["train", "val"])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 from torch.utils.data import TensorDataset
 
-from tests.unit.test_loop import Context, Power, assert_same_run, config
+from tests.unit.test_loop import Context, check_resume, config
 from tests.unit.test_recipes import SEED, SETTINGS, Single, descend, order
 from trainers import TrainConfig
 from trainers.errors import ConfigError, DivergedError
@@ -124,84 +124,7 @@ def test_the_curves_are_those_of_a_plain_loop(
 def test_a_power_cut_changes_nothing(task: Adversarial, at_step: int, tmp_path: Path) -> None:
     """Also in the middle of five steps of the critic, and with the states of one optimizer alone."""
     changes = SETTINGS | {"ema": {"decay": 0.9}, "lr_schedule": {"name": "cosine"}}
-    fit(task, config(**changes), Context(tmp_path / "whole"))
-    with pytest.raises(Power):
-        fit(task, config(**changes), Context(tmp_path / "cut", cut_at_step=at_step))
-    fit(task, config(**changes), Context(tmp_path / "cut"))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
-
-
-class Penalised(Task):
-    """One optimizer and a gradient penalty: the loss has a gradient in it."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1)).double()
-
-    def dataset(self, split: str) -> TensorDataset:
-        rows = torch.randn(33, 5, generator=torch.Generator().manual_seed(len(split)), dtype=torch.float64)
-        return TensorDataset(rows, rows.square().sum(1))
-
-    def training_step(self, model: nn.Module, batch: Any, phase: str) -> Tensor:
-        assert phase == "train"
-        batch[0].requires_grad_()
-        outputs = model(batch[0])
-        [slope] = torch.autograd.grad(outputs.sum(), batch[0], create_graph=True)
-        return self.loss(outputs, batch) + (slope - 2 * batch[0]).square().mean()
-
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return F.mse_loss(outputs.squeeze(1), batch[1])
-
-
-@pytest.mark.parametrize("microbatch", [2, 6])
-def test_one_optimizer_with_a_gradient_in_its_loss(microbatch: int, tmp_path: Path) -> None:
-    task, losses = Penalised(), []
-    torch.manual_seed(SEED)
-    model = task.model()
-    optimizer = SGD(model.parameters(), 0.02)
-    for at in order(task):
-        batch = [one.clone() for one in task.dataset("train")[at]]
-        losses.append(descend(optimizer, task.training_step(model, batch, "train")))
-    context = Context(tmp_path)
-    settings = SETTINGS | {"optimizer": {"name": "sgd", "lr": 0.02}, "microbatch_size": microbatch}
-    result = fit(task, config(**settings), context)
-    rows = [row for row, checkpoint in context.reports if checkpoint]
-    assert [row["train_loss"] for row in rows] == pytest.approx(losses, rel=1e-12)
-    assert result.metrics.keys() == {"train_loss", "val_loss"}
-    assert result.flops_per_sample is not None
-
-
-class Halves(Penalised):
-    """Two optimizers of other kinds, and neither phases nor a step of its own: one backward, and both step."""
-
-    def optimizer(self, model: Any, config: TrainConfig) -> dict[str, Optimizer]:
-        return halves(model)
-
-    training_step = Task.training_step
-
-
-def halves(model: Any) -> dict[str, Optimizer]:
-    return {"first": Adagrad(model[0].parameters(), 0.1), "last": SGD(model[2].parameters(), 0.02, momentum=0.9)}
-
-
-def test_several_optimizers_of_one_backward(tmp_path: Path) -> None:
-    task, losses = Halves(), []
-    torch.manual_seed(SEED)
-    model = task.model()
-    optimizers = halves(model)
-    for at in order(task):
-        rows, targets = task.dataset("train")[at]
-        loss = F.mse_loss(model(rows).squeeze(1), targets)
-        model.zero_grad()
-        loss.backward()
-        for optimizer in optimizers.values():
-            optimizer.step()
-        losses.append(loss.item())
-    with pytest.raises(Power):
-        fit(task, config(**SETTINGS, microbatch_size=4), Context(tmp_path, cut_at_step=5))
-    context = Context(tmp_path)
-    fit(Halves(), config(**SETTINGS, microbatch_size=4), context)
-    found = [row["train_loss"] for row, checkpoint in context.reports if checkpoint]
-    assert found == pytest.approx(losses[5:], rel=1e-12)
+    check_resume(tmp_path, lambda: task, at_step, **changes)
 
 
 def test_a_bad_gradient_of_one_phase_ends_the_updates_of_all(tmp_path: Path) -> None:

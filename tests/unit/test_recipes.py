@@ -1,6 +1,6 @@
 """Known ways of training, each beside a plain PyTorch loop over the same order of samples: equal loss curves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,6 @@ def curve(task: Task, path: Path, microbatch: int, **changes: Any) -> list[float
     context = Context(path)
     fit(task, config(**SETTINGS | changes, microbatch_size=microbatch), context)
     return [row["train_loss"] for row, checkpoint in context.reports if checkpoint]
-
-
-def plain(
-    task: Task, make_optimizer: Callable[[nn.Module], Optimizer], loss_of: Callable[[nn.Module, list[int]], Tensor]
-) -> list[float]:
-    """A loop as PyTorch's tutorials have it, over the steps of the same order."""
-    torch.manual_seed(SEED)
-    model, losses = task.model(), []
-    optimizer = make_optimizer(model)
-    for rows in order(task):
-        losses.append(descend(optimizer, loss_of(model, rows)))
-    return losses
 
 
 def descend(optimizer: Optimizer, loss: Tensor) -> float:
@@ -112,18 +100,6 @@ class Distilled(Task):
 def distillation(student: Tensor, teacher: Tensor, labels: Tensor, heat: float = 3.0) -> Tensor:
     soft = F.kl_div((student / heat).log_softmax(1), (teacher / heat).softmax(1), reduction="batchmean")
     return 0.5 * F.cross_entropy(student, labels) + 0.5 * heat**2 * soft
-
-
-@pytest.mark.parametrize("microbatch", [1, 4])
-def test_distillation(microbatch: int, tmp_path: Path) -> None:
-    task = Distilled()
-    rows, labels = task.dataset("train").tensors
-
-    def optimizer(model: Any) -> Optimizer:
-        return SGD(model.student.parameters(), 0.2)
-
-    wanted = plain(task, optimizer, lambda model, at: distillation(*model(rows[at]), labels[at]))
-    assert curve(task, tmp_path, microbatch) == pytest.approx(wanted, rel=1e-12)
 
 
 class Repeated(Sampler[int]):

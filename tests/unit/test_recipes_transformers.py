@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
@@ -29,9 +29,8 @@ from transformers import (
 )
 
 from tests.unit.test_evaluation import run
-from tests.unit.test_loop import Context, Power, assert_same_run, config
-from tests.unit.test_recipes import BATCH, SEED, curve, plain
-from trainers.loop.fit import fit
+from tests.unit.test_loop import check_resume
+from tests.unit.test_recipes import BATCH, SEED, curve, descend, order
 from trainers.task import Task
 
 pytestmark = pytest.mark.full
@@ -139,16 +138,14 @@ class Collated(Task):
 
 
 def whole_batches(task: Task) -> list[float]:
+    """A loop as PyTorch's tutorials have it, over the steps of the same order."""
     data: Any = task.dataset("train")
-
-    def loss_of(model: nn.Module, at: list[int]) -> Tensor:
-        return model(**task.collate([data[index] for index in at])).loss  # type: ignore[no-any-return]
-
-    def optimizer(model: nn.Module) -> Optimizer:
-        torch.manual_seed(SEED)  # as a run's steps begin
-        return SGD(model.parameters(), 0.2)
-
-    return plain(task, optimizer, loss_of)
+    torch.manual_seed(SEED)
+    model = task.model()
+    optimizer = SGD(model.parameters(), 0.2)
+    torch.manual_seed(SEED)  # as a run's steps begin
+    batches = (task.collate([data[index] for index in at]) for at in order(task))
+    return [descend(optimizer, model(**batch).loss) for batch in batches]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "masked"])
@@ -160,12 +157,7 @@ def test_a_collator_as_it_is(kind: str, microbatch: int, num_workers: int, tmp_p
 
 def test_hidden_words_are_the_same_after_a_resume(tmp_path: Path) -> None:
     steps = {"epochs": 2, "global_batch_size": BATCH, "microbatch_size": 2, "checkpoint": {"every_steps": 4}}
-    settings = config(**steps, data={"num_workers": 2})
-    fit(Collated("masked"), settings, Context(tmp_path / "whole"))
-    with pytest.raises(Power):
-        fit(Collated("masked"), settings, Context(tmp_path / "cut", cut_at_step=8))
-    fit(Collated("masked"), settings, Context(tmp_path / "cut"))
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    check_resume(tmp_path, lambda: Collated("masked"), 8, **steps, data={"num_workers": 2})
 
 
 @pytest.mark.parametrize("kind", ["tokens", "flattened"])

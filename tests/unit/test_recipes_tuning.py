@@ -7,9 +7,8 @@ import safetensors.torch
 from torch import nn
 
 import tests.unit.test_predict as predicted
-from tests.unit.test_loop import Context, Power, assert_same_run, config, train
+from tests.unit.test_loop import check_resume
 from trainers.inference.saved_run import export
-from trainers.loop.fit import fit
 
 pytestmark = pytest.mark.full
 
@@ -28,11 +27,7 @@ def test_a_model_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Adapters alone are kept, a resume is bit-equal, and the commands take the base from the task."""
     pytest.importorskip("peft")
     kept = {"global_batch_size": 64, "checkpoint": {"every_steps": 2, "parameters": "trained"}}
-    train(tmp_path / "whole", WithPeft(), **kept)
-    with pytest.raises(Power):
-        fit(WithPeft(), config(**kept), Context(tmp_path / "cut", cut_at_step=6))
-    train(tmp_path / "cut", WithPeft(), **kept)
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    check_resume(tmp_path, WithPeft, 6, **kept)
     monkeypatch.setattr(predicted, "Kept", WithPeft)
     spec = predicted.train(tmp_path / "run", checkpoint__parameters="trained")
     last = predicted.evaluations(spec)[-1]

@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import Dataset, TensorDataset
 
+from tests.unit.test_evaluation import Weighted
 from tests.unit.test_loop import RARE, Context, Tiny, config, train
 from tests.unit.test_microbatch import Hungry, choose
 from trainers.causes import classify
@@ -81,12 +82,17 @@ class Tokens(Tiny):
     def transform(self, batch: Any, training: bool) -> Any:
         return batch
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        each = nn.functional.cross_entropy(outputs, batch[1], reduction="none")
-        return (each * batch[2]).sum() / batch[2].sum()
+    loss = Weighted.loss  # type: ignore[assignment]
 
     def weight(self, batch: Any) -> Tensor:
         return batch[2].sum() if self.weighted else super().weight(batch)
+
+
+class Classes(Tiny):
+    """Divides by the weights of the classes in a batch."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs, batch[1], weight=outputs.new_tensor([0.4, 16.7]))
 
 
 class Summed(Tiny):
@@ -119,6 +125,7 @@ class Knowingly(Contrastive):
     ("task", "said"),
     [
         (Contrastive(), "refused"),
+        (Classes(), "refused"),
         (Tokens(weighted=False), "warned"),
         (Knowingly(), "warned"),
         (Summed(), "refused"),

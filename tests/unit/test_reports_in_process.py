@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.util.queue import Empty
 
+from tests.waits import HANG_S
 from tune.forks.child import TrialStopped
 from tune.ray import internals
 from tune.ray.internals import report_in_process
@@ -68,8 +68,8 @@ def test_a_report_that_nobody_takes_ends_with_the_trial(session: Any) -> None:
 
     thread = threading.Thread(target=function)
     thread.start()
-    time.sleep(0.02)
+    thread.join(0.02)
     assert thread.is_alive(), "it waits until Tune has the report"
     session.stop_event.set()
-    thread.join(10)
+    thread.join(HANG_S)
     assert len(raised) == 1

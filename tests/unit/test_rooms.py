@@ -1,13 +1,13 @@
 """The rooms: no circle, imports go down, Ray in its folders only; and the checks themselves find what they are for."""
 
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.rooms import (
     PACKAGES,
     REPOSITORY,
     WITH_RAY,
-    circles,
     file_arrows,
     imported_modules,
     mermaid,
@@ -21,8 +21,8 @@ FILES = file_arrows()
 
 
 def test_no_rooms_and_no_files_import_each_other() -> None:
-    assert circles(room_arrows(FILES)) == []
-    assert circles(FILES) == []
+    for arrows in (room_arrows(FILES), FILES):
+        TopologicalSorter(arrows).prepare()  # it names a circle
 
 
 def test_every_import_goes_down_and_every_file_lies_in_a_room() -> None:

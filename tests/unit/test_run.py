@@ -72,23 +72,6 @@ def test_a_file_that_is_not_there_has_a_near_miss(user: Path) -> None:
         read_file(str(user / "nothing_like_it"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"task": "nowhere:Mine"}, "cannot be found"),
-        ({"storage_path": "nosuch://x"}, "storage_path"),
-        ({"scaling__num_workers": 100_000, "launcher": "spawn"}, "must fit on this machine"),
-        ({"scaling__cpus_per_worker": 100_000}, "with 100000 cores each"),
-        ({"optimizer__lr": -1}, "greater than 0"),
-    ],
-)
-def test_a_mistake_names_the_file(user: Path, overrides: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        prepare_storage(read(user, **overrides), fresh=False)
-    assert words in str(raised.value)
-    assert str(user / "train.yaml") in str(raised.value) or "nosuch" in str(raised.value)
-
-
 def test_the_size_of_a_cluster_is_not_this_machines(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert read(user, launcher="ray", scaling__num_workers=100_000).config.scaling.max_workers == 100_000

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
+from tests.unit.test_batch_schedule import drawn
+from trainers.data.batch_schedule import Sizes
 from trainers.data.sampler import StepSampler, split_share
 
 _RANDOM = random.Random(20261101)
-TRIPLES = [(_RANDOM.randint(1, 300), _RANDOM.randint(1, 80), _RANDOM.randint(1, 9)) for _ in range(12)] + [
+TRIPLES: list[tuple[int, int | Sizes, int]] = [
+    *((_RANDOM.randint(1, 300), _RANDOM.randint(1, 80), _RANDOM.randint(1, 9)) for _ in range(12)),
     (1, 1, 1),
     (1, 64, 8),
     (64, 64, 4),
@@ -18,37 +21,34 @@ TRIPLES = [(_RANDOM.randint(1, 300), _RANDOM.randint(1, 80), _RANDOM.randint(1, 
     (128, 64, 3),
     (7, 3, 7),
     (100, 1, 4),
+    *((length, sizes, workers) for sizes, length, _ in map(drawn, (0, 2, 14, 26, 40)) for workers in (1, 2, 3, 5)),
 ]
 
 
-def make(n: int, batch: int, workers: int = 1, rank: int = 0, **options: object) -> StepSampler:
+def make(n: int, batch: int | Sizes, workers: int = 1, rank: int = 0, **options: object) -> StepSampler:
     dataset = TensorDataset(torch.arange(n))
     return StepSampler(dataset, global_batch_size=batch, num_replicas=workers, rank=rank, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("n", "batch", "workers"), TRIPLES)
-def test_an_epoch_uses_every_sample_exactly_once(n: int, batch: int, workers: int) -> None:
-    used: list[int] = []
-    for rank in range(workers):
-        sampler = make(n, batch, workers, rank, seed=3)
-        sampler.set_epoch(2)
-        for step in range(sampler.steps_per_epoch):
-            used += sampler.share(step).tolist()
-    assert sorted(used) == list(range(n))
-
-
-@pytest.mark.parametrize(("n", "batch", "workers"), TRIPLES)
-def test_a_step_is_the_same_set_for_any_number_of_workers(n: int, batch: int, workers: int) -> None:
-    alone = make(n, batch)
-    ranks = [make(n, batch, workers, rank) for rank in range(workers)]
-    assert {sampler.steps_per_epoch for sampler in ranks} == {alone.steps_per_epoch}
-    for step in range(alone.steps_per_epoch):
-        shares = [sampler.share(step) for sampler in ranks]
-        # In rank order the shares are the step itself: not only the same set, the same order.
-        assert torch.cat(shares).tolist() == alone.share(step).tolist()
-        sizes = [len(share) for share in shares]
-        assert max(sizes) - min(sizes) <= 1
-        assert sum(sizes) == alone.step_size(step) == len(alone.share(step))
+def test_each_sample_of_an_epoch_is_used_once_by_any_number_of_workers(
+    n: int, batch: int | Sizes, workers: int
+) -> None:
+    alone = make(n, batch, seed=3)
+    ranks = [make(n, batch, workers, rank, seed=3) for rank in range(workers)]
+    for epoch in range(14 if isinstance(batch, list) else 2):
+        used: list[int] = []
+        for sampler in (alone, *ranks):
+            sampler.set_epoch(epoch)
+        assert {sampler.steps_per_epoch for sampler in ranks} == {alone.steps_per_epoch}
+        for step in range(alone.steps_per_epoch):
+            shares = [sampler.share(step) for sampler in ranks]
+            # In rank order the shares are the step itself: not only the same set, the same order.
+            assert torch.cat(shares).tolist() == alone.share(step).tolist()
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+            assert len(alone.share(step)) == alone.step_size(step)
+            used += alone.share(step).tolist()
+        assert sorted(used) == list(range(n))
 
 
 def test_the_order_follows_seed_and_epoch() -> None:

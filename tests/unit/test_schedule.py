@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRSc
 from torch.utils.data import Dataset
 
 from tests.unit.test_graphs import Fake, make
-from tests.unit.test_loop import PER_EPOCH, Context, Power, Tiny, assert_same_run, config, curve, train
+from tests.unit.test_loop import PER_EPOCH, Context, Tiny, check_resume, config, curve, train
 from trainers.config import TrainConfig
 from trainers.errors import CheckpointError, ConfigError
 from trainers.loop.fit import fit
@@ -127,11 +127,7 @@ def plateau() -> Named:
 )
 @pytest.mark.parametrize("at", [3, 10])
 def test_a_resume_is_bit_equal(task: Callable[[], Tiny], changes: dict[str, Any], at: int, tmp_path: Path) -> None:
-    train(tmp_path / "whole", task(), **changes)
-    with pytest.raises(Power):
-        fit(task(), config(**changes), Context(tmp_path / "cut", cut_at_step=at))
-    train(tmp_path / "cut", task(), **changes)
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    check_resume(tmp_path, task, at, **changes)
     assert len({lr for _, lr, _ in curve(tmp_path / "cut")}) > 2
 
 

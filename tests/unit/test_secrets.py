@@ -106,16 +106,9 @@ def test_errors_hide_it_however_they_are_made() -> None:
 
 def test_the_log_and_tracebacks_hide_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    packages = [logging.getLogger(name) for name in ("trainers", "cluster", "tune")]
-    before = [(package.handlers[:], package.level, package.propagate) for package in packages]
-    try:
-        setup_logging(0)
-        for package in packages:
-            package.info("read %s\x1b[2J", URI)
-    finally:
-        for package, (handlers, level, propagate) in zip(packages, before, strict=True):
-            package.handlers[:], package.propagate = handlers, propagate
-            package.setLevel(level)
+    setup_logging(0)
+    for name in ("trainers", "cluster", "tune"):
+        logging.getLogger(name).info("read %s\x1b[2J", URI)
     with pytest.raises(RunFailedError), local.failing_as_run(0):
         raise ValueError(f"{URI} with {SECRET}")
     shown = "".join(capsys.readouterr())
@@ -178,9 +171,3 @@ def test_what_is_written_is_for_its_owner_unless_the_user_says_otherwise(
     root = tmp_path / "runs" / "digits"
     assert {mode(path) for path in root.rglob("*") if path.is_file()} == {file}
     assert {mode(root), mode(root / "profile")} == {directory}
-
-
-def test_a_hostile_checkpoint_name_cannot_move_the_cursor(tmp_path: Path) -> None:
-    with pytest.raises(StorageError) as raised:
-        Storage(str(tmp_path)).read("a\x1b[2J")
-    assert "\x1b" not in str(raised.value)

@@ -214,10 +214,3 @@ def test_several_mistakes_are_a_line_each() -> None:
     assert len(raised.value.errors) == 5
     assert len(str(raised.value).splitlines()) == 5
     assert {error.field for error in raised.value.errors} == {"size", "ratio", "inner.steps", "zzz", "needed"}
-
-
-def test_the_right_tree_is_built_and_frozen() -> None:
-    made = build(Outer, GOOD | {"inner": {"steps": 3}, "many": [1, 2]}, "f")
-    assert (made.needed, made.inner.steps, made.many) == ("x", 3, [1, 2])
-    with pytest.raises(ValueError, match="frozen"):
-        made.size = 3  # type: ignore[misc]

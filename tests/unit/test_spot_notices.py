@@ -64,10 +64,10 @@ def test_a_notice_is_heard_with_its_deadline(cloud: str, machine: Machine) -> No
     assert wait(cloud, machine, looks=3)[0] is None, "Ray ended first"
     assert len(machine.asked) > asked
     preempt(machine)
+    before = time.time()
     notice, waited, said = wait(cloud, machine)
     assert notice is not None
-    expected = pytest.approx(time.time() + 30, abs=5) if cloud == "gcp" else AT_UNIX
-    assert notice.deadline_s == expected
+    assert before + 30 <= notice.deadline_s <= time.time() + 30 if cloud == "gcp" else notice.deadline_s == AT_UNIX
     assert (waited, said) == ([0.0], []), "at the first look"
 
 
@@ -81,7 +81,7 @@ def test_a_machine_that_is_not_spot_is_left_alone(cloud: str, machine: Machine) 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_service_that_hangs_is_asked_again(cloud: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(notices, "_TIMEOUT_S", 0.5)
     preempt(machine)
     machine.faults.extend([hang] * 2)
     notice, waited, said = wait(cloud, machine)
@@ -110,9 +110,10 @@ def test_a_service_in_trouble_is_asked_again_and_said_once(cloud: str, machine: 
 
 def test_ec2_without_a_time_means_two_minutes(machine: Machine) -> None:
     machine.action = {"action": "hibernate"}
+    before = time.time()
     notice = SERVICES["aws"](machine.address).notice()
     assert notice is not None
-    assert notice.deadline_s == pytest.approx(time.time() + 120, abs=5)
+    assert before + 120 <= notice.deadline_s <= time.time() + 120
 
 
 def test_azure_tells_the_whole_scale_set(machine: Machine) -> None:
@@ -130,9 +131,10 @@ def test_azure_tells_the_whole_scale_set(machine: Machine) -> None:
     assert notice is not None
     assert notice.deadline_s == AT_UNIX
     machine.events = [eviction("")]  # as it is when the eviction has begun
+    before = time.time()
     notice = service.notice()
     assert notice is not None
-    assert notice.deadline_s == pytest.approx(time.time() + 30, abs=5)
+    assert before + 30 <= notice.deadline_s <= time.time() + 30
 
 
 def test_the_command_without_ray(capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,7 +205,8 @@ def test_what_weighs_nothing_changes_nothing() -> None:
     assert not step.bad
 
 
-def test_clipping_is_torchs() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_clipping_is_torchs_whatever_the_loss_is_scaled_by(precision: str) -> None:
     clip, reference = 0.05, small_model()
     data, task = regression_data(), Regression()
     optimizer = SGD(reference.parameters(), lr=1.0)
@@ -215,7 +216,7 @@ def test_clipping_is_torchs() -> None:
     optimizer.step()
 
     model = small_model()
-    run_step(make_step(model, task, SGD(model.parameters(), lr=1.0), clip=clip), data, [4, 4, 4])
+    run_step(make_step(model, task, SGD(model.parameters(), lr=1.0), precision, clip), data, [4, 4, 4])
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 

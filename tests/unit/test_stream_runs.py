@@ -80,9 +80,10 @@ def test_a_stream_that_gives_others_goes_on_with_a_warning(
         ("epochs", {"max_steps": None, "epochs": 2}),
         ("evaluate.every_epochs", {"evaluate": {"every_epochs": 1}}),
         ("checkpoint.every_epochs", {"checkpoint": {"every_epochs": 1}}),
+        ("data.resident", {"data": {"resident": True}}),
     ],
 )
-def test_it_wants_steps_and_not_epochs(tmp_path: Path, field: str, given: dict[str, Any]) -> None:
+def test_it_wants_steps_and_is_not_resident(tmp_path: Path, field: str, given: dict[str, Any]) -> None:
     spec = make(tmp_path, **changes("numbered"))
     keys = given.keys() | {"evaluate"}
     tree = {key: value for key, value in spec.tree.items() if key not in keys} | given
@@ -94,11 +95,6 @@ def test_it_wants_steps_and_not_epochs(tmp_path: Path, field: str, given: dict[s
 def test_a_stream_that_ends_before_the_run_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         run_local(make(tmp_path, **changes("generator", max_steps=9)))
-
-
-def test_it_cannot_be_resident(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        run_local(make(tmp_path, **changes("numbered", data__resident=True)))
 
 
 def test_a_stream_is_evaluated_after_training(tmp_path: Path) -> None:

@@ -98,14 +98,6 @@ def test_a_run_learns_and_its_checkpoint_is_any_precisions(tmp_path: Path) -> No
     assert sum(curves["fp8"][-10:]) == pytest.approx(sum(curves["bf16"][-10:]), rel=0.2)
 
 
-def test_without_torchao_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ConfigError) as raised:
-        TABLE["fp8"].convert_model(nn.Linear(16, 16))
-    assert str(raised.value).startswith('`precision` is "fp8", but needs torchao')
-    assert "`pip install torchao`" in str(raised.value)
-
-
 @pytest.mark.parametrize(("capability", "able"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
 def test_it_needs_ada_or_hopper(capability: tuple[int, int], able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -138,10 +130,12 @@ def test_narrow_moments_learn_and_a_run_that_is_cut_goes_on_to_the_bit(name: str
     assert losses(again) == curve
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_without_torchao_an_optimizer_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+@pytest.mark.parametrize("name", ["fp8", *NARROW])
+def test_without_torchao_it_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("torchao.float8", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, module, None)
+    layer = nn.Linear(16, 16)
     with pytest.raises(ConfigError) as raised:
-        narrow_adamw(name, nn.Linear(16, 16).parameters(), {"lr": 0.1})
-    assert raised.value.field == "optimizer.name"
+        TABLE[name].convert_model(layer) if name == "fp8" else narrow_adamw(name, layer.parameters(), {"lr": 0.1})
+    assert raised.value.field == ("precision" if name == "fp8" else "optimizer.name")
     assert "`pip install torchao`" in str(raised.value)

@@ -4,7 +4,6 @@ import functools
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +73,10 @@ def counted(method: Any) -> Any:
         self.order.append(method.__name__)
         self.array += 1
         self.tensor.add_(1)
+        self.slotted.calls += 1
+        type(self).total += 1
+        self.nested["list"][0][0] += 1
+        self.nested["list"][1][0]["calls"] += 1
         self.drawn = (self.generator.random(), float(torch.rand((), generator=self.torch_generator)))
         return method(self, *args, **options)
 
@@ -81,8 +84,19 @@ def counted(method: Any) -> Any:
     return wrapper
 
 
+class Slotted:
+    """State without a dictionary."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Counting(Task):
-    """Every hook that a task has."""
+    """Every hook that a task has, and every kind of place to count in."""
+
+    total = 0
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -91,6 +105,7 @@ class Counting(Task):
         self.generator, self.torch_generator = random.Random(1), torch.Generator()
         self.drawn = (0.0, 0.0)
         self.optimizer_calls: Counter[str] = Counter()
+        self.slotted, self.nested = Slotted(), {"list": [deque([0]), ({"calls": 0},)]}
 
     @counted
     def model(self) -> nn.Module:
@@ -154,14 +169,16 @@ class Counting(Task):
 
 def traces(path: Path, task: Counting, **changes: Any) -> dict[str, Any]:
     """What a run has left in the task, and where its weights have come to."""
-    serial, losses = SERIAL, Counting.loss.calls()  # type: ignore[attr-defined]
+    serial, total, losses = SERIAL, Counting.total, Counting.loss.calls()  # type: ignore[attr-defined]
     result = train(path, task, epochs=2, checkpoint={"every_epochs": 1}, **changes)
     return {
         "global": SERIAL - serial,
+        "class": Counting.total - total,
         "closure": Counting.loss.calls() - losses,  # type: ignore[attr-defined]
         "calls": dict(task.calls),
         "order": list(task.order),
         "numbers": [task.array[0], task.tensor[0].item()],
+        "nested": [task.slotted.calls, task.nested],
         "drawn": task.drawn,
         "model": [task.net.calls, float(task.net.seen), task.net.noise.tolist(), len(task.net._forward_hooks)],
         "optimizer": dict(task.optimizer_calls),
@@ -183,60 +200,6 @@ def test_a_task_that_counts_every_call_sees_training_alone(
     assert found["model"][0] == (12 if microbatch == "auto" else 20)  # 10 steps, 8 of them of two parts; 2 evaluations
 
 
-def forward_pass(task: Task, model: nn.Module) -> ForwardPass:
-    return ForwardPass(model, task, resolve_precision("fp32", CPU), CPU)
-
-
-class Slotted:
-    """State without a dictionary."""
-
-    __slots__ = ("calls",)
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-class Everywhere(Counting):
-    """Counts in every kind of place."""
-
-    total = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number, self.slotted = 0, Slotted()
-        self.nested = {"list": [deque([0]), ({"calls": 0},)]}
-
-    @counted
-    def weight(self, batch: Any) -> Tensor:
-        self.number += 1
-        self.slotted.calls += 1
-        type(self).total += 1
-        self.nested["list"][0][0] += 1
-        self.nested["list"][1][0]["calls"] += 1
-        return torch.ones(())
-
-
-PLACES: dict[str, Callable[[Everywhere], int]] = {
-    "an attribute": lambda task: task.number,
-    "a global": lambda task: SERIAL,
-    "an attribute of a class": lambda task: Everywhere.total,
-    "a closure": lambda task: Everywhere.weight.calls(),  # type: ignore[attr-defined]
-    "slots": lambda task: task.slotted.calls,
-    "a deque in a list in a dict": lambda task: task.nested["list"][0][0],
-    "a dict in a tuple in a list in a dict": lambda task: task.nested["list"][1][0]["calls"],
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_count_is_put_back_wherever_it_is_kept(place: str) -> None:
-    task, count = Everywhere(), PLACES[place]
-    before = count(task)
-    with throwaway(forward_pass(task, nn.Linear(1, 1))):
-        task.weight(None)
-        assert count(task) > before
-    assert count(task) == before
-
-
 def test_what_is_too_large_to_be_copied_is_named(caplog: pytest.LogCaptureFixture) -> None:
     class Average(Task):
         def __init__(self, kept: bool) -> None:
@@ -248,7 +211,8 @@ def test_what_is_too_large_to_be_copied_is_named(caplog: pytest.LogCaptureFixtur
     for kept in (False, True):
         caplog.clear()
         task = Average(kept)
-        with caplog.at_level(logging.WARNING), throwaway(forward_pass(task, nn.Linear(1, 1))):
+        forward = ForwardPass(nn.Linear(1, 1), task, resolve_precision("fp32", CPU), CPU)
+        with caplog.at_level(logging.WARNING), throwaway(forward):
             task.average += 1
         assert ("Average.average" in caplog.text) is not kept
         assert bool(task.average.any()) is not kept

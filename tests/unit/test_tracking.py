@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,7 +104,7 @@ def show(log: RunLog, step: int) -> None:
 
 def test_after_a_resume_each_step_is_sent_once_under_the_same_id(following: Following) -> None:
     """A checkpoint at step 4, copies up to step 6 sent, then a power cut: steps 5 and 6 are trained again."""
-    log = RunLog(following.run, followed=True)
+    began, log = time.time(), RunLog(following.run, followed=True)
     for step in range(1, 5):
         log.add(record(step, loss=1 / step))
     log.flush(4)
@@ -131,7 +132,7 @@ def test_after_a_resume_each_step_is_sent_once_under_the_same_id(following: Foll
     assert following.sink.runs[0].tags == {"uri": following.run.uri, "git_commit": "abc"}
     assert following.sink.ends[-1] == (f"run-{following.sink.runs[0].id}", "killed")
     times = [row.time_s for row in following.sink.rows]
-    assert times == pytest.approx([times[-1] - 8 + row.step for row in following.sink.rows], abs=5)
+    assert all(began - 9 < at < time.time() + 1 for at in times), "each when its step was made"
 
 
 def test_what_a_sink_that_failed_did_not_take_is_sent_again(

@@ -45,7 +45,7 @@ def rate(**values: Any) -> dict[str, Any]:
         ({"search": "random"}, "budget.trials"),
         ({"objective": {}}, "objective.target"),
         ({"objective": {"metric": "my_topk"}}, "objective.mode"),
-        ({"objective": {"metric": "val_loss", "target": {"topk": 1}}}, "objective.target_mode"),
+        ({"objective": {"metric": "val_loss", "target": {"topk": 1}}}, "objective.target.mode"),
         ({"objective": {"metric": "val_loss", "target": {"val_loss": "low"}}}, "objective.target.val_loss"),
         ({"objective": {"metric": "val_loss", "target": {"a_loss": 1, "b_loss": 2}}}, "objective.target"),
         ({"objective": {"metric": "usd_to_target", "target": {"val_loss": 1.0}}}, "usd_per_hour"),

@@ -54,13 +54,6 @@ def asked(box: Box, target: Target | None, watches: tuple[str, ...]) -> Asked:
     return Asked(box, 3, Assignment("t/1", "t", {}, target=target, watches=watches), gauges, may_drain=False)
 
 
-@pytest.mark.parametrize(("target", "goes_on"), [(TARGET, False), (None, True)])
-def test_a_lane_ends_its_trial_at_the_target(target: Target | None, goes_on: bool) -> None:
-    lane = asked(Box(), target, ())
-    assert lane.report(ROW)
-    assert lane.report(ROW | {"val_accuracy": 0.98}) is goes_on
-
-
 @pytest.mark.parametrize(
     ("watches", "said"), [(("peak_memory_bytes",), {"peak_memory_bytes": 5.0}), (("val_accuracy",), {})]
 )

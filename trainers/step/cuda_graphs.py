@@ -14,7 +14,6 @@ captured or run as they are.
 
 import functools
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 CAPTURE_AFTER_STEPS = 3
 """Steps of a shape before it is captured (torch's own number for models without DDP)."""
-_failed = threading.Event()  # set once a capture of this process has
 _MOST_SHAPES = 64  # that are counted: more of them never come back
 _capture_stream = functools.cache(torch.cuda.Stream)  # one of a device: cuBLAS keeps a workspace for each that it sees
 
@@ -159,7 +157,6 @@ class GraphedStep(TrainStep):
                 param_group["capturable"] = True
             replay = self._capture.record(lambda: TrainStep.__call__(self, iter(inputs), sizes, step_samples, idle))
         except RuntimeError as error:
-            _failed.set()
             if classify(error) in OUT_OF_MEMORY:
                 raise
             cause = error.__context__ or error  # ending a capture that failed raises once more
@@ -181,13 +178,6 @@ class GraphedStep(TrainStep):
         if len(self._seen) >= _MOST_SHAPES:
             self._seen.clear()
         self._seen[shape] += 1
-
-
-def capture_failed() -> bool:
-    """Whether a capture of this process has failed: torch 2.11 leaves its memory pool open then, and its random
-    generators capturing, so that nothing more should be trained here.
-    """
-    return _failed.is_set()
 
 
 def layout(batch: Batch) -> Hashable:

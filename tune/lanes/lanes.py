@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILED_STARTS = 3
 _START_S, _LOOK_S = 60.0, 0.2
+_FIRST_S = 20.0
+"""How long a lane's workers are waited for before the first trial begins: they may wait for a node."""
 _MAKE_S = 10.0
 """Within which Ray makes a group, also on a busy machine, unless that waits for a node."""
 _SAY_AFTER_S = 2.0
@@ -95,11 +97,9 @@ class Lanes:
             thread.start()
             self._threads.append(thread)
 
-    def await_first(self, cancelled: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        """Wait until some lane has worker processes, since what starts any sooner delays its first trial; at most
-        `timeout_s`, since they may wait for a node.
-        """
-        deadline = time.monotonic() + timeout_s
+    def await_first(self, cancelled: Callable[[], bool]) -> None:
+        """Wait until some lane has worker processes, since what starts any sooner delays its first trial."""
+        deadline = time.monotonic() + _FIRST_S
         while not (cancelled() or ray.get(self.mailbox.starts.remote("workers"))) and time.monotonic() < deadline:
             self._closing.wait(_LOOK_S)
 

@@ -251,13 +251,14 @@ def _why_none(config: SweepConfig, records: list[TrialRecord]) -> str:
         reported = ", ".join(metric_names(finished)) or "none"
         return f"There is no best trial: no finished one has a {metric} (metrics reported: {reported})."
     text = f"There is no best trial: no finished one reached {target(config.objective)}"
-    name = next(iter(config.objective.target or {}))
+    goal = config.objective.goal
+    assert goal is not None  # of a time to target
+    name = goal.metric
     rows = [(row, record) for record in finished for row in (*record.curve, record.metrics)]
     found = [(row[name], record) for row, record in rows if math.isfinite(row.get(name, math.nan))]
     if not found:
         return f"{text}, and none reported {name}."
-    goal = config.objective.goal
-    pick = min if goal is not None and goal.mode == "min" else max
+    pick = min if goal.mode == "min" else max
     value, closest = pick(found, key=lambda pair: pair[0])
     who = in_full(telling(config, records), closest)
     return f"{text}; the closest, {who}, came to {number(value, 4)}."

@@ -162,14 +162,14 @@ def curves(data: FigureData) -> Figure | None:
     """Draw the evaluated metric against training time, a line a trial."""
     objective = data.config.objective
     seen = list(dict.fromkeys(name for record in data.records for row in record.curve for name in row))
-    wanted = [*(objective.target or {}), objective.metric, *(name for name in seen if name.startswith("val_"))]
+    wanted = [*reversed(objective.watched), *(name for name in seen if name.startswith("val_"))]
     metric = next((name for name in wanted if name in seen), "")
     lines = [(record, points) for record in data.records if (points := _points(record, metric))]
     if not lines:
         return None
     size, unit = time_unit(max(x for _, points in lines for x, _ in points))
-    goal = (objective.target or {}).get(metric)
-    goal = goal if is_number(goal) else None
+    target = objective.goal
+    goal = target.value if target and target.metric == metric and is_number(target.value) else None
     low, high = _closer([points for _, points in lines], goal)
     canvas = Canvas("curves")
     _lines(data, canvas, lines, size)

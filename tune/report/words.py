@@ -100,7 +100,8 @@ def memory_unit(most_bytes: float) -> tuple[int, str]:
 
 def target(objective: Objective) -> str:
     """Return the objective's target: "val_accuracy 0.97"."""
-    return " ".join(f"{name} {value:g}" for name, value in (objective.target or {}).items())
+    goal = objective.goal
+    return f"{goal.metric} {goal.value:g}" if goal else ""
 
 
 def amount(metric: str, value: float) -> str:

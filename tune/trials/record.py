@@ -145,12 +145,13 @@ def crossing_s(objective: Objective, record: TrialRecord) -> Interval | None:
     before and the one that met it, between which it may have been at any time. None where it did not meet it.
     """
     time_s, before = record.time_to_target_s, record.missed_target_s
-    if time_s is None or before is None or not before < time_s:
+    goal = objective.goal
+    if goal is None or time_s is None or before is None or not before < time_s:
         return None if time_s is None else Interval(time_s, time_s, time_s)
-    name, value = next(iter((objective.target or {"": math.nan}).items()))
-    values = {row["train_time_s"]: row[name] for row in record.curve if "train_time_s" in row and name in row}
+    metric = goal.metric
+    values = {row["train_time_s"]: row[metric] for row in record.curve if "train_time_s" in row and metric in row}
     missed, met = values.get(before, math.nan), values.get(time_s, math.nan)
-    way = (value - missed) / (met - missed) if missed != met else 1.0
+    way = (goal.value - missed) / (met - missed) if missed != met else 1.0
     if before <= 0 or not 0 <= way <= 1:
         way = 1.0  # before the first evaluation, or from a figure that was not finite
     return Interval(before + way * (time_s - before), before, time_s)
