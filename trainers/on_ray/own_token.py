@@ -12,13 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
-from ray._raylet import (  # type: ignore[attr-defined] # compiled
-    AuthenticationMode,
-    AuthenticationTokenLoader,
-    Config,
-    get_authentication_mode,
-)
+from trainers.on_ray.internals import asks_for_token, has_token, new_token, read_token_again
 
 _PATH = "RAY_AUTH_TOKEN_PATH"
 
@@ -34,12 +28,12 @@ class OwnToken:
         self._changes_mode = "RAY_AUTH_MODE" not in os.environ
 
     def __enter__(self) -> Self:
-        if self._changes_mode and not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        if self._changes_mode and not has_token():
             self.directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
             file = self.directory / "token"
-            file.write_text(generate_new_authentication_token())
+            file.write_text(new_token())
             os.environ[_PATH] = str(file)
-            _read_again()
+            read_token_again()
         return self
 
     def __exit__(
@@ -50,18 +44,12 @@ class OwnToken:
             os.environ.pop(_PATH, None)
         if self._changes_mode:  # `ray.init` has, for this process
             os.environ.pop("RAY_AUTH_MODE", None)
-            _read_again()
-
-
-def _read_again() -> None:
-    """Ray reads mode and token once."""
-    AuthenticationTokenLoader.instance().reset_cache()
-    Config.initialize("")
+            read_token_again()
 
 
 def where_the_token_is() -> str:
     """Return what to say of the token that a dashboard asks for; empty where it asks for none."""
-    if get_authentication_mode() != AuthenticationMode.TOKEN:
+    if not asks_for_token():
         return ""
     if path := os.environ.get(_PATH):
         return f" (it asks for the token in {path})"

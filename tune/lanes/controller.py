@@ -11,12 +11,11 @@ import ray
 import ray.train
 from ray import cloudpickle
 from ray.train.backend import BackendConfig
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 from trainers.errors import RunFailedError
 from trainers.on_ray.failures import as_failure
 from trainers.on_ray.vital_signs import show_life
+from tune.ray_internals import ControllerCallback, FixedScalingPolicy, WorkerGroupCallback
 
 
 @dataclass

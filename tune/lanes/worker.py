@@ -23,6 +23,7 @@ from trainers.launch.log import setup_logging
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 from trainers.on_ray.context import Gauges, WorkerContext
 from trainers.on_ray.gpus import hide_unassigned_gpus, own_gpu
+from trainers.on_ray.internals import is_leaving
 from trainers.on_ray.process_group import listen
 from tune.forks.client import Fork, NoOutcomeError, Zygote
 from tune.forks.place import Given, Place
@@ -117,7 +118,7 @@ class _Lane:
         label = self._zygote.fork("tune.forks.task:device_label", self._place.device_index).serve(None)
         ray.get(self._mailbox.hello.remote(self._number, label, self._rank, self._world_size))
         while True:
-            if self._may_drain and ray.train.get_preemption_info() is not None:
+            if self._may_drain and is_leaving():
                 self._leave_node()
                 return
             assignment, place, files = self._take()

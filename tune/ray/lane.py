@@ -9,11 +9,11 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tune.ray.internals import LaneWorker, worker_options
+from tune.ray.controller import LaneWorker, worker_options
 from tune.ray.shape import Shape
 
 if TYPE_CHECKING:
-    from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
+    from tune.ray_internals import ActorMetadata
 
 
 @dataclass(frozen=True)

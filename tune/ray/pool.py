@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from tune.ray.internals import is_dead, make_barrier
+from tune.ray.controller import is_dead, make_barrier
 from tune.ray.lane import Lane, Loan, Wish, most_lanes, reserve, start_workers
 from tune.ray.misfits import Misfits, Sized
 from tune.ray.shape import Shape

@@ -19,8 +19,8 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.lanes import beside_driver
+from tune.ray.controller import is_stopped, report_in_process, shape_of
 from tune.ray.driver import Asked
-from tune.ray.internals import is_stopped, report_in_process, shape_of
 from tune.ray.lane import reserve, start_workers
 from tune.ray.pool import Pool
 from tune.ray.shape import Shape, likely_scaling, makes_trainer

@@ -25,6 +25,7 @@ from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, connect, energy_is_counted
 from trainers.on_ray.environment import run_environment, sweep_environment
+from trainers.on_ray.internals import own_node
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
 from tune.forks.client import Zygote
@@ -175,7 +176,7 @@ def _goes_on(spec: SweepSpec) -> str:
 
 def _why(error: Exception, spec: SweepSpec) -> str:
     """What has cut the sweep off, in a line; of what follows from a full disk or a dead actor, that."""
-    node: Any = ray._private.worker._global_node
+    node = own_node()
     places = [node.get_session_dir_path()] if node is not None else []
     for place in [*places, *[spec.storage.path] * spec.storage.is_local]:
         with contextlib.suppress(OSError):
