@@ -21,7 +21,7 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.storage import get_fs_and_path
 from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils, get_train_fn_utils, set_train_fn_utils
-from ray.train.v2._internal.execution.worker_group import worker_group
+from ray.train.v2._internal.execution.worker_group import worker_group as group_module
 from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState, WorkerGroupStateBuilder
@@ -56,7 +56,7 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
     "WorkerGroupState",
     "WorkerGroupStateBuilder",
     "WorkerStatus",
-    "worker_group",
+    "group_module",
     # Callbacks: the public one hears of reports and failures only, and Ray's own start actors that a lane does without.
     "ControllerCallback",
     "DatasetsCallback",

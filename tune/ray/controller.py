@@ -53,10 +53,10 @@ from tune.ray_internals import (
     get_session,
     get_train_context,
     get_train_fn_utils,
+    group_module,
     set_train_context,
     set_train_fn_utils,
     watching_in_thread,
-    worker_group,
 )
 
 _HEAR_S = 0.25
@@ -283,7 +283,7 @@ class LaneGroup(WorkerGroup):
             def options(cls, **options: Any) -> _Call:
                 return _Call(lambda **given: barrier)
 
-        module: Any = worker_group
+        module: Any = group_module
         module.SynchronizationActor = Meeting
         try:
             yield
