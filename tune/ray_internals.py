@@ -70,6 +70,22 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
 ]
 
 
+def name_lane(words: str) -> None:
+    """Have `ray list actors --detail` and the dashboard show these words for this controller and its workers. To be
+    called in the controller's constructor: Ray reads what an actor is called at the end of it.
+    """
+
+    class NamedWorker(RayTrainWorker):
+        def __repr__(self) -> str:
+            return f"{words}, worker"
+
+    NamedWorker.__name__ = NamedWorker.__qualname__ = RayTrainWorker.__name__
+    of_group: Any = WorkerGroup
+    of_group._worker_cls = NamedWorker
+    of_controller: Any = TrainController
+    of_controller.__repr__ = lambda self: f"{words}, controller"
+
+
 def set_session(found: Any) -> None:
     """Have what `ray.tune.report` and `ray.tune.get_checkpoint` of this process reach be `found`."""
     of_tune: Any = session

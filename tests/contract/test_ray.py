@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import Command
@@ -91,8 +92,10 @@ def test_a_sweep(tmp_path: Path, command: Command) -> None:
     options = ["--search", "random", "--budget.trials", "2", "--finalists", "0", "--storage_path", str(tmp_path)]
     done = command("-m", "tune", "examples/digits/sweep.yaml", *options)
     assert done.code == 0, done.err[-3000:]
-    lines = (tmp_path / "digits-sweep" / "journal.jsonl").read_text().splitlines()
-    assert [json.loads(line)["status"] for line in lines if "status" in line][-2:] == ["done", "done"], lines
+    rows = pq.read_table(tmp_path / "digits-sweep" / "results.parquet").to_pylist()
+    trials = [row for row in rows if row["purpose"] == "trial"]
+    assert len(trials) == 2, rows
+    assert {trial["status"] for trial in trials} <= {"done", "stopped"}, rows
 
 
 def test_a_training_on_ray(tmp_path: Path, command: Command) -> None:

@@ -271,7 +271,7 @@ class Lanes:
                 name=f"lane-{lane}",
                 storage_path=self.sweep.child("lanes").uri,
                 failure_config=ray.train.FailureConfig(max_failures=-1),
-                callbacks=[LaneCallback(self.mailbox, lane)],  # type: ignore[list-item]
+                callbacks=[LaneCallback(self.mailbox, self.sweep.name, lane)],  # type: ignore[list-item]
             ),
         ).fit()
 

@@ -153,6 +153,7 @@ class _Lane:
     def _run(self, assignment: Assignment, place: Place, files: list[int]) -> bool:
         """Run one trial; returns whether the node is about to be taken away."""
         self._gauges.run = f"{assignment.sweep}/lane-{self._number}"
+        self._say(assignment)
         pressure = Pressure()
         forget_kernel_kills()
         try:
@@ -163,6 +164,11 @@ class _Lane:
             outcome = _death(death, self._rank)
         self._zygote.learn(outcome.pop("imported", ()))
         return self._tell(assignment, outcome | {"cpu_pressure": pressure.share()})
+
+    def _say(self, assignment: Assignment) -> None:
+        """Have a task of this actor say which trial it runs: Ray shows an actor's tasks beside it, whose name stays."""
+        own: Any = ray.get_runtime_context().current_actor
+        own.execute.options(name=f"{assignment.sweep}, lane {self._number}: trial {assignment.trial}").remote(int)
 
     def _fork(self, assignment: Assignment, place: Place, files: list[int]) -> dict[str, Any]:
         """Run a trial in a process; returns its outcome."""

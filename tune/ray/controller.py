@@ -82,10 +82,15 @@ class LaneContext(TrainContext):
 class LaneWorker(RayTrainWorker):
     """Ray's worker, for trial after trial, of which it holds nothing: each runs in a fork of the node's zygote."""
 
-    def __init__(self, zygote: str) -> None:
+    def __init__(self, zygote: str, shown: str) -> None:
+        """`shown`: what Ray shows for this actor."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._shown = shown
         self._zygote = Zygote.of_functions(zygote)
         self._zygote.hold()
+
+    def __repr__(self) -> str:
+        return self._shown
 
     def init_train_context(self, **given: Any) -> None:  # type: ignore[override]
         """Called by Ray before the function runs."""
@@ -310,8 +315,9 @@ class LaneGroup(WorkerGroup):
             "worker_callbacks": self._worker_callbacks_to_propagate,
             "controller_actor": Controller(self.pool, self.loan.lane),
         }
+        trial = _session().trial_name
         calls = [
-            worker.actor.init_train_context.remote(
+            worker.actor.init_train_context.options(name=f"lane {self.loan.lane}: trial {trial}").remote(
                 distributed_context=worker.distributed_context,
                 **context,
                 **{name: values[index] for name, values in given.items()},

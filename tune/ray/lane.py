@@ -69,11 +69,14 @@ def reserve(shape: Shape) -> PlacementGroup:
     return group
 
 
-def start_workers(shape: Shape, group: PlacementGroup, zygote: str) -> list[Any]:
-    """Start the workers of a lane, each once the group has its place; returns the handles of their actors."""
+def start_workers(shape: Shape, group: PlacementGroup, zygote: str, shown: str) -> list[Any]:
+    """Start the workers of a lane, each once the group has its place; returns the handles of their actors.
+
+    `shown`: what Ray shows for the lane.
+    """
     make: Any = ray.remote(**worker_options(shape.resources, shape.runtime_env))(LaneWorker)
     places = [PlacementGroupSchedulingStrategy(group, index) for index in range(shape.num_workers)]
-    return [make.options(scheduling_strategy=place).remote(zygote) for place in places]
+    return [make.options(scheduling_strategy=place).remote(zygote, f"{shown}, worker") for place in places]
 
 
 def most_lanes(shape: Shape, resources: dict[str, float]) -> int:
