@@ -1,8 +1,8 @@
 """A token for an embedded cluster, in a file of its own (Ray).
 
-Ray 2.60 protects every cluster that `ray.init()` starts by a token, and writes one to ~/.ray/auth_token where the user
-has none. From then on `ray start` asks for it too, and scripts that worked before fail. So an embedded cluster has a
-token that ends with it, unless the user has one.
+From 2.59 on Ray protects every cluster that `ray.init()` starts by a token, and writes one to ~/.ray/auth_token where the
+user has none. From then on `ray start` asks for it too, and scripts that worked before fail. So an embedded cluster, of
+any Ray, has a token that ends with it, unless the user has one.
 """
 
 import os
@@ -28,11 +28,13 @@ class OwnToken:
         self._changes_mode = "RAY_AUTH_MODE" not in os.environ
 
     def __enter__(self) -> Self:
-        if self._changes_mode and not has_token():
-            self.directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
-            file = self.directory / "token"
-            file.write_text(new_token())
-            os.environ[_PATH] = str(file)
+        if self._changes_mode:
+            if not has_token():
+                self.directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
+                file = self.directory / "token"
+                file.write_text(new_token())
+                os.environ[_PATH] = str(file)
+            os.environ["RAY_AUTH_MODE"] = "token"
             read_token_again()
         return self
 
@@ -42,7 +44,7 @@ class OwnToken:
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.environ.pop(_PATH, None)
-        if self._changes_mode:  # `ray.init` has, for this process
+        if self._changes_mode:
             os.environ.pop("RAY_AUTH_MODE", None)
             read_token_again()
 

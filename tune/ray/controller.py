@@ -315,9 +315,10 @@ class LaneGroup(WorkerGroup):
             "worker_callbacks": self._worker_callbacks_to_propagate,
             "controller_actor": Controller(self.pool, self.loan.lane),
         }
-        trial = _session().trial_name
+        session = _session()
+        trial = f"{session.experiment_name}, lane {self.loan.lane}: trial {session.trial_name}"
         calls = [
-            worker.actor.init_train_context.options(name=f"lane {self.loan.lane}: trial {trial}").remote(
+            worker.actor.init_train_context.options(name=trial).remote(
                 distributed_context=worker.distributed_context,
                 **context,
                 **{name: values[index] for name, values in given.items()},
