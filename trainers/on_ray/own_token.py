@@ -1,8 +1,8 @@
 """A token for an embedded cluster, in a file of its own (Ray).
 
 From 2.59 on Ray protects every cluster that `ray.init()` starts by a token, and writes one to ~/.ray/auth_token where
-the user has none. From then on `ray start` asks for it too, and scripts that worked before fail. So an embedded cluster,
-of any Ray, has a token that ends with it, unless the user has one.
+the user has none. From then on `ray start` asks for it too, and scripts that worked before fail. So an embedded cluster
+of any Ray has a token that ends with it, unless the user has one.
 """
 
 import os
