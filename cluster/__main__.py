@@ -9,13 +9,13 @@ no GPU where the driver has one; 2 errors in a file or on the command line.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field
 
 from cluster.finding import Finding
 from cluster.spot.notices import ADDRESS
-from trainers.command_line import complain, run
+from trainers.command_line import complain, leave, run
 from trainers.errors import ConfigError
 
 _Nodes = Annotated[
@@ -119,5 +119,10 @@ def main(argv: list[str] | None = None) -> int:
     return run("python -m cluster", __doc__, functions, argv)
 
 
+def script() -> NoReturn:
+    """Run the command, and end the process."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    script()

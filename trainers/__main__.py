@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from pydantic import Field
 
-from trainers.command_line import run
+from trainers.command_line import leave, run
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.launch.signals import follow_agent
@@ -188,5 +188,10 @@ def _joined(text: str, most: int | None = None) -> str:
     return "  ".join(line.strip() for line in text.splitlines()[:most])
 
 
+def script() -> NoReturn:
+    """Run the command, and end the process."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    script()

@@ -4,15 +4,18 @@ A command is a function: its docstring says what it does, and its parameters are
 torch and Ray are imported: one sentence on standard error, and exit code 2.
 """
 
+import atexit
+import contextlib
 import inspect
 import io
 import os
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, create_model
 
@@ -201,6 +204,18 @@ def run(
             words = f"{type(error).__name__}: {first_line(error)}"
             complain(words, every_rank=True)
             return output.failed("error", words, PacelineError.exit_code)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process. Threads and exit handlers come to their end; torch's modules are not torn down, which takes a
+    second.
+    """
+    threading._shutdown()  # type: ignore[attr-defined] # (what Python itself calls first)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def _require_directory() -> None:

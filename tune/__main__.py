@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from pydantic import Field
 
-from trainers.command_line import run
+from trainers.command_line import leave, run
 from trainers.output import Output
 from tune.config import SweepConfig
 from tune.sweeps.spec import SweepSpec, is_complete, read_saved, read_sweep
@@ -141,5 +141,10 @@ def _show(result: SweepResult, output: Output) -> int:
     return code
 
 
+def script() -> NoReturn:
+    """Run the command, and end the process."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    script()

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from trainers.context import RunContext
 from trainers.devices.device import device_name, grow_segments, total_memory_bytes, with_gpu_memory
 from trainers.errors import ConfigError, PacelineError, PreemptedError, RunFailedError, TooLargeError
 from trainers.launch.log import setup_logging
-from trainers.launch.spec import RunSpec
+from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
 from trainers.storage import Storage
 from tune.forks.child import Channel
 from tune.forks.place import Given, Place
@@ -91,6 +91,22 @@ def form_group(place: Place, files: Sequence[int]) -> None:
     store = TCPStore(place.address, place.port, place.world_size, place.rank == 0, timeout, master_listen_fd=server)
     backend = place.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     join_group(backend, store, place.rank, place.world_size, place.device_index, timeout)
+
+
+def check(
+    channel: Channel, spec: RunSpec | FunctionSpec, precisions: Sequence[Any], device_type: str
+) -> PacelineError | None:
+    """Load the task or function, and check that devices of a type have the precisions; returns what is wrong."""
+    try:
+        if isinstance(spec, FunctionSpec):
+            spec.load()
+            return None
+        spec.load_task()
+        for precision in precisions:
+            check_precision(replace(spec, tree={**spec.tree, "precision": precision}), device_type)
+    except PacelineError as error:
+        return error
+    return None
 
 
 def device_label(channel: Channel, device_index: int) -> str:

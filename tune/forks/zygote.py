@@ -26,6 +26,7 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -260,8 +261,11 @@ def main() -> None:
             print(f"trials are no forks but new interpreters, which is slower: {why_not}", flush=True)
     try:
         Zygote(path, first, why_not).serve()
+    except BaseException:
+        traceback.print_exc()
     finally:
         shutil.rmtree(path.parent, ignore_errors=True)
+        os._exit(0)  # libraries would tidy up for a second, and tell of it
 
 
 if __name__ == "__main__":

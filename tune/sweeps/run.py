@@ -1,26 +1,28 @@
 """The sweep as it runs: lanes, Ray Tune's Tuner over them, and the journal (Ray)."""
 
 import contextlib
+import importlib
 import logging
 import math
 import re
 import shutil
+import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
 from ray import tune
+from ray.air._internal import usage
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
 from cluster.health.check import require_sound
 from trainers.config import TrainConfig
 from trainers.config.overrides import override
 from trainers.errors import ConfigError, LeaseError, PacelineError, counted, first_line, last_line
-from trainers.launch.spec import FunctionSpec, RunSpec, check_precision
+from trainers.launch.spec import FunctionSpec, RunSpec
 from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, connect, energy_is_counted
@@ -28,7 +30,7 @@ from trainers.on_ray.environment import run_environment, sweep_environment
 from trainers.on_ray.internals import own_node
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
-from tune.forks.client import Zygote
+from tune.forks.client import NoOutcomeError, Zygote
 from tune.forks.zygote import Preload
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.lanes.messages import Assignment, Event, new_ticket
@@ -62,14 +64,16 @@ def run_sweep(
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
     name, preload = uuid.uuid4().hex[:12], preload_of(spec)
-    with contextlib.closing(Zygote(name, preload)):
-        return _run_sweep(spec, checked, facts, output or Output(), name, preload)
+    with contextlib.closing(Zygote(name, preload)) as zygote:
+        # A TorchTrainer imports torch, though a lane's needs none of it: it does so while Ray starts.
+        threading.Thread(target=importlib.import_module, args=["tune.lanes.trainer"], daemon=True).start()
+        plan = _plan(spec, checked, zygote)
+        return _run_sweep(spec, plan, facts, output or Output(), name, preload)
 
 
 def _run_sweep(
-    spec: SweepSpec, checked: bool, facts: dict[str, str] | None, output: Output, zygote: str, preload: Preload
+    spec: SweepSpec, plan: SweepPlan, facts: dict[str, str] | None, output: Output, zygote: str, preload: Preload
 ) -> list[TrialRecord]:
-    plan = _plan(spec, checked)
     records = Journal(spec.storage).records()
     kept = {record.id for record in records}
     # Trials without a record, or the repeats of finalists.
@@ -103,7 +107,7 @@ def _run_sweep(
             lanes.grow(first_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
             began, budget_s = time.monotonic(), spec.config.time_budget_s
-            with sweep_environment():
+            with sweep_environment(), _without_tags():
                 _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
             is_over_budget = time.monotonic() - began >= (budget_s or math.inf)
@@ -187,11 +191,10 @@ def _why(error: Exception, spec: SweepSpec) -> str:
     return last_line(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {last_line(error)}"
 
 
-def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
+def _plan(spec: SweepSpec, checked: bool, zygote: Zygote) -> SweepPlan:
     """Connect, check the task and the cluster, and plan the sweep on it."""
     given = spec.train, spec.path, spec.source, spec.uri
     run: Any = FunctionSpec(*given) if spec.is_of_function else RunSpec(*given)
-    run.load() if spec.is_of_function else run.load_task()
     connect(show_workers=False)
     device_type = check_cluster(run)
     if checked:
@@ -201,9 +204,20 @@ def _plan(spec: SweepSpec, checked: bool) -> SweepPlan:
         rule = "cannot be measured: no GPU's driver (NVML) tells it"
         raise ConfigError("objective.metric", "energy_j", rule, "remove it, or run on GPUs that count it", spec.source)
     plan = SweepPlan.make(spec, _nodes_up(), nodes_at_most(), device_type == "cuda")
-    for precision in () if spec.is_of_function else plan.precisions:
-        check_precision(replace(run, tree={**spec.train, "precision": precision}), device_type)
+    wrong = _wrong(run, plan, device_type, zygote)
+    if wrong is not None:
+        raise wrong
     return plan
+
+
+def _wrong(run: Any, plan: SweepPlan, device_type: str, zygote: Zygote) -> PacelineError | None:
+    """What is wrong with the task, or the function, on the cluster: asked of a process that has imported torch."""
+    try:
+        fork = zygote.fork("tune.forks.task:check", run, plan.precisions, device_type)
+        found: PacelineError | None = fork.serve(None)
+    except NoOutcomeError as death:
+        return PacelineError(f"the import of {run.source} has ended its process: {death}")
+    return found
 
 
 def _nodes_up() -> list[dict[str, float]]:
@@ -262,6 +276,17 @@ def _tuner(
             failure_config=tune.FailureConfig(max_failures=_ACTORS - 1),
         ),
     )
+
+
+@contextlib.contextmanager
+def _without_tags() -> Iterator[None]:
+    """Keep Ray from counting callbacks for its telemetry: it imports MLflow and W&B to know theirs, for two seconds."""
+    count = usage.tag_callbacks
+    usage.tag_callbacks = lambda callbacks: False
+    try:
+        yield
+    finally:
+        usage.tag_callbacks = count
 
 
 def _run_repeats(spec: SweepSpec, plan: SweepPlan, lanes: Lanes, progress: Progress) -> dict[str, TrialRecord]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,14 +166,21 @@ def run_to_answer(
             from tune.sweeps.run import environment, run_sweep
 
         facts: dict[str, str] = {}
-        try:
-            with leaving():
-                records = run_sweep(spec, checked, facts, output)
-                versions = environment() | facts
-        except (Interrupted, KeyboardInterrupt):
-            raise SweepInterrupted(prepare(spec, False)) from None
-        result, state = _answer(spec, records, versions), "ended"
+        # Ray ends while the report is written: both take a second or two, and one of them only waits.
+        with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
+            try:
+                with leaving():
+                    records = run_sweep(spec, checked, facts, output)
+                    answer = beside.submit(_answer, spec, records, environment() | facts)
+            except (Interrupted, KeyboardInterrupt):
+                raise SweepInterrupted(prepare(spec, False)) from None
+            result, state = answer.result(), "ended"
         return result
+
+
+def _block_sigterm() -> None:
+    """Leave SIGTERM to the main thread, which holds it back while Ray ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
 def saved_answer(spec: SweepSpec) -> SweepResult:
