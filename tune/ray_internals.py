@@ -5,7 +5,9 @@ tune/ray derive classes from them, because Ray's public API starts new processes
 Ray imports this file in its controllers, so it must not import torch.
 """
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from ray._private.dict import flatten_dict
@@ -84,6 +86,20 @@ def name_lane(words: str) -> None:
     of_group._worker_cls = NamedWorker
     of_controller: Any = TrainController
     of_controller.__repr__ = lambda self: f"{words}, controller"
+
+
+@contextlib.contextmanager
+def without_tags() -> Iterator[None]:
+    """Keep Ray from counting callbacks for its telemetry: it imports MLflow and W&B to know theirs, for two seconds."""
+    from ray.air._internal import usage
+
+    of_ray: Any = usage
+    count = of_ray.tag_callbacks
+    of_ray.tag_callbacks = lambda callbacks: False
+    try:
+        yield
+    finally:
+        of_ray.tag_callbacks = count
 
 
 def set_session(found: Any) -> None:
