@@ -133,7 +133,7 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
         kept = [{key: row[key] for key in keys if row.get(key) is not None} for row in rows]
         trials.append({"config": result.config, "error": str(result.error or "")[-300:], "rows": kept})
     shown = [actor.repr_name for actor in actors() if actor.repr_name.startswith(f"{name}, ")]
-    said = [task for task in tasks() if task.startswith(f"{name}, lane ")]
+    said = [task for task in tasks() if task.startswith(f"{name}, lane ") and ": trial " in task]
     return {"trials": trials, "restarts": tuner.restarts, "shown": shown, "said": said}
 
 
