@@ -1,19 +1,24 @@
 """What does a trial cost besides its training? A sweep as Ray documents it, the same script with Paceline's Tuner and
-TorchTrainer in place of Ray's, and a sweep of ours, on one cluster.
+TorchTrainer in place of Ray's, and a sweep of ours: each a command with an embedded cluster of its own.
 
 Run as: python -m benchmarks.sweep [--full] [--keep]        8 and 24 trials; without --full two of Ray's, multiplied
         python -m benchmarks.sweep --noop [1000] [--keep]   trials without training: is the last as cheap as the first?
 A trial is three short epochs of an MLP on 2,000 rows; 4 or 12 batch sizes, each in fp32 and bf16. All ways run the
 same loop with the same configurations, and must end with the same losses. Ray's way is a function trainable that
-builds a TorchTrainer with TuneReportCallback, as many at a time as the cluster's CPUs hold with their workers.
+builds a TorchTrainer with TuneReportCallback, as many at a time as the cluster's CPUs hold with their workers. Ours and
+the changed script take turns, and the medians count; Ray's, which takes minutes, runs once between them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -85,7 +90,7 @@ def sweep_file(
     return path
 
 
-def through_lanes(file: Path) -> tuple[float, list[Any]]:
+def in_process(file: Path) -> tuple[float, list[Any]]:
     """Wall time of a sweep from its call to its last record, and the records."""
     from tune.sweeps.run import run_sweep
     from tune.sweeps.spec import prepare, read_sweep
@@ -95,6 +100,16 @@ def through_lanes(file: Path) -> tuple[float, list[Any]]:
     prepare(spec, fresh=True)
     records = run_sweep(spec)
     return time.perf_counter() - began, records
+
+
+def timed(*command: str) -> tuple[float, str]:
+    """Wall time of a command, and what it printed."""
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+    elapsed_s = time.perf_counter() - began
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    return elapsed_s, done.stdout
 
 
 def train_one(loop_config: dict[str, Any]) -> None:
@@ -107,12 +122,11 @@ def train_one(loop_config: dict[str, Any]) -> None:
     context.flush()
 
 
-def as_documented(
-    file: Path, limit: int | None, in_lanes: bool = False
-) -> tuple[float, list[tuple[dict[str, Any], float]]]:
-    """Wall time of the same sweep, or of its first `limit` trials, a TorchTrainer each; configurations and losses.
+def as_documented(file: Path, limit: int | None, in_lanes: bool) -> None:
+    """Run the same sweep, or its first `limit` trials, a TorchTrainer each; prints, as JSON, its wall time in Tune and
+    the configuration and loss of each trial.
 
-    `in_lanes`: the same with the two names imported from `tune.ray`.
+    `in_lanes`: with the two names imported from `tune.ray`.
     """
     import ray
     import ray.train
@@ -149,6 +163,7 @@ def as_documented(
 
     trials = grid(spec.config)[:limit]
     runs = [{"tree": override(TrainConfig, spec.train, one), "path": list(spec.path)} for one in trials]
+    ray.init(include_dashboard=True, logging_level=logging.WARNING)
     # A trial's function holds one CPU and its worker another: any more of them at a time would wait for ever.
     at_a_time = None if in_lanes else max(1, int(ray.cluster_resources()["CPU"]) // 2)
     tuner = Tuner(
@@ -161,7 +176,7 @@ def as_documented(
     results = tuner.fit()
     elapsed_s = time.perf_counter() - began
     found = [(trials[runs.index(result.config["run"])], float(result.metrics["val_loss"])) for result in results]
-    return elapsed_s, found
+    print(json.dumps({"tune_s": elapsed_s, "found": found}))
 
 
 def seconds_each(records: list[Any]) -> float:
@@ -179,36 +194,50 @@ def settle(most_s: float = 60.0) -> None:
         pass
 
 
-def compare(directory: Path, count: int, full: bool) -> dict[str, Any]:
-    """Both ways, the same trials."""
+def compare(directory: Path, count: int, full: bool, rounds: int) -> dict[str, Any]:
+    """All ways, the same trials."""
+    from tune.sweeps.spec import read_sweep
+    from tune.trials.journal import Journal
+
     space = {"global_batch_size": BATCHES[count], "precision": PRECISIONS}
     file = sweep_file(directory, f"sweep-{count}", space, {})
-    lanes_s, records = through_lanes(file)
+    ours_s, import_s, said = [], [], []
+    for number in range(rounds):
+        ours_s.append(timed("tune", str(file), "--fresh", "--quiet")[0])
+        took_s, printed = timed("benchmarks.sweep", "--way", "import", "--file", str(file))
+        import_s.append(took_s)
+        said.append(printed)
+        if number == 0:
+            command_s, printed = timed("benchmarks.sweep", "--way", "full" if full else "ray", "--file", str(file))
+            said.append(printed)
+            of_ray = json.loads(printed.splitlines()[-1])
+    records = Journal(read_sweep(str(file), {}).storage).records()
     assert [record.status for record in records] == ["done"] * count, [record.message for record in records]
-    import_s, imported = as_documented(file, None, in_lanes=True)
-    ray_s, found = as_documented(file, None if full else 2)
-    for config, loss in (*imported, *found):
-        ours = next(record for record in records if record.config == config)
-        assert ours.metrics["val_loss"] == loss, (config, ours.metrics["val_loss"], loss)
-    ray_trial_s = ray_s / len(found)
+    for printed in said:
+        for config, loss in json.loads(printed.splitlines()[-1])["found"]:
+            ours = next(record for record in records if record.config == config)
+            assert ours.metrics["val_loss"] == loss, (config, ours.metrics["val_loss"], loss)
+    ray_trial_s = of_ray["tune_s"] / len(of_ray["found"])
+    ray_s = command_s - of_ray["tune_s"] + ray_trial_s * count
+    lanes_s, changed_s = statistics.median(ours_s), statistics.median(import_s)
     row = {
         "trials": count,
         "lanes_s": lanes_s,
-        "import_s": import_s,
-        "ray_s": ray_trial_s * count,
-        "ray_measured": len(found),
+        "lanes_rounds_s": ours_s,
+        "import_s": changed_s,
+        "import_rounds_s": import_s,
+        "ray_s": ray_s,
+        "ray_measured": len(of_ray["found"]),
         "ray_trial_s": ray_trial_s,
-        "speedup": ray_trial_s * count / lanes_s,
-        "import_speedup": ray_trial_s * count / import_s,
+        "speedup": ray_s / lanes_s,
+        "import_speedup": ray_s / changed_s,
         "train_s": statistics.mean(record.metrics["train_time_s"] for record in records),
         "lanes": len({record.lane for record in records}),
         "each_s": seconds_each(records),
     }
     print(
-        f"{count:5d} trials   lanes {lanes_s:7.1f} s   Ray's script on them {import_s:7.1f} s   "
-        f"Ray {row['ray_s']:7.1f} s"
-        f"{'' if full else f' ({len(found)} measured)'}   {row['speedup']:5.1f} x and {row['import_speedup']:5.1f} x   "
-        "equal losses",
+        f"{count:5d} trials   lanes {lanes_s:7.1f} s   Ray's script on them {changed_s:7.1f} s   Ray {ray_s:7.1f} s "
+        f"({row['ray_measured']} measured)   {row['speedup']:5.1f} x and {row['import_speedup']:5.1f} x   equal losses",
         flush=True,
     )
     return row
@@ -218,7 +247,7 @@ def constant_cost(directory: Path, count: int) -> dict[str, Any]:
     """Trials that train one step of one row: what the last ones cost, beside the first."""
     train = {"task_args": {"rows": 1}, "epochs": None, "max_steps": 1, "global_batch_size": 1}
     file = sweep_file(directory, f"noop-{count}", {"seed": list(range(count))}, train)
-    elapsed_s, records = through_lanes(file)
+    elapsed_s, records = in_process(file)
     ends = sorted(record.end_time for record in records)
     edge = min(_EDGE, count // 4)
     # The very first still share the machine with the start.
@@ -236,18 +265,23 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="every trial of Ray's way too")
     parser.add_argument("--noop", type=int, nargs="?", const=1000, default=0, help="so many trials without training")
     parser.add_argument("--keep", action="store_true", help="write to benchmarks/results")
+    parser.add_argument("--rounds", type=int, default=3, help="of ours and of the changed script")
+    parser.add_argument("--way", choices=["ray", "full", "import"], help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-
-    from trainers.on_ray.connect import connect
-
-    connect(show_workers=False)
-    settle()
+    if args.way:
+        as_documented(args.file, 2 if args.way == "ray" else None, args.way == "import")
+        return
     directory = Path(tempfile.mkdtemp(prefix="paceline-sweep-"))
     try:
         if args.noop:
+            from trainers.on_ray.connect import connect
+
+            connect(show_workers=False)
+            settle()
             print(save("sweep-noop", constant_cost(directory, args.noop), args.keep))
             return
-        rows = [compare(directory, count, args.full) for count in BATCHES]
+        rows = [compare(directory, count, args.full, args.rounds) for count in BATCHES]
         many = rows[-1]
         marginal_s = many["each_s"] - many["train_s"]
         print(f"a further trial costs a lane {marginal_s:.2f} s beyond its own {many['train_s']:.2f} s of training")

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import ctypes
+import gc
+import io
+import locale
+import logging
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +34,43 @@ from tests.tasks import Blobs
 
 COUNT = 0
 """Module state, as careless tasks keep it."""
-LEAKED: list[Tensor] = []
+LEAKED: list[Any] = []
+POISON: dict[str, Callable[[], object]] = {
+    "umask": lambda: os.umask(0o777),
+    "priority": lambda: os.nice(5),
+    "affinity": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
+    "descriptors": lambda: LEAKED.extend(os.open("/dev/null", os.O_RDONLY) for _ in range(500)),
+    "few descriptors": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
+    "locale": lambda: locale.setlocale(locale.LC_ALL, "C"),
+    "time zone": lambda: (os.environ.update(TZ="Asia/Tokyo"), time.tzset()),
+    "collection": gc.disable,
+    "no errors": lambda: os.close(2),
+    "no input": lambda: os.close(0),
+    "print": lambda: setattr(sys, "stdout", io.StringIO()),
+    "trace": lambda: sys.settrace(lambda *_: None),
+    "audit": lambda: sys.addaudithook(lambda *_: None),
+    "switch interval": lambda: sys.setswitchinterval(1.0),
+    "import": lambda: sys.meta_path.clear(),
+    "builtins": lambda: setattr(builtins, "sum", max),
+    "random": lambda: setattr(random, "random", lambda: 0.5),
+    "at exit": lambda: atexit.register(time.sleep, 3600),
+    "lost directory": lambda: (os.chdir(directory := tempfile.mkdtemp()), Path(directory).rmdir()),
+    "temporary": lambda: setattr(tempfile, "tempdir", "/nowhere"),
+    "logging": lambda: logging.disable(logging.CRITICAL),
+    "loader": lambda: setattr(torch.utils.data.DataLoader, "__iter__", lambda self: iter(())),
+    "step": lambda: setattr(torch.optim.SGD, "step", lambda self, closure=None: None),
+    "backward": lambda: setattr(Tensor, "backward", lambda self, **_: None),
+    "start method": lambda: torch.multiprocessing.set_start_method("spawn", force=True),
+    "exit": lambda: os._exit(0),
+    "system exit": lambda: sys.exit(3),
+    "abort": os.abort,
+    "crash": lambda: ctypes.string_at(0),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill group": lambda: os.killpg(0, signal.SIGKILL),
+    "alarm": lambda: (signal.setitimer(signal.ITIMER_REAL, 0.01), time.sleep(3600)),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+"""What takes a line; a method of Poison takes more."""
 
 
 class Limited(Blobs):
@@ -60,7 +105,7 @@ class Poison(Blobs):
         if split == "val":
             COUNT += 1
             if self.poison:
-                getattr(self, f"_{self.poison}")()
+                POISON.get(self.poison, getattr(self, f"_{self.poison}", None))()
         return data
 
     def _flags(self) -> None:
@@ -130,18 +175,6 @@ class Poison(Blobs):
 
     def _leak(self) -> None:
         LEAKED.append(torch.ones(2**27))
-
-    def _exit(self) -> None:
-        os._exit(0)
-
-    def _crash(self) -> None:
-        ctypes.string_at(0)
-
-    def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _stop(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Signed(Blobs):

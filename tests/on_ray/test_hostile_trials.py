@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.lane_tasks import POISON, Poison
 from tests.on_ray.test_lanes import rows, run, sweep
 from tests.specs import BASE, REPOSITORY
 from tests.waits import HANG_S
@@ -20,17 +21,18 @@ from tune.trials.record import TrialRecord
 
 pytestmark = pytest.mark.ray
 
-OWN_AFFAIR = (
-    *("flags", "grad", "rng", "hooks", "process", "modules", "thread", "child", "fork", "daemon", "handlers", "output"),
-    "leak",
-)
 ENDED = {
     "exit": ("error", "exit code 0"),
+    "system exit": ("error", "exit code 3"),
+    "abort": ("error", "SIGABRT"),
     "crash": ("error", "SIGSEGV"),
     "kill": ("error", "SIGKILL"),
+    "kill group": ("error", "SIGKILL"),
+    "alarm": ("error", "SIGALRM"),
     "stop": ("hung", ""),
 }
 """The status of each, and what its message names."""
+METHODS = [name[1:] for name in vars(Poison) if name.startswith("_") and not name.startswith("__")]
 TRAIN = {"task": "tests.lane_tasks:Poison", "max_steps": 6, "evaluate": {"every_steps": 3}, "log_every_steps": 3}
 TRAIN |= {"failure": {"hang_timeout_s": 20.0}}
 
@@ -59,7 +61,8 @@ def alone(tmp_path: Path, args: dict[str, Any]) -> list[dict[str, float]]:
 
 @pytest.mark.full
 def test_a_hostile_trial_affects_itself_only(tmp_path: Path, driver: Any) -> None:
-    kinds = (*OWN_AFFAIR, *ENDED)
+    kinds = [*METHODS, *POISON]
+    assert len(kinds) >= 40
     clean = {"drawn": 5}
     trials: list[dict[str, Any]] = [clean]
     for kind in kinds:

@@ -5,15 +5,19 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.report_records import config, done, failed, trial
+from trainers.storage import Storage
 from tune.config import SweepConfig
 from tune.report.answer import answer
 from tune.report.canvas import Figure
 from tune.report.figures import figures
+from tune.report.page import contents
+from tune.report.table import table
 from tune.trials.journal import trial_id
 from tune.trials.record import TrialRecord
 
@@ -72,7 +76,7 @@ def test_nothing_is_drawn_of_nothing() -> None:
         lambda n: {"task_args.kind": f"kind {n}"},
     ],
 )
-def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]]) -> None:
+def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]], tmp_path: Path) -> None:
     records = [
         trial(
             number,
@@ -86,11 +90,15 @@ def test_hundreds_of_trials(settings: Callable[[int], dict[str, Any]]) -> None:
         for number in range(400)
     ]
     space = {key: list(dict.fromkeys(record.config[key] for record in records)) for key in settings(0)}
-    drawn = draw(config("val_loss", space=space, objective={"target": {"val_loss": 0.5}}), records)
+    found = config("val_loss", space=space, objective={"target": {"val_loss": 0.5}})
+    said = answer(found, records)
+    shown = contents(Storage(str(tmp_path)), found, {}, records, {}, said)
+    drawn = {figure.title: figure for figure in shown["figures"]}
+    assert shown["left_out"] == 42
     assert list(drawn) == ["val_loss", *TITLES[1:]]
     assert drawn["val_loss"].num_panels == len(space)
     assert all(len(texts(figure)) / figure.num_panels < 90 for figure in drawn.values())
-    assert "The best 300 of 342 trials." in drawn["val_loss"].caption
+    assert table(found, records, said).row_count == 50, "the best of them, and some that failed"
 
 
 @pytest.mark.parametrize(

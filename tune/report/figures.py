@@ -19,7 +19,6 @@ _MARKERS = "os^Dv*"
 _ROW = 0.09  # of the height of the axes: one row of trials that ran out of memory
 _TICK_CHARS = 56  # as many as fit side by side below the axes
 _MOST_KEYS = 12
-_MOST_TRIALS = 300
 
 Points = list[tuple[float, float]]  # a trial's evaluations: training time, s, and a metric
 
@@ -61,11 +60,8 @@ def objective(data: FigureData) -> Figure | None:
         notes.append(f"{len(trials) - len(marks)} of {len(trials)} did not reach the target.")
     if any(mark.repeated for mark in marks):
         notes.append("Thick lines are 95 % intervals of the finalists' repeats.")
-    if len(marks) > _MOST_TRIALS:
-        notes.append(f"The best {_MOST_TRIALS} of {len(marks)} trials.")
     if left_out:
         notes.append(f"Not drawn: {', '.join(axis.label for axis in left_out)}.")
-    marks = marks[:_MOST_TRIALS]
     panels = [_against_key(data, axis, marks, f"objective{at or ''}") for at, axis in enumerate(drawn)]
     title = "Time to target" if metric == "time_to_target" else printable(metric)
     return Figure.of_panels(title, " ".join(notes), panels)

@@ -24,6 +24,7 @@ from tune.trials.record import Spent, TrialRecord
 _STACKED = ((10, "700"), (13, "900"), (16, "1200"))
 """A table of so many columns becomes a list on a page of less than so many pixels."""
 _LONGEST_WORD = 12
+_MOST_DRAWN = 300
 
 
 def source(name: str) -> str:
@@ -60,12 +61,15 @@ def contents(
     same = constant(config, records, shown)
     table = [column for column in shown if column not in same]
     whole = summary(config, records, environment, found)
+    beaten = {record.id for record in found.ranking[_MOST_DRAWN:]}
+    drawn = [record for record in records if record.id not in beaten]
     said = [f"{column.header} {cell}" for column in same if (cell := next(iter(column.cells.values()))) != "-"]
     return {
         "best": found.best,
         "columns": table,
         "command": best_command(sweep),
-        "figures": figures(config, records, found.best),
+        "figures": figures(config, drawn, found.best),
+        "left_out": len(records) - len(drawn),
         "reasons": found.reasons,
         "records": in_order(config, records),
         "same": ", ".join(said),

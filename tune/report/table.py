@@ -15,6 +15,8 @@ from tune.report.answer import Answer
 from tune.report.words import amount, duration, is_number, labels, metric_names, number, printable, shown, span
 from tune.trials.record import TrialRecord
 
+_MOST_ROWS = 40
+
 
 class Column(NamedTuple):
     """A column of the table."""
@@ -26,18 +28,27 @@ class Column(NamedTuple):
 
 
 def table(config: SweepConfig, records: list[TrialRecord], answer: Answer) -> Table:
-    """Return the end table of the terminal: a row a trial in the order of the space, the best one marked."""
-    found = columns(config, records)
+    """Return the end table of the terminal: a row a trial in the order of the space, the best one marked. Of many
+    trials it has the best, and some that failed.
+    """
+    beaten = {record.id for record in answer.ranking[_MOST_ROWS:]}
+    failed = [record.id for record in records if not record.finished]
+    left_out = beaten.union(failed[_MOST_ROWS // 4 :] if len(records) > _MOST_ROWS else ())
+    rows = [record for record in records if record.id not in left_out]
+    found = columns(config, rows)
     result = Table(box=SIMPLE, show_edge=False, padding=0)
     counts = {purpose: sum(record.purpose == purpose for record in records) for purpose in ("trial", "repeat")}
     said = [f"{n} {purpose}{'s' if n > 1 else ''}" for purpose, n in counts.items() if n]
     result.title = f"{config.name}: {', '.join(said) or 'no trials'}"
-    if answer.best is not None:
-        result.caption = Text(f"* best by {printable(config.objective.metric)}", "table.caption")
+    notes = [] if answer.best is None else [f"* best by {printable(config.objective.metric)}"]
+    if left_out:
+        notes.append(f"the best {len(rows)} of {len(records):,} rows; report.html has all")
+    if notes:
+        result.caption = Text("; ".join(notes), "table.caption")
     for header, is_figure, _ in found:
         narrow = header.replace("_", "_\n").replace(" ", "\n") if len(header) > 8 else header
         result.add_column(Text(narrow), justify="right" if is_figure else "left", overflow="fold", min_width=6)
-    for record in in_order(config, records):
+    for record in in_order(config, rows):
         is_best = answer.best is not None and record.id == answer.best.id
         first, *rest = (cells[record.id] for _, _, cells in found)
         style = "bold green" if is_best else "" if record.finished else "dim"
