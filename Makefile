@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults
+.PHONY: install sweep test test-all aws-lab lint format size bench bench-full bench-gpu gpu docs site dist dashboard audit clean faults ray-contract
 
 install: .venv/installed
 
@@ -28,13 +28,28 @@ test: install
 	@echo "=== 1 of 2: plain Python, in two processes"
 	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist worksteal tests/unit $(SLOW:%=--ignore=%)
 	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands
+	$(BIN)/python -m pytest -m "not full and not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/commands tests/contract
 
 test-all: install
 	@echo "=== 1 of 2: plain Python, in two processes; in two more the lab, which mostly waits (skipped without root)"
 	$(BIN)/python -m pytest -m "not campaign" -n 4 --dist loadfile --no-loadscope-reorder tests/lab tests/unit tests/gpu benchmarks/tests
 	@echo "=== 2 of 2: groups of processes and commands, beside Ray"
-	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands
+	$(BIN)/python -m pytest -m "not campaign" -n 2 --dist loadfile --no-loadscope-reorder tests/on_ray tests/distributed tests/faults tests/commands tests/contract
+
+# What the code uses of Ray, a sweep, a training and a drop-in sweep with another Ray, in an environment of its own (6 GB,
+# minutes): `make ray-contract RAY=2.55.0`. The range is in pyproject.toml.
+RAY ?= $(shell sed -n 's/^ray==//p' constraints.txt)
+CONTRACT := build/ray-contract-$(RAY)
+ray-contract: $(CONTRACT)/installed
+	$(CONTRACT)/bin/python -m pytest tests/contract
+
+build/ray-contract-%/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed 's/^ray==.*/ray==$*/' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt --editable '.[examples]' \
+	  pytest pytest-timeout psutil
+	@touch $@
 
 # `ray up cluster/aws.yaml` against AWS's API on this machine, without a network, with namespaces for hosts (some minutes;
 # skipped without root). It is in `test-all`, too.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from graphlib import TopologicalSorter
@@ -27,7 +28,7 @@ trainers: model task
 trainers: arrow measure step
 trainers: checkpoint loop launch explain tracking on_ray inference start __main__
 cluster: finding spot files rules health __main__
-tune: objective config trials search forks lanes ray report sweeps watch __main__
+tune: objective config trials search ray_internals forks lanes ray report sweeps watch __main__
 """
 ORDER = {
     package: [
@@ -38,17 +39,18 @@ ORDER = {
 """The rooms of each package, lowest first, as docs/architecture.md draws them."""
 WITH_RAY = (
     "trainers/on_ray/",
-    "cluster/files/ray_up.py",
     "cluster/health/",
-    "cluster/spot/autoscaler.py",
-    "cluster/spot/watch.py",
     "tune/forks/function.py",
     "tune/lanes/",
     "tune/ray/",
+    "tune/ray_internals.py",
     "tune/search/ray_search.py",
     "tune/sweeps/",
 )
 """Where Ray may be imported: the folder is the mark."""
+MOST_WITH_INTERNALS = 2
+"""How many files may use what Ray does not promise."""
+_INTERNAL = re.compile(r"ray\.([\w.]*\.)?_|ray\.(autoscaler|core|train\.v2)\.|ray\.experimental\.internal_kv")
 
 Arrows = Mapping[str, set[str]]
 """For each name the names that it imports."""
@@ -119,6 +121,12 @@ def ray_elsewhere(root: Path = REPOSITORY) -> list[str]:
         for name, path in names.items()
         if not name.startswith(WITH_RAY) and any(one.split(".")[0] == "ray" for one in imported_modules(path))
     ]
+
+
+def ray_internals_in(path: Path) -> set[str]:
+    """What a file imports or reads of Ray without being promised it, as dotted names."""
+    reads = {ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    return {name for name in imported_modules(path) | reads if _INTERNAL.match(name)}
 
 
 def mermaid(files: Arrows) -> str:

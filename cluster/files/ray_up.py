@@ -58,7 +58,7 @@ def google_scheduling_of(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ray_up(documents: list[Any], source: str) -> ClusterFile:
-    from ray.autoscaler._private.util import prepare_config, validate_config
+    from trainers.on_ray.internals import check_cluster_file, filled_in
 
     written = documents[0] if documents else None
     if len(documents) > 1:
@@ -76,11 +76,11 @@ def _ray_up(documents: list[Any], source: str) -> ClusterFile:
     if isinstance(written.get("available_node_types"), dict):
         _check_types(written, source)
     with _asking_ray(source):
-        validate_config(shape)
+        check_cluster_file(shape)
     check_schema(written, "ray_up", "", _HOW_TO_WRITE, source)
     with _asking_ray(source):
-        config = prepare_config(copy.deepcopy(written))
-        validate_config(config)
+        config = filled_in(copy.deepcopy(written))
+        check_cluster_file(config)
     _check_counts(config, source)
     provider = config["provider"]
     commands = _commands(written, config)

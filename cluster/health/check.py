@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.health import probes
@@ -31,6 +30,7 @@ from cluster.health.verdicts import (
 )
 from trainers.errors import ClusterError, last_line
 from trainers.on_ray.gpus import hide_unassigned_gpus
+from trainers.on_ray.internals import available_resources_per_node
 from trainers.storage import Storage
 
 _START_S, _PART_S, _MEASURE_S, _COLLECTIVE_S = 60.0, 20.0, 45.0, 40.0

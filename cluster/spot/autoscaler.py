@@ -13,36 +13,34 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ray.autoscaler.v2.instance_manager.reconciler import Reconciler
-from ray.autoscaler.v2.instance_manager.subscribers.cloud_resource_monitor import CloudResourceMonitor
-from ray.core.generated.instance_manager_pb2 import Instance  # type: ignore[attr-defined]
-
 from cluster.spot.watch import Raylet, find_raylet
+from trainers.on_ray.internals import autoscaler_parts
 
 MONITOR = "ray.autoscaler.v2.monitor"
 
 
 def heed_refusals() -> None:
     """Let Ray's autoscaler in this process count machines that the cloud refuses among those that never came up."""
+    reconciler, subscriber, failed = autoscaler_parts()
     for step in ("_try_resolve_pending_allocation", "_handle_stuck_requested_instance"):
-        setattr(Reconciler, step, staticmethod(_naming_the_type(getattr(Reconciler, step))))
-    notify = CloudResourceMonitor.notify
+        setattr(reconciler, step, staticmethod(_naming_the_type(getattr(reconciler, step), failed)))
+    notify = subscriber.notify
 
     def notify_of_refusals(monitor: Any, events: list[Any]) -> None:
         notify(monitor, events)
         for event in events:
-            if event.new_instance_status == Instance.ALLOCATION_FAILED and event.instance_type:
+            if event.new_instance_status == failed and event.instance_type:
                 monitor.allocation_timeout(event)
 
-    CloudResourceMonitor.notify = notify_of_refusals  # type: ignore[method-assign, assignment]
+    subscriber.notify = notify_of_refusals
 
 
-def _naming_the_type(step: Callable[..., Any]) -> Callable[..., Any]:
+def _naming_the_type(step: Callable[..., Any], failed: int) -> Callable[..., Any]:
     """A step of Ray's that decides what becomes of a requested instance; a failure says of which node type."""
 
     def named(instance: Any, *args: Any, **kwargs: Any) -> Any:
         update = step(instance, *args, **kwargs)
-        if update is not None and update.new_instance_status == Instance.ALLOCATION_FAILED:
+        if update is not None and update.new_instance_status == failed:
             update.instance_type = instance.instance_type
         return update
 

@@ -10,11 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]
-
 from cluster.spot.notices import SERVICES, Notice, wait_for_notice
 from trainers.errors import ClusterError
+from trainers.on_ray.internals import drain_node
 
 _RPC_S, _AGAIN_S = 5.0, 1.0
 
@@ -80,9 +78,7 @@ def drain(raylet: Raylet, notice: Notice) -> bool:
         is_first = False
         deadline_ms = int(max(notice.deadline_s, time.time() + 1) * 1e3)  # 0 would be none at all
         try:
-            reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-            client = GcsClient(address=raylet.gcs_address)
-            accepted, words = client.drain_node(raylet.node_id, reason, notice.reason, deadline_ms, timeout=_RPC_S)
+            accepted, words = drain_node(raylet.gcs_address, raylet.node_id, notice.reason, deadline_ms, _RPC_S)
         except Exception as error:  # whatever it is, the time that is left is for trying again
             accepted, words = False, f"{type(error).__name__}: {error}"
         if accepted:

@@ -19,6 +19,7 @@ from ray.train.v2.api.callback import UserCallback
 from ray.tune.integration.ray_train import TuneReportCallback
 
 from tests import lane_functions
+from tests.on_ray.embedded import actors, tasks
 from tune.ray import TorchTrainer, Tuner
 
 
@@ -124,7 +125,9 @@ def sweep(name: str, storage: str) -> dict[str, Any]:
         keys = ("loss", "epoch", "found", "process", "score", "heard", "returned", "kept", "driven")
         kept = [{key: row[key] for key in keys if row.get(key) is not None} for row in rows]
         trials.append({"config": result.config, "error": str(result.error or "")[-300:], "rows": kept})
-    return {"trials": trials, "restarts": tuner.restarts}
+    shown = [actor.repr_name for actor in actors() if actor.repr_name.startswith(f"{name}, ")]
+    said = [task for task in tasks() if task.startswith(f"{name}, lane ") and ": trial " in task]
+    return {"trials": trials, "restarts": tuner.restarts, "shown": shown, "said": said}
 
 
 if __name__ == "__main__":

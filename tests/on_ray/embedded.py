@@ -23,7 +23,16 @@ def actors(*filters: tuple[str, str, str]) -> list[Any]:
     import ray
     from ray.util.state import list_actors
 
-    return list_actors(ray.get_runtime_context().gcs_address, list(filters), limit=10_000, timeout=300)
+    return list_actors(ray.get_runtime_context().gcs_address, list(filters), limit=10_000, timeout=300, detail=True)
+
+
+def tasks() -> list[str]:
+    """The names of all tasks of that cluster, in the order in which they were made."""
+    import ray
+    from ray.util.state import list_tasks
+
+    found = list_tasks(ray.get_runtime_context().gcs_address, limit=10_000, timeout=300, detail=True)
+    return [task.name for task in sorted(found, key=lambda task: task.creation_time_ms)]
 
 
 def await_end_of_trials() -> None:
@@ -57,10 +66,14 @@ def main(directory: Path) -> None:
     thread = when(lambda: pids.exists() and bool(pids.read_text()), lambda: ports.update(listening()))
     records = run(spec)
     thread.join()
-    started = Counter(actor.class_name.rpartition(".")[2] for actor in actors())
+    found = actors()
+    started = Counter(actor.class_name.rpartition(".")[2] for actor in found)
+    shown = sorted(actor.repr_name for actor in found)
+    said = [name for name in tasks() if ": trial " in name]
     disconnect()
     statuses = {record.id: record.status for record in records}
-    print(json.dumps({"statuses": statuses, "workers": pids.read_text().split(), "actors": started, "ports": ports}))
+    of_ray = {"actors": started, "shown": shown, "said": said, "ports": ports}
+    print(json.dumps({"statuses": statuses, "workers": pids.read_text().split(), **of_ray}))
 
 
 if __name__ == "__main__":

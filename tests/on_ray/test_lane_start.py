@@ -28,6 +28,10 @@ def test_an_embedded_cluster_has_only_what_trains(tmp_path: Path, cluster: Clust
         "SynchronizationActor": 1,
         "RayTrainWorker": 1,
     }
+    # What `ray list actors --detail` and the dashboard show for them, and which trial a worker had.
+    lane = ["sweep, lane 0, controller", "sweep, lane 0, worker"]
+    assert [name for name in found["shown"] if name] == [*lane, "sweep, mailbox", "sweep, trials"]
+    assert sorted(found["said"]) == [f"sweep, lane 0: trial {trial}" for trial in sorted(found["statuses"])]
     assert set(found["ports"]) == {"127.0.0.1"}, found["ports"]
     assert {"raylet", "gcs_server", "ray::DashboardAgent"} <= set(found["ports"]["127.0.0.1"])
 

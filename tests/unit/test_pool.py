@@ -50,7 +50,7 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
 
 def run(steps: Callable[[Pool], Coroutine[Any, Any, Any]]) -> Any:
     async def all_of_it() -> Any:
-        pool = Pool("")
+        pool = Pool("", "s")
         pool._watching = True
         pool._begin(SHAPE)
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""How reports pass from the thread of a trial's function to Tune (tune/ray/internals.py), as Ray's session has it."""
+"""How reports pass from the thread of a trial's function to Tune (tune/ray/controller.py), as Ray's session has it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ray.util.queue import Empty
 
 from tests.waits import HANG_S
 from tune.forks.child import TrialStopped
-from tune.ray import internals
-from tune.ray.internals import report_in_process
+from tune.ray import controller
+from tune.ray.controller import report_in_process
 
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What of Ray's session the reports touch."""
     session = SimpleNamespace(result_queue=queue.Queue(1), stop_event=threading.Event(), _inter_actor_queue=None)
-    monkeypatch.setattr(internals, "_session", lambda: session)
+    monkeypatch.setattr(controller, "_session", lambda: session)
     report_in_process()
     return session
 

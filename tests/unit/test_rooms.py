@@ -5,6 +5,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.rooms import (
+    MOST_WITH_INTERNALS,
     PACKAGES,
     REPOSITORY,
     WITH_RAY,
@@ -12,6 +13,7 @@ from tests.rooms import (
     imported_modules,
     mermaid,
     ray_elsewhere,
+    ray_internals_in,
     room_arrows,
     source_files,
     upward,
@@ -39,6 +41,23 @@ def _has_ray(path: Path, place: str) -> bool:
     return str(path.relative_to(REPOSITORY)).startswith(place) and any(
         name.split(".")[0] == "ray" for name in imported_modules(path)
     )
+
+
+def test_what_ray_does_not_promise_is_used_in_two_files_at_most(tmp_path: Path) -> None:
+    found = {str(path.relative_to(REPOSITORY)): ray_internals_in(path) for path in source_files()}
+    assert len([name for name, uses in found.items() if uses]) <= MOST_WITH_INTERNALS, found
+    probe = tmp_path / "probe.py"
+    for line in (
+        "from ray.train.v2._internal.util import time_monotonic",
+        "from ray.train.v2.api.context import TrainContext",
+        "import ray; ray._private.worker.global_worker",
+        "def late():\n    from ray._raylet import GcsClient",
+        "from ray.experimental import internal_kv",
+    ):
+        probe.write_text(line)
+        assert ray_internals_in(probe), line
+    probe.write_text("import ray, ray.train\nfrom ray.util.queue import Empty\nray.get(tray._private)")
+    assert not ray_internals_in(probe)
 
 
 def test_nothing_of_the_product_imports_tests_examples_or_benchmarks() -> None:

@@ -185,7 +185,7 @@ def test_ray_is_asked_until_it_drains_the_node(
                 raise answer
             return answer
 
-    monkeypatch.setattr(watch, "GcsClient", Client)
+    monkeypatch.setattr("trainers.on_ray.internals.GcsClient", Client)
     monkeypatch.setattr(watch, "_AGAIN_S", 0.0)
     preempt(machine)
     assert main(["watch", "aws", "--node", NODE, "--address", machine.address]) == 0

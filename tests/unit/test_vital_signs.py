@@ -36,9 +36,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     made = Store()
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(vital_signs, "_prefix", lambda: PREFIX)
-    monkeypatch.setattr(vital_signs, "_internal_kv_list", lambda prefix: list(made.data))
-    monkeypatch.setattr(vital_signs, "_internal_kv_get", lambda key: made.data.get(key))
-    monkeypatch.setattr(vital_signs, "_internal_kv_del", made.delete)
+    monkeypatch.setattr(vital_signs, "kv_list", lambda prefix: list(made.data))
+    monkeypatch.setattr(vital_signs, "kv_get", lambda key: made.data.get(key))
+    monkeypatch.setattr(vital_signs, "kv_delete", made.delete)
     monkeypatch.setattr(ray._private.state, "actors", lambda name: {"State": made.states[name]})
     monkeypatch.setattr(ray, "kill", lambda handle: made.killed.append(handle))
     return made

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private.state import state
 
 from trainers.config.yaml import parse_documents, read_text
 from trainers.on_ray.environment import embedded
+from trainers.on_ray.internals import cluster_config, kuberay_config
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def capacity() -> dict[str, float]:
 
 def nodes_at_most() -> list[dict[str, float]]:
     """Return the resources of each node that the cluster file allows, the head among them; none if unknown."""
-    config = state.get_cluster_config()
+    config = cluster_config()
     if config is not None and config.node_group_configs:
         return [dict(group.resources) for group in config.node_group_configs for _ in range(max(0, group.max_count))]
     file = _file(ray.get_runtime_context().get_node_id())
@@ -106,20 +106,10 @@ def _file(node_id: str) -> Mapping[str, Any]:
         return {}
     try:
         if name:
-            return _of_kuberay(name)
+            return kuberay_config(_NAMESPACE.read_text(encoding="utf-8").strip(), name)
         file = BOOTSTRAP.expanduser()
         found: list[Mapping[str, Any]] = parse_documents(read_text(file, str(file)), str(file)) if file.exists() else []
         return found[0] if found else {}
     except (OSError, ValueError, KeyError) as error:  # OSError: requests' own errors, too
         logger.warning("what the cluster may grow to is not known (%s): only nodes that are up count", error)
         return {}
-
-
-def _of_kuberay(name: str) -> Mapping[str, Any]:
-    """Read the RayCluster from Kubernetes as Ray's autoscaler beside the head does, with the pod's account."""
-    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
-    from ray.autoscaler._private.kuberay.node_provider import KubernetesHttpApiClient
-
-    client = KubernetesHttpApiClient(_NAMESPACE.read_text(encoding="utf-8").strip())
-    config: Mapping[str, Any] = _derive_autoscaling_config_from_ray_cr(client.get(f"rayclusters/{name}"))
-    return config

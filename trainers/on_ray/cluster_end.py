@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from trainers.command_line import complain
+from trainers.on_ray.internals import own_node, own_node_is_alive
 
 _NEEDED = ("gcs_server", "raylet")
 _LOOK_S, _ANSWER_S = 1.0, 5.0
@@ -32,7 +33,7 @@ def ending_with_cluster(words: str, close: Callable[[], None] = lambda: None) ->
     trainers/on_ray/reaper.py.
     """
     over, patience_s = threading.Event(), _patience_s(os.environ)
-    node: Any = ray._private.worker._global_node
+    node = own_node()
 
     def look() -> None:
         answered = time.monotonic()
@@ -77,9 +78,7 @@ def _dead(node: Any) -> str | None:
 
 def is_alive() -> bool | None:
     """Whether the GCS counts this process's node as alive; None where it does not answer, as one that was stopped."""
-    worker: Any = ray._private.worker.global_worker
     try:
-        alive: bool = worker.gcs_client.check_alive([worker.current_node_id], timeout=_ANSWER_S)[0]
+        return own_node_is_alive(_ANSWER_S)
     except ray.exceptions.RayError:
         return None
-    return alive

@@ -16,8 +16,6 @@ from typing import Any
 
 import ray
 import ray.train
-from ray._common.utils import get_default_ray_temp_dir
-from ray._private import ray_constants
 from ray.exceptions import AuthenticationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -29,6 +27,7 @@ from trainers.launch.spec import FunctionSpec, Job
 from trainers.on_ray import reaper
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.environment import cluster_environment, run_environment
+from trainers.on_ray.internals import TOKEN_LOGGER, keep_on_loopback, own_node, ray_directory
 from trainers.on_ray.own_token import OwnToken, where_the_token_is
 
 logger = logging.getLogger(__name__)
@@ -66,9 +65,7 @@ def _start_embedded(show_workers: bool) -> None:
     """Start a cluster that ends with this process; what Ray changes in the environment is put back when it ends."""
     _put_back.enter_context(_environment_as_before())
     token = _put_back.enter_context(OwnToken())
-    several_nodes = ray_constants.ENABLE_RAY_CLUSTER
-    # As Ray has it on macOS and Windows: all of its ports, those for metrics too, are on the loopback alone.
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    before = keep_on_loopback(True)
     try:
         with _keeping_sigterm(), _without_token_warning(), cluster_environment():  # its processes inherit it
             context = ray.init(address="local", log_to_driver=show_workers, logging_level=logging.WARNING)
@@ -78,10 +75,10 @@ def _start_embedded(show_workers: bool) -> None:
             raise ClusterError(_not_started(error)) from error
         raise
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = several_nodes
+        keep_on_loopback(before)
     atexit.register(disconnect)
     if sys.platform == "linux":
-        reaper.start(_node().get_session_dir_path(), token.directory)
+        reaper.start(own_node().get_session_dir_path(), token.directory)
     _tell_dashboard(context)
 
 
@@ -93,7 +90,7 @@ def _tell_dashboard(context: Any) -> None:
 @contextlib.contextmanager
 def _without_token_warning() -> Iterator[None]:
     """Ray warns of its own default, that a cluster has a token; `_tell_dashboard` says where it is."""
-    logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    logger = logging.getLogger(TOKEN_LOGGER)
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -128,7 +125,7 @@ def disconnect() -> None:
     """Leave the cluster. An embedded one ends, even where a process of it was stopped: Ray would wait for that."""
     if not ray.is_initialized():
         return
-    processes = [process for _, process in _node().live_processes()]
+    processes = [process for _, process in own_node().live_processes()]
 
     def kill() -> None:
         logger.warning("Ray's processes do not answer: they are killed")
@@ -146,7 +143,7 @@ def disconnect() -> None:
 
 
 def _not_started(error: Exception) -> str:
-    where = f"its newest logs in {get_default_ray_temp_dir()} say why; on a machine that is busy, try again"
+    where = f"its newest logs in {ray_directory()} say why; on a machine that is busy, try again"
     return f"Ray did not start on this machine: {first_line(error)} ({where})"
 
 
@@ -171,10 +168,6 @@ def _keeping_sigterm(until_over: bool = False) -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _node() -> Any:
-    return ray._private.worker._global_node
 
 
 def check_cluster(spec: Job[Any] | FunctionSpec) -> str:

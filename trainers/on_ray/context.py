@@ -5,12 +5,12 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.experimental import internal_kv
 from ray.train import Checkpoint, CheckpointUploadMode
 from ray.util.metrics import Gauge
 
 from trainers.context import RunContext
 from trainers.on_ray.gpus import own_gpu
+from trainers.on_ray.internals import is_leaving, kv_delete, kv_exists, kv_put
 from trainers.storage import Storage
 
 PREEMPTION_POLL_S = 2.0
@@ -44,7 +44,7 @@ class WorkerContext(RunContext):
         if elapsed_s - self._asked_s < PREEMPTION_POLL_S:
             return False
         self._asked_s = elapsed_s
-        return ray.train.get_preemption_info() is not None
+        return is_leaving()
 
 
 class RayContext(WorkerContext):
@@ -88,7 +88,7 @@ class RayContext(WorkerContext):
         """Whether the driver was asked to stop (Ctrl-C, `ray job stop`); rank 0 looks for all."""
         if self.rank != 0 or self.storage is None:
             return False
-        return bool(internal_kv._internal_kv_exists(_stop_key(self.storage)))
+        return bool(kv_exists(_stop_key(self.storage)))
 
 
 class Gauges:
@@ -116,6 +116,6 @@ def _stop_key(storage: Storage) -> bytes:
 def request_stop(storage: Storage, wanted: bool) -> None:
     """Ask the workers of the run in this directory to stop, or withdraw it."""
     if wanted:
-        internal_kv._internal_kv_put(_stop_key(storage), b"1", overwrite=True)
+        kv_put(_stop_key(storage), b"1", overwrite=True)
     else:
-        internal_kv._internal_kv_del(_stop_key(storage))
+        kv_delete(_stop_key(storage))

@@ -6,13 +6,12 @@ from collections import Counter
 from typing import Any
 
 from ray.train import UserCallback
-from ray.train.v2._internal.execution.controller import controller
-from ray.train.v2._internal.execution.failure_handling import default
 
 from trainers.causes import failure_of
 from trainers.config.sections import FailureConfig
 from trainers.errors import POLICIES, RunFailedError, Status
 from trainers.loop.watchdog import read_hang, saved_hangs
+from trainers.on_ray.internals import CONTROLLER_LOGGER, FAILURE_LOGGER
 from trainers.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -41,9 +40,9 @@ class FailurePolicy(UserCallback):
         if cause.smaller:  # sizes halve: this ends by itself
             budget = -1
         # Ray's own words are tracebacks of its controller, and what ranks raised as it was, secrets too.
-        logging.getLogger(default.__name__).setLevel(logging.CRITICAL)
+        logging.getLogger(FAILURE_LOGGER).setLevel(logging.CRITICAL)
         if budget != -1 and self._met[cause.status] > budget:
-            logging.getLogger(controller.__name__).setLevel(logging.CRITICAL)
+            logging.getLogger(CONTROLLER_LOGGER).setLevel(logging.CRITICAL)
             raise cause
         restart = f"restart {self._met[cause.status]} of {'no limit' if budget == -1 else budget}"
         failed = f"worker group failed as {cause.status} ({cause.message})"

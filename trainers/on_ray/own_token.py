@@ -1,8 +1,8 @@
 """A token for an embedded cluster, in a file of its own (Ray).
 
-Ray 2.60 protects every cluster that `ray.init()` starts by a token, and writes one to ~/.ray/auth_token where the user
-has none. From then on `ray start` asks for it too, and scripts that worked before fail. So an embedded cluster has a
-token that ends with it, unless the user has one.
+From 2.59 on Ray protects every cluster that `ray.init()` starts by a token, and writes one to ~/.ray/auth_token where
+the user has none. From then on `ray start` asks for it too, and scripts that worked before fail. So an embedded cluster
+of any Ray has a token that ends with it, unless the user has one.
 """
 
 import os
@@ -12,13 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
-from ray._raylet import (  # type: ignore[attr-defined] # compiled
-    AuthenticationMode,
-    AuthenticationTokenLoader,
-    Config,
-    get_authentication_mode,
-)
+from trainers.on_ray.internals import asks_for_token, has_token, new_token, read_token_again
 
 _PATH = "RAY_AUTH_TOKEN_PATH"
 
@@ -34,12 +28,14 @@ class OwnToken:
         self._changes_mode = "RAY_AUTH_MODE" not in os.environ
 
     def __enter__(self) -> Self:
-        if self._changes_mode and not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
-            self.directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
-            file = self.directory / "token"
-            file.write_text(generate_new_authentication_token())
-            os.environ[_PATH] = str(file)
-            _read_again()
+        if self._changes_mode:
+            if not has_token():
+                self.directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
+                file = self.directory / "token"
+                file.write_text(new_token())
+                os.environ[_PATH] = str(file)
+            os.environ["RAY_AUTH_MODE"] = "token"
+            read_token_again()
         return self
 
     def __exit__(
@@ -48,20 +44,14 @@ class OwnToken:
         if self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
             os.environ.pop(_PATH, None)
-        if self._changes_mode:  # `ray.init` has, for this process
+        if self._changes_mode:
             os.environ.pop("RAY_AUTH_MODE", None)
-            _read_again()
-
-
-def _read_again() -> None:
-    """Ray reads mode and token once."""
-    AuthenticationTokenLoader.instance().reset_cache()
-    Config.initialize("")
+            read_token_again()
 
 
 def where_the_token_is() -> str:
     """Return what to say of the token that a dashboard asks for; empty where it asks for none."""
-    if get_authentication_mode() != AuthenticationMode.TOKEN:
+    if not asks_for_token():
         return ""
     if path := os.environ.get(_PATH):
         return f" (it asks for the token in {path})"

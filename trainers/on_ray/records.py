@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-from ray.experimental import internal_kv
-
 from trainers.context import RunContext
 from trainers.launch.spec import RunSpec
+from trainers.on_ray.internals import kv_delete, kv_get, kv_list, kv_put
 from trainers.output import Record, Take, sending
 from trainers.storage import Storage
 
@@ -20,7 +19,7 @@ _LOOK_S = 0.25
 def send(run: Storage, records: list[Record]) -> None:
     """Leave records of a run for its driver. For a thread: it waits for the cluster's head."""
     key = _prefix(run) + f"{time.time_ns():020d}".encode()
-    internal_kv._internal_kv_put(key, json.dumps(records, default=str).encode(), overwrite=True)
+    kv_put(key, json.dumps(records, default=str).encode(), overwrite=True)
 
 
 @contextlib.contextmanager
@@ -58,9 +57,9 @@ def receiving(run: Storage, take: Take | None) -> Iterator[None]:
 
 
 def _take(run: Storage, take: Take) -> None:
-    for key in sorted(internal_kv._internal_kv_list(_prefix(run))):
-        data = internal_kv._internal_kv_get(key)
-        internal_kv._internal_kv_del(key)
+    for key in sorted(kv_list(_prefix(run))):
+        data = kv_get(key)
+        kv_delete(key)
         for record in json.loads(data or b"[]"):
             take(record)
 

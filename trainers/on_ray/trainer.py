@@ -12,12 +12,7 @@ from typing import Any
 
 import ray
 import ray.train
-import ray.train.v2._internal.execution.context
-import ray.train.v2._internal.util
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.execution.callback import ControllerCallback
-from ray.train.v2._internal.execution.controller.state import PreemptingState, ReschedulingState, RestartingState
-from ray.train.v2._internal.execution.scaling_policy import autoscaling_coordinator_client
 
 from trainers.causes import failure_of
 from trainers.errors import PacelineError, PreemptedError, RunFailedError, first_line
@@ -32,6 +27,17 @@ from trainers.on_ray.context import RayContext, request_stop
 from trainers.on_ray.environment import run_environment
 from trainers.on_ray.failures import FailurePolicy, as_failure
 from trainers.on_ray.function import fit
+from trainers.on_ray.internals import (
+    COORDINATOR_LOGGER,
+    ControllerCallback,
+    accepted,
+    coordinator,
+    nodes_taken,
+    quiet_failures,
+    quiet_reports,
+    run_register,
+    starts_again,
+)
 from trainers.on_ray.process_group import GroupConfig
 from trainers.on_ray.records import receiving, telling
 from trainers.on_ray.vital_signs import VitalSigns, show_life
@@ -48,9 +54,8 @@ _MANY = 1000
 
 def _worker(loop_config: dict[str, Any]) -> None:
     """Run the loop as one worker of the TorchTrainer."""
-    # A long line for every report, from every rank; the logger is named by its file.
-    logging.getLogger(str(ray.train.v2._internal.execution.context.__file__)).setLevel(logging.WARNING)
-    logging.getLogger(ray.train.v2._internal.util.__name__).setLevel(logging.CRITICAL)  # a traceback, printed below
+    quiet_reports()
+    quiet_failures()  # printed below
     spec = RunSpec(**loop_config)
     context = RayContext(spec.storage)
     setup_logging(context.rank, spec.quiet)
@@ -132,7 +137,7 @@ def run_on_ray(spec: RunSpec, take: Take | None = None) -> RunResult:
             storage_path=spec.storage.parent.uri,
             failure_config=ray.train.FailureConfig(
                 max_failures=-1,
-                max_preemption_failures=config.failure.preempted,  # type: ignore[call-arg]
+                **accepted(ray.train.FailureConfig, max_preemption_failures=config.failure.preempted),
             ),
             callbacks=[FailurePolicy(config.failure, spec.storage), NodeCount()],  # type: ignore[list-item]
         ),
@@ -191,16 +196,15 @@ class NodeCount(ControllerCallback):
         """Called by Ray in the controller's constructor."""
         show_life()
         # A busy coordinator misses a request, which is sent again: a line, not a traceback.
-        logging.getLogger(autoscaling_coordinator_client.__name__).addFilter(_without_traceback)
+        logging.getLogger(COORDINATOR_LOGGER).addFilter(_without_traceback)
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         """Called by Ray in its control loop, with no other group to look after."""
-        if not isinstance(current_state, (RestartingState, ReschedulingState)):
+        if not starts_again(current_state):
             return
-        if isinstance(previous_state, PreemptingState) and isinstance(current_state, RestartingState):
-            taken, deadline = set(previous_state.preemption_info.preempted_node_ids), time.monotonic() + _GONE_S
-            while taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
-                time.sleep(0.2)
+        taken, deadline = nodes_taken(previous_state, current_state), time.monotonic() + _GONE_S
+        while taken & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
+            time.sleep(0.2)
         count_nodes()
 
 
@@ -212,7 +216,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 def count_nodes() -> None:
     """Let Ray's coordinator count the nodes now; warns where it does not."""
     try:
-        ray.get(_coordinator().get_reserved_resources.remote("", recompute=True), timeout=_ANSWER_S)
+        ray.get(coordinator().get_reserved_resources.remote("", recompute=True), timeout=_ANSWER_S)
     except (ray.exceptions.RayError, ImportError, TypeError) as error:
         logger.warning("Ray did not count the nodes again (%s): the group may wait for a dead one", error)
 
@@ -222,10 +226,9 @@ def free_dead_runs() -> None:
     wait for it, or start with what is left.
     """
     try:
-        from ray.train.v2._internal.state.state_actor import get_state_actor
         from ray.util.state import list_actors
 
-        register: Any = get_state_actor()
+        register = run_register()
         if register is None:  # this cluster has had no run
             return
         runs: dict[str, Any] = ray.get(register.get_train_runs.remote(), timeout=_ANSWER_S)
@@ -233,12 +236,6 @@ def free_dead_runs() -> None:
         address = ray.get_runtime_context().gcs_address
         alive = {actor.actor_id for actor in list_actors(address, filters, limit=_MANY, timeout=int(_ANSWER_S))}
         dead = [run_id for run_id, run in runs.items() if run.controller_actor_id not in alive]
-        ray.get([_coordinator().cancel_request.remote(f"train-{run_id}") for run_id in dead], timeout=_ANSWER_S)
+        ray.get([coordinator().cancel_request.remote(f"train-{run_id}") for run_id in dead], timeout=_ANSWER_S)
     except Exception as error:  # a cluster without dashboard, a newer Ray: the run starts all the same
         logger.warning("Ray may hold workers of killed runs for 180 s: %s", error)
-
-
-def _coordinator() -> Any:
-    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as ray_coordinator
-
-    return ray_coordinator.get_or_create_autoscaling_coordinator()

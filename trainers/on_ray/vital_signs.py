@@ -10,13 +10,12 @@ import logging
 import threading
 import time
 from types import TracebackType
-from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 
 from trainers.on_ray.cluster_end import is_alive
+from trainers.on_ray.internals import actor_record, kv_delete, kv_get, kv_list, kv_put
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +43,17 @@ def _beat(name: str, handle: bytes) -> None:
     for count in itertools.count():
         with contextlib.suppress(Exception):  # the GCS is away: it cannot be asked either
             if count == 0:
-                _internal_kv_put(f"{name}/handle", handle)
-            _internal_kv_put(name, str(count))
+                kv_put(f"{name}/handle", handle)
+            kv_put(name, str(count))
         time.sleep(_BEAT_S)
 
 
 def end_actors() -> None:
     """Kill every actor of this driver that has shown life, where who started it is gone and can name it no more."""
     if is_alive():
-        for name in _internal_kv_list(_prefix()):
+        for name in kv_list(_prefix()):
             if name.endswith(b"/handle"):
-                ray.kill(cloudpickle.loads(_internal_kv_get(name)))
+                ray.kill(cloudpickle.loads(kv_get(name)))
 
 
 class VitalSigns:
@@ -77,7 +76,7 @@ class VitalSigns:
         # After an error the cluster may be gone, and would not answer; without one Ray would start another.
         if error is None and not self._thread.is_alive() and ray.is_initialized():
             with contextlib.suppress(Exception):
-                _internal_kv_del(_prefix(), del_by_prefix=True)
+                kv_delete(_prefix(), del_by_prefix=True)
 
     def _watch(self) -> None:
         while not self._closing.wait(_BEAT_S):
@@ -89,10 +88,10 @@ class VitalSigns:
 
     def look(self) -> None:
         """Hear every actor once, and kill those that have been silent for too long."""
-        for name in _internal_kv_list(_prefix()):
+        for name in kv_list(_prefix()):
             if name.endswith(b"/handle"):
                 continue
-            beat = _internal_kv_get(name)
+            beat = kv_get(name)
             self._silent[name] = self._silent.get(name, 0) + 1 if beat == self._heard.get(name) else 0
             self._heard[name] = beat
             if self._silent[name] == _LOOKS:
@@ -100,9 +99,9 @@ class VitalSigns:
 
     def _end(self, name: bytes) -> None:
         """Kill a silent actor; one that is dead has nothing more to say."""
-        handle = _internal_kv_get(name + b"/handle")
-        known: dict[str, Any] = ray._private.state.actors(name.decode().rpartition("/")[2])
-        _internal_kv_del(name, del_by_prefix=True)
+        handle = kv_get(name + b"/handle")
+        known = actor_record(name.decode().rpartition("/")[2])
+        kv_delete(name, del_by_prefix=True)
         if known.get("State") == "ALIVE":
             words = "%s (pid %s) has shown no life for %.0f s: it is killed, and what waits for it goes on without it"
             logger.warning(words, known.get("ActorClassName"), known.get("Pid"), _LOOKS * _BEAT_S)

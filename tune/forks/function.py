@@ -19,11 +19,6 @@ import ray.train.torch
 import torch
 import torch.distributed as dist
 from ray import cloudpickle
-from ray.air._internal import device_manager
-from ray.air._internal.device_manager import get_torch_device_manager_by_device_type
-from ray.train._internal import session
-from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils, set_train_fn_utils
-from ray.train.v2.api.context import TrainContext
 
 from trainers.causes import failure_of
 from trainers.devices.device import peak_memory_bytes
@@ -31,9 +26,10 @@ from trainers.launch.spec import FunctionSpec
 from tune.forks.child import Channel, TrialStopped
 from tune.forks.place import Place
 from tune.forks.task import form_group, imported_libraries
+from tune.ray_internals import PublicContext, TrainFnUtils, set_device, set_session, set_train_fn_utils
 
 
-class ForkContext(TrainContext):
+class ForkContext(PublicContext):
     """What `ray.train.get_context()` gives."""
 
     def __init__(self, place: Place, experiment: str, storage: Any) -> None:
@@ -91,7 +87,7 @@ class ForkUtils(TrainFnUtils):
         connect()  # it holds actors
         return self._channel.call("get_dataset_shard", *args, **given)
 
-    def get_context(self) -> TrainContext:
+    def get_context(self) -> PublicContext:
         """As Ray\'s."""
         return self._context
 
@@ -143,7 +139,7 @@ def as_new_process(gpu_ids: list[str]) -> None:
     # By which Ray Train finds the device; it would join the cluster to ask.
     of_ray: Any = ray
     of_ray.get_gpu_ids = lambda: gpu_ids
-    device_manager._torch_device_manager = get_torch_device_manager_by_device_type("cuda" if gpu_ids else "cpu")
+    set_device("cuda" if gpu_ids else "cpu")
 
 
 def run_function(
@@ -161,8 +157,7 @@ def run_function(
     os.environ.update(place.environment)
     utils = ForkUtils(channel, ForkContext(place, experiment, storage))
     set_train_fn_utils(utils)
-    of_tune: Any = session
-    of_tune._session = _TuneSession(utils)
+    set_session(_TuneSession(utils))
     try:
         form_group(place, channel.files)
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(ray.train.torch.get_device())

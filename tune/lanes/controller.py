@@ -11,12 +11,11 @@ import ray
 import ray.train
 from ray import cloudpickle
 from ray.train.backend import BackendConfig
-from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 from trainers.errors import RunFailedError
 from trainers.on_ray.failures import as_failure
 from trainers.on_ray.vital_signs import show_life
+from tune.ray_internals import ControllerCallback, FixedScalingPolicy, WorkerGroupCallback, name_lane
 
 
 @dataclass
@@ -34,12 +33,13 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
     have delayed them; and their reservation, to free it when the controller dies.
     """
 
-    def __init__(self, mailbox: Any, lane: int) -> None:
-        self._mailbox, self._lane = mailbox, lane
+    def __init__(self, mailbox: Any, sweep: str, lane: int) -> None:
+        self._mailbox, self._sweep, self._lane = mailbox, sweep, lane
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Called by Ray in the controller's constructor."""
         show_life()
+        name_lane(f"{self._sweep}, lane {self._lane}")
         handle = cloudpickle.dumps(ray.get_runtime_context().current_actor)  # it would import Ray Train in the mailbox
         ray.get(self._mailbox.note_start.remote(self._lane, "controller", handle))
 

@@ -5,7 +5,6 @@ has a controller, and checkpoints into a directory of the trial's own.
 """
 
 import copy
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -13,19 +12,23 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray._private.dict import flatten_dict
 from ray.train import Checkpoint, CheckpointUploadMode
-from ray.train.v2._internal.execution import context as ray_context
-from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
-from ray.train.v2._internal.execution.storage import get_fs_and_path
-from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
 
 from trainers.errors import ConfigError
 from trainers.launch.spec import FunctionSpec
+from trainers.on_ray.internals import quiet_reports
 from tune.forks.child import TrialStopped
 from tune.forks.client import Fork, Zygote
 from tune.forks.place import Place
 from tune.lanes.messages import Assignment
+from tune.ray_internals import (
+    TrainContext,
+    flatten_dict,
+    get_fs_and_path,
+    get_train_context,
+    get_train_fn_utils,
+    set_train_context,
+)
 from tune.trials.microbatch_bounds import fixed_size
 from tune.trials.record import placed
 
@@ -96,7 +99,7 @@ def run_function(
 
     Raises InterruptedError where another rank has ended the trial, NoOutcomeError where its process has died.
     """
-    logging.getLogger(str(ray_context.__file__)).setLevel(logging.WARNING)  # a line for each report, from each rank
+    quiet_reports()
     clock = time.perf_counter()
     spec = FunctionSpec(assignment.tree, assignment.path, f"trial {assignment.trial}", "")
     own = get_train_context()
@@ -113,7 +116,8 @@ def run_function(
     except TrialStopped:
         outcome = {"status": "stopped"}
     finally:
-        own.collective_seq = context.collective_seq
+        if hasattr(own, "collective_seq"):  # from Ray 2.60 on
+            own.collective_seq = context.collective_seq
         set_train_context(own)
     if outcome["status"] in ("done", "stopped"):
         ended = time.perf_counter()

@@ -18,7 +18,6 @@ from typing import Any
 import ray
 import ray.train
 from ray import cloudpickle
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -27,6 +26,7 @@ from trainers.errors import last_line
 from trainers.launch.imports import without_collection
 from trainers.on_ray.connect import ray_scaling
 from trainers.on_ray.environment import embedded
+from trainers.on_ray.internals import available_resources_per_node
 from trainers.on_ray.vital_signs import end_actors
 from trainers.storage import Storage
 from tune.forks.zygote import Preload
@@ -271,7 +271,7 @@ class Lanes:
                 name=f"lane-{lane}",
                 storage_path=self.sweep.child("lanes").uri,
                 failure_config=ray.train.FailureConfig(max_failures=-1),
-                callbacks=[LaneCallback(self.mailbox, lane)],  # type: ignore[list-item]
+                callbacks=[LaneCallback(self.mailbox, self.sweep.name, lane)],  # type: ignore[list-item]
             ),
         ).fit()
 

@@ -54,6 +54,9 @@ class Mailbox:
         self._refusal: ConfigError | None = None
         """Why the sweep ends: what it decides by is a name of nothing."""
 
+    def __repr__(self) -> str:
+        return f"{self._sweep.name}, mailbox" if self._sweep else "mailbox"
+
     async def note_start(self, lane: int, fact: str, value: Any = True) -> None:
         """Note a fact of a lane's start: its "controller", that it has "workers", or their "reservation"."""
         self._lanes.starts[fact][lane] = value

@@ -8,14 +8,16 @@ from typing import Any
 
 import ray
 from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.callbacks import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 
 from trainers.on_ray.environment import embedded
 from tune.lanes.controller import Unannounced
+from tune.ray_internals import (
+    DatasetsCallback,
+    FixedScalingPolicy,
+    PlacementGroupCleanerCallback,
+    StateManagerCallback,
+    TrainController,
+)
 
 _NOWHERE = (
     DatasetsCallback,  # an actor that manages the Ray datasets of the run; a lane is given none

@@ -23,6 +23,7 @@ from trainers.launch.log import setup_logging
 from trainers.loop.watchdog import HUNG_EXIT_CODE
 from trainers.on_ray.context import Gauges, WorkerContext
 from trainers.on_ray.gpus import hide_unassigned_gpus, own_gpu
+from trainers.on_ray.internals import is_leaving
 from trainers.on_ray.process_group import listen
 from tune.forks.client import Fork, NoOutcomeError, Zygote
 from tune.forks.place import Given, Place
@@ -117,7 +118,7 @@ class _Lane:
         label = self._zygote.fork("tune.forks.task:device_label", self._place.device_index).serve(None)
         ray.get(self._mailbox.hello.remote(self._number, label, self._rank, self._world_size))
         while True:
-            if self._may_drain and ray.train.get_preemption_info() is not None:
+            if self._may_drain and is_leaving():
                 self._leave_node()
                 return
             assignment, place, files = self._take()
@@ -152,6 +153,7 @@ class _Lane:
     def _run(self, assignment: Assignment, place: Place, files: list[int]) -> bool:
         """Run one trial; returns whether the node is about to be taken away."""
         self._gauges.run = f"{assignment.sweep}/lane-{self._number}"
+        self._say(assignment)
         pressure = Pressure()
         forget_kernel_kills()
         try:
@@ -162,6 +164,11 @@ class _Lane:
             outcome = _death(death, self._rank)
         self._zygote.learn(outcome.pop("imported", ()))
         return self._tell(assignment, outcome | {"cpu_pressure": pressure.share()})
+
+    def _say(self, assignment: Assignment) -> None:
+        """Have a task of this actor say which trial it runs: Ray shows an actor's tasks beside it, whose name stays."""
+        own: Any = ray.get_runtime_context().current_actor
+        own.execute.options(name=f"{assignment.sweep}, lane {self._number}: trial {assignment.trial}").remote(int)
 
     def _fork(self, assignment: Assignment, place: Place, files: list[int]) -> dict[str, Any]:
         """Run a trial in a process; returns its outcome."""

@@ -3,13 +3,12 @@
 from typing import Any
 
 from ray import cloudpickle
-from ray.train._internal import session
-from ray.train._internal.session import get_session
 
 from tune.forks.child import Channel
 from tune.forks.function import as_new_process
 from tune.ray import trainer
-from tune.ray.internals import reports_of_trial
+from tune.ray.controller import reports_of_trial
+from tune.ray_internals import get_session, set_session
 
 
 class DriverSession:
@@ -39,8 +38,7 @@ class Reports:
 def run_driver(channel: Channel, driver: bytes, config: dict[str, Any]) -> Any:
     """Call a pickled driver with a trial's configuration; returns what it returns."""
     as_new_process([])
-    of_tune: Any = session
-    of_tune._session = DriverSession(channel)
+    set_session(DriverSession(channel))
     try:
         return (False, cloudpickle.loads(driver)(config))
     except Exception as error:

@@ -9,11 +9,11 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tune.ray.internals import LaneWorker, worker_options
+from tune.ray.controller import LaneWorker, worker_options
 from tune.ray.shape import Shape
 
 if TYPE_CHECKING:
-    from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata
+    from tune.ray_internals import ActorMetadata
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,14 @@ def reserve(shape: Shape) -> PlacementGroup:
     return group
 
 
-def start_workers(shape: Shape, group: PlacementGroup, zygote: str) -> list[Any]:
-    """Start the workers of a lane, each once the group has its place; returns the handles of their actors."""
+def start_workers(shape: Shape, group: PlacementGroup, zygote: str, shown: str) -> list[Any]:
+    """Start the workers of a lane, each once the group has its place; returns the handles of their actors.
+
+    `shown`: what Ray shows for the lane.
+    """
     make: Any = ray.remote(**worker_options(shape.resources, shape.runtime_env))(LaneWorker)
     places = [PlacementGroupSchedulingStrategy(group, index) for index in range(shape.num_workers)]
-    return [make.options(scheduling_strategy=place).remote(zygote) for place in places]
+    return [make.options(scheduling_strategy=place).remote(zygote, f"{shown}, worker") for place in places]
 
 
 def most_lanes(shape: Shape, resources: dict[str, float]) -> int:

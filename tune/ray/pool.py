@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from tune.ray.internals import is_dead, make_barrier
+from tune.ray.controller import is_dead, make_barrier
 from tune.ray.lane import Lane, Loan, Wish, most_lanes, reserve, start_workers
 from tune.ray.misfits import Misfits, Sized
 from tune.ray.shape import Shape
@@ -30,9 +30,9 @@ _PLACE_S, _WATCH_S, _MAKE_S = 0.5, 1.0, 1.0
 class Pool:
     """One for each driver; every call is short or waits without holding a thread."""
 
-    def __init__(self, zygote: str) -> None:
-        """`zygote`: the name of the sweep's zygotes, one a node."""
-        self._zygote = zygote
+    def __init__(self, zygote: str, sweep: str) -> None:
+        """`zygote`: the name of the sweep's zygotes, one a node; `sweep`: what Ray shows for it."""
+        self._zygote, self._sweep = zygote, sweep
         self._lanes: dict[int, Lane] = {}
         self._count = 0
         self._waiting: list[Wish] = []
@@ -47,6 +47,9 @@ class Pool:
         self._inside: set[str] = set()
         """The actors whose trials run their drivers."""
         self._expected = 0
+
+    def __repr__(self) -> str:
+        return f"{self._sweep}, pool"
 
     async def borrow(self, shape: Shape, borrower: str) -> Loan:
         """Lend a lane of a shape to the actor with an id: one that is free, else the next that comes up."""
@@ -197,7 +200,9 @@ class Pool:
             await self._placed(lane)
             if lane.number not in self._lanes:
                 return
-            lane.actors = lane.actors or start_workers(lane.shape, lane.group, self._zygote)
+            lane.actors = lane.actors or start_workers(
+                lane.shape, lane.group, self._zygote, f"{self._sweep}, lane {lane.number}"
+            )
             places = await asyncio.gather(*(actor.get_metadata.remote() for actor in lane.actors))
         except Exception as error:
             if lane.number in self._lanes:

@@ -8,12 +8,12 @@ import ray
 import ray.train
 import ray.train.torch
 from ray import cloudpickle
-from ray.train._internal.session import get_session
 
 from tune.forks.client import Zygote
 from tune.lanes.controller import NoGroup
-from tune.ray.internals import Answers, LaneController, own_place, ran_out_of_memory, stops, without_helpers
+from tune.ray.controller import Answers, LaneController, own_place, ran_out_of_memory, stops, without_helpers
 from tune.ray.misfits import sized
+from tune.ray_internals import get_session
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter, Searcher
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.lanes import beside_driver
+from tune.ray.controller import is_stopped, report_in_process, shape_of
 from tune.ray.driver import Asked
-from tune.ray.internals import is_stopped, report_in_process, shape_of
 from tune.ray.lane import reserve, start_workers
 from tune.ray.pool import Pool
 from tune.ray.shape import Shape, likely_scaling, makes_trainer
@@ -137,11 +137,12 @@ class Tuner(tune.Tuner):
     def _fit(self) -> tune.ResultGrid:
         if not ray.is_initialized():
             ray.init()
+        sweep = str(self._local_tuner.get_run_config().name)  # type: ignore[union-attr]
         shape = likely_shape(self._driver)
         if shape is not None:  # what the first trial needs starts at once: its own process takes as long
             group = reserve(shape)
-            actors = start_workers(shape, group, self._pool_name)
-        pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote(self._pool_name)
+            actors = start_workers(shape, group, self._pool_name, f"{sweep}, lane 0")
+        pool: Any = ray.remote(Pool).options(name=self._pool_name, **beside_driver()).remote(self._pool_name, sweep)
         if shape is not None:
             pool.prepare.remote(shape, group, actors)
         try:

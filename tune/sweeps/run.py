@@ -10,12 +10,11 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray import tune
-from ray.air._internal import usage
 from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 
 from cluster.health.check import require_sound
@@ -27,12 +26,14 @@ from trainers.on_ray.capacity import nodes_at_most
 from trainers.on_ray.cluster_end import ending_with_cluster
 from trainers.on_ray.connect import check_cluster, connect, energy_is_counted
 from trainers.on_ray.environment import run_environment, sweep_environment
+from trainers.on_ray.internals import own_node
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
 from tune.forks.client import NoOutcomeError, Zygote
 from tune.forks.zygote import Preload
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.lanes.messages import Assignment, Event, new_ticket
+from tune.ray_internals import without_tags
 from tune.report.words import duration, in_short, labels
 from tune.search import ray_search
 from tune.search.finalists import repeats_to_run
@@ -106,7 +107,7 @@ def _run_sweep(
             lanes.grow(first_lanes)
             lanes.await_first(lambda: progress.signal_name is not None)
             began, budget_s = time.monotonic(), spec.config.time_budget_s
-            with sweep_environment(), _without_tags():
+            with sweep_environment(), without_tags():
                 _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
             pace.over()
             is_over_budget = time.monotonic() - began >= (budget_s or math.inf)
@@ -179,7 +180,7 @@ def _goes_on(spec: SweepSpec) -> str:
 
 def _why(error: Exception, spec: SweepSpec) -> str:
     """What has cut the sweep off, in a line; of what follows from a full disk or a dead actor, that."""
-    node: Any = ray._private.worker._global_node
+    node = own_node()
     places = [node.get_session_dir_path()] if node is not None else []
     for place in [*places, *[spec.storage.path] * spec.storage.is_local]:
         with contextlib.suppress(OSError):
@@ -275,17 +276,6 @@ def _tuner(
             failure_config=tune.FailureConfig(max_failures=_ACTORS - 1),
         ),
     )
-
-
-@contextlib.contextmanager
-def _without_tags() -> Iterator[None]:
-    """Keep Ray from counting callbacks for its telemetry: it imports MLflow and W&B to know theirs, for two seconds."""
-    count = usage.tag_callbacks
-    usage.tag_callbacks = lambda callbacks: False
-    try:
-        yield
-    finally:
-        usage.tag_callbacks = count
 
 
 def _run_repeats(spec: SweepSpec, plan: SweepPlan, lanes: Lanes, progress: Progress) -> dict[str, TrialRecord]:

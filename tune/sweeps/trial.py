@@ -50,7 +50,11 @@ class LaneTrial(Trainable):
         assert sweep is not None  # Tune's signature wants a default
         self._journal = Journal(sweep)
         self._objective = Objective.model_validate(objective)
+        self._name = sweep.name
         self._begin(config)
+
+    def __repr__(self) -> str:
+        return f"{self._name}, trials"
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Called by Tune with the next trial of the same actor."""

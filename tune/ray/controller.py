@@ -1,4 +1,4 @@
-"""All that knows Ray Train's internals (Ray 2.60): its controller over workers that stay.
+"""Ray Train's controller over workers that stay.
 
 A trial's actor runs Ray's own TrainController in its process, with every callback, policy and file that Ray has. Only
 its worker group differs: it borrows the workers of a lane, where Ray would start an actor for each, and gives them
@@ -14,7 +14,6 @@ import queue
 import socket
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
@@ -23,34 +22,42 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.collective
-from ray.train._internal.session import get_session
-from ray.train.v2._internal.callbacks import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
-from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
-from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.preemption import PreemptionWatcher
-from ray.train.v2._internal.execution.scaling_policy.fixed import FixedScalingPolicy
-from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils, set_train_fn_utils
-from ray.train.v2._internal.execution.worker_group import worker_group as ray_worker_group
-from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
-from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
-from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState, WorkerGroupStateBuilder
-from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
-from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
-from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
-from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.queue import Empty
 
 from trainers.causes import classify
 from trainers.on_ray.gpus import own_gpu
+from trainers.on_ray.internals import accepted, actor_record
 from trainers.on_ray.process_group import listen
 from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.forks.place import Place
 from tune.lanes.controller import Unannounced
 from tune.ray.shape import Shape
+from tune.ray_internals import (
+    DatasetsCallback,
+    DefaultPlacementGroupHandle,
+    FixedScalingPolicy,
+    PlacementGroupCleanerCallback,
+    RayTrainWorker,
+    SynchronizationActor,
+    ThreadRunner,
+    TrainContext,
+    TrainController,
+    Worker,
+    WorkerGroup,
+    WorkerGroupPollStatus,
+    WorkerGroupState,
+    WorkerGroupStateBuilder,
+    WorkerStatus,
+    bundle_to_remote_args,
+    get_session,
+    get_train_context,
+    get_train_fn_utils,
+    group_module,
+    set_train_context,
+    set_train_fn_utils,
+    watching_in_thread,
+)
 
 _HEAR_S = 0.25
 """How long a worker that has nothing to say waits before it says so."""
@@ -75,10 +82,15 @@ class LaneContext(TrainContext):
 class LaneWorker(RayTrainWorker):
     """Ray's worker, for trial after trial, of which it holds nothing: each runs in a fork of the node's zygote."""
 
-    def __init__(self, zygote: str) -> None:
+    def __init__(self, zygote: str, shown: str) -> None:
+        """`shown`: what Ray shows for this actor."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._shown = shown
         self._zygote = Zygote.of_functions(zygote)
         self._zygote.hold()
+
+    def __repr__(self) -> str:
+        return self._shown
 
     def init_train_context(self, **given: Any) -> None:  # type: ignore[override]
         """Called by Ray before the function runs."""
@@ -170,7 +182,7 @@ def worker_options(resources: Sequence[tuple[str, float]], runtime_env: str) -> 
 
 def is_dead(actor: str) -> bool:
     """Whether the process of an actor has ended, and no other takes its place."""
-    return dict(ray._private.state.actors(actor)).get("State") == "DEAD"
+    return actor_record(actor).get("State") == "DEAD"
 
 
 def make_barrier() -> Any:
@@ -276,7 +288,7 @@ class LaneGroup(WorkerGroup):
             def options(cls, **options: Any) -> _Call:
                 return _Call(lambda **given: barrier)
 
-        module: Any = ray_worker_group
+        module: Any = group_module
         module.SynchronizationActor = Meeting
         try:
             yield
@@ -290,7 +302,7 @@ class LaneGroup(WorkerGroup):
         self, num_workers: int, placement_group: Any, resources: Any, **given: Any
     ) -> list[Worker]:
         workers = [
-            Worker(actor, place, resources, placement_group_bundle_index=index)
+            Worker(actor, place, resources, **accepted(Worker, placement_group_bundle_index=index))
             for index, (actor, place) in enumerate(self.loan.workers)
         ]
         return list(self._assign_worker_ranks(workers))
@@ -303,8 +315,10 @@ class LaneGroup(WorkerGroup):
             "worker_callbacks": self._worker_callbacks_to_propagate,
             "controller_actor": Controller(self.pool, self.loan.lane),
         }
+        session = _session()
+        trial = f"{session.experiment_name}, lane {self.loan.lane}: trial {session.trial_name}"
         calls = [
-            worker.actor.init_train_context.remote(
+            worker.actor.init_train_context.options(name=trial).remote(
                 distributed_context=worker.distributed_context,
                 **context,
                 **{name: values[index] for name, values in given.items()},
@@ -327,25 +341,6 @@ class LaneGroup(WorkerGroup):
         ray.get(self.pool.give_back.remote(self.loan.lane, stop))
 
 
-class _Watch(PreemptionCallback):
-    """Ray's watch for nodes that are about to be taken away, in a thread of the trial in place of an actor."""
-
-    _thread: PreemptionWatcher | None = None
-
-    def after_worker_group_start(self, worker_group: Any) -> None:
-        self._stop_watcher()
-        ranks: dict[str, list[int]] = defaultdict(list)
-        for rank, worker in enumerate(worker_group.get_workers()):
-            ranks[worker.metadata.node_id].append(rank)
-        actors = {rank: worker.actor for rank, worker in enumerate(worker_group.get_workers())}
-        self._thread = PreemptionWatcher(ranks, self._poll_interval_s, actors)
-
-    def _stop_watcher(self) -> None:
-        if self._thread is not None:
-            self._thread._stop_event.set()
-            self._thread = None
-
-
 class LaneController(TrainController):
     """Ray's controller, in the process of a trial."""
 
@@ -360,8 +355,7 @@ class LaneController(TrainController):
             given["scaling_policy"] = Unannounced(policy.scaling_config)  # the lane's placement group has asked
         super().__init__(**given)
         self._worker_group_callbacks_to_propagate = [
-            _Watch() if isinstance(callback, PreemptionCallback) else callback
-            for callback in self._worker_group_callbacks_to_propagate
+            watching_in_thread(callback) for callback in self._worker_group_callbacks_to_propagate
         ]
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:

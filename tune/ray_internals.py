@@ -1,0 +1,145 @@
+"""What tune uses of Ray Train and Tune beyond their public API (Ray).
+
+The only other such file is trainers/on_ray/internals.py, which says more. The names are Ray's own: tune/lanes and
+tune/ray derive classes from them, because Ray's public API starts new processes for each run, and a lane keeps them.
+Ray imports this file in its controllers, so it must not import torch.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from ray._private.dict import flatten_dict
+from ray.train._internal import session
+from ray.train._internal.session import get_session
+from ray.train.v2._internal.callbacks import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
+from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
+from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationActor
+from ray.train.v2._internal.execution.context import TrainContext, get_train_context, set_train_context
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2._internal.execution.storage import get_fs_and_path
+from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils, get_train_fn_utils, set_train_fn_utils
+from ray.train.v2._internal.execution.worker_group import worker_group as group_module
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import DefaultPlacementGroupHandle
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState, WorkerGroupStateBuilder
+from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
+from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, RayTrainWorker, Worker
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.util import bundle_to_remote_args
+from ray.train.v2.api.context import TrainContext as PublicContext
+
+__all__ = [  # noqa: RUF022 # (by what they are for)
+    # What the functions of `ray.train` and `ray.tune` call: Ray's docstrings say that the first may be replaced.
+    "PublicContext",
+    "TrainContext",
+    "TrainFnUtils",
+    "get_session",
+    "get_train_context",
+    "get_train_fn_utils",
+    "set_train_context",
+    "set_train_fn_utils",
+    # Ray's controller, which a trial of tune/ray runs in its own process.
+    "FixedScalingPolicy",
+    "TrainController",
+    # Its worker group, which borrows the workers of a lane.
+    "ActorMetadata",
+    "DefaultPlacementGroupHandle",
+    "RayTrainWorker",
+    "SynchronizationActor",
+    "ThreadRunner",
+    "Worker",
+    "WorkerGroup",
+    "WorkerGroupPollStatus",
+    "WorkerGroupState",
+    "WorkerGroupStateBuilder",
+    "WorkerStatus",
+    "group_module",
+    # Callbacks: the public one hears of reports and failures only, and Ray's own start actors that a lane does without.
+    "ControllerCallback",
+    "DatasetsCallback",
+    "PlacementGroupCleanerCallback",
+    "StateManagerCallback",
+    "WorkerGroupCallback",
+    # So that a lane's workers, checkpoints and metrics are as Ray would have them.
+    "bundle_to_remote_args",
+    "flatten_dict",
+    "get_fs_and_path",
+]
+
+
+def name_lane(words: str) -> None:
+    """Have `ray list actors --detail` and the dashboard show these words for this controller and its workers. To be
+    called in the controller's constructor: Ray reads what an actor is called at the end of it.
+    """
+
+    class NamedWorker(RayTrainWorker):
+        def __repr__(self) -> str:
+            return f"{words}, worker"
+
+    NamedWorker.__name__ = NamedWorker.__qualname__ = RayTrainWorker.__name__
+    of_group: Any = WorkerGroup
+    of_group._worker_cls = NamedWorker
+    of_controller: Any = TrainController
+    of_controller.__repr__ = lambda self: f"{words}, controller"
+
+
+@contextlib.contextmanager
+def without_tags() -> Iterator[None]:
+    """Keep Ray from counting callbacks for its telemetry: it imports MLflow and W&B to know theirs, for two seconds."""
+    from ray.air._internal import usage
+
+    of_ray: Any = usage
+    count = of_ray.tag_callbacks
+    of_ray.tag_callbacks = lambda callbacks: False
+    try:
+        yield
+    finally:
+        of_ray.tag_callbacks = count
+
+
+def set_session(found: Any) -> None:
+    """Have what `ray.tune.report` and `ray.tune.get_checkpoint` of this process reach be `found`."""
+    of_tune: Any = session
+    of_tune._session = found
+
+
+def set_device(kind: str) -> None:
+    """Have Ray Train find the devices of a kind in this process, without joining the cluster to ask. Imports torch."""
+    from ray.air._internal import device_manager
+
+    of_ray: Any = device_manager
+    of_ray._torch_device_manager = device_manager.get_torch_device_manager_by_device_type(kind)
+
+
+def watching_in_thread(callback: Any) -> Any:
+    """Return a callback of Ray's controller; of that which watches for nodes that are about to be taken away, one that
+    does so in a thread of this process in place of an actor. Ray has it from 2.57 on.
+    """
+    try:
+        from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
+        from ray.train.v2._internal.execution.preemption import PreemptionWatcher
+    except ImportError:
+        return callback
+
+    class Watch(PreemptionCallback):
+        _thread: PreemptionWatcher | None = None
+
+        def after_worker_group_start(self, worker_group: Any) -> None:
+            self._stop_watcher()
+            ranks: dict[str, list[int]] = defaultdict(list)
+            for rank, worker in enumerate(worker_group.get_workers()):
+                ranks[worker.metadata.node_id].append(rank)
+            actors = {rank: worker.actor for rank, worker in enumerate(worker_group.get_workers())}
+            self._thread = PreemptionWatcher(ranks, self._poll_interval_s, actors)
+
+        def _stop_watcher(self) -> None:
+            if self._thread is not None:
+                self._thread._stop_event.set()
+                self._thread = None
+
+    return Watch() if isinstance(callback, PreemptionCallback) else callback
