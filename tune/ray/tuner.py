@@ -59,8 +59,8 @@ def in_lanes(
         try:
             fork = Zygote.of_functions(pool).fork("tune.ray.driver:run_driver", packed, config)
             has_failed, returned = fork.serve(Asked(lanes, pool, batch_key), lambda: not is_stopped(), look_s=0.1)
-        except (TrialStopped, InterruptedError):
-            return None
+        except (TrialStopped, InterruptedError):  # what returns is reported, and Tune takes no report of it any more
+            raise TrialStopped(0) from None
         except BaseException:
             _wait_for_others(lanes, actor)
             raise
