@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def test_one_import_changes_no_result(kind: str, tmp_path: Path) -> None:
         script = write(directory, changed=how == "after")
         found.append(trials(stranger(directory, str(script), str(directory / "storage"), kind))[kind])
     before, after = found
-    if kind == "pbt":  # Ray loses rows of trials that it has let pause, by the second
-        before, after = ([{**trial, "rows": trial["rows"][-1:]} for trial in one] for one in found)
+    for trial in [*before, *after] if kind == "pbt" else []:
+        del trial["rows"]  # Ray loses those of trials that it lets pause: more of them, the sooner they go on
     assert before == after
 
 
@@ -62,7 +63,7 @@ class ByHand:
     def clone(self, other: ByHand) -> None:
         self.lr = other.lr / 2
         self.model.load_state_dict(other.model.state_dict())
-        self.optimizer.load_state_dict(other.optimizer.state_dict())
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
 
     def weights(self) -> list[float]:
         return [number for _, one in sorted(self.model.state_dict().items()) for number in one.flatten().tolist()]
@@ -94,9 +95,8 @@ def test_sweeps_that_stop_pause_and_go_on_are_those_of_a_plain_loop(
         ended = [one.train()[0] for one in population]
         best = ended.index(min(ended))
         population[1 - best].clone(population[best])
-    for trial, by_hand, loss in zip(found["pbt"], population, ended, strict=True):
-        assert (trial["lr"], losses(trial)[-1]) == (by_hand.lr, loss)
-        assert trial["weights"] == by_hand.weights()
+    for trial, by_hand in zip(found["pbt"], population, strict=True):
+        assert (trial["lr"], trial["weights"]) == (by_hand.lr, by_hand.weights())
 
     for trial in found["restore"]:
         by_hand = ByHand(trial["lr"])
