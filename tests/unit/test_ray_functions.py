@@ -6,12 +6,22 @@ import types
 from typing import Any
 
 import pytest
+import ray.train
+from ray.tune import TuneConfig
+from ray.tune.schedulers import (
+    ASHAScheduler,
+    HyperBandScheduler,
+    MedianStoppingRule,
+    PopulationBasedTraining,
+    TrialScheduler,
+)
 
 import tests.unit.test_ray_functions
 from tune.ray.misfits import Misfits, sized
 from tune.ray.pool import most_lanes
 from tune.ray.shape import Shape, likely_scaling, makes_trainer
-from tune.ray.tuner import likely_shape
+from tune.ray.trainer import with_own_name
+from tune.ray.tuner import _Pace, likely_shape
 
 SCALING = {"num_workers": 2}
 made: list[Any] = []
@@ -166,3 +176,25 @@ def test_a_cluster_holds_so_many_lanes() -> None:
     assert most_lanes(shape, {"CPU": 16.0, "GPU": 5.0}) == 2
     assert most_lanes(shape, {"CPU": 7.0, "GPU": 8.0}) == 1
     assert most_lanes(shape, {"CPU": 1.0}) == 1
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "is_paced"),
+    [
+        (None, True),
+        (ASHAScheduler(), True),
+        (MedianStoppingRule(), True),
+        (HyperBandScheduler(), False),
+        (PopulationBasedTraining(hyperparam_mutations={"lr": [0.1, 0.2]}), False),
+    ],
+)
+def test_trials_that_are_compared_or_let_pause_all_run(scheduler: TrialScheduler | None, is_paced: bool) -> None:
+    config = TuneConfig(scheduler=scheduler)
+    _Pace("pool").limit(config)
+    assert getattr(config.search_alg, "max_concurrent", None) == (1 if is_paced else None)
+
+
+def test_no_run_goes_on_from_another_that_began_in_the_same_second() -> None:
+    unnamed, named = ray.train.RunConfig(), ray.train.RunConfig(name="mine")
+    assert len({with_own_name(unnamed).name for _ in range(3)} | {unnamed.name}) == 4
+    assert with_own_name(named).name == "mine"

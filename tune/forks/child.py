@@ -60,8 +60,8 @@ class Channel:
         return value
 
     def end(self, outcome: Any) -> None:
-        """Say how the trial has ended."""
-        with self._lock:
+        """Say how the trial has ended, if anybody still wants to know."""
+        with self._lock, contextlib.suppress(BrokenPipeError):
             self._connection.send_bytes(pack((END, (outcome,), {})))
 
 

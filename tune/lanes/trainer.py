@@ -23,7 +23,7 @@ _NOWHERE = (
     DatasetsCallback,  # an actor that manages the Ray datasets of the run; a lane is given none
     PlacementGroupCleanerCallback,  # gives back what a dead controller had reserved: tune/lanes/lanes.py does
 )
-_NOT_EMBEDDED = (StateManagerCallback,)  # the dashboard's Train page, where the cluster outlives the sweep
+_NOT_EMBEDDED = (StateManagerCallback,)  # for `/api/train/v2/runs`, where the cluster outlives the sweep
 
 
 class LaneTrainer(TorchTrainer):

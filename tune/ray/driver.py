@@ -4,7 +4,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from tune.forks.child import Channel
+from tune.forks.child import Channel, TrialStopped
 from tune.forks.function import as_new_process
 from tune.ray import trainer
 from tune.ray.controller import reports_of_trial
@@ -60,7 +60,10 @@ class Asked:
         return getattr(get_session(), name)
 
     def report(self, metrics: dict[str, Any], checkpoint: Any) -> None:
-        """As Tune's."""
+        """As Tune's; raises TrialStopped where the search has stopped the trial, or lets it pause."""
         found = get_session()
         assert found is not None
-        found.report(metrics, checkpoint=checkpoint)
+        try:
+            found.report(metrics, checkpoint=checkpoint)
+        except SystemExit:
+            raise TrialStopped(0) from None

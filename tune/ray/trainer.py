@@ -1,5 +1,8 @@
 """Ray's TorchTrainer, whose function runs in a lane where a trial calls `fit` (Ray)."""
 
+import copy
+import re
+import uuid
 from dataclasses import dataclass
 from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined] # (it has no stub)
 from typing import Any
@@ -9,11 +12,15 @@ import ray.train
 import ray.train.torch
 from ray import cloudpickle
 
+from tune.forks.child import TrialStopped
 from tune.forks.client import Zygote
 from tune.lanes.controller import NoGroup
 from tune.ray.controller import Answers, LaneController, own_place, ran_out_of_memory, stops, without_helpers
 from tune.ray.misfits import sized
 from tune.ray_internals import get_session
+
+_NAME_BY_RAY = re.compile(r"ray_train_run-\d{4}(-\d\d){2}_\d\d(-\d\d){2}")
+"""What Ray calls a run that has no name: by the second."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         name = getattr(function, "__qualname__", type(function).__qualname__)
         given = {
             "scaling_config": own.scaling_config,
-            "run_config": own.run_config,
+            "run_config": with_own_name(own.run_config),
             "datasets": own.datasets,
             "dataset_config": own.data_config,
             "validation_config": own.validation_config,
@@ -59,6 +66,16 @@ class TorchTrainer(ray.train.torch.TorchTrainer):
         group = own.backend_config
         packed = cloudpickle.dumps(own._get_train_func())
         return Run(packed, name, own.train_loop_config or {}, given, group.backend, group.timeout_s)
+
+
+def with_own_name(run_config: Any) -> Any:
+    """Return a RunConfig whose run nobody else has: it would go on from the checkpoints of another trial that began in
+    the same second.
+    """
+    if _NAME_BY_RAY.fullmatch(run_config.name):
+        run_config = copy.copy(run_config)
+        run_config.name += f"-{uuid.uuid4().hex[:12]}"
+    return run_config
 
 
 class _InLane(ray.train.torch.TorchTrainer):
@@ -111,7 +128,7 @@ class ForkedFunction:
         )
         try:
             outcome = fork.serve(Answers(), lambda: not stops(), look_s=0.1)
-        except InterruptedError:  # the trial was stopped
+        except (InterruptedError, TrialStopped):
             return None
         finally:
             for file in files:

@@ -30,8 +30,13 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.5
 _HOLD_S, _WAIT_S = 60.0, 0.02
 """How long a trial that has ended waits for others to begin, and between two looks."""
+_END_S = "60"
+"""How many seconds Tune waits for the end of a stopped trial, whose actor it gives to another; then it fails the other.
+Its own 2 s are what a busy machine may need."""
 _PAYS = 4.0
 """Another lane starts where the trials that are left take this many times its start: it slows them, and saves half."""
+_PAUSES_NONE = FIFOScheduler, AsyncHyperBandScheduler, MedianStoppingRule
+"""Schedulers that need no two trials at a time. Those that derive from them (PBT, HyperBand) compare what runs."""
 _TOKEN: dict[str, float] = {"cpu": 0, "memory": 1}
 """What Tune reserves for a trial, which only waits for its lane; it refuses one that takes nothing."""
 
@@ -48,15 +53,18 @@ def in_lanes(
         lanes: Any = ray.get_actor(pool)
         actor = str(ray.get_runtime_context().get_actor_id())
         os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)  # where the driver calls Ray
+        os.environ.setdefault("TUNE_FUNCTION_THREAD_TIMEOUT_S", _END_S)
         report_in_process()
         ray.get(lanes.enter.remote(actor))
         try:
             fork = Zygote.of_functions(pool).fork("tune.ray.driver:run_driver", packed, config)
             has_failed, returned = fork.serve(Asked(lanes, pool, batch_key), lambda: not is_stopped(), look_s=0.1)
-        except (TrialStopped, InterruptedError):
-            return None
-        finally:
+        except (TrialStopped, InterruptedError):  # what returns is reported, and Tune takes no report of it any more
+            raise TrialStopped(0) from None
+        except BaseException:
             _wait_for_others(lanes, actor)
+            raise
+        _wait_for_others(lanes, actor)
         if has_failed:
             raise returned
         return returned
@@ -175,7 +183,7 @@ class _Pace(tune.Callback):
 
     def limit(self, config: tune.TuneConfig) -> None:
         """Take over how many trials of a sweep run at a time, where its scheduler lets none pause."""
-        if not isinstance(config.scheduler, FIFOScheduler | AsyncHyperBandScheduler | MedianStoppingRule | None):
+        if type(config.scheduler or FIFOScheduler()) not in _PAUSES_NONE:
             return
         search: Any = config.search_alg or BasicVariantGenerator()
         most = int(config.max_concurrent_trials or getattr(search, "max_concurrent", None) or 0)
