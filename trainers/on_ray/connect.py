@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import ray
-import ray.train
 from ray.exceptions import AuthenticationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -210,8 +209,10 @@ def wants_gpu(config: TrainConfig | FunctionConfig, most: dict[str, float]) -> b
     return use_gpu
 
 
-def ray_scaling(scaling: ScalingConfig, gpu: bool) -> ray.train.ScalingConfig:
-    """Return our scaling section as Ray's."""
+def ray_scaling(scaling: ScalingConfig, gpu: bool) -> Any:
+    """Return our scaling section as Ray Train's."""
+    import ray.train  # it takes a second, in which a sweep's Ray could have started
+
     workers = scaling.num_workers
     return ray.train.ScalingConfig(
         num_workers=workers if isinstance(workers, int) else (workers[0], workers[1]),  # type: ignore[arg-type]

@@ -48,9 +48,9 @@ class Zygote:
 
     def __init__(self, name: str, preload: Preload) -> None:
         """Start it where it does not run; returns at once. `name` is the sweep's, the same on all nodes."""
+        self.name, self.preload = name, preload
         self._directory = _directory(name)
         self._path = self._directory / "zygote"
-        self._preload = preload
         self._connection: socket.socket | None = None
         self._learned: set[str] = set()
         self._start()
@@ -70,10 +70,10 @@ class Zygote:
             except BlockingIOError:  # another process of this node starts it, or has it
                 return
             self._path.unlink(missing_ok=True)
-            places = [*self._preload.path, *sys.path]
+            places = [*self.preload.path, *sys.path]
             # Else torch asks CUDA itself how many devices there are, and no fork could use it.
             own = {"PYTHONPATH": os.pathsep.join(filter(None, places)), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            command = [sys.executable, "-m", "tune.forks.zygote", str(self._path), self._preload.to_json()]
+            command = [sys.executable, "-m", "tune.forks.zygote", str(self._path), self.preload.to_json()]
             self._connection, theirs = socket.socketpair()
             with theirs:
                 command.append(str(theirs.fileno()))

@@ -33,7 +33,7 @@ from tune.report.table import as_html
 from tune.report.words import duration, shown
 from tune.search.space import unwrap
 from tune.sweeps.plan import SweepPlan
-from tune.sweeps.spec import SweepSpec
+from tune.sweeps.spec import Interrupted, SweepSpec
 from tune.sweeps.trial import assignment_of
 from tune.trials.journal import Journal, trial_id
 from tune.trials.live import WRITE_EVERY_S, Live, Running, write_live
@@ -45,10 +45,6 @@ LOOK_EVERY_S = 1.0
 GROW_EVERY_S = 10.0
 _PAYS_S = 6.0
 """Twice the start of one of Tune's actors."""
-
-
-class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
-    """Ctrl-C, or SIGTERM from `ray job stop`."""
 
 
 @dataclass(frozen=True)

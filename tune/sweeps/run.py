@@ -1,14 +1,11 @@
 """The sweep as it runs: lanes, Ray Tune's Tuner over them, and the journal (Ray)."""
 
 import contextlib
-import importlib
 import logging
 import math
 import re
 import shutil
-import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +27,6 @@ from trainers.on_ray.internals import own_node
 from trainers.on_ray.vital_signs import VitalSigns
 from trainers.output import Output
 from tune.forks.client import NoOutcomeError, Zygote
-from tune.forks.zygote import Preload
 from tune.lanes.lanes import Lanes, start_mailbox
 from tune.lanes.messages import Assignment, Event, new_ticket
 from tune.ray_internals import without_tags
@@ -38,8 +34,8 @@ from tune.report.words import duration, in_short, labels
 from tune.search import ray_search
 from tune.search.finalists import repeats_to_run
 from tune.sweeps.plan import SweepPlan
-from tune.sweeps.progress import Interrupted, Pace, Progress
-from tune.sweeps.spec import SweepSpec, save
+from tune.sweeps.progress import Pace, Progress
+from tune.sweeps.spec import Interrupted, SweepSpec, save
 from tune.sweeps.trial import LaneTrial
 from tune.trials.journal import Journal, trial_id
 from tune.trials.record import TrialRecord, make_record
@@ -54,25 +50,26 @@ _LEAST_ROOM_BYTES = 2**20
 
 
 def run_sweep(
-    spec: SweepSpec, checked: bool = True, facts: dict[str, str] | None = None, output: Output | None = None
+    spec: SweepSpec,
+    checked: bool = True,
+    facts: dict[str, str] | None = None,
+    output: Output | None = None,
+    zygote: Zygote | None = None,
 ) -> list[TrialRecord]:
     """Run every trial that has no record yet; returns the records of all. `checked`: after a look at the nodes.
-    `facts` is given what the report must say of the sweep itself; `output` is what the user wants to be told.
+    `facts` is given what the report must say of the sweep itself; `output` is what the user wants to be told; `zygote`
+    is the sweep's, where it has been started already.
 
     Raises ConfigError (the cluster can never hold a trial), ClusterError (nodes are not in order), Interrupted when
     asked to stop, and PacelineError when it is cut off: what has ended until then is in the journal.
     """
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the result files that the journal replaces
-    name, preload = uuid.uuid4().hex[:12], preload_of(spec)
-    with contextlib.closing(Zygote(name, preload)) as zygote:
-        # A TorchTrainer imports torch, though a lane's needs none of it: it does so while Ray starts.
-        threading.Thread(target=importlib.import_module, args=["tune.lanes.trainer"], daemon=True).start()
-        plan = _plan(spec, checked, zygote)
-        return _run_sweep(spec, plan, facts, output or Output(), name, preload)
+    with contextlib.closing(zygote or spec.zygote()) as own:
+        return _run_sweep(spec, _plan(spec, checked, own), facts, output or Output(), own)
 
 
 def _run_sweep(
-    spec: SweepSpec, plan: SweepPlan, facts: dict[str, str] | None, output: Output, zygote: str, preload: Preload
+    spec: SweepSpec, plan: SweepPlan, facts: dict[str, str] | None, output: Output, zygote: Zygote
 ) -> list[TrialRecord]:
     records = Journal(spec.storage).records()
     kept = {record.id for record in records}
@@ -86,7 +83,7 @@ def _run_sweep(
     before = [record for record in records if record.purpose == "trial"] if goes_on else []
     at_a_time = plan.num_at_once if plan.is_independent else plan.num_lanes
     search = ray_search.searcher(spec.config, at_a_time, before, int(spec.train.get("seed", 0)))
-    lanes = _lanes(spec, plan, zygote, preload)
+    lanes = _lanes(spec, plan, zygote)
     mailbox, is_auto = lanes.mailbox, spec.config.lanes == "auto"
     pace = Pace(search, mailbox, plan.num_trials if plan.is_independent else None)
 
@@ -141,23 +138,15 @@ def _run_sweep(
     return [progress.records[name] for name in names if name in progress.records]
 
 
-def preload_of(spec: SweepSpec) -> Preload:
-    """What the parents of a sweep's trials import."""
-    named = spec.train["train_func"] if spec.is_of_function else spec.train["task"]
-    of_ray = ("tune.forks.function", "ray.tune") if spec.is_of_function else ()
-    modules = (*of_ray, str(named).partition(":")[0])
-    return Preload(spec.path, modules, forks=spec.config.isolation != "fresh")
-
-
-def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: str, preload: Preload) -> Lanes:
+def _lanes(spec: SweepSpec, plan: SweepPlan, zygote: Zygote) -> Lanes:
     """Return the lanes of a sweep, none of which has started."""
     mailbox = start_mailbox(spec.storage, spec.path)
     return Lanes(
         mailbox,
         plan.train.scaling,
         plan.use_gpu,
-        zygote,
-        preload,
+        zygote.name,
+        zygote.preload,
         spec.storage,
         plan.num_at_once,
         is_patient=spec.config.lanes == "auto",

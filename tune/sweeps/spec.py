@@ -2,6 +2,7 @@
 
 import contextlib
 import shlex
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,17 @@ from trainers.launch.spec import make_function_spec, make_spec, read_file, read_
 from trainers.lease import fenced
 from trainers.storage import Storage, inside_ray_job, storage_uri
 from tune.config import Range, SweepConfig, sample_values
+from tune.forks.client import Zygote
+from tune.forks.zygote import Preload
 from tune.search.finalists import repeats_to_run
 from tune.search.space import check_space, grid, known_space, planned_trials, trial_tree
 from tune.trials.journal import Journal, trial_id
 
 SAVED = "sweep.yaml"
+
+
+class Interrupted(Exception):  # noqa: N818 (a wish, not an error)
+    """Ctrl-C, or SIGTERM from `ray job stop`."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,13 @@ class SweepSpec:
     def is_of_function(self) -> bool:
         """Whether trials are runs of a training function, not of a task."""
         return kind_of(self.train) is FunctionConfig
+
+    def zygote(self) -> Zygote:
+        """Start the parent of the sweep's trials on this node; returns at once."""
+        named = self.train["train_func"] if self.is_of_function else self.train["task"]
+        of_ray = ("tune.forks.function", "ray.tune") if self.is_of_function else ()
+        modules = (*of_ray, str(named).partition(":")[0])
+        return Zygote(uuid.uuid4().hex[:12], Preload(self.path, modules, forks=self.config.isolation != "fresh"))
 
     @property
     def trackers(self) -> list[TrackerConfig]:

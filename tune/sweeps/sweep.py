@@ -7,8 +7,9 @@ import os
 import signal
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +21,7 @@ from trainers.output import Output
 from trainers.redaction import redact
 from trainers.tracking.process import followed
 from trainers.tracking.sinks import check_trackers
-from tune.sweeps.spec import SAVED, SweepSpec, is_complete, prepare, sweep_with
+from tune.sweeps.spec import SAVED, Interrupted, SweepSpec, is_complete, prepare, sweep_with
 from tune.trials.journal import Journal
 from tune.trials.live import Live, write_live
 from tune.trials.record import TrialRecord
@@ -161,16 +162,18 @@ def run_to_answer(
         if before:
             logger.info("%s holds %d trials that have ended: only the others run", spec.uri, before)
         with without_collection(own_process=is_command):
-            from trainers.on_ray.connect import leaving
-            from tune.sweeps.progress import Interrupted
-            from tune.sweeps.run import environment, run_sweep
-
+            from trainers.on_ray.connect import connect, leaving
         facts: dict[str, str] = {}
-        # Ray ends while the report is written: both take a second or two, and one of them only waits.
+        # What takes seconds is done beside what only waits: imports while Ray starts, the report while it ends.
         with ThreadPoolExecutor(1, initializer=_block_sigterm) as beside:
             try:
-                with leaving():
-                    records = run_sweep(spec, checked, facts, output)
+                with leaving(), closing(spec.zygote()) as zygote:
+                    imports = [beside.submit(import_module, name) for name in ("tune.sweeps.run", "tune.lanes.trainer")]
+                    with without_collection(own_process=is_command):
+                        connect(show_workers=False)
+                        imports[0].result()
+                        from tune.sweeps.run import environment, run_sweep
+                    records = run_sweep(spec, checked, facts, output, zygote)
                     answer = beside.submit(_answer, spec, records, environment() | facts)
             except (Interrupted, KeyboardInterrupt):
                 raise SweepInterrupted(prepare(spec, False)) from None
