@@ -9,10 +9,10 @@ from torch import Tensor
 
 from trainers.data.batch import Batch, fetch, map_tensors
 from trainers.data.stream import Stream, refuse_other_samples
+from trainers.devices.group import find_unlike
 from trainers.errors import FIX, ConfigError, DivergedError
 from trainers.loop.attempt import Attempt
 from trainers.loop.checkpointing import Checkpointing
-from trainers.model.alike import find_unlike
 from trainers.model.sharding import is_sharded, local
 from trainers.step.device_mismatch import named_tensors
 from trainers.step.replica import Replica

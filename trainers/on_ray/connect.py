@@ -8,11 +8,15 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import ray
 from ray.exceptions import AuthenticationError
@@ -26,11 +30,20 @@ from trainers.launch.spec import FunctionSpec, Job
 from trainers.on_ray import reaper
 from trainers.on_ray.capacity import capacity
 from trainers.on_ray.environment import cluster_environment, run_environment
-from trainers.on_ray.internals import TOKEN_LOGGER, keep_on_loopback, own_node, ray_directory
-from trainers.on_ray.own_token import OwnToken, where_the_token_is
+from trainers.on_ray.internals import (
+    TOKEN_LOGGER,
+    asks_for_token,
+    has_token,
+    keep_on_loopback,
+    new_token,
+    own_node,
+    ray_directory,
+    read_token_again,
+)
 
 logger = logging.getLogger(__name__)
 
+_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  # noqa: S105 (a name)
 _LEAVE_S = 20.0  # with all alive Ray takes one or two
 _put_back = contextlib.ExitStack()
 """What an embedded cluster has changed in this process, put back when it ends."""
@@ -226,3 +239,46 @@ def ray_scaling(scaling: ScalingConfig, gpu: bool) -> Any:
 def _resources(scaling: ScalingConfig, gpu: bool) -> dict[str, float]:
     """Return what one worker reserves."""
     return {"CPU": float(scaling.cpus_per_worker)} | ({"GPU": scaling.gpus_per_worker} if gpu else {})
+
+
+class OwnToken:
+    """While entered, a new embedded cluster's token is a temporary one, readable by this user alone.
+
+    From 2.59 on Ray protects every cluster that `ray.init()` starts by a token, and writes one to ~/.ray/auth_token
+    where the user has none. From then on `ray start` asks for it too, and scripts that worked before fail. A token or a
+    mode that the user has chosen is left as it is.
+    """
+
+    def __init__(self) -> None:
+        self.directory: Path | None = None
+        self._changes_mode = "RAY_AUTH_MODE" not in os.environ
+
+    def __enter__(self) -> Self:
+        if self._changes_mode:
+            if not has_token():
+                self.directory = Path(tempfile.mkdtemp(prefix="paceline-token-"))  # of mode 0700
+                file = self.directory / "token"
+                file.write_text(new_token())
+                os.environ[_TOKEN_PATH] = str(file)
+            os.environ["RAY_AUTH_MODE"] = "token"
+            read_token_again()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            os.environ.pop(_TOKEN_PATH, None)
+        if self._changes_mode:
+            os.environ.pop("RAY_AUTH_MODE", None)
+            read_token_again()
+
+
+def where_the_token_is() -> str:
+    """Return what to say of the token that a dashboard asks for; empty where it asks for none."""
+    if not asks_for_token():
+        return ""
+    if path := os.environ.get(_TOKEN_PATH):
+        return f" (it asks for the token in {path})"
+    return " (it asks for the token that `ray get-auth-token` prints)"

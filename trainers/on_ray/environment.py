@@ -4,7 +4,7 @@ while an embedded cluster starts, whose processes inherit it:
 PYTHONWARNINGS                          hides a warning of Ray 2.60 about its own code
 RAY_WARN_BLOCKING_GET_INSIDE_ASYNC      hides another, as Ray's `fit` does for its controller
 until an embedded cluster ends:
-RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH      a token of the cluster's own, where the user has none: see own_token.py
+RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH      a token of the cluster's own, where the user has none: see connect.py
 while an embedded cluster starts, and while Ray Train has a run of ours, or lanes (others are as Ray has them):
 RAY_TRAIN_ENABLE_STATE_TRACKING         the run is visible in the dashboard
 RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S  how long a placement may pend before the size of the group is chosen anew
