@@ -29,8 +29,8 @@ class NoGroup(BackendConfig):
 class LaneCallback(ControllerCallback, WorkerGroupCallback):
     """Tells the mailbox how far the lane's start is, and when its workers are gone.
 
-    The driver learns the controller, to kill it before its workers are up; that there are workers, to start what would
-    have delayed them; and their reservation, to free it when the controller dies.
+    The driver learns the controller, to kill it before its workers are up, and the workers' reservation, to free it
+    when the controller dies.
     """
 
     def __init__(self, mailbox: Any, sweep: str, lane: int) -> None:
@@ -42,11 +42,6 @@ class LaneCallback(ControllerCallback, WorkerGroupCallback):
         name_lane(f"{self._sweep}, lane {self._lane}")
         handle = cloudpickle.dumps(ray.get_runtime_context().current_actor)  # it would import Ray Train in the mailbox
         ray.get(self._mailbox.note_start.remote(self._lane, "controller", handle))
-
-    def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Called by Ray when all workers are processes; adds nothing to their context."""
-        ray.get(self._mailbox.note_start.remote(self._lane, "workers"))
-        return {}
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Called by Ray when all workers are a process group."""

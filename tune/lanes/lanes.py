@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,12 +96,6 @@ class Lanes:
             thread = threading.Thread(target=self._keep, args=(lane,), name=f"lane-{lane}", daemon=True)
             thread.start()
             self._threads.append(thread)
-
-    def await_first(self, cancelled: Callable[[], bool]) -> None:
-        """Wait until some lane has worker processes, since what starts any sooner delays its first trial."""
-        deadline = time.monotonic() + _FIRST_S
-        while not (cancelled() or ray.get(self.mailbox.starts.remote("workers"))) and time.monotonic() < deadline:
-            self._closing.wait(_LOOK_S)
 
     def settle(self) -> list[int]:
         """Let no further lane begin to start; returns those that are about to come up."""

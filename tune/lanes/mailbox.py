@@ -58,7 +58,7 @@ class Mailbox:
         return f"{self._sweep.name}, mailbox" if self._sweep else "mailbox"
 
     async def note_start(self, lane: int, fact: str, value: Any = True) -> None:
-        """Note a fact of a lane's start: its "controller", that it has "workers", or their "reservation"."""
+        """Note a fact of a lane's start: its "controller", or the "reservation" of its workers."""
         self._lanes.starts[fact][lane] = value
 
     async def starts(self, fact: str) -> dict[int, Any]:

@@ -102,7 +102,6 @@ def _run_sweep(
         ending = ending_with_cluster(_goes_on(spec), progress.terminal.close)
         with ending, progress.heeding_signals(), progress.terminal, VitalSigns(), run_environment():
             lanes.grow(first_lanes)
-            lanes.await_first(lambda: progress.signal_name is not None)
             began, budget_s = time.monotonic(), spec.config.time_budget_s
             with sweep_environment(), without_tags():
                 _tuner(spec, plan, mailbox, search, progress, len(before)).fit()
