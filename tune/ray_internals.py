@@ -32,6 +32,7 @@ from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, 
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.train.v2.api.context import TrainContext as PublicContext
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 __all__ = [  # noqa: RUF022 # (by what they are for)
     # What the functions of `ray.train` and `ray.tune` call: Ray's docstrings say that the first may be replaced.
@@ -46,6 +47,8 @@ __all__ = [  # noqa: RUF022 # (by what they are for)
     # Ray's controller, which a trial of tune/ray runs in its own process.
     "FixedScalingPolicy",
     "TrainController",
+    # What a TorchTrainer is without torch.
+    "DataParallelTrainer",
     # Its worker group, which borrows the workers of a lane.
     "ActorMetadata",
     "DefaultPlacementGroupHandle",

@@ -58,7 +58,7 @@ class Zygote:
     @classmethod
     def of_functions(cls, name: str) -> Zygote:
         """The zygote of a sweep of training functions of Ray Train's."""
-        return cls(name, Preload(modules=("tune.forks.function", "ray.tune", "tune.ray.driver")))
+        return cls(name, Preload(modules=("tune.forks.function", "ray.tune", "tune.ray.trainer")))
 
     def _start(self) -> None:
         self._directory.mkdir(mode=0o700, exist_ok=True)

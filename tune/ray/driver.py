@@ -1,14 +1,44 @@
-"""A trial's driver, in a process of its own: a function that makes a TorchTrainer and calls `fit` (Ray)."""
+"""A trial's driver, in a process of its own: a function that makes a TorchTrainer and calls `fit` (Ray).
 
+Trials' actors and the workers of lanes import this file, and no torch: that takes seconds, and their forks have it.
+"""
+
+from dataclasses import dataclass
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined] # (it has no stub)
 from typing import Any
 
+import ray
+import ray.train
 from ray import cloudpickle
 
 from tune.forks.child import Channel, TrialStopped
-from tune.forks.function import as_new_process
-from tune.ray import trainer
-from tune.ray.controller import reports_of_trial
-from tune.ray_internals import get_session, set_session
+from tune.forks.client import Zygote
+from tune.lanes.controller import NoGroup
+from tune.ray.controller import (
+    Answers,
+    LaneController,
+    own_place,
+    ran_out_of_memory,
+    reports_of_trial,
+    stops,
+    without_helpers,
+)
+from tune.ray.misfits import sized
+from tune.ray_internals import DataParallelTrainer, get_session, set_session
+
+
+@dataclass(frozen=True)
+class Run:
+    """A TorchTrainer that a trial's process hands to the worker that has started it."""
+
+    function: bytes
+    """Pickled: the training function with its configuration, a callable without arguments."""
+    name: str
+    config: dict[str, Any]
+    given: dict[str, Any]
+    """The other arguments of the TorchTrainer."""
+    backend: str
+    timeout_s: float
 
 
 class DriverSession:
@@ -37,6 +67,8 @@ class Reports:
 
 def run_driver(channel: Channel, driver: bytes, config: dict[str, Any]) -> Any:
     """Call a pickled driver with a trial's configuration; returns what it returns."""
+    from tune.forks.function import as_new_process
+
     as_new_process([])
     set_session(DriverSession(channel))
     try:
@@ -51,9 +83,9 @@ class Asked:
     def __init__(self, pool: Any, zygote: str, batch_key: str | None) -> None:
         self._pool, self._zygote, self._batch_key = pool, zygote, batch_key
 
-    def fit(self, run: trainer.Run) -> Any:
+    def fit(self, run: Run) -> Any:
         """Train in a lane."""
-        return trainer.fit(run, self._pool, self._zygote, self._batch_key)
+        return _fit(run, self._pool, self._zygote, self._batch_key)
 
     def attribute(self, name: str) -> Any:
         """What Tune's session has by a name."""
@@ -67,3 +99,63 @@ class Asked:
             found.report(metrics, checkpoint=checkpoint)
         except SystemExit:
             raise TrialStopped(0) from None
+
+
+class _InLane(DataParallelTrainer):
+    """Ray's TorchTrainer, but for the import of torch, in the process of a trial's actor, on the workers of a lane."""
+
+    pool: Any
+
+    def _initialize_and_run_controller(self, **given: Any) -> Any:
+        given["callbacks"] = without_helpers(given["callbacks"], self.datasets)
+        return LaneController(self.pool, **given).fit()
+
+
+def _fit(run: Run, pool: Any, zygote: str, batch_key: str | None) -> Any:
+    """Train as the TorchTrainer of a trial's process would; returns Ray's result, or raises its error."""
+    size = sized(f"{run.name} on {run.given['scaling_config']}", run.config, batch_key)
+    if size is not None and (why := ray.get(pool.why_not.remote(size))) is not None:
+        raise ray.train.WorkerGroupError(why, {0: MemoryError(why)})
+    function = ForkedFunction(run.function, zygote, run.backend, run.timeout_s)
+    trainer = _InLane(function, backend_config=NoGroup(run.backend), **run.given)
+    trainer.pool = pool
+    try:
+        return trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        if size is not None and ran_out_of_memory(error):
+            ray.get(pool.note_misfit.remote(size))
+        raise
+
+
+@dataclass(frozen=True)
+class ForkedFunction:
+    """A training function that runs in a fork of its node's zygote; the worker that calls it answers what it asks."""
+
+    function: bytes
+    zygote: str
+    backend: str
+    timeout_s: float
+
+    def __call__(self) -> Any:
+        """Called by Ray in each worker."""
+        place, files = own_place(self.backend, self.timeout_s)
+        of_ray = [str(gpu) for gpu in ray.get_gpu_ids()], ray.train.get_context().get_experiment_name()
+        storage = ray.train.get_context().get_storage()
+        fork = Zygote.of_functions(self.zygote).fork(
+            "tune.forks.function:run_function",
+            self.function,
+            place,
+            *of_ray,
+            storage,
+            files=[file.fileno() for file in files],
+        )
+        try:
+            outcome = fork.serve(Answers(), lambda: not stops(), look_s=0.1)
+        except (InterruptedError, TrialStopped):
+            return None
+        finally:
+            for file in files:
+                file.close()
+        if "raised" in outcome:
+            raise outcome["raised"] from RemoteTraceback(outcome["traceback"])
+        return outcome.get("returned")

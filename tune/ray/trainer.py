@@ -3,8 +3,6 @@
 import copy
 import re
 import uuid
-from dataclasses import dataclass
-from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined] # (it has no stub)
 from typing import Any
 
 import ray
@@ -12,29 +10,11 @@ import ray.train
 import ray.train.torch
 from ray import cloudpickle
 
-from tune.forks.child import TrialStopped
-from tune.forks.client import Zygote
-from tune.lanes.controller import NoGroup
-from tune.ray.controller import Answers, LaneController, own_place, ran_out_of_memory, stops, without_helpers
-from tune.ray.misfits import sized
+from tune.ray.driver import Run
 from tune.ray_internals import get_session
 
 _NAME_BY_RAY = re.compile(r"ray_train_run-\d{4}(-\d\d){2}_\d\d(-\d\d){2}")
 """What Ray calls a run that has no name: by the second."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A TorchTrainer that a trial's process hands to the worker that has started it."""
-
-    function: bytes
-    """Pickled: the training function with its configuration, a callable without arguments."""
-    name: str
-    config: dict[str, Any]
-    given: dict[str, Any]
-    """The other arguments of the TorchTrainer."""
-    backend: str
-    timeout_s: float
 
 
 class TorchTrainer(ray.train.torch.TorchTrainer):
@@ -76,63 +56,3 @@ def with_own_name(run_config: Any) -> Any:
         run_config = copy.copy(run_config)
         run_config.name += f"-{uuid.uuid4().hex[:12]}"
     return run_config
-
-
-class _InLane(ray.train.torch.TorchTrainer):
-    """Ray's trainer in the process of a trial, on the workers of a lane."""
-
-    pool: Any
-
-    def _initialize_and_run_controller(self, **given: Any) -> Any:
-        given["callbacks"] = without_helpers(given["callbacks"], self.datasets)
-        return LaneController(self.pool, **given).fit()
-
-
-def fit(run: Run, pool: Any, zygote: str, batch_key: str | None) -> Any:
-    """Train as the TorchTrainer of a trial's process would; returns Ray's result, or raises its error."""
-    size = sized(f"{run.name} on {run.given['scaling_config']}", run.config, batch_key)
-    if size is not None and (why := ray.get(pool.why_not.remote(size))) is not None:
-        raise ray.train.WorkerGroupError(why, {0: MemoryError(why)})
-    function = ForkedFunction(run.function, zygote, run.backend, run.timeout_s)
-    trainer = _InLane(function, torch_config=NoGroup(run.backend), **run.given)  # type: ignore[arg-type]
-    trainer.pool = pool
-    try:
-        return trainer.fit()
-    except ray.train.TrainingFailedError as error:
-        if size is not None and ran_out_of_memory(error):
-            ray.get(pool.note_misfit.remote(size))
-        raise
-
-
-@dataclass(frozen=True)
-class ForkedFunction:
-    """A training function that runs in a fork of its node's zygote; the worker that calls it answers what it asks."""
-
-    function: bytes
-    zygote: str
-    backend: str
-    timeout_s: float
-
-    def __call__(self) -> Any:
-        """Called by Ray in each worker."""
-        place, files = own_place(self.backend, self.timeout_s)
-        of_ray = [str(gpu) for gpu in ray.get_gpu_ids()], ray.train.get_context().get_experiment_name()
-        storage = ray.train.get_context().get_storage()
-        fork = Zygote.of_functions(self.zygote).fork(
-            "tune.forks.function:run_function",
-            self.function,
-            place,
-            *of_ray,
-            storage,
-            files=[file.fileno() for file in files],
-        )
-        try:
-            outcome = fork.serve(Answers(), lambda: not stops(), look_s=0.1)
-        except (InterruptedError, TrialStopped):
-            return None
-        finally:
-            for file in files:
-                file.close()
-        if "raised" in outcome:
-            raise outcome["raised"] from RemoteTraceback(outcome["traceback"])
-        return outcome.get("returned")
