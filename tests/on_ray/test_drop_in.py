@@ -62,6 +62,6 @@ def test_a_stopped_trial_ends_at_its_report_and_its_lane_goes_on(ours: dict[str,
 
 def test_ray_shows_who_trains_what(ours: dict[str, Any]) -> None:
     """In `ray list actors --detail`, `ray list tasks` and the dashboard."""
-    assert {"draws, lane 0, worker", "draws, pool"} <= set(ours["draws"]["shown"])
-    said = {name.partition(": trial ")[2] for name in ours["draws"]["said"]}
-    assert len(said) == len(ours["draws"]["said"]) == len(ours["draws"]["trials"])
+    assert {"train, lane 0, worker", "train, pool"} <= set(ours["train"]["shown"])
+    said = {name.partition(": trial ")[2] for name in ours["train"]["said"]}
+    assert len(said) == len(ours["train"]["said"]) == len(ours["train"]["trials"])
