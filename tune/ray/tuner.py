@@ -177,6 +177,7 @@ class _Pace(tune.Callback):
         self._search: Any = None
         self._most, self._num_samples = 0, 0
         self._looked = time.monotonic()
+        self._first_ended = self._looked
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (tune.Callback, ())  # Tune pickles its callbacks
@@ -205,10 +206,15 @@ class _Pace(tune.Callback):
         pool: Any = ray.get_actor(self._pool_name)
         state = ray.get(pool.state.remote())
         count, ended = self._search.max_concurrent, sum(trial.is_finished() for trial in trials)
+        if not ended:
+            self._first_ended = now
         # The first trials' processes are new: only after as long as a lane's start does their time say something.
         if state["up"] < count or min(state["serving_s"], state["last_up_s"]) < state["start_s"]:
             return
-        left_s = (self._total() - ended) * state["serving_s"] / max(1, ended)
+        if ended > 1:
+            left_s = (self._total() - ended) * (now - self._first_ended) / (ended - 1)
+        else:  # the first takes longer than any other: how long those take is not known yet
+            left_s = state["serving_s"]
         more = min(2 * count, self._most or state["most"], state["most"])
         if more > count and left_s >= _PAYS * state["start_s"]:
             self._search.max_concurrent = more
