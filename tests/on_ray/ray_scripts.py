@@ -161,17 +161,22 @@ def driver(config):
     fit(train, config, callbacks=[TuneReportCallback()])
 
 
+def own_name():
+    """Runs without one are named by the second, and two that begin in the same one share their checkpoints."""
+    return f"trial-{tune.get_context().get_trial_id()}"
+
+
 def driver_of_lightning(config):
-    fit(train_lightning, config, callbacks=[TuneReportCallback()])
+    fit(train_lightning, config, callbacks=[TuneReportCallback()], name=own_name())
 
 
 def driver_of_transformers(config):
-    fit(train_transformers, config, callbacks=[TuneReportCallback()])
+    fit(train_transformers, config, callbacks=[TuneReportCallback()], name=own_name())
 
 
 def driver_that_goes_on(config):
     """A run with the name of its trial goes on from the run's newest checkpoint."""
-    fit(train, config, callbacks=[TuneReportCallback()], name=f"trial-{tune.get_context().get_trial_id()}")
+    fit(train, config, callbacks=[TuneReportCallback()], name=own_name())
 
 
 def driver_of_population(config):
