@@ -211,10 +211,9 @@ class _Pace(tune.Callback):
         # The first trials' processes are new: only after as long as a lane's start does their time say something.
         if state["up"] < count or min(state["serving_s"], state["last_up_s"]) < state["start_s"]:
             return
+        left_s = state["serving_s"]  # the first takes longer than any other: how long those take is not known yet
         if ended > 1:
             left_s = (self._total() - ended) * (now - self._first_ended) / (ended - 1)
-        else:  # the first takes longer than any other: how long those take is not known yet
-            left_s = state["serving_s"]
         more = min(2 * count, self._most or state["most"], state["most"])
         if more > count and left_s >= _PAYS * state["start_s"]:
             self._search.max_concurrent = more
