@@ -9,11 +9,12 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.waits import HANG_S
+from tests.waits import HANG_S, until
 from tune.forks import client
 from tune.forks.client import NoOutcomeError, Zygote
 from tune.forks.zygote import Preload
@@ -97,3 +98,14 @@ def test_a_zygote_that_is_about_to_end_costs_no_trial(parent: Zygote, monkeypatc
 
     monkeypatch.setattr(client.Zygote, "_connect", too_late)
     assert parent.fork("tests.unit.test_forks:ask", 6, 3).serve(Asked()) == 2
+
+
+def test_an_import_that_never_ends_keeps_no_zygote(name: str, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    Path(tmp_path, "endless.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(3600)\n"
+    )
+    one = Zygote(name, Preload((str(tmp_path),), ("endless",)))
+    until(begun.exists, "the import of the module")
+    one.close()
+    assert not one._directory.exists()

@@ -15,6 +15,7 @@ closed before ends the trial. What a trial leaves running ends with it. Without 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -246,6 +247,10 @@ def main() -> None:
     path, preload = Path(sys.argv[1]), Preload(**json.loads(sys.argv[2]))
     first = socket.socket(fileno=int(sys.argv[3]))
     first.set_inheritable(False)
+    # Until it listens, SIGIO ends it: when its first client has died or ends it, whatever a module's import waits for.
+    fcntl.fcntl(first, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR | os.O_ASYNC)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_DFL)
     sys.path[:0] = [place for place in preload.path if place not in sys.path]
@@ -259,6 +264,7 @@ def main() -> None:
         why_not = why_not_fork()
         if why_not is not None:
             print(f"trials are no forks but new interpreters, which is slower: {why_not}", flush=True)
+    fcntl.fcntl(first, fcntl.F_SETFL, os.O_RDWR)
     try:
         Zygote(path, first, why_not).serve()
     except BaseException:

@@ -203,8 +203,8 @@ def _wrong(run: Any, plan: SweepPlan, device_type: str, zygote: Zygote) -> Pacel
     try:
         fork = zygote.fork("tune.forks.task:check", run, plan.precisions, device_type)
         found: PacelineError | None = fork.serve(None)
-    except NoOutcomeError as death:
-        return PacelineError(f"the import of {run.source} has ended its process: {death}")
+    except (NoOutcomeError, TimeoutError) as error:
+        return PacelineError(f"what {run.source} names cannot be imported: {error}")
     return found
 
 
