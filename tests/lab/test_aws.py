@@ -186,13 +186,16 @@ def test_a_sweep_from_zero_outlives_a_notice_and_refused_spot(made: Instances) -
     sweep.say("go")
     until(lambda: not sweep.runs(), "the sweep's end")
 
-    steps = defaultdict(list)
+    made_by = defaultdict(list)
     for step in sweep.steps():
-        steps[step.rate].append(step)
-    assert {rate: [step.number for step in made] for rate, made in steps.items()} == {
-        rate: list(range(1, STEPS + 1)) for rate in RATES
-    }, f"each step of each trial once, and none before the notice again:\n{cluster.log(sweep.job)[-6000:]}"
-    assert len({step.host for step in steps[last.rate]}) == 2
+        made_by[step.rate].append((step.host, step.number))
+    wrong = {
+        rate: made for rate, made in made_by.items() if [number for _, number in made] != list(range(1, STEPS + 1))
+    }
+    log = cluster.log(sweep.job)[-6000:]
+    assert not wrong, f"each step of each trial once, and none before the notice again:\n{wrong}\n{log}"
+    assert sorted(made_by) == RATES
+    assert len({host for host, _ in made_by[last.rate]}) == 2
     records = sweep.records()
     assert sorted(record["config"]["optimizer.lr"] for record in records) == RATES
     assert {record["status"] for record in records} == {"done"}

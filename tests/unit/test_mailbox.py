@@ -257,6 +257,16 @@ async def test_the_next_actor_of_a_trial_goes_on_with_what_the_dead_one_submitte
 
 
 @asynchronous
+async def test_a_trial_that_is_submitted_ahead_of_its_actor_runs_once(mailbox: Mailbox) -> None:
+    await mailbox.submit_ahead(assignment("t/1", "t"))
+    assert await mailbox.submit(assignment("t/2", "t")) == "t/1"
+    assert await mailbox.submit(assignment("u/1", "u")) == "u/1"
+    await mailbox.submit_ahead(assignment("u/2", "u"))
+    assert [await taken(mailbox), await taken(mailbox, lane=1)] == ["t/1", "u/1"]
+    assert await mailbox.take(2, 0) is None
+
+
+@asynchronous
 async def test_an_end_is_kept_until_the_driver_has_its_record(mailbox: Mailbox) -> None:
     """Random search may draw a trial twice: the second one's actor has not heard its end yet."""
     for ticket in ("t/1", "t/2"):

@@ -66,10 +66,21 @@ class Mailbox:
         return self._lanes.starts[fact]
 
     async def submit(self, assignment: Assignment) -> str:
-        """Queue a trial, or go on with what an actor of it that died has submitted; returns the ticket of either."""
+        """Queue a trial, or go on with what was submitted for it by an actor that died, or ahead; returns the ticket of
+        either.
+        """
         if (adopted := self._adopted(assignment.ticket.rpartition("/")[0])) is not None:
             return adopted
-        trial = self._trials[assignment.ticket] = Submission(assignment)
+        return await self._submit(Submission(assignment))
+
+    async def submit_ahead(self, assignment: Assignment) -> None:
+        """Queue a trial whose Tune actor still starts, and will go on with it, unless that has submitted it already."""
+        if all(state.assignment.trial != assignment.trial for state in self._trials.values()):
+            await self._submit(Submission(assignment, orphaned=True))
+
+    async def _submit(self, trial: Submission) -> str:
+        assignment = trial.assignment
+        self._trials[assignment.ticket] = trial
         await self._drop_checkpoints(trial)  # of a start that was cut off
         if self._broken is not None:
             trial.tell(Event(outcome={"status": "error", "message": self._broken}))

@@ -98,7 +98,7 @@ class Submission:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: bool = False
     orphaned: bool = False
-    """Whether its Tune actor has died."""
+    """Whether its Tune actor has died, or still starts."""
     told: bool = False
     """Whether its Tune actor has been told of its end."""
     losses: int = 0

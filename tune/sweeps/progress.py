@@ -257,18 +257,15 @@ class Progress(tune.Callback):
         self.tick()
 
     def on_step_end(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Called by Tune at the end of a step: the first trials go to their lanes while their actors still start.
-
-        To the mailbox they are trials whose actors have died, which the actors then go on with.
-        """
+        """Called by Tune at the end of a step: the first trials go to their lanes while their actors still start."""
         if self._started:
             return
         for trial in trials:
             name = _name(trial)
             if name not in self._ahead and self._journal.find(name) is None:
                 self._ahead.add(name)
-                self._mailbox.submit.remote(assignment_of(unwrap(trial.config), self._train, self._config.objective))
-                self._mailbox.orphan.remote(name)
+                assignment = assignment_of(unwrap(trial.config), self._train, self._config.objective)
+                self._mailbox.submit_ahead.remote(assignment)
 
     def tick(self) -> None:
         """Do what is due: raise Interrupted after Ctrl-C, let the lanes grow, show how things are."""
