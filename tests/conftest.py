@@ -234,7 +234,7 @@ def driver(cluster: Cluster) -> Iterator[Any]:
 def _cluster_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test leaves reserved would let the next ones wait forever, and nobody would know why."""
     yield
-    ray: Any = sys.modules.get("ray")
+    ray = sys.modules.get("ray")
     if "driver" in request.fixturenames and ray is not None and ray.is_initialized():
         until(
             lambda: ray.available_resources().get("CPU", 0.0) >= ray.cluster_resources()["CPU"],

@@ -63,7 +63,7 @@ def source_files(root: Path = REPOSITORY) -> list[Path]:
 
 def imported_modules(path: Path) -> set[str]:
     """Dotted names of all imports of a file, at any level of it; `from a import b` gives `a` and `a.b`."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -77,7 +77,7 @@ def imported_modules(path: Path) -> set[str]:
 def file_arrows(root: Path = REPOSITORY) -> dict[str, set[str]]:
     """Which files (as dotted modules) import which; a package's own `__init__` is no module of its own."""
     modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in source_files(root)}
-    arrows: dict[str, set[str]] = {}
+    arrows = {}
     for module, path in modules.items():
         if not module.endswith("__init__"):
             arrows[module] = (imported_modules(path) & modules.keys()) - {module}
@@ -91,7 +91,7 @@ def room_of(module: str) -> str:
 
 def room_arrows(files: Arrows) -> dict[str, set[str]]:
     """Which rooms import which."""
-    arrows: dict[str, set[str]] = defaultdict(set)
+    arrows = defaultdict(set)
     for module, targets in files.items():
         arrows[room_of(module)] |= {room_of(target) for target in targets} - {room_of(module)}
     return dict(arrows)
@@ -132,7 +132,7 @@ def ray_internals_in(path: Path) -> set[str]:
 def mermaid(files: Arrows) -> str:
     """All rooms as a Mermaid flowchart, without the arrows that follow from others."""
     rooms = room_arrows(files)
-    below: dict[str, set[str]] = {}
+    below = {}
     for room in TopologicalSorter(rooms).static_order():
         below[room] = rooms[room].union(*(below[target] for target in rooms[room]))
     lines = ["flowchart TD"]

@@ -43,7 +43,7 @@ def required(tree: ast.AST) -> Iterator[ast.AST]:
 
 def names_of_ray(tree: ast.AST) -> dict[str, str]:
     """The names that a file's imports give to something of Ray's, and what that is called in Ray."""
-    names: dict[str, str] = {}
+    names = {}
     for node in required(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -64,8 +64,8 @@ def test_a_run_goes_on_with_other_ranks(before: int, after: int, tmp_path: Path)
 
 def buffers(rank: int, world_size: int) -> list[Tensor]:
     """What each step began with."""
-    seen: list[Tensor] = []
-    begun: list[Tensor] = []
+    seen = []
+    begun = []
 
     class Kept(Turned):
         def after_step(self, model: nn.Module, step: int) -> None:

@@ -35,7 +35,7 @@ def curves(rank: int, world_size: int, task: Task, sizes: list[int]) -> list[lis
     return [losses(rank, world_size, task, {"microbatch_size": size}) for size in sizes]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world_size", [4, pytest.param(2, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize(
     ("task", "tolerance"),
     [

@@ -25,7 +25,7 @@ def torchs_own_test(rank: int, world_size: int) -> list[str]:
         warnings.simplefilter("ignore")
         from torch.testing._internal.distributed import distributed_test
 
-    made: list[str] = []
+    made = []
 
     class Ours(StepSampler):
         __init__ = functools.partialmethod(StepSampler.__init__, global_batch_size=8)  # type: ignore[assignment]
@@ -42,7 +42,7 @@ def torchs_own_test(rank: int, world_size: int) -> list[str]:
     return made
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, pytest.param(2, marks=pytest.mark.campaign)])
 def test_torchs_own_test_passes(world_size: int, tmp_path: Path) -> None:
     for made in run_processes(world_size, torchs_own_test, tmp_path):
         assert len(made) == 3

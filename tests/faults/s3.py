@@ -133,7 +133,7 @@ def noise(seed: int, share: float) -> Callable[[str, str], str]:
     last try and beyond.
     """
     draw = random.Random(seed)
-    stubborn: dict[tuple[str, str], tuple[str, int]] = {}
+    stubborn = {}
 
     def spoils(method: str, target: str) -> str:
         what = method, target.partition("uploadId=")[0]

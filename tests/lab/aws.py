@@ -200,7 +200,6 @@ class Instances:
     def take_back(self, instance: str) -> None:
         """End an instance when its notice says, as EC2 does by itself."""
         notice = self.machines[instance].action
-        assert notice is not None
         until = datetime.fromisoformat(notice["time"])
         time.sleep(max(0.0, (until - datetime.now(UTC)).total_seconds()))
         self.ec2.client("ec2").terminate_instances(InstanceIds=[instance])
@@ -270,7 +269,7 @@ def instances(lab: Lab) -> Iterator[Instances]:
 def derived() -> dict[str, Any]:
     """cluster/aws.yaml for the lab: its bucket, nothing to install, and nodes that idle for a minute."""
     text = (REPOSITORY / "cluster" / "aws.yaml").read_text(encoding="utf-8")
-    tree: dict[str, Any] = yaml.safe_load(text.replace("MY-BUCKET", BUCKET))
+    tree = yaml.safe_load(text.replace("MY-BUCKET", BUCKET))
     [paceline] = [command for command in tree["setup_commands"] if "/pip install " in command]
     tree["setup_commands"][tree["setup_commands"].index(paceline)] = _INSTALLED
     [boto] = tree["head_setup_commands"]

@@ -305,7 +305,7 @@ class Lab:
 
     def popen(self, name: str, *command: str, cwd: str = "/root", **keywords: object) -> subprocess.Popen[str]:
         """A command on a host that goes on; it ends with the host at the latest."""
-        process: subprocess.Popen[str] = subprocess.Popen(  # type: ignore[call-overload]
+        process = subprocess.Popen(  # type: ignore[call-overload]
             [*self._enter(name, cwd), *command], **{"stdin": subprocess.DEVNULL, "text": True, **keywords}
         )
         self._started.append(process)

@@ -108,12 +108,12 @@ def test_learning_rate_and_course_follow() -> None:
     assert course[6:] == pytest.approx([1 - (batches.samples(step) - 48) / 144 for step in range(6, total)])
 
 
-CHANGING: dict[str, Any] = {
+CHANGING = {
     "global_batch_size": None,
     "batch_schedule": [{"until_samples": 12, "size": 3}, {"until_samples": 41, "size": 8}, {"size": 5}],
     "lr_scaling": {"rule": "sqrt", "base_batch_size": 5},
 }
-VARIANTS: list[dict[str, Any]] = [
+VARIANTS = [
     {},
     {"lr_schedule": {"name": "linear", "warmup": 0.1}},
     {"max_steps": 14, "drop_last": True},

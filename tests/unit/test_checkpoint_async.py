@@ -53,7 +53,7 @@ def test_a_run_resumed_from_one_is_bit_equal_to_the_unbroken(tmp_path: Path) -> 
 def test_training_goes_on_while_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in which a checkpoint is told lies after the step that it holds, and every one is told once."""
     gate = Gate(monkeypatch)
-    steps: list[int] = []
+    steps = []
 
     class Watched(Tiny):
         def transform(self, batch: Any, training: bool) -> Any:

@@ -28,8 +28,8 @@ INSTALLED = {"paceline-train": "trainers", "paceline-sweep": "tune", "paceline-c
 TARGETS = set(re.findall(r"^([\w -]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
 # What a fragment leaves to the reader.
-RUN: dict[str, Any] = {"task": "task:Task", "epochs": 1, "global_batch_size": 32, "optimizer": {"lr": 0.1}}
-SWEEP: dict[str, Any] = {"train": RUN, "space": {"seed": [0, 1]}, "objective": {"metric": "val_loss"}}
+RUN = {"task": "task:Task", "epochs": 1, "global_batch_size": 32, "optimizer": {"lr": 0.1}}
+SWEEP = {"train": RUN, "space": {"seed": [0, 1]}, "objective": {"metric": "val_loss"}}
 
 
 def of(*languages: str) -> Any:

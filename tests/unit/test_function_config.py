@@ -21,12 +21,12 @@ from tune.trials.microbatch_bounds import fixed_size, key_of
 from tune.trials.record import TrialRecord, make_record
 
 MODULE = "function_of_test_function_config"
-RUN: dict[str, Any] = {
+RUN = {
     "train_func": f"{MODULE}:train",
     "train_loop_config": {"lr": 0.1, "loader": {"rows": 8}, "kind": "fp32"},
     "keys": {"batch_size_per_worker": "train_loop_config.loader.rows", "precision": "train_loop_config.kind"},
 }
-SWEEP: dict[str, Any] = {
+SWEEP = {
     "train": RUN,
     "space": {"train_loop_config.loader.rows": [8, 16], "train_loop_config.kind": ["fp32", "bf16"]},
     "objective": {"metric": "loss"},

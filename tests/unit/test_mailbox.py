@@ -64,7 +64,7 @@ def test_no_trial_is_lost_or_taken_twice() -> None:
     """Many lanes with tiny waits: what is submitted is taken, by somebody, once."""
 
     async def main() -> list[str]:
-        mailbox, got = Mailbox(), list[str]()
+        mailbox, got = Mailbox(), []
 
         async def lane(number: int) -> None:
             while (found := await mailbox.take(number, 0.001)) != "close":

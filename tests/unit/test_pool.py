@@ -30,8 +30,8 @@ class Group:
 @pytest.fixture
 def removed(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
     """The groups that were removed; the first that is made has its place, and no other."""
-    groups: list[Group] = []
-    gone: list[Group] = []
+    groups = []
+    gone = []
 
     def make(*args: Any, **options: Any) -> Group:
         groups.append(Group(is_placed=not groups))

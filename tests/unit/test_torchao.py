@@ -41,8 +41,7 @@ class Mixed(nn.Module):
         self.norm = nn.BatchNorm1d(32)
 
     def forward(self, rows: Tensor) -> Tensor:
-        out: Tensor = self.odd(self.norm(self.hooked(self.own(self.blocks(rows)))))
-        return out
+        return self.odd(self.norm(self.hooked(self.own(self.blocks(rows)))))
 
 
 class Wide(Blobs):

@@ -104,7 +104,6 @@ def test_parquet_tells_starting_from_training_and_when_the_target_was_missed(swe
 def test_best_yaml_is_a_run(sweep: Storage) -> None:
     found = written(sweep, done() + failed())
     text = sweep.read("best.yaml").decode()
-    assert found.best is not None
     first = text.splitlines()[0]
     assert first == f"# The best trial of the sweep digits-sweep: {found.best.id}, time_to_target 3.12."
     best = build(TrainConfig, parse_mapping(text, "best.yaml"), "best.yaml")
