@@ -34,7 +34,7 @@ ENDED = {
 """The status of each, and what its message names."""
 METHODS = [name[1:] for name in vars(Poison) if name.startswith("_") and not name.startswith("__")]
 TRAIN = {"task": "tests.lane_tasks:Poison", "max_steps": 6, "evaluate": {"every_steps": 3}, "log_every_steps": 3}
-TRAIN |= {"failure": {"hang_timeout_s": 10.0}}
+TRAIN |= {"failure": {"hang_timeout_s": 20.0}}
 
 
 def of(records: list[TrialRecord], args: dict[str, Any]) -> TrialRecord:
